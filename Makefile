@@ -1,0 +1,64 @@
+# `make demo`, `make test` and the rest. Each first makes .venv from requirements.lock, once.
+# Needs python3 >= 3.11 with pip, and make. Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LINTED := $(wildcard src tests examples benchmarks)
+
+# pyright's wrapper would otherwise ask the package index whether there is a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long lint format bench clean
+
+help:
+	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
+	@echo "make test       run the tests, without the long ones"
+	@echo "make test-long  run all the tests"
+	@echo "make lint       check the format, lint, check the types"
+	@echo "make format     format the code and fix what the linter can fix"
+	@echo "make bench      run the benchmarks"
+	@echo "make clean      remove .venv and everything that was built or cached"
+
+demo: $(STAMP)
+	@echo "demo: examples/digits.py"
+	@$(BIN)/python examples/digits.py
+
+test: $(STAMP)
+	@echo "test: pytest, without the tests marked long"
+	@$(BIN)/python -m pytest -q -m "not long"
+
+test-long: $(STAMP)
+	@echo "test-long: pytest, all tests"
+	@$(BIN)/python -m pytest -q
+
+lint: $(STAMP)
+	@echo "lint: ruff format --check, ruff check, pyright"
+	@$(BIN)/ruff format --check $(LINTED)
+	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	@echo "format: ruff format, ruff check --fix"
+	@$(BIN)/ruff format $(LINTED)
+	@$(BIN)/ruff check --fix $(LINTED)
+
+bench: $(STAMP)
+	@echo "bench: benchmarks/run.py"
+	@$(BIN)/python benchmarks/run.py
+
+clean:
+	@echo "clean: removing .venv, build outputs and caches"
+	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "replicax needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "setup: installing requirements.lock into $(VENV) (a few minutes, the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -r requirements.lock
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,216 @@
+"""Cross-device operations: how values of several devices become one, and the seam users may replace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax.numpy as jnp
+
+from replicax._src.collectives import in_replica
+from replicax._src.collectives.in_replica import Communicator
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.options import CommunicationOptions, ReduceOp
+from replicax._src.values import DistributedValues
+
+
+class CrossDeviceOps:
+    """How a strategy reduces and broadcasts. Subclass it to do so in your own way.
+
+    A subclass overrides the three ``*_implementation`` methods (or some of them), written with jax.numpy on
+    ``per_replica_value.values``, a tuple of one array per replica. They are called where values are reduced:
+    in ``Strategy.reduce``, and, traced, wherever replicas reduce gradients or call ``all_reduce``.
+
+    Source: tf.distribute.CrossDeviceOps.
+    """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduces one per-replica value.
+
+        Args:
+          reduce_op: SUM or MEAN.
+          per_replica_value: A DistributedValues of [...] per replica.
+          destinations: Where the result is wanted; in one program it is everywhere.
+
+        Returns:
+          [...], the sum or mean over replicas.
+        """
+        op = ReduceOp.parse(reduce_op)
+        return self.reduce_implementation(op, per_replica_value, destinations, options or CommunicationOptions())
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduces several per-replica values at once, given with their destinations."""
+        op = ReduceOp.parse(reduce_op)
+        pairs = list(value_destination_pairs)
+        return list(self.batch_reduce_implementation(op, pairs, options or CommunicationOptions()))
+
+    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+        """Makes one array known to all replicas."""
+        return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """To override: reduces one value."""
+        del destinations, options
+        components = [in_replica.reducible(v) for v in _components(per_replica_value)]
+        total = functools.reduce(jnp.add, components)
+        return in_replica.mean_of_sum(total, len(components)) if reduce_op is ReduceOp.MEAN else total
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """To override: reduces several values; by default each by itself."""
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """To override: by default the array itself, which a program sees on every device."""
+        del destinations
+        return tensor
+
+    def sum_in_replica(
+        self, communicator: Communicator, values: Sequence[Any], options: CommunicationOptions | None
+    ) -> list[Any]:
+        """The sums over replicas of a replica's arrays, in a program."""
+        pairs = [(_Gathered(communicator.components(v)), None) for v in values]
+        return self.batch_reduce(ReduceOp.SUM, pairs, options)
+
+
+class _Gathered(DistributedValues):
+    """All replicas' components, as every replica has gathered them."""
+
+    __slots__ = ("_components",)
+
+    def __init__(self, components: Sequence[Any]):
+        self._components = tuple(components)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self._components
+
+    def as_array(self) -> Any:
+        raise InvalidArgumentError("CrossDeviceOps got a per-replica value: use value.values.")
+
+
+def _components(value: Any) -> Sequence[Any]:
+    return value.values if isinstance(value, DistributedValues) else (value,)
+
+
+class _AllReduce(CrossDeviceOps):
+    """Reduces with XLA's all-reduce.
+
+    Args:
+      num_packs: How many buffers the values of one call are joined into; 0 lets replicax choose.
+    """
+
+    def __init__(self, num_packs: int = 1):
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: num_packs must be an int of at least 0, got {num_packs!r}."
+            )
+        self._num_packs = num_packs
+
+    def sum_in_replica(
+        self, communicator: Communicator, values: Sequence[Any], options: CommunicationOptions | None
+    ) -> list[Any]:
+        options = options or CommunicationOptions()
+        if self._num_packs > 1 and options.bytes_per_pack == 0:
+            total = sum(v.size * v.dtype.itemsize for v in values)
+            options = CommunicationOptions(-(-total // self._num_packs) or 0)
+        return communicator.sum(values, options)
+
+
+@final
+class NcclAllReduce(_AllReduce):
+    """All-reduce by the fastest library of the platform: NCCL on GPUs, XLA's own elsewhere."""
+
+
+@final
+class HierarchicalCopyAllReduce(_AllReduce):
+    """Accepted for TensorFlow's sake: XLA chooses the way that fits the machine. The numbers are the same."""
+
+
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """Brings all components to one place, adds them there, and sends the result back.
+
+    Args:
+      reduce_to_device: Accepted for TensorFlow's sake: in one program every device adds.
+      accumulation_fn: A function of a list of arrays that returns their sum; addition by default.
+    """
+
+    def __init__(
+        self, reduce_to_device: Any = None, accumulation_fn: Callable[[Sequence[Any]], Any] | None = None
+    ):
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise InvalidArgumentError(
+                f"ReductionToOneDevice: accumulation_fn must be a function of a list of arrays, got "
+                f"{accumulation_fn!r}."
+            )
+        self._device = reduce_to_device
+        self._accumulate = accumulation_fn or (lambda values: functools.reduce(jnp.add, values))
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        del destinations, options
+        components = [in_replica.reducible(v) for v in _components(per_replica_value)]
+        total = self._accumulate(list(components))
+        return in_replica.mean_of_sum(total, len(components)) if reduce_op is ReduceOp.MEAN else total
+
+
+def reduce_in_replica(
+    ops: CrossDeviceOps,
+    communicator: Communicator,
+    op: ReduceOp,
+    value: Any,
+    options: CommunicationOptions | None,
+) -> Any:
+    """``all_reduce`` through a strategy's cross-device operations."""
+    return in_replica.all_reduce(_Through(ops, communicator), op, value, options)
+
+
+@final
+class _Through(Communicator):
+    """A communicator whose sums go through cross-device operations."""
+
+    def __init__(self, ops: CrossDeviceOps, inner: Communicator):
+        self._ops = ops
+        self._inner = inner
+
+    @property
+    def num_replicas(self) -> int:
+        return self._inner.num_replicas
+
+    def replica_id(self) -> Any:
+        return self._inner.replica_id()
+
+    def sum(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
+        return self._ops.sum_in_replica(self._inner, [jnp.asarray(v) for v in values], options)
+
+    def components(self, value: Any) -> list[Any]:
+        return self._inner.components(value)
+
+
+
+
+# Those whose reductions are XLA's own all-reduce: nothing of a user's has to be called.
+ALL_REDUCES = frozenset({NcclAllReduce, HierarchicalCopyAllReduce})

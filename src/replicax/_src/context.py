@@ -1,0 +1,406 @@
+"""Which strategy is current, and who is calling: the program as a whole, or one replica of it.
+
+Three contexts, per thread, as in tf.distribute: the default one (no strategy), cross-replica context (in a
+strategy's scope, or in ``merge_call``), and replica context (in a function that ``Strategy.run`` runs).
+Strategies are known here only as a Protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, final
+
+import jax
+
+from replicax._src.collectives import in_replica
+from replicax._src.collectives.in_replica import Communicator
+from replicax._src.errors import (
+    ContextError,
+    CrossReplicaContextError,
+    MixedStrategiesError,
+    ScopeNestingError,
+)
+from replicax._src.options import CommunicationOptions, ReduceOp
+from replicax._src.values import DistributedValues, PerReplica
+
+
+class StrategyLike(Protocol):
+    """What contexts know of a strategy."""
+
+    is_default: bool
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    def reduce_in_replica(
+        self, communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None
+    ) -> Any: ...
+
+
+class _Frame:
+    """One entry of the context stack: a strategy, and the replica context if in one."""
+
+    __slots__ = ("communicator", "replica_context", "strategy")
+
+    def __init__(
+        self,
+        strategy: Any,
+        replica_context: ReplicaContext | None,
+        communicator: Communicator | None = None,
+    ):
+        self.strategy = strategy
+        self.replica_context = replica_context
+        self.communicator = communicator  # only in merge_call
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+_local = _Local()
+_global_strategy: Any = None
+_default: list[Any] = []  # the default strategy, put here when strategies are loaded
+
+
+def set_default_strategy(strategy: Any) -> None:
+    """Strategies register the default one here, once."""
+    _default[:] = [strategy]
+
+
+def _top() -> _Frame | None:
+    frames = _local.frames
+    return frames[-1] if frames else None
+
+
+def get_strategy() -> Any:
+    """The current strategy: of the innermost scope, the global one, or the default one.
+
+    May be called in every context, from every thread (scopes are per thread).
+    """
+    top = _top()
+    if top is not None:
+        return top.strategy
+    return _global_strategy if _global_strategy is not None else _default[0]
+
+
+def has_strategy() -> bool:
+    """Whether the current strategy is another than the default one."""
+    return get_strategy() is not _default[0]
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The current replica's context.
+
+    Returns:
+      Inside ``Strategy.run`` that replica's context; in a scope or in ``merge_call`` None; outside any scope
+      the default strategy's context (one replica, id 0).
+    """
+    top = _top()
+    if top is not None:
+        return top.replica_context
+    if _global_strategy is not None:
+        return None
+    return ReplicaContext(_default[0], 0)
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the caller is in cross-replica context: in a scope or in ``merge_call``."""
+    return get_replica_context() is None
+
+
+def in_replica_function() -> bool:
+    """Whether the caller is inside a function that ``Strategy.run`` runs, and not in its ``merge_call``."""
+    top = _top()
+    return top is not None and top.replica_context is not None
+
+
+def merge_communicator() -> Communicator | None:
+    """How the replicas meet, if the caller is inside their ``merge_call``; else None."""
+    top = _top()
+    return top.communicator if top is not None else None
+
+
+def experimental_set_strategy(strategy: Any) -> None:
+    """Makes ``strategy`` current without ``with strategy.scope()``; None takes it back.
+
+    Raises:
+      ScopeNestingError: Inside a scope.
+    """
+    global _global_strategy
+    if _local.frames:
+        raise ScopeNestingError(
+            "Must not be called inside a `tf.distribute.Strategy` scope (rx.experimental_set_strategy): leave the "
+            "`with strategy.scope():` block first."
+        )
+    _global_strategy = None if strategy is None or strategy is _default[0] else strategy
+
+
+@contextlib.contextmanager
+def scope(strategy: Any) -> Iterator[Any]:
+    """Cross-replica context of ``strategy``.
+
+    Raises:
+      MixedStrategiesError: Inside another strategy's scope.
+      ScopeNestingError: The default strategy inside another's scope.
+      CrossReplicaContextError: Inside a replica function.
+    """
+    check_may_enter(strategy)
+    _local.frames.append(_Frame(strategy, None))
+    try:
+        yield strategy
+    finally:
+        _local.frames.pop()
+
+
+def check_may_enter(strategy: Any) -> None:
+    """Raises unless ``strategy`` may be used in cross-replica context here."""
+    top = _top()
+    if top is None:
+        if _global_strategy is not None and _global_strategy is not strategy:
+            raise _mixed(_global_strategy, strategy)
+        return
+    if top.strategy is not strategy:
+        if strategy is _default[0] and top.replica_context is None:
+            raise ScopeNestingError(
+                f"Must not nest tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
+                f"the scope of {top.strategy!r}."
+            )
+        if top.strategy is not _default[0] or top.replica_context is not None:
+            raise _mixed(top.strategy, strategy)
+        return
+    if top.replica_context is not None:
+        raise CrossReplicaContextError(
+            "Method requires being in cross-replica context, use get_replica_context().merge_call(). You are "
+            "inside a function that strategy.run runs: scope, run, reduce and gather belong outside of it; "
+            "inside use rx.get_replica_context().all_reduce, all_gather or merge_call."
+        )
+
+
+def _mixed(current: Any, other: Any) -> MixedStrategiesError:
+    return MixedStrategiesError(
+        f"Mixing different tf.distribute.Strategy objects: {current!r} is not {other!r}. Leave the scope (or "
+        f"run) of the one before you use the other."
+    )
+
+
+def check_strategy_of(owner: Any, what: str) -> None:
+    """Raises when a value made in the scope of ``owner`` is used under another strategy."""
+    top = _top()
+    current = top.strategy if top is not None else _global_strategy
+    if current is None or current is owner or owner is _default[0]:
+        return
+    raise MixedStrategiesError(
+        f"Mixing different tf.distribute.Strategy objects: {what} was made in the scope of {owner!r} and is "
+        f"used under {current!r}. Make it in that strategy's scope, or outside every scope."
+    )
+
+
+def strategy_for_new_variable() -> Any:
+    """The strategy that variables made now belong to.
+
+    Raises:
+      MixedStrategiesError: Scopes of two strategies are open.
+    """
+    for frame in _local.frames:
+        if frame.strategy is not _local.frames[-1].strategy:
+            raise _mixed(frame.strategy, _local.frames[-1].strategy)
+    return get_strategy()
+
+
+@contextlib.contextmanager
+def replica_context(strategy: Any, context: ReplicaContext) -> Iterator[None]:
+    """Replica context, while a replica function is traced or run."""
+    _local.frames.append(_Frame(strategy, context))
+    try:
+        yield
+    finally:
+        _local.frames.pop()
+
+
+@contextlib.contextmanager
+def merge_context(strategy: Any, communicator: Communicator | None) -> Iterator[None]:
+    """Cross-replica context inside ``merge_call``."""
+    _local.frames.append(_Frame(strategy, None, communicator))
+    try:
+        yield
+    finally:
+        _local.frames.pop()
+
+
+class LocalPerReplica(DistributedValues):
+    """In ``merge_call``: one value per replica, of which the program that is traced sees its own.
+
+    Attributes:
+      local: This replica's component.
+    """
+
+    __slots__ = ("_communicator", "local")
+
+    def __init__(self, local: Any, communicator: Communicator):
+        self.local = local
+        self._communicator = communicator
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._communicator
+
+    @property
+    def dtype(self) -> Any:
+        return self.local.dtype
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return tuple(self._communicator.components(self.local))
+
+    def as_array(self) -> Any:
+        return PerReplica(self.local, self._communicator.num_replicas).as_array()
+
+    def __repr__(self) -> str:
+        return f"PerReplica(in merge_call, this replica's: {self.local})"
+
+
+@final
+class ReplicaContext:
+    """What a replica function may know and do: its index, and collectives with the other replicas.
+
+    Get it with ``rx.get_replica_context()``.
+
+    Args:
+      strategy: The strategy whose replica this is.
+      replica_id_in_sync_group: Index of the replica, from 0.
+    """
+
+    def __init__(
+        self, strategy: Any, replica_id_in_sync_group: Any, communicator: Communicator | None = None
+    ):
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+        self._communicator = communicator
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R, a Python int."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """Index of this replica, from 0: a traced scalar int32 inside ``run``, 0 outside."""
+        if self._communicator is not None:
+            return self._communicator.replica_id()
+        return self._replica_id
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices of this replica's program, as ``jax.Device``: one per replica, since all are traced
+        at once."""
+        return tuple(self._strategy.extended.worker_devices)
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """How this replica meets the others; None for the default context."""
+        return self._communicator
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Combines one value per replica into one that every replica gets.
+
+        With R replicas and x_r the array of replica r: SUM = x_0 + ... + x_{R-1}, MEAN = SUM / R; the mean of
+        integers has the default floating dtype. Call it from every replica, in the same order. It
+        communicates; it does not block Python. Differentiable: the gradient of an all-reduce is the all-reduce
+        of the gradients.
+
+        Args:
+          reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
+          value: [...] per replica, or a nest of such, or ``IndexedSlices``; the same shapes on all replicas.
+          options: How to communicate.
+
+        Returns:
+          The same structure, equal on all replicas.
+
+        Raises:
+          InvalidArgumentError: ``reduce_op`` is neither.
+          ReductionError: A leaf is not numeric.
+
+        Source: tf.distribute.ReplicaContext.all_reduce.
+        """
+        op = ReduceOp.parse(reduce_op)
+        if self._communicator is None:
+            return value
+        return self._strategy.reduce_in_replica(self._communicator, op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenates the replicas' values along ``axis``, in replica order, on every replica.
+
+        Call it from every replica. It communicates. Differentiable.
+
+        Args:
+          value: [...] per replica, or a nest of such; sizes may differ along ``axis`` only.
+          axis: A dim of the values.
+
+        Raises:
+          ReductionError: Scalars, a bad axis, or other dims that differ.
+          UnsupportedError: IndexedSlices.
+
+        Source: tf.distribute.ReplicaContext.all_gather.
+        """
+        del options  # one process: nothing to choose
+        if self._communicator is None:
+            return value
+        return in_replica.all_gather(self._communicator, value, axis)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls ``merge_fn(strategy, *args, **kwargs)`` once, in cross-replica context, for all replicas.
+
+        Arrays in ``args`` arrive as per-replica values, Python values as they are. Of what ``merge_fn``
+        returns each replica gets its own component of per-replica values, and everything else as it is.
+        Call it from every replica. Works under conditions and nested functions wherever a collective does.
+
+        Source: tf.distribute.ReplicaContext.merge_call.
+        """
+        communicator = self._communicator
+        wrapped, kw = tuple(args), dict(kwargs or {})
+        if communicator is not None and communicator.num_replicas > 1:
+            wrapped, kw = jax.tree_util.tree_map(
+                lambda leaf: _as_cross_replica(leaf, communicator), (wrapped, kw), is_leaf=_is_whole
+            )
+        with merge_context(self._strategy, communicator):
+            result = merge_fn(self._strategy, *wrapped, **kw)
+        return jax.tree_util.tree_map(_as_local, result, is_leaf=_is_whole)
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext({self._strategy!r})"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, DistributedValues) or hasattr(value, "assign")
+
+
+def _as_cross_replica(leaf: Any, communicator: Communicator) -> Any:
+    return LocalPerReplica(leaf, communicator) if isinstance(leaf, jax.Array) else leaf
+
+
+def _as_local(leaf: Any) -> Any:
+    return leaf.local if isinstance(leaf, LocalPerReplica) else leaf
+
+
+# Strategies of variables that cannot say so themselves (Keras's), by id; entries go with the variables.
+owners: dict[int, Any] = {}
+
+
+def default_has_no(what: str) -> ContextError:
+    """The error for asking the default strategy about devices."""
+    return ContextError(
+        f"`{what}` is not known for the default strategy, which places nothing. Use rx.OneDeviceStrategy or "
+        f"rx.MirroredStrategy, or jax.local_devices()."
+    )

@@ -1,0 +1,120 @@
+"""The exception tree. Each error says what was got, what is allowed and what to do.
+
+Callers catch types, never texts. ``docs/errors.md`` has an entry for each class::
+
+    ReplicaxError
+    ├── InvalidArgumentError (ValueError)      an argument that no strategy accepts
+    │   ├── DeviceError                        devices that do not exist, or repeat
+    │   ├── ReductionError                     a value that cannot be reduced or gathered
+    │   ├── StructureError                     replicas that return different structures
+    │   └── VariableError                      a variable that cannot be made or used that way
+    ├── ContextError (RuntimeError)            the right call in the wrong place
+    │   ├── CrossReplicaContextError           needs cross-replica context
+    │   ├── ReplicaContextError                needs replica context
+    │   ├── MixedStrategiesError               two strategies in one place
+    │   └── ScopeNestingError                  scopes or global strategies that do not nest
+    ├── PerReplicaUseError (ValueError)        a PerReplica used as if it were one array
+    ├── DivergenceError (ValueError)           a mirrored value would differ between replicas
+    │   └── DivergentCollectiveError           a collective under a condition that differs
+    ├── TracedConditionError (TypeError)       Python ``if`` on a value known only when it runs
+    ├── TapeError (RuntimeError)               a GradientTape where it cannot work
+    ├── TraceError (RuntimeError)              a tracer used after, or outside, its trace
+    ├── UnsupportedError (NotImplementedError) TensorFlow has it, it has no meaning here
+    ├── BackendStartedError (RuntimeError)     too late: JAX's backend is running
+    ├── KerasBackendError (RuntimeError)       Keras does not run on JAX
+    ├── KerasLossError (ValueError)            a mean loss where it would be R times too large
+    ├── DonatedError (RuntimeError)            a value that was given away
+    └── MissingExtraError (ImportError)        an optional dependency is not installed
+"""
+
+
+class ReplicaxError(Exception):
+    """Everything that replicax raises on purpose."""
+
+
+class InvalidArgumentError(ReplicaxError, ValueError):
+    """An argument that no strategy accepts."""
+
+
+class DeviceError(InvalidArgumentError):
+    """Devices that do not exist, repeat, or are not of this process."""
+
+
+class ReductionError(InvalidArgumentError):
+    """A value that cannot be reduced or gathered as asked."""
+
+
+class StructureError(InvalidArgumentError):
+    """Replicas that return different structures, or whose collectives do not match."""
+
+
+class VariableError(InvalidArgumentError):
+    """A variable that cannot be made, read or assigned that way."""
+
+
+class ContextError(ReplicaxError, RuntimeError):
+    """The right call in the wrong context."""
+
+
+class CrossReplicaContextError(ContextError):
+    """The call needs cross-replica context: outside ``run``, or in ``merge_call``."""
+
+
+class ReplicaContextError(ContextError):
+    """The call needs replica context: inside a function given to ``run``."""
+
+
+class MixedStrategiesError(ContextError):
+    """Two strategies were used in one place."""
+
+
+class ScopeNestingError(ContextError):
+    """Scopes or global strategies that do not nest."""
+
+
+class PerReplicaUseError(ReplicaxError, ValueError):
+    """A PerReplica value was used as if it were one array."""
+
+
+class DivergenceError(ReplicaxError, ValueError):
+    """A value that must be the same on all replicas would differ between them."""
+
+
+class DivergentCollectiveError(DivergenceError):
+    """A collective under a condition that differs between replicas: it would wait for ever."""
+
+
+class TracedConditionError(ReplicaxError, TypeError):
+    """Python control flow on a value that is known only when the program runs."""
+
+
+class TapeError(ReplicaxError, RuntimeError):
+    """A GradientTape was used where it cannot work."""
+
+
+class TraceError(ReplicaxError, RuntimeError):
+    """A tracer was used outside the trace it belongs to."""
+
+
+class UnsupportedError(ReplicaxError, NotImplementedError):
+    """TensorFlow has it; it has no meaning, or no derivative, here."""
+
+
+class BackendStartedError(ReplicaxError, RuntimeError):
+    """JAX's backend has already started, so its devices can no longer be chosen."""
+
+
+class KerasBackendError(ReplicaxError, RuntimeError):
+    """Keras runs on another backend than JAX."""
+
+
+class KerasLossError(ReplicaxError, ValueError):
+    """A Keras loss with a mean reduction would give gradients R times too large."""
+
+
+class DonatedError(ReplicaxError, RuntimeError):
+    """A value was used after it had been given to a program."""
+
+
+class MissingExtraError(ReplicaxError, ImportError):
+    """An optional dependency is not installed."""

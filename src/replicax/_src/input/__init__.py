@@ -1,0 +1,1 @@
+"""Input: sources of batches, the rule that cuts them, and distributed datasets."""

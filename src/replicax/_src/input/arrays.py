@@ -1,0 +1,246 @@
+"""ArrayDataset: a dataset over arrays in memory. Its batches are slices of the arrays, never stacked rows."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.input.order import (
+    INFINITE,
+    Batches,
+    Cardinality,
+    FirstBatches,
+    FirstRows,
+    InOrder,
+    Order,
+    Repeated,
+    Rows,
+    ShuffledBatches,
+    ShuffledRows,
+)
+from replicax._src.input.specs import ArraySpec
+
+
+class UnsupportedElementError(ReplicaxError, TypeError):
+    """A dataset yields something that is no array, or an array that no device can hold."""
+
+
+class InconsistentRowsError(InvalidArgumentError):
+    """The arrays of one batch or dataset have different numbers of rows."""
+
+
+def from_arrays(arrays: Any) -> ArrayDataset:
+    """Makes a dataset whose elements are the rows of arrays; call ``batch`` on it to get batches.
+
+    The arrays are not copied (JAX arrays on accelerators are brought to the host once): do not change
+    them while the dataset is used.
+
+    >>> dataset = from_arrays((np.arange(5), np.arange(5) ** 2)).batch(2)
+    >>> [labels.tolist() for features, labels in dataset]
+    [[0, 1], [4, 9], [16]]
+
+    Args:
+      arrays: ``[num_rows, ...]``, or a nest (tuples, lists, dicts) of such with equal ``num_rows``.
+
+    Raises:
+      InconsistentRowsError: The numbers of rows differ.
+      UnsupportedElementError: A leaf is no array, has no rows, or has a dtype that no device can hold.
+    """
+    hosted = jax.tree.map(_as_host_array, arrays)
+    if any(array.ndim == 0 for array in jax.tree.leaves(hosted)):
+        raise UnsupportedElementError(
+            f"from_arrays needs arrays [num_rows, ...], got a number: {describe_shapes(hosted)}. A Python "
+            "list is a nest here; make it one array with np.asarray(...)."
+        )
+    num_rows = common_num_rows(hosted)
+    return ArrayDataset(hosted, InOrder(num_rows), is_batched=False)
+
+
+class ArrayDataset:
+    """A dataset over arrays in memory; make one with ``from_arrays``.
+
+    Every method returns a new dataset and leaves this one as it is. They apply in the order of the calls:
+    ``shuffle().batch(n)`` shuffles rows, ``batch(n).shuffle()`` whole batches; ``repeat().batch(n)`` lets a
+    batch span two epochs, ``batch(n).repeat()`` ends each epoch with its partial batch.
+    """
+
+    def __init__(self, arrays: Any, order: Order, *, is_batched: bool, static_batch_size: int | None = None):
+        """Private: use ``from_arrays``."""
+        self._arrays = arrays
+        self._order = order
+        self._is_batched = is_batched
+        self._static_batch_size = static_batch_size
+        self._pass_numbers = itertools.count()
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the elements are batches, not rows."""
+        return self._is_batched
+
+    @property
+    def cardinality(self) -> Cardinality:
+        """The number of elements (rows, or batches after ``batch``), ``math.inf`` if it never ends."""
+        return self._order.length
+
+    @property
+    def element_spec(self) -> Any:
+        """A nest of ArraySpecs (``shape``, ``dtype``); the size of a batch is None if the last may differ."""
+        dims = (self._static_batch_size,) if self._is_batched else ()
+        return jax.tree.map(lambda array: ArraySpec((*dims, *array.shape[1:]), array.dtype), self._arrays)
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
+        """Joins every ``batch_size`` rows into one element.
+
+        Args:
+          batch_size: Rows per batch: the global batch size, where the dataset is distributed.
+          drop_remainder: Leave out a last batch with fewer rows. By default nothing is left out.
+
+        Raises:
+          InvalidArgumentError: ``batch_size`` is less than 1, or the dataset has been batched.
+        """
+        batch_size = operator.index(batch_size)
+        if batch_size < 1:
+            raise InvalidArgumentError(f"batch_size must be at least 1, got {batch_size}.")
+        if self._is_batched:
+            raise InvalidArgumentError("This ArrayDataset has been batched; call batch once, on its rows.")
+        order = Batches(self._order, batch_size, drop_remainder)
+        return ArrayDataset(
+            self._arrays, order, is_batched=True, static_batch_size=batch_size if drop_remainder else None
+        )
+
+    def shuffle(self, *, seed: int | None = None, reshuffle_each_iteration: bool = True) -> ArrayDataset:
+        """Puts all elements in a uniformly random order. There is no buffer size to choose.
+
+        The arguments are keywords, so that the ``buffer_size`` of tf.data is not taken for a seed.
+
+        Args:
+          seed: Equal seeds give equal orders. None draws one: then the processes of a cluster that each
+            hold the whole data would disagree, so give one there.
+          reshuffle_each_iteration: Take a new order each time the dataset is iterated or repeated.
+
+        Raises:
+          InvalidArgumentError: The dataset never ends, or the seed is negative.
+        """
+        if self.cardinality == INFINITE:
+            raise InvalidArgumentError(
+                "A dataset that never ends cannot be shuffled; call shuffle before repeat."
+            )
+        if seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+        if seed < 0:
+            raise InvalidArgumentError(f"seed must be at least 0, got {seed}.")
+        kind = ShuffledBatches if self._is_batched else ShuffledRows
+        return self._reordered(kind(self._order, operator.index(seed), reshuffle_each_iteration))
+
+    def repeat(self, count: int | None = None) -> ArrayDataset:
+        """Goes through the elements ``count`` times; for ever if that is None or -1."""
+        if count is not None and count < -1:
+            raise InvalidArgumentError(f"count must be at least 0, or None or -1 for ever, got {count}.")
+        return self._reordered(Repeated(self._order, None if count == -1 else count))
+
+    def take(self, count: int) -> ArrayDataset:
+        """Keeps the first ``count`` elements: rows, or batches after ``batch``; all of them if it is -1."""
+        if count < -1:
+            raise InvalidArgumentError(f"count must be at least 0, or -1 for all, got {count}.")
+        if count == -1:
+            return self._reordered(self._order)
+        return self._reordered((FirstBatches if self._is_batched else FirstRows)(self._order, count))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Starts again from the first element."""
+        return self._elements(next(self._pass_numbers))
+
+    def __len__(self) -> int:
+        if self.cardinality == INFINITE:
+            raise TypeError("This ArrayDataset repeats for ever and has no len(); use take(n).")
+        return int(self.cardinality)
+
+    def __bool__(self) -> bool:
+        return True  # a dataset is one whatever its len(), also where that raises
+
+    def __repr__(self) -> str:
+        return f"ArrayDataset(element_spec={self.element_spec}, cardinality={self.cardinality})"
+
+    def _elements(self, pass_number: int) -> Iterator[Any]:
+        for rows in self._order.blocks((pass_number,)):
+            if self._is_batched:
+                yield self._at(_as_slice(rows))
+            else:
+                yield from map(self._at, rows)
+
+    def _at(self, index: Any) -> Any:
+        return jax.tree.map(lambda array: array[index], self._arrays)
+
+    def _reordered(self, order: Order) -> ArrayDataset:
+        return ArrayDataset(
+            self._arrays, order, is_batched=self._is_batched, static_batch_size=self._static_batch_size
+        )
+
+
+def as_array(leaf: Any) -> np.ndarray | jax.Array:
+    """Returns a leaf of an element as an array: JAX arrays as they are, all else through NumPy.
+
+    Raises:
+      UnsupportedElementError: It is no array, or one that no device can hold.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if type(leaf).__module__.startswith("scipy.sparse"):
+        raise UnsupportedElementError(
+            f"Got a scipy sparse matrix ({type(leaf).__name__}); batches are dense. Convert each batch with "
+            ".toarray(), or pass the row numbers and values as two arrays."
+        )
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
+        raise UnsupportedElementError(_unsupported_dtype_text(leaf, array))
+    return array
+
+
+def common_num_rows(nest: Any) -> int:
+    """Returns the number of rows that all arrays ``[num_rows, ...]`` of a nest have.
+
+    Raises:
+      UnsupportedElementError: There is no array.
+      InconsistentRowsError: They differ.
+    """
+    sizes = {array.shape[0] for array in jax.tree.leaves(nest)}
+    if not sizes:
+        raise UnsupportedElementError(f"Got {nest!r}, in which there is no array.")
+    if len(sizes) > 1:
+        raise InconsistentRowsError(
+            "All arrays of a batch need the same number of rows (the size of the first dim), got "
+            f"{describe_shapes(nest)}."
+        )
+    return sizes.pop()
+
+
+def describe_shapes(nest: Any) -> str:
+    """Returns ``['x']: (4, 3), ['y']: (5,)`` for the arrays of a nest."""
+    leaves = jax.tree_util.tree_leaves_with_path(nest)
+    return ", ".join(f"{jax.tree_util.keystr(path) or 'array'}: {array.shape}" for path, array in leaves)
+
+
+def _as_host_array(leaf: Any) -> np.ndarray:
+    return np.asarray(as_array(leaf))
+
+
+def _as_slice(rows: Rows) -> slice | np.ndarray:
+    """Adjacent rows as a slice, which reads a view."""
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+def _unsupported_dtype_text(leaf: Any, array: np.ndarray) -> str:
+    got = f"Got {type(leaf).__name__} with dtype {array.dtype}"
+    if array.dtype.kind == "O" and not array.ndim:
+        return f"Got {leaf!r} of type {type(leaf).__name__}, which is no array; elements are nests of arrays."
+    if array.dtype.kind == "O":
+        return f"{got}, which holds Python objects (rows of different lengths?); pad them to one shape."
+    if array.dtype.kind in "US":
+        return f"{got}; no device holds text. Turn it into numbers (token ids, categories) first."
+    return f"{got}, which no device can hold; convert it to numbers first."

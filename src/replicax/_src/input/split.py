@@ -1,0 +1,133 @@
+"""The one rule for cutting batches over replicas, and the words that input functions are told.
+
+A global batch of B rows over R replicas is cut into R contiguous slices whose sizes differ by at most
+one, larger first; slice r is the half-open interval ``[offsets[r], offsets[r + 1])``. Pure: no jax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.options import _NamedOption
+
+
+def split_sizes(num_rows: int, num_replicas: int) -> tuple[int, ...]:
+    """Returns how many of ``num_rows`` rows each replica gets: ``9, 4 -> (3, 2, 2, 2)``.
+
+    The sizes sum to ``num_rows``, differ by at most one, and never increase; with fewer rows than
+    replicas the last ones get none: ``1, 2 -> (1, 0)``.
+
+    Raises:
+      InvalidArgumentError: ``num_rows`` is negative, or there is no replica.
+    """
+    if num_replicas < 1:
+        raise InvalidArgumentError(
+            f"A batch is cut over at least one replica, got num_replicas={num_replicas}."
+        )
+    if num_rows < 0:
+        raise InvalidArgumentError(f"A batch has no negative number of rows, got num_rows={num_rows}.")
+    size, num_larger = divmod(num_rows, num_replicas)
+    return (size + 1,) * num_larger + (size,) * (num_replicas - num_larger)
+
+
+def split_offsets(num_rows: int, num_replicas: int) -> tuple[int, ...]:
+    """Returns the R + 1 row numbers where the slices meet: ``9, 4 -> (0, 3, 5, 7, 9)``."""
+    offsets = [0]
+    for size in split_sizes(num_rows, num_replicas):
+        offsets.append(offsets[-1] + size)
+    return tuple(offsets)
+
+
+def split_batch(batch: np.ndarray, num_replicas: int) -> list[np.ndarray]:
+    """Returns the slices ``[rows_r, ...]`` of one array ``[global_batch, ...]``, as views of it."""
+    offsets = split_offsets(batch.shape[0], num_replicas)
+    return [batch[offsets[replica] : offsets[replica + 1]] for replica in range(num_replicas)]
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a dataset function may know about the pipeline it is asked to make.
+
+    Attributes:
+      num_input_pipelines: How many times the function is called: once per worker, or once per replica.
+      input_pipeline_id: Which of these calls this is, from 0. ``shard(num_input_pipelines,
+        input_pipeline_id)`` gives every pipeline its own rows.
+      num_replicas_in_sync: R, over all workers.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns ``global_batch_size / num_replicas_in_sync``, the batch size of one replica.
+
+        Raises:
+          InvalidArgumentError: It does not divide evenly.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            # TensorFlow's text, the space at its end included.
+            raise InvalidArgumentError(
+                f"The `global_batch_size` {global_batch_size!r} is not divisible by "
+                f"`num_replicas_in_sync` {self.num_replicas_in_sync!r} "
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+    def __str__(self) -> str:
+        # TensorFlow's text, which programs log and compare; hence its name here.
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
+            f"total: {self.num_input_pipelines})"
+        )
+
+
+class InputReplicationMode(_NamedOption):
+    """How often a dataset function is called: once per worker, or once per replica."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How the elements of a distributed dataset reach the replicas.
+
+    Attributes:
+      experimental_fetch_to_device: Elements are placed on the devices before they are handed out; False
+        leaves them on the host until a program takes them.
+      experimental_replication_mode: ``PER_WORKER`` or ``PER_REPLICA``, or their names; only for
+        ``distribute_datasets_from_function``.
+      experimental_place_dataset_on_device: Accepted for TensorFlow's sake: datasets are Python here and
+        run on the host. Needs ``PER_REPLICA`` and ``experimental_fetch_to_device=False``, as there.
+      experimental_per_replica_buffer_size: How many elements may wait on the devices.
+    """
+
+    experimental_fetch_to_device: bool = True
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = InputReplicationMode.parse(self.experimental_replication_mode)
+        object.__setattr__(self, "experimental_replication_mode", mode)
+        if self.experimental_per_replica_buffer_size < 1:
+            raise InvalidArgumentError(
+                "InputOptions(experimental_per_replica_buffer_size=…) must be at least 1, got "
+                f"{self.experimental_per_replica_buffer_size}."
+            )
+        if not self.experimental_place_dataset_on_device:
+            return
+        if mode is not InputReplicationMode.PER_REPLICA:
+            raise InvalidArgumentError(
+                "When `experimental_place_dataset_on_device` is set for dataset placement, you must also "
+                f"specify `PER_REPLICA` for the replication mode; it is `{mode.name}`."
+            )
+        if self.experimental_fetch_to_device:
+            raise InvalidArgumentError(
+                "`experimental_place_dataset_on_device` can not be set to True when "
+                "experimental_fetch_to_device is True and replication mode is set to `PER_REPLICA`; "
+                "pass experimental_fetch_to_device=False."
+            )

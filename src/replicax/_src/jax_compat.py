@@ -1,0 +1,240 @@
+"""The only file that knows JAX's versions or names outside its public API.
+
+It holds small functions with stable meanings; the rest of replicax calls these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax._src import source_info_util as _private_source_info
+from jax._src import xla_bridge as _xla_bridge
+from jax.extend import source_info_util
+from jax.interpreters import ad, batching, mlir
+
+Var = jex.Var
+Literal = jex.Literal
+Primitive = jex.Primitive
+ClosedJaxpr = jex.ClosedJaxpr
+Tracer = jax.core.Tracer
+shard_map = jax.shard_map
+take_current_trace = jex.take_current_trace
+set_current_trace = jex.set_current_trace
+
+# jax 0.12 has one class for both; 0.10 has two (findings: differences between versions).
+_ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
+
+
+def backend_started() -> bool:
+    """Whether JAX has started a backend in this process. No public name tells (jax 0.10 to 0.12)."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def trace(
+    fn: Callable[..., Sequence[Any]], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
+) -> tuple[Any, list[Any]]:
+    """Traces ``fn(*avals)`` to an open jaxpr whose leading invars are the constants it closed over.
+
+    Returns:
+      The jaxpr (no constvars) and the constants, in the order of the leading invars.
+    """
+    closed = jax.make_jaxpr(fn, axis_env=list(axis_env))(*avals)
+    return open_jaxpr(closed)
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+    """Splits a closed jaxpr into one without constvars, constants as leading invars, and the constants."""
+    inner = closed.jaxpr
+    consts = list(closed.consts)
+    constvars = list(inner.constvars)
+    if not constvars:
+        return inner, []
+    return rebuild(inner, invars=constvars + list(inner.invars), keep_constvars=False), consts
+
+
+def rebuild(jaxpr: Any, *, invars=None, outvars=None, eqns=None, keep_constvars: bool = True) -> Any:
+    """A jaxpr with some parts replaced."""
+    changes: dict[str, Any] = {"debug_info": jaxpr.debug_info.with_unknown_names()}
+    if invars is not None:
+        changes["invars"] = list(invars)
+    if outvars is not None:
+        changes["outvars"] = list(outvars)
+    if eqns is not None:
+        changes["eqns"] = list(eqns)
+    if not keep_constvars:
+        changes["constvars"] = []
+        if _ONE_JAXPR_CLASS:
+            changes["consts"] = []
+    return jaxpr.replace(**changes)
+
+
+def eval_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr without constvars."""
+    if _ONE_JAXPR_CLASS:
+        return list(jex.jaxpr_as_fun(jaxpr)(*args))
+    return list(jax.core.eval_jaxpr(jaxpr, (), *args))
+
+
+def close(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    """A closed jaxpr of one without constvars; ``consts`` must be empty there."""
+    if _ONE_JAXPR_CLASS:
+        return jaxpr
+    return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Evaluates one equation, keeping the user's file and line for errors and HLO."""
+    if params is not None:
+        eqn = eqn.replace(params=params)
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        bind_params = eqn.primitive.get_bind_params(eqn.params)
+        if isinstance(bind_params, tuple):  # jax before 0.10 returned a pair
+            subfuns, bind_params = bind_params
+            out = eqn.primitive.bind(*subfuns, *args, **bind_params)
+        else:
+            out = eqn.primitive.bind(*args, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def equation_line(eqn: Any) -> str:
+    """``file:line in function`` of the user's code that made an equation, or ``an unknown line``."""
+    frame = _private_source_info.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.file_name}:{frame.start_line} in {frame.function_name}"
+
+
+def is_differentiated(eqn: Any) -> bool:
+    """Whether an equation was made while JAX differentiated a function (``jax.grad`` and kin)."""
+    stack = str(eqn.source_info.name_stack)
+    return "jvp(" in stack or "transpose(" in stack
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants and carries of a scan equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def while_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants of the condition and of the body of a while equation."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def sub_jaxprs(eqn: Any) -> list[Any]:
+    """All jaxprs in an equation's parameters, closed or open, as they stand there."""
+    found = []
+    for value in eqn.params.values():
+        if is_jaxpr(value):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(item for item in value if is_jaxpr(item))
+    return found
+
+
+def inner_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """An open jaxpr and its constants, of a closed or open sub-jaxpr, without moving constvars."""
+    if isinstance(jaxpr, jex.ClosedJaxpr):
+        return jaxpr.jaxpr, list(jaxpr.consts)
+    return jaxpr, []
+
+
+def is_drop_var(atom: Any) -> bool:
+    """Whether an output of an equation is thrown away."""
+    return isinstance(atom, jex.DropVar)
+
+
+def identity_primitive(name: str) -> Any:
+    """A primitive that returns its first operand: a mark on a value; further operands are witnesses.
+
+    With one operand it is linear and can be batched.
+    """
+    primitive = jex.Primitive(name)
+    primitive.def_impl(lambda x, *_, **__: x)
+    primitive.def_abstract_eval(lambda aval, *_, **__: aval)
+    mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
+    ad.deflinear2(primitive, lambda ct, x, **params: [ct])
+    batching.defvectorized(primitive)
+    return primitive
+
+
+def marker_primitive(
+    name: str,
+    abstract_eval: Callable[..., Sequence[Any]],
+    refuse: Callable[[str], Exception],
+    linear: bool = False,
+) -> Any:
+    """A primitive that stands in a jaxpr until it is resolved; differentiating it calls ``refuse``.
+
+    Args:
+      abstract_eval: The avals of its outputs.
+      refuse: Builds the error for ``"vmap"``, ``"jax.grad"`` or ``"execution"``.
+      linear: The marker applied to the tangents is its derivative.
+    """
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract_eval)
+
+    def impl(*_args, **_params):
+        raise refuse("execution")
+
+    def batch(*_args, **_params):
+        raise refuse("vmap")
+
+    def jvp(primals, tangents, **params):
+        if not linear:
+            raise refuse("jax.grad")
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return primitive.bind(*primals, **params), primitive.bind(*tangents, **params)
+
+    primitive.def_impl(impl)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    return primitive
+
+
+def source_primitive(name: str, abstract_eval: Callable[..., Any]) -> Any:
+    """A primitive without operands that stands for an input found while tracing."""
+    primitive = jex.Primitive(name)
+    primitive.def_abstract_eval(abstract_eval)
+    return primitive
+
+
+def shaped(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
+    """An abstract array: shape, dtype and whether Python gave the dtype."""
+    return jax.core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
+
+
+def abstractify(value: Any) -> Any:
+    """The abstract array of a value."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return shaped(value.shape, value.dtype, getattr(value, "weak_type", False))
+    return jax.core.get_aval(value)
+
+
+def is_typed_key(dtype: Any) -> bool:
+    """Whether a dtype is that of JAX's typed random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+@contextlib.contextmanager
+def outside_traces() -> Iterator[None]:
+    """Evaluates at once what is computed inside, also in the middle of a trace."""
+    with jax.ensure_compile_time_eval():
+        yield

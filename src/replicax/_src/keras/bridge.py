@@ -1,0 +1,145 @@
+"""Installs what makes Keras work in traced functions, through public names of Keras only, and removes it.
+
+Outside of functions that replicax traces, and of scopes, everything behaves as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from replicax._src import context
+from replicax._src.errors import KerasBackendError, KerasLossError
+from replicax._src.keras import capture as keras_capture
+from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
+from replicax._src.program.capture import current_capture
+from replicax._src.program.program import trace_scopes
+from replicax._src.program.slots import slot_makers
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+_originals: list[tuple[type, str, Any]] = []
+
+
+def install() -> None:
+    """Makes Keras work in traced functions. Does nothing if it has been done.
+
+    Raises:
+      KerasBackendError: Keras runs on another backend than JAX.
+    """
+    if keras.backend.backend() != "jax":
+        raise KerasBackendError(
+            f"Keras runs on the {keras.backend.backend()!r} backend, and replicax needs 'jax'. Set the environment "
+            f"variable KERAS_BACKEND=jax before Keras is first imported."
+        )
+    if _originals:
+        return
+    _replace(keras.Variable, "__init__", _wrapped_variable_init)
+    _replace(keras.StatelessScope, "get_current_value", _wrapped_get_current_value)
+    _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
+    _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
+    _replace(keras.losses.Loss, "__call__", _wrapped_loss_call)
+    slot_makers.insert(0, keras_capture.make_slot)
+    trace_scopes.append(_scope)
+
+
+def uninstall() -> None:
+    """Puts everything back as it was."""
+    while _originals:
+        owner, name, original = _originals.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    if keras_capture.make_slot in slot_makers:
+        slot_makers.remove(keras_capture.make_slot)
+        trace_scopes.remove(_scope)
+
+
+def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    _originals.append((owner, name, owner.__dict__.get(name)))
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+
+
+def _scope(capture: Any) -> Any:
+    _wrap_results()
+    return keras_capture.capture_scope(capture)
+
+
+def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Remembers the strategy in whose scope a variable is made."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if context.has_strategy():
+            context.owners[id(self)] = context.strategy_for_new_variable()
+            weakref.finalize(self, context.owners.pop, id(self), None)
+
+    return __init__
+
+
+def _wrapped_get_current_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In a user's own StatelessScope a variable that it does not map is read from the trace, not frozen."""
+
+    def get_current_value(self: Any, variable: Any) -> Any:
+        value = original(self, variable)
+        capture = current_capture()
+        if value is None and capture is not None and not isinstance(self, keras_capture.CaptureScope):
+            return keras_capture.read(capture, variable)
+        return value
+
+    return get_current_value
+
+
+def _wrapped_loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses a mean loss where it is about to be differentiated on several replicas."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = current_capture()
+        if (
+            capture is not None
+            and (capture.num_replicas or 1) > 1
+            and self.reduction in _MEANS
+            and (capture.tapes or capture.is_in_inner_trace())
+        ):
+            name, num_replicas = type(self).__name__, capture.num_replicas
+            raise KerasLossError(
+                f"keras.losses.{name}(reduction={self.reduction!r}) was called in a replica function of {num_replicas} "
+                f"replicas, where its value will be differentiated. It is the mean over one replica's rows, and "
+                f"gradients are summed over replicas: they would be {num_replicas} times too large. Write instead:\n"
+                f"    loss_object = keras.losses.{name}(..., reduction=None)\n"
+                f"    loss = rx.nn.compute_average_loss(loss_object(labels, predictions))\n"
+                f'or use reduction="sum" and divide by the global batch size.'
+            )
+        return original(self, *args, **kwargs)
+
+    return __call__
+
+
+def _wrap_results() -> None:
+    """``metric.result()`` in a replica function is over all replicas, for every Metric class there is by now."""
+    for cls in _metric_classes(keras.metrics.Metric):
+        if "result" in cls.__dict__ and not hasattr(cls.__dict__["result"], "_replicax_wrapped"):
+            _replace(cls, "result", _wrapped_result)
+            cls.__dict__["result"]._replicax_wrapped = True
+
+
+def _metric_classes(cls: type) -> Iterator[type]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _metric_classes(sub)
+
+
+def _wrapped_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    def result(self: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = current_capture()
+        if capture is None or not capture.is_replica:
+            return original(self, *args, **kwargs)
+        with capture.aggregated_reads():
+            return original(self, *args, **kwargs)
+
+    return result

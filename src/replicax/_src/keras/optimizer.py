@@ -1,0 +1,54 @@
+"""Keras optimizers in replica functions: gradients are summed over replicas before they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replicax._src.program.capture import Capture, current_capture
+
+Apply = Callable[..., Any]
+
+
+def wrapped_apply(original: Apply) -> Apply:
+    """``Optimizer.apply`` that sums gradients over replicas where it is called in a replica function."""
+
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        capture = current_capture()
+        if capture is not None and capture.is_replica:
+            grads = aggregated(capture, grads)
+        return original(self, grads, trainable_variables)
+
+    return apply
+
+
+def wrapped_loss_scale_apply(original: Apply) -> Apply:
+    """``LossScaleOptimizer.apply``, which JAX cannot trace: it assigns in the branches of a condition."""
+
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        capture = current_capture()
+        if capture is None:
+            return original(self, grads, trainable_variables)
+        if not self.built:
+            self.build(trainable_variables)
+        variables = list(trainable_variables or self._trainable_variables)
+        if capture.is_replica:
+            grads = aggregated(capture, grads)  # before the finite check, so that all replicas decide alike
+        state = list(self.variables)
+        new_values, new_state = self.stateless_apply(
+            [v.value for v in state], list(grads), [v.value for v in variables]
+        )[:2]
+        for variable, value in zip([*variables, *state], [*new_values, *new_state], strict=True):
+            variable.assign(value)
+        return None
+
+    return apply
+
+
+def aggregated(capture: Capture, gradients: Sequence[Any]) -> list[Any]:
+    """The gradients, those that are there summed over replicas."""
+    gradients = list(gradients)
+    present = [i for i, g in enumerate(gradients) if g is not None]
+    for i, total in zip(present, capture.aggregate([gradients[i] for i in present]), strict=True):
+        gradients[i] = total
+    return gradients

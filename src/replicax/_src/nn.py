@@ -1,0 +1,107 @@
+"""Losses scaled for the whole global batch: ``rx.nn``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import context
+from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
+from replicax._src.program.capture import current_capture
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> jax.Array:
+    """A replica's share of the mean loss over the global batch: Σ (loss · weight) / B.
+
+    The shares of all replicas add up to the mean, and so do the gradients, which an optimizer's ``apply`` sums.
+    Call it in replica context (with ``global_batch_size`` anywhere). Without ``global_batch_size``, B is the true
+    number of examples over all replicas, also when they have different numbers. Communicates only then.
+
+    Args:
+      per_example_loss: [batch, ...] of this replica.
+      sample_weight: Broadcastable to it from the left ([batch] weighs examples), or None.
+      global_batch_size: B, an int of at least 0; default: the sum of the replicas' batch sizes.
+
+    Returns:
+      A scalar, 0 where B is 0.
+
+    Raises:
+      InvalidArgumentError: The loss is a scalar, or ``global_batch_size`` is no scalar int of at least 0.
+      CrossReplicaContextError: No ``global_batch_size`` outside of replica context.
+
+    Source: tf.nn.compute_average_loss, whose default B is R times the local size.
+    """
+    loss = jnp.asarray(per_example_loss)
+    dtype = loss.dtype if jnp.issubdtype(loss.dtype, jnp.inexact) else jnp.result_type(float)
+    loss = loss.astype(dtype)
+    if sample_weight is not None:
+        weight = jnp.asarray(sample_weight).astype(dtype)
+        if weight.ndim < loss.ndim:
+            weight = weight.reshape(weight.shape + (1,) * (loss.ndim - weight.ndim))
+        loss = loss * weight
+    if global_batch_size is None:
+        if loss.ndim == 0:
+            raise InvalidArgumentError(
+                "Please provide at least one dim: compute_average_loss needs one loss per example [batch, ...], got a "
+                "scalar. Make the loss with reduction=None, or give global_batch_size."
+            )
+        size = _global_size(loss.shape[0])
+    else:
+        size = _checked_size(global_batch_size)
+    total = jnp.sum(loss)
+    size = jnp.asarray(size).astype(dtype)
+    return jnp.where(size == 0, jnp.zeros_like(total), total / jnp.where(size == 0, 1, size))
+
+
+def _global_size(local_size: int) -> Any:
+    replica = context.get_replica_context()
+    if replica is None:
+        raise CrossReplicaContextError(
+            "You are calling `compute_average_loss` in cross replica context, while it was expected to be called in "
+            "replica context (inside strategy.run): outside of it the local batch size is not known. Give "
+            "global_batch_size."
+        )
+    communicator = replica.communicator
+    if communicator is None:
+        return local_size
+    capture = current_capture()
+    if capture is not None and capture.uneven is None:
+        return local_size * communicator.num_replicas
+    return communicator.sum([jnp.full((), local_size, jnp.float32)])[0]
+
+
+def _checked_size(size: Any) -> Any:
+    array = jnp.asarray(size)
+    if array.ndim != 0:
+        raise InvalidArgumentError(f"global_batch_size must be a scalar, got shape {array.shape}.")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InvalidArgumentError(f"global_batch_size must be an int, got {size!r} of dtype {array.dtype}.")
+    if isinstance(size, int) and size < 0:
+        raise InvalidArgumentError(f"global_batch_size must be non-negative, got {size}.")
+    return size
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """A replica's share of a regularisation loss, which is the same on all: Σ loss / R.
+
+    Call it in replica context.
+
+    Args:
+      regularization_loss: [...] or a list of such, which is added up.
+
+    Raises:
+      CrossReplicaContextError: Outside of replica context.
+
+    Source: tf.nn.scale_regularization_loss.
+    """
+    if context.in_cross_replica_context():
+        raise CrossReplicaContextError(
+            "You are calling `scale_regularization_loss` in cross replica context, while it was expected to be called "
+            "in replica context (inside strategy.run)."
+        )
+    loss = jnp.sum(jnp.asarray(regularization_loss))
+    return loss / jnp.asarray(context.get_strategy().num_replicas_in_sync, loss.dtype)

@@ -1,0 +1,148 @@
+"""Enums and frozen options: the words that users hand to strategies. They validate themselves."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicax._src.errors import InvalidArgumentError
+
+
+class _NamedOption(enum.Enum):
+    """An enum that also accepts its names as strings, in any case."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> _NamedOption | None:
+        if isinstance(value, str):
+            return cls.__members__.get(value.upper())
+        return None
+
+    @classmethod
+    def parse(cls, value: object):
+        """Returns the member that ``value`` (a member or its name) stands for.
+
+        Raises:
+          InvalidArgumentError: It is neither.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            allowed = ", ".join(cls.__members__)
+            raise InvalidArgumentError(
+                f"{value!r} is not a valid {cls.__name__}; allowed are {allowed}, or these names as strings."
+            ) from None
+
+
+class ReduceOp(_NamedOption):
+    """How the values of the replicas become one: their sum or their mean."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class VariableSynchronization(_NamedOption):
+    """When the copies of a variable are brought together."""
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(_NamedOption):
+    """How values that replicas write to one variable become one value."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+class UnconnectedGradients(_NamedOption):
+    """What a tape answers for a source that the target does not depend on."""
+
+    NONE = "NONE"
+    ZERO = "ZERO"
+
+
+class CommunicationImplementation(_NamedOption):
+    """Which library carries collectives between processes."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How ``Strategy.run`` runs a function.
+
+    Attributes:
+      experimental_enable_dynamic_batch_size: Accepted for TensorFlow's sake: per-replica shapes may
+        always differ here.
+      experimental_bucketizing_dynamic_shape: Accepted for TensorFlow's sake. Must be False: a program
+        is compiled for each pattern of shapes.
+      experimental_xla_options: A mapping of XLA compiler options, handed to the compiler.
+      eager: Run the function itself, one thread per replica and one replica at a time between
+        collectives, with real values: for prints, breakpoints and Python ``if``. Slow.
+      donate_args: Give the arrays of the ``PerReplica`` and ``Mirrored`` values in these positional
+        arguments to the program, which then needs no second copy of them. They are gone afterwards.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Mapping[str, Any] | None = None
+    eager: bool = False
+    donate_args: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.experimental_bucketizing_dynamic_shape:
+            raise InvalidArgumentError(
+                "RunOptions(experimental_bucketizing_dynamic_shape=True): replicax compiles one program for "
+                "each pattern of shapes and does not pad to powers of two. Leave it False."
+            )
+        options = self.experimental_xla_options
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidArgumentError(
+                f"RunOptions(experimental_xla_options=…) must be a mapping from the names of XLA compiler "
+                f"options to values, got {type(options).__name__}."
+            )
+        object.__setattr__(self, "donate_args", tuple(self.donate_args))
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How collectives communicate.
+
+    Attributes:
+      bytes_per_pack: Small arrays are joined into buffers of at most this many bytes before they are
+        reduced; 0 lets replicax choose.
+      timeout_seconds: Seconds after which a collective between processes fails; None is 600.
+      implementation: AUTO, RING or NCCL. In one process XLA chooses, and this has no effect.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = field(default=CommunicationImplementation.AUTO)
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise InvalidArgumentError(f"bytes_per_pack must be at least 0, got {self.bytes_per_pack}.")
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise InvalidArgumentError(f"timeout_seconds must be positive, got {self.timeout_seconds}.")
+        object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What the function of ``experimental_distribute_values_from_function`` may know.
+
+    Attributes:
+      replica_id_in_sync_group: Index of the replica, from 0.
+      num_replicas_in_sync: R.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1

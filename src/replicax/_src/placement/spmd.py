@@ -1,0 +1,338 @@
+"""The spmd placement: one ``jit(shard_map(program))`` over the mesh, variables donated.
+
+Holds how state goes in and comes out: adoption, donation, the limit of programs in flight. Uneven batches
+are evaluated by ``uneven.py`` inside the same ``shard_map``.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from replicax._src import jax_compat
+from replicax._src.collectives.in_replica import packed_sum
+from replicax._src.placement.uneven import UnevenEvaluator
+from replicax._src.program.program import ReplicaProgram
+from replicax._src.program.slots import Sharing, Slot, adopt, own_copy, spread_sum
+from replicax._src.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
+from replicax._src.variables.placement import VariablePlacement
+
+log = logging.getLogger("replicax")
+_WHOLE = PartitionSpec()
+_ROW = PartitionSpec(REPLICA_AXIS)
+_IN_FLIGHT = 4
+
+
+# --- programs in flight -------------------------------------------------------------------------------
+
+
+class _InFlight:
+    """Bounds how many programs with collectives wait in the queues of CPU devices.
+
+    More of them exhaust the thread pool that their collectives meet in, and XLA aborts the process.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: collections.deque[Any] = collections.deque()
+        self._limit: int | None = None
+
+    def add(self, token: Any) -> None:
+        if self._limit is None:
+            self._limit = self._choose_limit()
+        self._tokens.append(token)
+        if len(self._tokens) > self._limit:
+            self._tokens.popleft().block_until_ready()
+
+    def _choose_limit(self) -> int:
+        if cpu_pool_is_large():
+            return _IN_FLIGHT
+        log.warning(
+            "JAX's CPU backend was started before replicax could enlarge its thread pool, so steps run one at a "
+            "time. Call replicax.config.set_local_devices(n), or make the strategy, before JAX is first used; or "
+            "start Python with PJRT_NPROC=16."
+        )
+        return 1
+
+
+in_flight = _InFlight()
+
+
+# --- the body of a program, on one replica ------------------------------------------------------------
+
+
+def replica_body(
+    program: ReplicaProgram, topology: Topology, rows_of_replica: Sequence[int] | None
+) -> Callable[..., tuple[list[Any], list[Any], list[Any]]]:
+    """What one replica computes.
+
+    Args:
+      rows_of_replica: Local batch sizes, to weigh statistics with; None where they are equal.
+
+    Returns:
+      A function of (constants by variant, state by slot, arguments) that gives the array outputs, the new
+      values of written variables, and the sums shown by SUMMED ones.
+    """
+    evaluate_uneven = UnevenEvaluator(program) if len(program.variants) > 1 else None
+    position = {id(slot): i for i, slot in enumerate(program.slots)}
+    orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
+
+    def body(consts: Sequence[Sequence[Any]], state: Sequence[Any], args: Sequence[Any]):
+        by_variant = [[state[i] for i in order] for order in orders]
+        if evaluate_uneven is None:
+            variant = program.variants[0]
+            outs = jax_compat.eval_jaxpr(variant.jaxpr, [*consts[0], *by_variant[0], *args])
+            outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
+        else:
+            outs, writes = evaluate_uneven(consts, by_variant, args)
+        ordered = _in_written_order(program, writes)
+        writes, sums = _share_writes(program, topology, ordered, rows_of_replica)
+        return outs, writes, sums
+
+    return body
+
+
+def _in_written_order(program: ReplicaProgram, writes: Sequence[Any]) -> list[Any]:
+    slots = [id(e.slot) for e in program.variants[0].written]
+    by_slot = dict(zip(slots, writes, strict=True))
+    return [by_slot[id(program.slots[i])] for i in program.written]
+
+
+def _share_writes(
+    program: ReplicaProgram, topology: Topology, writes: list[Any], rows_of_replica: Sequence[int] | None
+) -> tuple[list[Any], list[Any]]:
+    """Brings the written values of shared variables together, in one packed all-reduce."""
+    sharings = [program.slots[i].sharing for i in program.written]
+    summed = [i for i, sharing in enumerate(sharings) if sharing is Sharing.SUMMED]
+    if topology.num_replicas == 1:
+        return writes, [writes[i] for i in summed]
+    differing = [i for i, same in enumerate(program.same_writes) if not same]
+    averaged = [i for i in differing if sharings[i] is Sharing.AVERAGED]
+    firsts = [i for i in differing if sharings[i] in (Sharing.FIRST, Sharing.SEED)]
+    operands = [writes[i] for i in summed]
+    index = jax.lax.axis_index(REPLICA_AXIS)
+    if averaged:
+        weight, total = _weight(rows_of_replica, topology.num_replicas, index)
+        # Where a replica has no rows its statistics may be nan: never 0 * nan.
+        operands += [jnp.where(weight > 0, writes[i] * weight.astype(writes[i].dtype), 0) for i in averaged]
+    operands += [jnp.where(index == 0, writes[i], jnp.zeros_like(writes[i])) for i in firsts]
+    results = packed_sum(operands, topology.is_cpu)
+    shared = list(writes)
+    for i, value in zip(averaged, results[len(summed) :], strict=False):
+        shared[i] = (value / total).astype(writes[i].dtype)
+    for i, value in zip(firsts, results[len(summed) + len(averaged) :], strict=True):
+        shared[i] = value.astype(writes[i].dtype)
+    return shared, results[: len(summed)]
+
+
+def _weight(rows_of_replica: Sequence[int] | None, num_replicas: int, index: Any) -> tuple[Any, float]:
+    if rows_of_replica is None:
+        return jnp.float32(1), float(num_replicas)
+    return jnp.asarray(rows_of_replica, jnp.float32)[index], float(max(sum(rows_of_replica), 1))
+
+
+# --- launching ----------------------------------------------------------------------------------------
+
+
+class _HeldBy:
+    """One object with a slot, to count references on."""
+
+    __slots__ = ("_value",)
+
+
+def _references_of_an_unheld_value() -> int:
+    """What ``sys.getrefcount`` says of a value that only its variable, its slot and our list hold."""
+    variable, slot = _HeldBy(), _HeldBy()
+    variable._value = slot._value = object()
+    values = [variable._value]
+    return next(map(sys.getrefcount, values))
+
+
+class SlotGroup:
+    """Slots whose values go into a program together; reads and writes them with few Python operations."""
+
+    def __init__(self, slots: Sequence[Slot], placement: VariablePlacement):
+        self.slots = sorted(slots, key=lambda s: id(s.accessor))
+        self._topology = placement.topology
+        self._parameter_device = placement.parameter_device
+        self._accessors = list(dict.fromkeys(s.accessor for s in self.slots))
+        self._variables = [[s.variable for s in self.slots if s.accessor is a] for a in self._accessors]
+        self._summed = [i for i, s in enumerate(self.slots) if s.sharing is Sharing.SUMMED]
+
+    def load(self, *, for_donation: bool) -> list[Any]:
+        """The values as the program takes them; adopts those that it did not write, and copies those that
+        somebody else holds if they are to be donated."""
+        values = self._held()
+        if self._parameter_device is not None:
+            return self._fetch(values)
+        if not all(map(operator.is_, values, [s.placed for s in self.slots])):
+            for i, slot in enumerate(self.slots):
+                if slot.placed is not values[i]:
+                    adopt(slot, values[i], self._topology)
+            values = self._held()
+        if for_donation:
+            limit = _references_of_an_unheld_value()
+            for i, count in enumerate(map(sys.getrefcount, values)):
+                if count > limit:
+                    values[i] = own_copy(values[i], values[i].sharding)
+        for i in self._summed:
+            values[i] = self.slots[i].components
+        return values
+
+    def _fetch(self, values: Sequence[Any]) -> list[Any]:
+        """Copies the variables from the device that holds them all to the devices that compute."""
+        whole, row = self._topology.replicated, self._topology.per_replica
+        for i in self._summed:
+            if self.slots[i].placed is not values[i]:
+                self.slots[i].components = spread_sum(jnp.asarray(values[i]), self._topology)
+        return [
+            s.components
+            if s.sharing is Sharing.SUMMED
+            else own_copy(v, row if s.sharing.is_per_replica else whole)
+            for s, v in zip(self.slots, values, strict=True)
+        ]
+
+    def _held(self) -> list[Any]:
+        if len(self._accessors) == 1:
+            return self._accessors[0].get(self._variables[0])
+        return [v for a, group in zip(self._accessors, self._variables, strict=True) for v in a.get(group)]
+
+    def store(self, values: Sequence[Any], sums: Sequence[Any]) -> None:
+        """Gives the variables what the program wrote."""
+        shown = list(values)
+        for i, total in zip(self._summed, sums, strict=True):
+            self.slots[i].components = values[i]
+            shown[i] = total
+        if self._parameter_device is not None:
+            shown = [
+                v if s.sharing is Sharing.COMPONENTS else jax.device_put(v, self._parameter_device)
+                for s, v in zip(self.slots, shown, strict=True)
+            ]
+        start = 0
+        for accessor, group in zip(self._accessors, self._variables, strict=True):
+            accessor.set(group, shown[start : start + len(group)])
+            start += len(group)
+        for slot, value in zip(self.slots, shown, strict=True):
+            slot.placed = value
+
+
+class Launcher:
+    """A compiled program with the state that it reads and writes.
+
+    Args:
+      is_row: For each argument leaf, whether device r holds only row r of it.
+      shapes: For each argument leaf the padded local shape; only for several variants.
+      donated: Which argument leaves are given away.
+      rows_of_replica: See ``replica_body``.
+    """
+
+    def __init__(
+        self,
+        program: ReplicaProgram,
+        placement: VariablePlacement,
+        is_row: Sequence[bool],
+        donated: Sequence[bool],
+        rows_of_replica: Sequence[int] | None = None,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        topology = placement.topology
+        self.program = program
+        self._topology = topology
+        self._is_row = list(is_row)
+        self._donated_args = list(donated)
+        self._donates = not program.has_callbacks
+        written = [program.slots[i] for i in program.written]
+        changed = {id(s) for s in written}
+        self._written = SlotGroup(written, placement)
+        self._read = SlotGroup([s for s in program.slots if id(s) not in changed], placement)
+        self._needs_token = program.has_collectives and topology.is_cpu and topology.num_replicas > 1
+        self.consts = [jax.device_put(v.consts, topology.replicated) for v in program.variants]
+        self.placed = self._place(rows_of_replica)
+        donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
+        self._compiled = jax.jit(self.placed, donate_argnums=donate, compiler_options=compiler_options)
+
+    @property
+    def state_slots(self) -> tuple[list[Slot], list[Slot]]:
+        """The slots written and those only read, in the order in which ``placed`` takes them."""
+        return self._written.slots, self._read.slots
+
+    def _place(self, rows: Sequence[int] | None) -> Callable[..., Any]:
+        """The program over the mesh: (written state, read state, constants, donated arguments, other
+        arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
+        program, single = self.program, self._topology.num_replicas == 1
+        body = replica_body(program, self._topology, rows)
+        loaded = [*self._written.slots, *self._read.slots]
+        position = {id(s): i for i, s in enumerate(loaded)}
+        from_loaded = [position[id(s)] for s in program.slots]
+        order = {id(program.slots[i]): n for n, i in enumerate(program.written)}
+        to_written = [order[id(s)] for s in self._written.slots]
+        summed = [s for s in (program.slots[i] for i in program.written) if s.sharing is Sharing.SUMMED]
+        sum_order = {id(s): n for n, s in enumerate(summed)}
+        to_sums = [sum_order[id(s)] for s in self._written.slots if s.sharing is Sharing.SUMMED]
+        given, kept = self._split(self._is_row)
+
+        def on_device(written, read, consts, given_args, kept_args):
+            state = [
+                v[0] if s.sharing.is_per_replica else v for s, v in zip(loaded, [*written, *read], strict=True)
+            ]
+            args = self._join(given_args, kept_args)
+            args = [a[0] if row else a for a, row in zip(args, self._is_row, strict=True)]
+            outs, writes, sums = body(consts, [state[i] for i in from_loaded], args)
+            writes = [writes[i] for i in to_written]
+            writes = [
+                w[None] if s.sharing.is_per_replica else w for s, w in zip(self._written.slots, writes, strict=True)
+            ]
+            outs = [o if same else o[None] for o, same in zip(outs, out_same, strict=True)]
+            token = [jnp.zeros((), jnp.int8)] if self._needs_token else []
+            return writes, [sums[i] for i in to_sums], outs, token
+
+        out_same = [single or same for same in program.same_outputs]
+        state_specs = [[_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots] for g in (self._written, self._read)]
+        return jax_compat.shard_map(
+            on_device,
+            mesh=self._topology.mesh,
+            in_specs=(
+                *state_specs,
+                _WHOLE,
+                [_ROW if row else _WHOLE for row in given],
+                [_ROW if row else _WHOLE for row in kept],
+            ),
+            out_specs=(state_specs[0], _WHOLE, [_WHOLE if same else _ROW for same in out_same], _WHOLE),
+            check_vma=False,
+        )
+
+    def _split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        given = [v for v, d in zip(values, self._donated_args, strict=True) if d]
+        kept = [v for v, d in zip(values, self._donated_args, strict=True) if not d]
+        return given, kept
+
+    def _join(self, given: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        sources = iter(given), iter(kept)
+        return [next(sources[0] if donated else sources[1]) for donated in self._donated_args]
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Runs the program once.
+
+        Args:
+          args: Arrays: rows [R, ...] where ``is_row``, else whole.
+
+        Returns:
+          The array outputs: whole where proven the same (or R is 1), else rows [R, ...].
+        """
+        written = self._written.load(for_donation=self._donates)
+        read = self._read.load(for_donation=False)
+        given, kept = self._split(args) if any(self._donated_args) else ([], args)
+        new, sums, outs, token = self._compiled(written, read, self.consts, given, kept)
+        if not self._donates:
+            jax.block_until_ready((new, outs))
+        self._written.store(new, sums)
+        if token:
+            in_flight.add(token[0])
+        return outs

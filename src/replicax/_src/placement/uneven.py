@@ -1,0 +1,260 @@
+"""Uneven batches: replicas with different shapes run one SPMD program.
+
+Every replica's arrays are padded to the largest shape. The function is traced once per distinct pattern of
+shapes (a variant), the traces are cut at their top-level collectives, and between the cuts each replica
+takes its own variant's piece with ``lax.switch``. Collectives stay outside the switch, so all replicas meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.errors import StructureError
+from replicax._src.program.capture import Uneven
+from replicax._src.program.numbering import number_constant, number_outputs
+from replicax._src.program.program import ReplicaProgram, Variant
+from replicax._src.program.verdict import has_replica_collective, is_replica_collective
+from replicax._src.topology import REPLICA_AXIS
+from replicax._src.values import cut, largest_shape, pad
+
+TraceVariant = Callable[[int, Callable[[], Uneven], Sequence[bool] | None], Variant]
+_MAX_ROUNDS = 4
+
+
+def trace_uneven(trace: TraceVariant, variant_of_replica: Sequence[int]) -> ReplicaProgram:
+    """Traces all variants of a function, their decisions made jointly.
+
+    Args:
+      trace: Traces one variant, given its number, what makes its ``Uneven``, and the gradients to sum.
+      variant_of_replica: The variant of each replica.
+
+    Raises:
+      StructureError: The variants do not have the same collectives, or return different structures.
+    """
+    count = max(variant_of_replica) + 1
+    known: list[list[tuple[int, ...]]] | None = None
+    sums: list[bool] | None = None
+    for _ in range(_MAX_ROUNDS):
+        shapes, forced = known, sums
+        variants = [trace(v, lambda: Uneven(variant_of_replica, shapes), forced) for v in range(count)]
+        _check_equal_counts([len(v.seen_shapes) for v in variants], "exchanges of arrays between replicas")
+        _check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
+        seen = [list(column) for column in zip(*(v.seen_shapes for v in variants), strict=True)]
+        joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
+        settled = all(v.sums == joint for v in variants) or forced == joint
+        if (seen == (known or [])) and settled:
+            break
+        known, sums = seen, joint
+    program = ReplicaProgram(variants, tuple(variant_of_replica))
+    if len({tuple(id(e.slot) for e in v.written) for v in variants}) > 1:
+        raise StructureError(
+            "The replica function assigns other variables, or in another order, depending on the local batch "
+            "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
+        )
+    _compare_numbers(program)
+    return program
+
+
+def _check_equal_counts(counts: Sequence[int], what: str) -> None:
+    if len(set(counts)) > 1:
+        raise StructureError(
+            f"The replica function has {' or '.join(map(str, sorted(set(counts))))} {what}, depending on the "
+            f"replica's local batch size: replicas would wait for each other for ever. Do not branch on "
+            f"x.shape[0] in Python around collectives or optimizer.apply."
+        )
+
+
+def _compare_numbers(program: ReplicaProgram) -> None:
+    """A value is the same on all replicas only if it also is the same computation in every variant."""
+    out_numbers, write_numbers = [], []
+    for variant in program.variants:
+        num_args = len(variant.jaxpr.invars) - len(variant.consts) - len(variant.entries)
+        inputs = [
+            *map(number_constant, variant.consts),
+            *(("variable", id(e.slot)) for e in variant.entries),
+            *(("argument", i) for i in range(num_args)),
+        ]
+        numbers = number_outputs(variant.jaxpr, inputs)
+        out_numbers.append(numbers[: variant.num_arrays])
+        write_numbers.append(
+            dict(zip((id(e.slot) for e in variant.written), numbers[variant.num_arrays :], strict=True))
+        )
+    for i, column in enumerate(zip(*out_numbers, strict=True)):
+        program.same_outputs[i] &= len(set(column)) == 1
+    for i, index in enumerate(program.written):
+        key = id(program.slots[index])
+        program.same_writes[i] &= len({numbers.get(key) for numbers in write_numbers}) == 1
+
+
+class UnevenEvaluator:
+    """Evaluates a program of several variants on one replica's padded arrays, inside ``shard_map``."""
+
+    def __init__(self, program: ReplicaProgram):
+        self._program = program
+        self._cuts = [
+            [i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants
+        ]
+        _check_equal_counts([len(c) for c in self._cuts], "collectives")
+        first = program.variants[0].jaxpr
+        for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):
+            for a, b in zip(self._cuts[0], cuts, strict=True):
+                _check_same_collective(first.eqns[a], variant.jaxpr.eqns[b])
+
+    def __call__(
+        self, consts: Sequence[Sequence[Any]], state: Sequence[Sequence[Any]], args: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Evaluates this replica's variant.
+
+        Args:
+          consts, state: By variant, in the order of its invars.
+          args: Padded to the largest shapes.
+
+        Returns:
+          Array outputs, padded, and the new values of written variables.
+        """
+        variants = self._program.variants
+        table = jnp.asarray(self._program.variant_of_replica, jnp.int32)
+        choice = table[jax.lax.axis_index(REPLICA_AXIS)]
+        envs: list[dict[Any, Any]] = []
+        for variant, own_consts, own_state in zip(variants, consts, state, strict=True):
+            values = [*own_consts, *own_state, *args]
+            envs.append(dict(zip(variant.jaxpr.invars, values, strict=True)))
+        starts = [0] * len(variants)
+        for number in range(len(self._cuts[0]) + 1):
+            is_last = number == len(self._cuts[0])
+            stops = [len(v.jaxpr.eqns) if is_last else c[number] for v, c in zip(variants, self._cuts, strict=True)]
+            wanted = [
+                list(v.jaxpr.outvars) if is_last else list(v.jaxpr.eqns[stop].invars)
+                for v, stop in zip(variants, stops, strict=True)
+            ]
+            live = [
+                [] if is_last else _live_across(v.jaxpr, start, stop)
+                for v, start, stop in zip(variants, starts, stops, strict=True)
+            ]
+            operands, envs = self._run_pieces(choice, envs, starts, stops, wanted, live)
+            if is_last:
+                return self._split_outputs(operands)
+            eqn = variants[0].jaxpr.eqns[stops[0]]
+            results = jax_compat.bind_equation(eqn, operands)
+            for env, variant, stop in zip(envs, variants, stops, strict=True):
+                env.update(zip(variant.jaxpr.eqns[stop].outvars, results, strict=True))
+            starts = [stop + 1 for stop in stops]
+        raise AssertionError("the last piece returns")
+
+    def _split_outputs(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        num = self._program.variants[0].num_arrays
+        return values[:num], values[num:]
+
+    def _run_pieces(
+        self,
+        choice: Any,
+        envs: list[dict[Any, Any]],
+        starts: Sequence[int],
+        stops: Sequence[int],
+        wanted: Sequence[Sequence[Any]],
+        live: Sequence[Sequence[Any]],
+    ) -> tuple[list[Any], list[dict[Any, Any]]]:
+        """Runs each variant's equations between two cuts in a branch of its own."""
+        variants = self._program.variants
+        wanted_shapes = [_largest([a.aval for a in column]) for column in zip(*wanted, strict=True)]
+        is_paired = _can_pair(live)
+        groups = [list(column) for column in zip(*live, strict=True)] if is_paired else None
+        live_avals = (
+            [_largest([v.aval for v in group]) for group in groups]
+            if groups is not None
+            else [(v.aval.shape, v.aval.dtype) for own in live for v in own]
+        )
+
+        def branch(number: int) -> Callable[[], list[Any]]:
+            def evaluate() -> list[Any]:
+                jaxpr = variants[number].jaxpr
+                env = dict(envs[number])
+                for eqn in jaxpr.eqns[starts[number] : stops[number]]:
+                    args = [_read(env, a) for a in eqn.invars]
+                    env.update(zip(eqn.outvars, jax_compat.bind_equation(eqn, args), strict=True))
+                results = [
+                    _padded(_read(env, a), shape, dtype)
+                    for a, (shape, dtype) in zip(wanted[number], wanted_shapes, strict=True)
+                ]
+                own = [_read(env, v) for v in live[number]]
+                if is_paired:
+                    carried = [_padded(v, *aval) for v, aval in zip(own, live_avals, strict=True)]
+                else:
+                    carried = [jnp.zeros(shape, dtype) for shape, dtype in live_avals]
+                    first = sum(len(other) for other in live[:number])
+                    carried[first : first + len(own)] = own
+                return results + carried
+
+            return evaluate
+
+        results = jax.lax.switch(choice, [branch(v) for v in range(len(variants))])
+        carried = results[len(wanted_shapes) :]
+        following = []
+        first = 0
+        for number in range(len(variants)):
+            env = dict(envs[number])
+            own = carried if is_paired else carried[first : first + len(live[number])]
+            env.update(zip(live[number], own, strict=True))
+            first += len(live[number])
+            following.append(env)
+        return results[: len(wanted_shapes)], following
+
+
+def _is_cut(eqn: Any) -> bool:
+    return is_replica_collective(eqn) or any(
+        has_replica_collective(jax_compat.inner_jaxpr(s)[0]) is not None for s in jax_compat.sub_jaxprs(eqn)
+    )
+
+
+def _check_same_collective(a: Any, b: Any) -> None:
+    shapes = [[v.aval.shape for v in eqn.invars] for eqn in (a, b)]
+    if a.primitive.name == b.primitive.name and shapes[0] == shapes[1]:
+        return
+    raise StructureError(
+        f"The collective at {jax_compat.equation_line(a)} is {a.primitive.name} of shapes {shapes[0]} for one "
+        f"local batch size and {b.primitive.name} of shapes {shapes[1]} for another. Replicas can only "
+        f"exchange arrays of equal shapes: reduce over the batch first (for example jnp.sum(x, axis=0)), or "
+        f"use all_gather, which accepts different sizes. A collective inside a scan or loop cannot have "
+        f"operands that depend on the batch."
+    )
+
+
+def _live_across(jaxpr: Any, start: int, stop: int) -> list[Any]:
+    """Values made by the equations before ``stop``, since ``start``, that are needed after ``stop``."""
+    made = [v for eqn in jaxpr.eqns[start:stop] for v in eqn.outvars]
+    needed = {a for eqn in jaxpr.eqns[stop + 1 :] for a in eqn.invars if not isinstance(a, jax_compat.Literal)}
+    needed.update(a for a in jaxpr.outvars if not isinstance(a, jax_compat.Literal))
+    return [v for v in made if not jax_compat.is_drop_var(v) and v in needed]
+
+
+def _can_pair(live: Sequence[Sequence[Any]]) -> bool:
+    kinds = [[(v.aval.dtype, len(v.aval.shape)) for v in own] for own in live]
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def _largest(avals: Sequence[Any]) -> tuple[tuple[int, ...], Any]:
+    ranks = {len(a.shape) for a in avals}
+    if len(ranks) > 1:
+        raise StructureError(f"Replicas return arrays of different ranks: shapes {[a.shape for a in avals]}.")
+    dtypes = {a.dtype for a in avals}
+    if len(dtypes) > 1:
+        raise StructureError(f"Replicas return arrays of different dtypes: {sorted(map(str, dtypes))}.")
+    return largest_shape([a.shape for a in avals]), avals[0].dtype
+
+
+def _padded(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    value = jnp.asarray(value)
+    if jax_compat.is_typed_key(value.dtype):
+        return value
+    return pad(value.astype(dtype), shape)
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    if isinstance(atom, jax_compat.Literal):
+        return atom.val
+    return cut(env[atom], atom.aval.shape)

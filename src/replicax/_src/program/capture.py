@@ -1,0 +1,331 @@
+"""Capture: finds the variables that a function reads and writes while JAX traces it.
+
+The first read of a variable binds a placeholder in the outermost trace of the function, so that it
+becomes an input of the program even when the read happens inside a scan, a condition or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.errors import TapeError, TraceError, VariableError
+from replicax._src.program.markers import (
+    aggregate_p,
+    gradient_p,
+    placeholder_p,
+    region_p,
+)
+from replicax._src.program.slots import Sharing, Slot
+
+if TYPE_CHECKING:
+    from replicax._src.program.tape import GradientTape
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_SKIPPED = tuple(
+    path + os.sep for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")
+)
+
+
+def _is_user_code(filename: str) -> bool:
+    return not filename.startswith((_PACKAGE, "<frozen")) and not filename.startswith(_SKIPPED)
+
+
+def user_line() -> str:
+    """``file:line in function`` of the innermost caller outside replicax, the library and site-packages."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_user_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def user_line_of(error: BaseException) -> str:
+    """The user's innermost line in an error's traceback."""
+    found = "an unknown line"
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if _is_user_code(code.co_filename):
+            found = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
+        traceback = traceback.tb_next
+    return found
+
+
+class Uneven:
+    """What the trace of one variant of an uneven step knows of the other replicas.
+
+    A step whose replicas have different shapes is traced once per distinct pattern of shapes (a variant).
+    Shapes inside the function that the replicas exchange are learnt by tracing again: ``seen`` of one round
+    is ``known`` of the next.
+
+    Attributes:
+      variant_of_replica: The variant that each replica runs.
+      known: For each exchange, the shape in each variant; None in the first round.
+      seen: The shapes of this variant's exchanges, in order.
+    """
+
+    def __init__(self, variant_of_replica: Sequence[int], known: Sequence[Sequence[tuple[int, ...]]] | None):
+        self.variant_of_replica = tuple(variant_of_replica)
+        self.known = known
+        self.seen: list[tuple[int, ...]] = []
+
+    def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes of the array exchanged now, by replica; this replica's own is ``shape``."""
+        self.seen.append(shape)
+        if self.known is None or len(self.seen) > len(self.known):
+            return [shape] * len(self.variant_of_replica)
+        by_variant = self.known[len(self.seen) - 1]
+        return [by_variant[v] for v in self.variant_of_replica]
+
+
+class Entry:
+    """What one trace knows of one variable."""
+
+    __slots__ = ("current", "index", "line", "slot", "written")
+
+    def __init__(self, slot: Slot, index: int, current: Any):
+        self.slot = slot
+        self.index = index
+        self.current = current
+        self.written = False
+        self.line = ""
+
+
+class Capture:
+    """The variables of a function that is being traced.
+
+    Attributes:
+      slot_of: Gives the slot of a variable (the strategy's table).
+      num_replicas: R in a replica function, None in a cross-replica function.
+      uneven: Where replicas have different shapes: what is known of the other replicas.
+      entries: By ``id`` of the variable, in the order of discovery.
+      tapes: The tapes that are recording now.
+      unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
+    """
+
+    def __init__(
+        self,
+        slot_of: Callable[[Any], Slot],
+        num_replicas: int | None,
+        *,
+        uneven: Uneven | None = None,
+        unconnected: frozenset[tuple[int, int]] = frozenset(),
+        on_strategy: Callable[[Any], None] | None = None,
+    ):
+        self.slot_of = slot_of
+        self.num_replicas = num_replicas
+        self.uneven = uneven
+        self.unconnected = unconnected
+        self.on_strategy = on_strategy
+        self.entries: dict[int, Entry] = {}
+        self.tapes: list[GradientTape] = []
+        self.num_gradients = 0
+        self.num_aggregated_reads = 0
+        self.read_in_inner_trace = False
+        self.met_unbuilt_variable = False
+        self.trace: Any = None
+        self._tape_traces: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """To be entered first thing in the traced function: remembers its trace, becomes current."""
+        with jax_compat.take_current_trace() as trace:
+            self.trace = trace
+        _stack().append(self)
+        try:
+            yield
+        finally:
+            _stack().pop()
+
+    def use_strategy(self, strategy: Any) -> None:
+        """``run`` of ``strategy`` is called in this (cross-replica) function."""
+        if self.on_strategy is not None:
+            self.on_strategy(strategy)
+
+    @property
+    def is_replica(self) -> bool:
+        return self.num_replicas is not None
+
+    def is_in_inner_trace(self) -> bool:
+        """Whether JAX is inside a scan, condition, grad, … of the function being traced."""
+        with jax_compat.take_current_trace() as trace:
+            return trace is not self.trace
+
+    def read(self, variable: Any) -> Any:
+        """The variable's value at this point of the function, as one replica (or all) see it."""
+        entry = self._entry(variable)
+        for tape in self.tapes:
+            tape.record_read(variable, entry.current)
+        return entry.current
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Makes ``value`` the variable's value from here on.
+
+        Raises:
+          TraceError: In a scan, condition or other inner trace, from which the value would leak.
+          VariableError: Shape differs from the variable's.
+        """
+        entry = self._entry(variable)
+        slot = entry.slot
+        if self.is_in_inner_trace():
+            raise TraceError(
+                f"Variable {slot.name!r} is assigned at {user_line()} inside a function that JAX traces on its "
+                f"own (a scan, loop, condition, jax.grad, jax.vmap or jax.jit), and the value cannot leave it. "
+                f"Return the value and assign it outside; for a condition use rx.cond, which threads "
+                f"assignments through."
+            )
+        value = jnp.asarray(value)
+        expected = slot.shape if self.is_replica else self.raw_shape(slot)
+        if tuple(value.shape) != tuple(expected):
+            raise VariableError(
+                f"Variable {slot.name!r} has shape {tuple(expected)}; a value of shape {tuple(value.shape)} "
+                f"cannot be assigned to it (at {user_line()})."
+            )
+        value = jax.lax.convert_element_type(value, slot.dtype)
+        if self.tapes or self._is_held_by_another(entry, value):
+            # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
+            value = _detached(value)
+        entry.current = value
+        entry.written = True
+        entry.line = user_line()
+
+    def sharing_of(self, variable: Any) -> Sharing:
+        """How the replicas share a variable that has been read."""
+        return self.entries[id(variable)].slot.sharing
+
+    def raw_shape(self, slot: Slot) -> tuple[int, ...]:
+        """The shape of the value as ``read`` gives it in this kind of function."""
+        entry = self.entries.get(id(slot.variable))
+        return tuple(entry.current.shape) if entry is not None else slot.shape
+
+    def _is_held_by_another(self, entry: Entry, value: Any) -> bool:
+        return any(other.current is value for other in self.entries.values() if other is not entry)
+
+    def _entry(self, variable: Any) -> Entry:
+        entry = self.entries.get(id(variable))
+        if entry is None:
+            slot = self.slot_of(variable)
+            shape = slot.shape
+            if not self.is_replica and slot.sharing.is_per_replica:
+                shape = (slot.num_replicas, *shape)
+            if self.is_in_inner_trace():
+                self.read_in_inner_trace = True
+            with jax_compat.set_current_trace(self.trace):
+                value = placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=slot.dtype)
+            entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
+        return entry
+
+    def shapes_of_all_replicas(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes, by replica, of an array of which this replica's has ``shape``."""
+        if self.uneven is None:
+            return [shape] * (self.num_replicas or 1)
+        return self.uneven.shapes_of_all_replicas(shape)
+
+    def begin_recording(self, tape: GradientTape, tape_id: int) -> None:
+        """Marks in the trace where a tape starts to record."""
+        with jax_compat.take_current_trace() as trace:
+            self._tape_traces[tape_id] = trace
+        region_p.bind(tape=tape_id, begins=True)
+        self.tapes.append(tape)
+
+    def end_recording(self, tape: GradientTape, tape_id: int) -> None:
+        """Marks in the trace where a tape stops to record."""
+        self.tapes.remove(tape)
+        region_p.bind(tape=tape_id, begins=False)
+
+    def gradient(
+        self, tape_id: int, targets: list[Any], seeds: list[Any], sources: list[Any]
+    ) -> tuple[list[Any], set[int]]:
+        """Leaves the marker of a ``tape.gradient`` in the trace.
+
+        Returns:
+          The gradients by ``sources``, and the positions that an earlier trace found unconnected.
+
+        Raises:
+          TapeError: In another trace than the one in which the tape was opened.
+        """
+        with jax_compat.take_current_trace() as trace:
+            if trace is not self._tape_traces.get(tape_id):
+                raise TapeError(
+                    f"tape.gradient at {user_line()} is called in another scan, loop, condition, jax.grad or "
+                    f"jax.jit than its tape was opened in. Open the tape in the function that calls gradient."
+                )
+        ordinal, self.num_gradients = self.num_gradients, self.num_gradients + 1
+        targets = [target for target in targets if jnp.issubdtype(target.dtype, jnp.inexact)]
+        if not targets:
+            return [None] * len(sources), set(range(len(sources)))
+        seeds = [
+            jax.lax.convert_element_type(jnp.broadcast_to(seed, target.shape), target.dtype)
+                for seed, target in (zip(seeds, targets, strict=True) if seeds else ())
+        ]
+        out = gradient_p.bind(
+            *targets,
+            *seeds,
+            *sources,
+            tape=tape_id,
+            num_targets=len(targets),
+            num_seeds=len(seeds),
+            ordinal=ordinal,
+        )
+        return out, {i for i in range(len(sources)) if (ordinal, i) in self.unconnected}
+
+    def aggregate(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced.
+
+        Which ones have been is known when the whole function is.
+        """
+        return list(aggregate_p.bind(*gradients)) if gradients else []
+
+    @contextlib.contextmanager
+    def aggregated_reads(self) -> Iterator[None]:
+        """Reads of SUMMED variables give the sum over replicas (``metric.result()``)."""
+        self.num_aggregated_reads += 1
+        try:
+            yield
+        finally:
+            self.num_aggregated_reads -= 1
+
+
+def _detached(value: Any) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jax.lax.stop_gradient(value)
+    return value
+
+
+_LOCAL = threading.local()
+
+
+def _stack() -> list[Capture]:
+    try:
+        return _LOCAL.stack
+    except AttributeError:
+        _LOCAL.stack = []
+        return _LOCAL.stack
+
+
+def current_capture() -> Capture | None:
+    """The capture of the innermost function that is being traced in this thread."""
+    stack = _stack()
+    return stack[-1] if stack else None
+
+
+@contextlib.contextmanager
+def replaced_capture(capture: Any) -> Iterator[None]:
+    """Makes another capture (or None: plain values) the current one."""
+    stack = _stack()
+    stack.append(capture)
+    try:
+        yield
+    finally:
+        stack.pop()

@@ -1,0 +1,237 @@
+"""What a function *is*, for the cache of programs: its code, defaults, closure, and the globals it names.
+
+Code objects compare by value and a notebook's model is often a global, so neither the code nor the
+function object alone will do. Objects are compared by identity and held weakly; see ``sharp_bits.md``.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import inspect
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.values import DistributedValues
+
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_LIBRARY = tuple(
+    path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")
+) + ("<frozen",)
+
+
+def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The Python function behind ``rx.function`` objects."""
+    return getattr(fn, "python_function", fn)
+
+
+def function_key(fn: Callable[..., Any], anchors: list[Any] | None = None) -> Hashable:
+    """A hashable that is equal for functions that are the same program.
+
+    Args:
+      anchors: Where to append the objects that the key names by identity.
+    """
+    return _key(fn, anchors, ())
+
+
+def _key(value: Any, anchors: list[Any] | None, above: tuple[int, ...]) -> Hashable:
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return (kind, value)
+    if kind is types.FunctionType:
+        if id(value) in above:
+            return "itself"
+        return _python_function_key(value, anchors, (*above, id(value)))
+    if kind is types.ModuleType:
+        return "module"
+    if kind is tuple:
+        return (tuple, *(_key(item, anchors, above) for item in value))
+    if kind is types.MethodType:
+        return ("method", _key(value.__func__, anchors, above), _key(value.__self__, anchors, above))
+    if kind is functools.partial:
+        return (
+            "partial",
+            _key(value.func, anchors, above),
+            _key(value.args, anchors, above),
+            tuple((k, _key(v, anchors, above)) for k, v in value.keywords.items()),
+        )
+    if isinstance(value, enum.Enum):
+        return (kind, value.name)
+    inner = getattr(value, "python_function", None)
+    if inner is not None and not inspect.isclass(value):
+        return _key(inner, anchors, above)
+    if anchors is not None:
+        anchors.append(value)
+    return id(value)
+
+
+def _python_function_key(fn: types.FunctionType, anchors: list[Any] | None, above: tuple[int, ...]) -> Hashable:
+    code = fn.__code__
+    if _is_library(code.co_filename):
+        if anchors is not None:
+            anchors.append(fn)
+        return id(fn)
+    parts: list[Hashable] = [code]
+    if fn.__defaults__:
+        parts.append(_key(fn.__defaults__, anchors, above))
+    if fn.__kwdefaults__:
+        parts.append(tuple((k, _key(v, anchors, above)) for k, v in fn.__kwdefaults__.items()))
+    if fn.__closure__:
+        parts.extend(
+            (name, _cell_key(cell, anchors, above))
+            for name, cell in zip(code.co_freevars, fn.__closure__, strict=True)
+        )
+    scope = fn.__globals__
+    for name in _global_names(code):
+        if name in scope:
+            parts.append((name, _key(scope[name], anchors, above)))
+    return tuple(parts)
+
+
+def _cell_key(cell: types.CellType, anchors: list[Any] | None, above: tuple[int, ...]) -> Hashable:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return "empty"
+    if is_lifted(content):
+        leaves, tree = jax.tree_util.tree_flatten(content, is_leaf=_is_leaf)
+        return (tree, *(array_key(leaf) for leaf in leaves))
+    return _key(content, anchors, above)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARY)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(dict.fromkeys(_global_names(const)))
+    return tuple(names)
+
+
+# --- arrays in closures become inputs -----------------------------------------------------------------
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numbers, JAX's or NumPy's, NumPy scalars included."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic)) and _is_numeric(value.dtype)
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return isinstance(dtype, jax.dtypes.ExtendedDType) if not isinstance(dtype, np.dtype) else dtype.kind in "biufcV"
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, DistributedValues)
+
+
+def is_lifted(content: Any) -> bool:
+    """Whether the content of a closure cell becomes an input: arrays, or tuples and dicts of nothing else."""
+    if is_array(content) or isinstance(content, DistributedValues):
+        return True
+    if type(content) in (tuple, dict) and content:
+        leaves = jax.tree_util.tree_leaves(content, is_leaf=_is_leaf)
+        return bool(leaves) and all(is_array(x) or isinstance(x, DistributedValues) for x in leaves)
+    return False
+
+
+def array_key(value: Any) -> Hashable:
+    """Shape and dtype of an array or DistributedValues, as they select a program."""
+    if isinstance(value, DistributedValues):
+        array: Any = value.stored  # type: ignore[attr-defined]
+        return (
+            type(value),
+            array.shape,
+            array.dtype,
+            getattr(value, "shapes", None),
+            getattr(value, "is_equal", None),
+        )
+    return (value.shape, value.dtype, getattr(value, "weak_type", False))
+
+
+def lifted_cells(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The contents of ``fn``'s closure that become inputs, by name."""
+    if type(fn) is not types.FunctionType or not fn.__closure__ or _is_library(fn.__code__.co_filename):
+        return {}
+    found = {}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue
+        if is_lifted(content) and not _assigns(fn.__code__, name):
+            found[name] = content
+    return found
+
+
+def with_cells(fn: Callable[..., Any], contents: dict[str, Any]) -> Callable[..., Any]:
+    """``fn`` with other contents in some cells of its closure."""
+    if not contents:
+        return fn
+    assert isinstance(fn, types.FunctionType)
+    cells = tuple(
+        types.CellType(contents[name]) if name in contents else cell
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    )
+    made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    made.__qualname__ = fn.__qualname__
+    return made
+
+
+@functools.lru_cache(maxsize=4096)
+def _assigns(code: types.CodeType, name: str) -> bool:
+    """Whether the function assigns to the closure variable (``nonlocal``)."""
+    return any(i.opname == "STORE_DEREF" and i.argval == name for i in dis.get_instructions(code)) or any(
+        isinstance(c, types.CodeType) and name in c.co_freevars and _assigns(c, name) for c in code.co_consts
+    )
+
+
+class Anchors:
+    """Calls ``evict`` when an object that a key names by identity is gone; holds on to it where Python has
+    no weak references to its kind."""
+
+    def __init__(self, objects: list[Any], evict: Callable[[], None]):
+        self._held: list[Any] = []
+        seen: set[int] = set()
+        for value in objects:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            try:
+                self._held.append(weakref.ref(value, lambda _: evict()))
+            except TypeError:
+                self._held.append(value)
+
+
+def difference(old: Hashable, new: Hashable, path: str = "") -> str | None:
+    """Words for the first thing in which two function keys differ."""
+    if old == new:
+        return None
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        if len(old) == 2 and isinstance(old[0], str) and old[0] == new[0]:
+            return difference(old[1], new[1], old[0]) or f"{old[0]!r} changed"
+        for a, b in zip(old, new, strict=True):
+            found = difference(a, b, path)
+            if found:
+                return found
+    return f"{path!r} is another object or value" if path else "its code changed"
+
+
+def describe(value: Any) -> str:
+    """A short word for an argument in messages about retracing."""
+    if isinstance(value, jax_compat.Tracer) or is_array(value):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)

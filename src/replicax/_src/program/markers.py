@@ -1,0 +1,61 @@
+"""Marker primitives: what a trace leaves in a jaxpr to be decided when the whole function is known."""
+
+from __future__ import annotations
+
+from replicax._src import jax_compat
+from replicax._src.errors import TapeError, TraceError
+
+
+def _refuse_gradient(where: str) -> Exception:
+    advice = {
+        "vmap": "A GradientTape cannot be differentiated under jax.vmap: use jax.grad inside the function "
+        "that jax.vmap maps.",
+        "jax.grad": "A GradientTape cannot be differentiated by jax.grad, jax.vjp or jax.jvp: use nested "
+        "tapes, or nested jax.grad.",
+    }
+    return TapeError(advice.get(where, "tape.gradient was evaluated outside a replicax program."))
+
+
+def _refuse_aggregation(where: str) -> Exception:
+    return TraceError(
+        f"optimizer.apply in a replica function was reached under {where}: apply gradients outside the "
+        f"function that is mapped or differentiated."
+    )
+
+
+def _refuse_region(where: str) -> Exception:
+    return TapeError(f"A GradientTape was opened under {where}: open it in the replica function itself.")
+
+
+# A variable first met while tracing: becomes an input of the program. Params: index, shape, dtype.
+placeholder_p = jax_compat.source_primitive(
+    "replicax_variable", lambda *, index, shape, dtype: jax_compat.shaped(shape, dtype)
+)
+
+# tape.gradient: operands are targets, their output gradients, then the sources as they were read.
+# Params: tape, num_targets, num_seeds, ordinal, user_line.
+gradient_p = jax_compat.marker_primitive(
+    "replicax_gradient",
+    lambda *avals, num_targets, num_seeds, **_: [
+        jax_compat.shaped(a.shape, a.dtype) for a in avals[num_targets + num_seeds :]
+    ],
+    _refuse_gradient,
+)
+
+# The begin or end of what a tape records. Params: tape, begins.
+region_p = jax_compat.marker_primitive("replicax_tape", lambda *avals, **_: list(avals), _refuse_region)
+
+# The gradients given to an optimizer: summed over replicas, but for those already reduced.
+aggregate_p = jax_compat.marker_primitive(
+    "replicax_aggregate",
+    lambda *avals, **_: [jax_compat.shaped(a.shape, a.dtype) for a in avals],
+    _refuse_aggregation,
+    linear=True,
+)
+
+# A user vouches that a value is the same on all replicas.
+assert_same_p = jax_compat.identity_primitive("replicax_assert_same")
+
+# The state of a seed as replica r sees it, and back: first word shifted by r * 0x9E3779B9.
+seed_shift_p = jax_compat.identity_primitive("replicax_seed_shift")
+seed_unshift_p = jax_compat.identity_primitive("replicax_seed_unshift")

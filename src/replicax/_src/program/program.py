@@ -1,0 +1,362 @@
+"""ReplicaProgram: a function traced over ONE replica's inputs, its variables made inputs and outputs.
+
+A strategy's placement decides where and how it runs. Replicas with different shapes run different
+variants of one program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.errors import (
+    DivergenceError,
+    ReplicaxError,
+    StructureError,
+    TracedConditionError,
+    TraceError,
+)
+from replicax._src.program.capture import Capture, Entry, Uneven, current_capture, user_line_of
+from replicax._src.program.rewrite import Rewriter, SumGradients
+from replicax._src.program.slots import Sharing, Slot
+from replicax._src.program.verdict import Verdict, analyse, has_replica_collective
+from replicax._src.topology import REPLICA_AXIS
+from replicax._src.values import DistributedValues
+
+TraceScope = Callable[[Capture], contextlib.AbstractContextManager]
+# Each framework (Keras) adds a context that is entered around every trace.
+trace_scopes: list[TraceScope] = []
+
+_MAX_TRACES = 8
+_epochs = itertools.count()
+_epoch = next(_epochs)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf that the function returned: an array computed by the program, or a Python value."""
+
+    is_array: bool
+    value: Any = None
+
+
+@dataclass
+class Variant:
+    """One trace of the function.
+
+    Attributes:
+      jaxpr: Invars are constants, then the state in order of ``entries``, then the arguments. Outvars are
+        the array outputs, then the new values of the written entries.
+      consts: Values of the leading invars.
+      entries: The variables met, in order.
+      tree, outputs: The structure that the function returned, and its leaves.
+      out_verdicts, write_verdicts: Of the outvars.
+      input_verdicts: Of the invars.
+      sums: Which gradients are summed over replicas (see ``Rewriter``).
+      seen_shapes: Shapes of arrays that replicas exchange, in order.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    entries: list[Entry]
+    tree: Any
+    outputs: list[Output]
+    out_verdicts: list[Verdict]
+    write_verdicts: list[Verdict]
+    input_verdicts: list[Verdict]
+    sums: list[bool]
+    seen_shapes: list[tuple[int, ...]]
+
+    @property
+    def written(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.written]
+
+    @property
+    def num_arrays(self) -> int:
+        return sum(output.is_array for output in self.outputs)
+
+
+class _VariablesWereBuilt(BaseException):
+    """A function inside another met variables without values. Users' ``except`` must miss it."""
+
+
+@dataclass
+class _Traced:
+    capture: Capture
+    jaxpr: Any
+    consts: list[Any]
+    tree: Any
+    outputs: list[Output]
+
+
+def is_output_leaf(value: Any) -> bool:
+    """Leaves of what a function returns: values that are not nests although JAX might see one in them."""
+    return isinstance(value, DistributedValues) or hasattr(value, "assign")
+
+
+def _is_variable(value: Any) -> bool:
+    return hasattr(value, "assign")
+
+
+def trace_variant(
+    call: Callable[[list[Any]], Any],
+    avals: Sequence[Any],
+    verdicts: Sequence[Verdict],
+    *,
+    slot_of: Callable[[Any], Slot],
+    num_replicas: int | None,
+    sum_gradients: Callable[[Capture], SumGradients],
+    uneven: Callable[[], Uneven | None] = lambda: None,
+    forced_sums: Sequence[bool] | None = None,
+    on_strategy: Callable[[Any], None] | None = None,
+) -> Variant:
+    """Traces ``call`` over tracers of ``avals`` and resolves its marks.
+
+    Args:
+      call: Calls the user's function with the flat traced arguments.
+      verdicts: Of the arguments.
+      slot_of: Gives the slot of a variable.
+      num_replicas: R, or None for a cross-replica function.
+      sum_gradients: Builds what sums gradients over replicas.
+      on_strategy: Of a cross-replica function: told of each strategy whose ``run`` is called in it.
+
+    Raises:
+      TracedConditionError: Python ``if``, ``int`` and kin on a traced value.
+      TraceError: A tracer of another trace was used.
+    """
+    unconnected: frozenset[tuple[int, int]] = frozenset()
+    for _ in range(_MAX_TRACES):
+        capture = Capture(
+            slot_of, num_replicas, uneven=uneven(), unconnected=unconnected, on_strategy=on_strategy
+        )
+        is_outermost = current_capture() is None
+        try:
+            traced = _trace(call, avals, capture)
+        except _VariablesWereBuilt:
+            if is_outermost:
+                continue
+            raise
+        if capture.met_unbuilt_variable:
+            # Variables are initialised when the outermost trace is left; then all of it is traced again.
+            if is_outermost:
+                continue
+            raise _VariablesWereBuilt
+        rewriter = Rewriter(sum_gradients(capture), forced_sums)
+        variant = _resolve(traced, rewriter, verdicts)
+        if rewriter.unconnected <= unconnected:
+            return variant
+        unconnected |= rewriter.unconnected
+    raise TraceError(
+        "The function behaves differently each time it is traced (it creates variables, or takes other "
+        "gradients, every time). Create variables once, outside or under `if variable is None`."
+    )
+
+
+def _axis_env(num_replicas: int | None) -> list[tuple[str, int]]:
+    # The second name only makes JAX's caches of inner functions (jit, scan) miss after a trace in which such
+    # a function read a variable: what they cached refers to that trace.
+    axes = [] if num_replicas is None else [(REPLICA_AXIS, num_replicas)]
+    return [*axes, (f"replicax_trace_{_epoch}", 1)] if _epoch else axes
+
+
+def _trace(call: Callable[[list[Any]], Any], avals: Sequence[Any], capture: Capture) -> _Traced:
+    global _epoch
+    captured: dict[str, Any] = {}
+
+    def body(*tracers: Any) -> list[Any]:
+        with capture.tracing():
+            returned = call(list(tracers))
+            is_leaf = is_output_leaf if capture.is_replica else _is_variable
+            leaves, captured["tree"] = jax.tree_util.tree_flatten(returned, is_leaf=is_leaf)
+            outputs = [_output(leaf) for leaf in leaves]
+            captured["outputs"] = [Output(o.is_array, None if o.is_array else o.value) for o in outputs]
+            arrays = [o.value for o in outputs if o.is_array]
+            return arrays + [e.current for e in capture.entries.values() if e.written]
+
+    with contextlib.ExitStack() as scopes, _explained():
+        for scope in trace_scopes:
+            scopes.enter_context(scope(capture))
+        jaxpr, consts = jax_compat.trace(body, avals, _axis_env(capture.num_replicas))
+    if capture.read_in_inner_trace:
+        _epoch = next(_epochs)
+    return _Traced(capture, jaxpr, consts, captured["tree"], captured["outputs"])
+
+
+def _output(leaf: Any) -> Output:
+    if isinstance(leaf, DistributedValues):
+        local = getattr(leaf, "local", None)
+        return Output(True, leaf.as_array() if local is None else local)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return Output(True, jnp.asarray(leaf))
+    return Output(False, leaf)
+
+
+@contextlib.contextmanager
+def _explained():
+    """Adds to JAX's errors about tracers what to do here."""
+    try:
+        yield
+    except ReplicaxError:
+        raise
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise TracedConditionError(
+            f"At {user_line_of(error)} Python needs the value of something that is known only when the program "
+            f"runs (an argument, a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float(), "
+            f"np.asarray() or print of a value. The function is traced once for all replicas. Use jnp.where or "
+            f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to "
+            f"print; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
+        ) from error
+    except jax.errors.UnexpectedTracerError as error:
+        raise TraceError(
+            f"At {user_line_of(error)} a value is used that was computed in another, finished, trace: it was "
+            f"stored in an object, a list or a global while a function was traced. Return it from the function "
+            f"instead, or assign it to an rx.Variable."
+        ) from error
+
+
+def _resolve(traced: _Traced, rewriter: Rewriter, arg_verdicts: Sequence[Verdict]) -> Variant:
+    jaxpr = _promote_placeholders(traced)
+    entries = list(traced.capture.entries.values())
+    state = [Verdict.DIFFERS if e.slot.sharing.is_per_replica else Verdict.SAME for e in entries]
+    verdicts = [Verdict.SAME] * len(traced.consts) + state + list(arg_verdicts)
+    consts = traced.consts
+    if rewriter.has_marker(jaxpr):
+        avals = [v.aval for v in jaxpr.invars]
+        source, inputs = jaxpr, verdicts
+        jaxpr, more = jax_compat.trace(
+            lambda *args: rewriter.evaluate(source, args, inputs),
+            avals,
+            _axis_env(traced.capture.num_replicas),
+        )
+        consts = more + consts
+        verdicts = [Verdict.SAME] * len(more) + verdicts
+    outs = analyse(jaxpr, verdicts)[0] if traced.capture.is_replica else [Verdict.SAME] * len(jaxpr.outvars)
+    num_arrays = sum(o.is_array for o in traced.outputs)
+    return Variant(
+        jaxpr,
+        consts,
+        entries,
+        traced.tree,
+        traced.outputs,
+        outs[:num_arrays],
+        outs[num_arrays:],
+        verdicts,
+        rewriter.sums,
+        traced.capture.uneven.seen if traced.capture.uneven else [],
+    )
+
+
+def _promote_placeholders(traced: _Traced) -> Any:
+    """Makes the variables found while tracing inputs, between the constants and the arguments."""
+    jaxpr = traced.jaxpr
+    num_consts = len(traced.consts)
+    found = {e.params["index"]: e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "replicax_variable"}
+    eqns = [e for e in jaxpr.eqns if e.primitive.name != "replicax_variable"]
+    invars = list(jaxpr.invars)
+    state = [found[i] for i in range(len(traced.capture.entries))]
+    return jax_compat.rebuild(
+        jaxpr, invars=invars[:num_consts] + state + invars[num_consts:], eqns=eqns
+    )
+
+
+@dataclass
+class ReplicaProgram:
+    """A function, traced, with what its placement must know.
+
+    Attributes:
+      variants: One, or one per distinct pattern of per-replica shapes.
+      variant_of_replica: The variant that each replica runs.
+      slots: All variables that any variant reads or writes.
+      written: Indices into ``slots`` of those written, in order.
+      same_writes: Whether each written value is proven the same on all replicas.
+      same_outputs: Whether each array output is.
+      has_collectives, has_callbacks: What stands in it, at any depth.
+    """
+
+    variants: list[Variant]
+    variant_of_replica: tuple[int, ...]
+    slots: list[Slot] = field(init=False)
+    written: list[int] = field(init=False)
+    lines: list[str] = field(init=False)
+    same_writes: list[bool] = field(init=False)
+    same_outputs: list[bool] = field(init=False)
+    has_collectives: bool = field(init=False)
+    has_callbacks: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._check_structures()
+        slots: dict[int, Slot] = {}
+        written: dict[int, str] = {}
+        for variant in self.variants:
+            for entry in variant.entries:
+                slots.setdefault(id(entry.slot), entry.slot)
+                if entry.written:
+                    written.setdefault(id(entry.slot), entry.line)
+        self.slots = list(slots.values())
+        position = {key: i for i, key in enumerate(slots)}
+        self.written = [position[key] for key in written]
+        self.lines = list(written.values())
+        self.same_outputs = [all(v.is_same for v in column) for column in self._columns("out_verdicts")]
+        self.same_writes = [self._same_write(i) for i in self.written]
+        jaxprs = [variant.jaxpr for variant in self.variants]
+        self.has_collectives = any(has_replica_collective(j) is not None for j in jaxprs)
+        self.has_callbacks = any(has_callback(j) for j in jaxprs)
+
+    def _columns(self, name: str) -> list[tuple[Verdict, ...]]:
+        return list(zip(*(getattr(v, name) for v in self.variants), strict=True))
+
+    def _same_write(self, index: int) -> bool:
+        slot = self.slots[index]
+        answers = []
+        for variant in self.variants:
+            for entry, verdict in zip(variant.written, variant.write_verdicts, strict=True):
+                if entry.slot is slot:
+                    answers.append(verdict.is_same)
+        return len(answers) == len(self.variants) and all(answers)
+
+    def _check_structures(self) -> None:
+        first = self.variants[0]
+        for other in self.variants[1:]:
+            kinds = [o.is_array for o in other.outputs]
+            if other.tree != first.tree or kinds != [o.is_array for o in first.outputs]:
+                raise StructureError(
+                    f"The replica function returns different structures on different replicas: {first.tree} for "
+                    f"one local batch size and {other.tree} for another. Return the same structure on all."
+                )
+
+    def check_synchronised(self) -> None:
+        """Refuses a program that would leave a mirrored variable different on different replicas.
+
+        Raises:
+          DivergenceError: Naming the variable and the line that assigned it.
+        """
+        for index, line, is_same in zip(self.written, self.lines, self.same_writes, strict=True):
+            slot = self.slots[index]
+            if slot.sharing is Sharing.MIRRORED and not is_same:
+                raise DivergenceError(
+                    f"Variable {slot.name!r} is mirrored, and the value assigned to it at {line} differs (or may "
+                    f"differ) between replicas: its copies would fall out of sync. Either combine the value "
+                    f"first (rx.get_replica_context().all_reduce(...)), or make the variable with "
+                    f"aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "
+                    f"synchronization=ON_READ if each replica shall keep its own; for gradients use the "
+                    f"optimizer's apply (or rx.optax.aggregate_gradients()), which sums them. If you know that "
+                    f"the value is the same on all replicas, say so with rx.assert_same(value)."
+                )
+
+
+def has_callback(jaxpr: Any) -> bool:
+    """Whether Python is called back from ``jaxpr``, at any depth; debug prints do not count."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("io_callback", "pure_callback", "python_callback", "ffi_call_callback"):
+            return True
+        if any(has_callback(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn)):
+            return True
+    return False

@@ -1,0 +1,327 @@
+"""Rewrite: evaluates a traced function with its marks resolved: tapes to ``jax.vjp``, gradients to sums.
+
+A tape's gradient is found by slicing: of the equations that the tape recorded, those that depend on a
+source and lead to the target are evaluated inside ``jax.vjp``, once, and everything else as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.program.verdict import Verdict, analyse
+
+_MARKERS = frozenset({"replicax_gradient", "replicax_tape", "replicax_aggregate"})
+SumGradients = Callable[[Sequence[Any]], list[Any]]
+
+
+class Rewriter:
+    """Resolves the marks of one traced function while evaluating it.
+
+    Attributes:
+      unconnected: (ordinal of a gradient, position of a source) on which the target does not depend.
+      sums: For each aggregated leaf, in order: must it be summed over replicas?
+    """
+
+    def __init__(self, sum_gradients: SumGradients, forced_sums: Sequence[bool] | None = None):
+        self._sum_gradients = sum_gradients
+        self._forced_sums = forced_sums
+        self._contains: dict[int, tuple[Any, bool]] = {}
+        self.unconnected: set[tuple[int, int]] = set()
+        self.sums: list[bool] = []
+
+    def evaluate(self, jaxpr: Any, args: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:
+        """The outputs of ``jaxpr`` (no constvars) for ``args``, whose verdicts are ``verdicts``."""
+        if not self.has_marker(jaxpr):
+            return jax_compat.eval_jaxpr(jaxpr, args)
+        _, known = analyse(jaxpr, verdicts)
+        return _Body(self, jaxpr, dict(zip(jaxpr.invars, args, strict=True)), known).run()
+
+    def has_marker(self, jaxpr: Any) -> bool:
+        """Whether a mark stands in ``jaxpr``, at any depth."""
+        known = self._contains.get(id(jaxpr))
+        if known is None:
+            answer = any(
+                eqn.primitive.name in _MARKERS
+                or any(self.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn))
+                for eqn in jaxpr.eqns
+            )
+            known = self._contains[id(jaxpr)] = (jaxpr, answer)
+        return known[1]
+
+    def aggregate(self, values: list[Any], verdicts: list[Verdict]) -> list[Any]:
+        """Sums over replicas the gradients that are not reduced already."""
+        start = len(self.sums)
+        self.sums.extend(verdict is not Verdict.REDUCED for verdict in verdicts)
+        decided = self.sums if self._forced_sums is None else self._forced_sums
+        chosen = [i for i in range(len(values)) if decided[start + i]]
+        results = list(values)
+        for i, total in zip(chosen, self._sum_gradients([values[i] for i in chosen]), strict=True):
+            results[i] = total
+        return results
+
+
+def _atom_key(atom: Any) -> Any:
+    # A scalar constant used as a source becomes one Literal object, shared by all its uses.
+    return id(atom) if isinstance(atom, jax_compat.Literal) else atom
+
+
+class _Body:
+    """The evaluation of one jaxpr with marks."""
+
+    def __init__(self, rewriter: Rewriter, jaxpr: Any, env: dict[Any, Any], verdicts: Mapping[Any, Verdict]):
+        self.rewriter = rewriter
+        self.jaxpr = jaxpr
+        self.eqns = jaxpr.eqns
+        self.env = env
+        self.verdicts = verdicts
+        self.recorded = _recorded_equations(self.eqns)
+
+    def run(self) -> list[Any]:
+        slices = {
+            index: _slice_of(self.eqns, index, eqn)
+            for index, eqn in enumerate(self.eqns)
+            if eqn.primitive.name == "replicax_gradient"
+        }
+        done: set[int] = set()
+        for index in slices:
+            self._run_up_to(index, slices[index], done)
+        self._run_up_to(len(self.eqns), (), done)
+        return [self._read(self.env, a) for a in self.jaxpr.outvars]
+
+    def _run_up_to(self, stop: int, sliced: Sequence[int], done: set[int]) -> None:
+        """Evaluates the equations before ``stop``; those of the slice wait for the gradient at ``stop``."""
+        waiting = set(sliced) - done
+        delayed: list[int] = []
+        missing = {v for i in waiting for v in self.eqns[i].outvars}
+        for index in range(stop):
+            if index in done or index in waiting:
+                continue
+            eqn = self.eqns[index]
+            if any(not isinstance(a, jax_compat.Literal) and a in missing for a in eqn.invars):
+                delayed.append(index)
+                missing.update(eqn.outvars)
+            else:
+                self._evaluate(eqn, self.env)
+                done.add(index)
+        if stop == len(self.eqns):
+            return
+        results, evaluated = self._differentiate(self.eqns[stop], sliced, self.env)
+        for index, outputs in zip(sliced, evaluated, strict=True):
+            self.env.update(zip(self.eqns[index].outvars, outputs, strict=True))
+        self.env.update(zip(self.eqns[stop].outvars, results, strict=True))
+        done.update(waiting, [stop])
+        for index in delayed:
+            self._evaluate(self.eqns[index], self.env)
+            done.add(index)
+
+    def _differentiate(
+        self, marker: Any, sliced: Sequence[int], env: Mapping[Any, Any]
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """The gradients of a marker, and the outputs of the equations of its slice."""
+        num_targets, num_seeds = marker.params["num_targets"], marker.params["num_seeds"]
+        targets = marker.invars[:num_targets]
+        seed_atoms = marker.invars[num_targets : num_targets + num_seeds]
+        sources = marker.invars[num_targets + num_seeds :]
+        keys = [_atom_key(s) for s in sources]
+        unique = list(dict.fromkeys(keys))
+        recorded = self.recorded.get(marker.params["tape"], frozenset())
+        atom_of = dict(zip(keys, sources, strict=True))
+
+        computed = {var for index in sliced for var in self.eqns[index].outvars}
+
+        def forward(source_values: list[Any]) -> tuple[list[Any], list[list[Any]]]:
+            given = dict(zip(unique, source_values, strict=True))
+            overlay: dict[Any, Any] = {k: v for k, v in given.items() if k not in computed}
+            inner = _Chain(overlay, env)
+            primals: list[list[Any]] = []
+            for index in sliced:
+                eqn = self.eqns[index]
+                outputs = self._outputs(eqn, inner, detached=index not in recorded)
+                primals.append(outputs)
+                for var, value in zip(eqn.outvars, outputs, strict=True):
+                    overlay[var] = value + given[var] if var in given else value
+            return [self._read(inner, t) for t in targets], primals
+
+        # A source that the slice itself computes enters as a zero added to it: it is a leaf and a step on
+        # the way to other sources at once.
+        values = [
+            jnp.zeros(atom_of[key].aval.shape, atom_of[key].aval.dtype)
+            if key in computed
+            else self._read(env, atom_of[key])
+            for key in unique
+        ]
+        primal_targets, pull_back, primals = jax.vjp(forward, values, has_aux=True)
+        if num_seeds:
+            cotangents = [self._read(env, a) for a in seed_atoms]
+        else:
+            cotangents = [jnp.ones(t.shape, t.dtype) for t in primal_targets]
+        (gradients,) = pull_back(cotangents)
+        by_key = dict(zip(unique, gradients, strict=True))
+        connected = _connected(self.eqns, sliced, recorded, unique, targets)
+        for position, key in enumerate(keys):
+            if key not in connected:
+                self.rewriter.unconnected.add((marker.params["ordinal"], position))
+        return [by_key[key] for key in keys], primals
+
+    def _evaluate(self, eqn: Any, env: dict[Any, Any]) -> None:
+        env.update(zip(eqn.outvars, self._outputs(eqn, env), strict=True))
+
+    def _outputs(self, eqn: Any, env: Mapping[Any, Any], detached: bool = False) -> list[Any]:
+        name = eqn.primitive.name
+        if name == "replicax_tape":
+            return []
+        if name == "replicax_gradient":  # an inner tape on the path of an outer one
+            index = next(i for i, e in enumerate(self.eqns) if e is eqn)
+            return self._differentiate(eqn, _slice_of(self.eqns, index, eqn), env)[0]
+        args = [self._read(env, a) for a in eqn.invars]
+        if detached:
+            args = [_stop_gradient(a) for a in args]
+        verdicts = [self._verdict(a) for a in eqn.invars]
+        if name == "replicax_aggregate":
+            return self.rewriter.aggregate(args, verdicts)
+        if any(self.rewriter.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn)):
+            return _evaluate_nested(self.rewriter, eqn, args, verdicts)
+        return jax_compat.bind_equation(eqn, args)
+
+    def _verdict(self, atom: Any) -> Verdict:
+        return Verdict.SAME if isinstance(atom, jax_compat.Literal) else self.verdicts[atom]
+
+    def _read(self, env: Mapping[Any, Any], atom: Any) -> Any:
+        if isinstance(atom, jax_compat.Literal):
+            key = id(atom)
+            return env[key] if key in env else atom.val
+        return env[atom]
+
+
+class _Chain(Mapping):
+    """One mapping before another, without copying either."""
+
+    def __init__(self, first: Mapping[Any, Any], second: Mapping[Any, Any]):
+        self._first = first
+        self._second = second
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._first[key] if key in self._first else self._second[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._first or key in self._second
+
+    def __iter__(self):
+        return iter({**self._first, **self._second})
+
+    def __len__(self) -> int:
+        return len({**self._first, **self._second})
+
+
+def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """For each tape, the indices of the equations that it recorded."""
+    recording: dict[int, set[int]] = {}
+    open_tapes: set[int] = set()
+    for index, eqn in enumerate(eqns):
+        if eqn.primitive.name == "replicax_tape":
+            tape = eqn.params["tape"]
+            recording.setdefault(tape, set())
+            (open_tapes.add if eqn.params["begins"] else open_tapes.discard)(tape)
+            continue
+        for tape in open_tapes:
+            recording[tape].add(index)
+    return {tape: frozenset(indices) for tape, indices in recording.items()}
+
+
+def _slice_of(eqns: Sequence[Any], stop: int, marker: Any) -> list[int]:
+    """The equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
+    num_targets, num_seeds = marker.params["num_targets"], marker.params["num_seeds"]
+    depends = {_atom_key(a) for a in marker.invars[num_targets + num_seeds :]}
+    forward: list[int] = []
+    for index in range(stop):
+        eqn = eqns[index]
+        if eqn.primitive.name != "replicax_tape" and any(_atom_key(a) in depends for a in eqn.invars):
+            forward.append(index)
+            depends.update(eqn.outvars)
+    needed = {_atom_key(a) for a in marker.invars[:num_targets]}
+    chosen: list[int] = []
+    for index in reversed(forward):
+        if any(var in needed for var in eqns[index].outvars):
+            chosen.append(index)
+            needed.update(_atom_key(a) for a in eqns[index].invars)
+    return chosen[::-1]
+
+
+def _connected(
+    eqns: Sequence[Any], sliced: Sequence[int], recorded: frozenset[int], sources: Sequence[Any], targets: Any
+) -> set[Any]:
+    """The sources from which a chain of recorded, differentiable equations leads to a target."""
+    needed = {_atom_key(t) for t in targets}
+    for index in reversed(sliced):
+        eqn = eqns[index]
+        if index not in recorded or eqn.primitive.name == "stop_gradient":
+            continue
+        if any(v in needed and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+            needed.update(_atom_key(a) for a in eqn.invars)
+    return {s for s in sources if s in needed}
+
+
+def _stop_gradient(value: Any) -> Any:
+    if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact):
+        return jax.lax.stop_gradient(value)
+    return value
+
+
+def _evaluate_nested(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]) -> list[Any]:
+    """Evaluates an equation in whose sub-jaxprs marks stand."""
+    name = eqn.primitive.name
+    if name in ("scan", "while", "cond"):
+        return jax_compat.bind_equation(eqn, args, _resolved_params(rewriter, eqn, args, verdicts))
+    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+    args, verdicts = args[len(args) - len(inner.invars) :], verdicts[len(args) - len(inner.invars) :]
+
+    def evaluate(*values: Any) -> list[Any]:
+        return _evaluate_closed(rewriter, inner, consts, values, verdicts)
+
+    if name in ("remat", "checkpoint", "remat2"):
+        return list(jax.checkpoint(evaluate, policy=eqn.params.get("policy"))(*args))
+    return evaluate(*args)  # jit and its kin: inlined
+
+
+def _evaluate_closed(
+    rewriter: Rewriter, inner: Any, consts: Sequence[Any], values: Sequence[Any], verdicts: Sequence[Verdict]
+) -> list[Any]:
+    _, known = analyse(inner, verdicts)
+    env = dict(zip(inner.invars, values, strict=True)) | dict(zip(inner.constvars, consts, strict=True))
+    return _Body(rewriter, inner, env, known).run()
+
+
+def _resolved_params(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]) -> dict[str, Any]:
+    """The parameters of a scan, while or cond with the marks in its sub-jaxprs resolved."""
+
+    def resolve(closed: Any, verdicts: Sequence[Verdict]) -> Any:
+        inner, consts = jax_compat.inner_jaxpr(closed)
+
+        def evaluate(*values: Any) -> list[Any]:
+            return _evaluate_closed(rewriter, inner, consts, values, verdicts)
+
+        return jax.make_jaxpr(evaluate)(*[v.aval for v in inner.invars])
+
+    params = dict(eqn.params)
+    name = eqn.primitive.name
+    conservative = [v if v.is_same else Verdict.DIFFERS for v in verdicts]
+    if name == "cond":
+        params["branches"] = tuple(resolve(b, conservative[1:]) for b in params["branches"])
+    elif name == "scan":
+        num_consts, num_carry = jax_compat.scan_counts(eqn)
+        carry = [Verdict.DIFFERS] * num_carry
+        params["jaxpr"] = resolve(
+            params["jaxpr"], [*conservative[:num_consts], *carry, *conservative[num_consts + num_carry :]]
+        )
+    else:
+        num_cond, num_body = jax_compat.while_counts(eqn)
+        carry = [Verdict.DIFFERS] * (len(verdicts) - num_cond - num_body)
+        params["body_jaxpr"] = resolve(
+            params["body_jaxpr"], [*conservative[num_cond : num_cond + num_body], *carry]
+        )
+    return params

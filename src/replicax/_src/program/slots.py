@@ -1,0 +1,149 @@
+"""Slots: where a variable's value lives between the calls of programs, and what happens if it differs.
+
+A slot joins one variable to one strategy's devices. Nothing here traces or runs.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src.errors import TraceError
+from replicax._src.topology import Topology
+
+
+class Sharing(enum.Enum):
+    """How the replicas share a variable, and what a program does when their values differ at its end."""
+
+    MIRRORED = "one value; differing is an error"
+    AVERAGED = "one value; differing ones are averaged, weighted by rows (moving statistics)"
+    FIRST = "one value; the first replica's wins (integer state of Keras)"
+    SEED = "one value; each replica sees its own random stream derived from it"
+    COMPONENTS = "one value per replica (synchronization ON_READ)"
+    SUMMED = "one value per replica behind a variable that shows their sum (Keras metrics)"
+
+    @property
+    def is_per_replica(self) -> bool:
+        return self in (Sharing.COMPONENTS, Sharing.SUMMED)
+
+
+class Accessor(Protocol):
+    """Reads and writes the value that variables of one kind hold now."""
+
+    def get(self, variables: Sequence[Any]) -> list[Any]:
+        """The values, in order."""
+
+    def set(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Stores ``values``, in order."""
+
+
+class Slot:
+    """A variable on the devices of one strategy.
+
+    Attributes:
+      variable: The variable; the slot does not look inside, ``accessor`` does.
+      name: For messages.
+      shape, dtype: As one replica sees the value.
+      sharing: See ``Sharing``.
+      num_replicas: R of the strategy.
+      placed: The array that a program, or adoption, gave the variable last.
+      components: [R, ...] behind ``placed`` where sharing is SUMMED.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "accessor",
+        "components",
+        "dtype",
+        "name",
+        "num_replicas",
+        "placed",
+        "shape",
+        "sharing",
+        "variable",
+    )
+
+    def __init__(
+        self, variable: Any, accessor: Accessor, name: str, shape: Sequence[int], dtype: Any, sharing: Sharing
+    ):
+        self.variable = variable
+        self.accessor = accessor
+        self.name = name
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.sharing = sharing
+        self.num_replicas = 1
+        self.placed: Any = None
+        self.components: Any = None
+
+    def __repr__(self) -> str:
+        return f"Slot({self.name!r}, {self.sharing.name})"
+
+
+SlotMaker = Callable[[Any, int], "Slot | None"]
+# Each kind of variable (ours, Keras's) adds a function that makes slots for its kind.
+slot_makers: list[SlotMaker] = []
+
+
+class SlotTable:
+    """The slots of the variables that one strategy's programs have met.
+
+    A slot lives as long as a program that uses it.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+
+    def slot_of(self, variable: Any) -> Slot:
+        """The slot of ``variable``, made when it is first met."""
+        slot = self._slots.get(id(variable))
+        if slot is None:
+            made = (make(variable, self._num_replicas) for make in slot_makers)
+            slot = next(slot for slot in made if slot is not None)
+            slot.num_replicas = self._num_replicas
+            self._slots[id(variable)] = slot
+        return slot
+
+
+def own_copy(value: Any, sharding: Any) -> jax.Array:
+    """A strongly typed copy of ``value`` in buffers that nobody else holds, placed by ``sharding``.
+
+    ``jax.device_put`` alone may share the buffer of its argument, and programs donate what they are given.
+    """
+    copy = jnp.copy(value)
+    copy = jax.lax.convert_element_type(copy, copy.dtype)  # strips the weak type, which would recompile
+    return jax.device_put(copy, sharding)
+
+
+def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
+    """Takes over a value that no program of ours wrote, and gives the variable the placed copy.
+
+    Raises:
+      TraceError: The variable holds a tracer of a trace that has ended.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise TraceError(
+            f"Variable {slot.name!r} holds a tracer: it was assigned inside a function that JAX traced "
+            f"without replicax (jax.jit, jax.grad, …). Assign it in strategy.run, rx.function or plain Python."
+        )
+    if slot.sharing is Sharing.COMPONENTS:
+        placed = own_copy(value, topology.per_replica)
+    else:
+        placed = own_copy(value, topology.replicated)
+    slot.placed = placed
+    if slot.sharing is Sharing.SUMMED:
+        slot.components = spread_sum(placed, topology)
+    slot.accessor.set([slot.variable], [placed])
+    return placed
+
+
+def spread_sum(value: jax.Array, topology: Topology) -> jax.Array:
+    """Components [R, ...] whose sum is ``value``: the first replica's is the value, the others' zero."""
+    rows = [value] + [jnp.zeros_like(value)] * (topology.num_replicas - 1)
+    return jax.device_put(jnp.stack(rows), topology.per_replica)

@@ -1,0 +1,41 @@
+"""``CentralStorageStrategy``: variables on one device, computation on several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import jax
+
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.topology import Topology, resolve_device, resolve_devices
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Synchronous training with one copy of every variable between steps.
+
+    A step copies the variables to the devices that compute, one replica each, and their new values back. With
+    one compute device everything is there.
+
+    Args:
+      compute_devices: Names or ``jax.Device``; default: all of JAX's default backend.
+      parameter_device: Where variables live; default: the first CPU, or the only compute device.
+
+    Raises:
+      DeviceError: A device does not exist, or repeats.
+
+    Source: tf.distribute.experimental.CentralStorageStrategy.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | jax.Device] | None = None,
+        parameter_device: str | jax.Device | None = None,
+    ):
+        topology = Topology.of(resolve_devices(compute_devices))
+        if parameter_device is not None:
+            home = resolve_device(parameter_device)
+        else:
+            home = topology.devices[0] if topology.num_replicas == 1 else resolve_device("cpu:0")
+        super().__init__(lambda: topology, parameter_device=home)

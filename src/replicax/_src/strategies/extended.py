@@ -1,0 +1,238 @@
+"""``Strategy.extended``: the methods that libraries use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+
+from replicax._src import context
+from replicax._src.collectives.in_replica import IndexedSlices
+from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
+from replicax._src.options import CommunicationOptions, ReduceOp
+from replicax._src.strategies import reduction
+from replicax._src.topology import resolve_device
+from replicax._src.values import DistributedValues, Mirrored, PerReplica
+
+
+@final
+class StrategyExtended:
+    """Additional methods of a strategy, for algorithms that must know of replicas.
+
+    Source: tf.distribute.StrategyExtended.
+    """
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+
+    # --- devices --------------------------------------------------------------------------------------
+
+    @property
+    def worker_devices(self) -> tuple[jax.Device, ...]:
+        """The devices that replicas compute on, in replica order.
+
+        Raises:
+          ContextError: Of the default strategy.
+        """
+        self._needs_devices("worker_devices")
+        return tuple(self._strategy.topology.devices)
+
+    @property
+    def parameter_devices(self) -> tuple[jax.Device, ...]:
+        """The devices that hold variables."""
+        self._needs_devices("parameter_devices")
+        one = self._strategy.variable_placement.parameter_device
+        return (one,) if one is not None else tuple(self._strategy.topology.devices)
+
+    def _needs_devices(self, what: str) -> None:
+        if self._strategy.is_default:
+            raise context.default_has_no(what)
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether replicas must have the same shapes: no."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether every worker builds a program of its own: no, on one machine."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process initialises variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries."""
+        return True
+
+    # --- running --------------------------------------------------------------------------------------
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As ``Strategy.run``."""
+        return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+        """As ``Strategy.experimental_make_numpy_dataset``."""
+        return self._strategy.experimental_make_numpy_dataset(numpy_input, session)
+
+    # --- reducing -------------------------------------------------------------------------------------
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines per-replica values and puts the result on ``destinations``.
+
+        Args:
+          destinations: A device (name), for an array there; or a variable or per-replica value, for a Mirrored.
+          options: Accepted for TensorFlow's sake.
+
+        Raises:
+          CrossReplicaContextError: In a replica function.
+          InvalidArgumentError: ``destinations`` is a list.
+        """
+        del options
+        strategy = self._strategy
+        if context.in_replica_function():
+            raise CrossReplicaContextError(
+                "reduce_to requires cross-replica context, use get_replica_context().all_reduce() instead."
+            )
+        if isinstance(destinations, (list, tuple)):
+            raise InvalidArgumentError(
+                "destinations must be one device, variable or per-replica value, got a list. For all replicas' devices "
+                "give a variable or a per-replica value."
+            )
+        op = ReduceOp.parse(reduce_op)
+        result = reduction.reduce(strategy.topology, strategy.user_ops, op, value, None)
+        if isinstance(result, jax.core.Tracer):
+            return result
+        if isinstance(destinations, (str, jax.Device)):
+            return jax.device_put(result, resolve_device(destinations))
+        return self.broadcast_to(result, destinations)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """``reduce_to`` of several (value, destinations) pairs."""
+        return [self.reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """A ``Mirrored`` of ``tensor`` on the replicas' devices; with one replica an array."""
+        del destinations
+        strategy = self._strategy
+        if isinstance(tensor, jax.core.Tracer):
+            return tensor
+        array = jax.device_put(tensor, strategy.topology.replicated)
+        return Mirrored(array, strategy.num_replicas_in_sync) if strategy.num_replicas_in_sync > 1 else array
+
+    # --- variables ------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(var, *args, **kwargs)`` so that every copy of ``var`` is updated alike.
+
+        One program updates all copies: ``fn`` is called once, in cross-replica context; ``Mirrored`` and, in
+        ``merge_call``, per-replica arguments arrive as arrays.
+
+        Args:
+          group: True: returns what ``fn`` returns; False: a tuple of it for each replica.
+
+        Raises:
+          VariableError: ``var`` was not made in this strategy's scope.
+        """
+        if not self.variable_created_in_scope(var):
+            raise VariableError(
+                f"extended.update: {getattr(var, 'name', var)!r} is not a variable made in the scope of "
+                f"{self._strategy!r}. Make it inside `with strategy.scope():`."
+            )
+        args, kwargs = jax.tree_util.tree_map(_unwrap, (tuple(args), dict(kwargs or {})), is_leaf=_is_whole)
+        with contextlib.ExitStack() as stack:
+            if context.merge_communicator() is None:
+                stack.enter_context(context.scope(self._strategy))
+            result = fn(var, *args, **kwargs)
+        return result if group else (result,) * self._strategy.num_replicas_in_sync
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(*args, **kwargs)`` once, for state that belongs to no variable."""
+        del colocate_with
+        result = fn(*args, **(kwargs or {}))
+        return result if group else (result,) * self._strategy.num_replicas_in_sync
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether ``v`` was made in this strategy's scope."""
+        return owner_of(v) is self._strategy
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Variables made inside are placed as ``colocate_with_variable`` is: where all of them are.
+
+        Raises:
+          VariableError: That variable belongs to another strategy.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise VariableError(
+                "`colocate_vars_with` must only be passed a variable created in this tf.distribute.Strategy.scope(), "
+                f"got {getattr(colocate_with_variable, 'name', colocate_with_variable)!r}."
+            )
+        yield
+
+    def read_var(self, v: Any) -> Any:
+        """The value of a variable, aggregated over replicas if it is ON_READ."""
+        return v.value
+
+    def value_container(self, value: Any) -> Any:
+        """What holds ``value``: itself."""
+        return value
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[jax.Device, ...]:
+        """Devices for state that belongs to no variable."""
+        del var_list
+        return self.parameter_devices
+
+
+def owner_of(variable: Any) -> Any:
+    """The strategy in whose scope a variable was made."""
+    return getattr(variable, "distribute_strategy", None) or context.owners.get(id(variable))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (DistributedValues, IndexedSlices)) or hasattr(value, "assign")
+
+
+def _unwrap(leaf: Any) -> Any:
+    if isinstance(leaf, context.LocalPerReplica):
+        return leaf.local
+    if isinstance(leaf, Mirrored) or (isinstance(leaf, PerReplica) and leaf.is_equal):
+        return leaf.as_array()
+    return leaf

@@ -1,0 +1,28 @@
+"""``OneDeviceStrategy``: everything on one named device."""
+
+from __future__ import annotations
+
+from typing import final
+
+import jax
+
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.topology import Topology, resolve_device
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """Places variables, computation and data on one device. One replica.
+
+    Args:
+      device: ``"cpu:0"``, ``"/gpu:0"``, … or a ``jax.Device``.
+
+    Raises:
+      DeviceError: There is no such device.
+
+    Source: tf.distribute.OneDeviceStrategy.
+    """
+
+    def __init__(self, device: str | jax.Device):
+        topology = Topology.of([resolve_device(device)])
+        super().__init__(lambda: topology)

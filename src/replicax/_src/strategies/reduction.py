@@ -1,0 +1,283 @@
+"""Reducing and gathering values in cross-replica context: ``Strategy.reduce`` and ``gather``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.collectives import in_replica
+from replicax._src.collectives.cross_device import CrossDeviceOps
+from replicax._src.collectives.in_replica import Communicator, IndexedSlices
+from replicax._src.context import LocalPerReplica
+from replicax._src.errors import ReductionError, UnsupportedError
+from replicax._src.options import ReduceOp
+from replicax._src.topology import Topology
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (DistributedValues, IndexedSlices)) or hasattr(value, "assign")
+
+
+def reduce(
+    topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axis: Any
+) -> Any:
+    """``Strategy.reduce`` over a nest.
+
+    Args:
+      ops: A user's cross-device operations; None for the built-in sum.
+    """
+    axes = _axes(axis)
+    return jax.tree_util.tree_map(
+        lambda leaf: _reduce_leaf(topology, ops, op, leaf, axes), value, is_leaf=_is_leaf
+    )
+
+
+def _axes(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    for entry in axes:
+        if isinstance(entry, bool) or not isinstance(entry, (int, np.integer)):
+            raise TypeError(
+                f"reduce's axis must be None, an int or a tuple of ints, got {axis!r}. Use axis=None to reduce over "
+                f"replicas only, axis=0 to reduce over the batch too."
+            )
+    return tuple(int(entry) for entry in axes)
+
+
+def _reduce_leaf(
+    topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axes: tuple[int, ...] | None
+) -> Any:
+    if isinstance(value, LocalPerReplica):
+        return _reduce_local(value.communicator, ops, op, value.local, axes)
+    if isinstance(value, PerReplica):
+        return _reduce_per_replica(topology, ops, op, value, axes)
+    if hasattr(value, "assign"):
+        return _reduce_variable(topology, op, value, axes)
+    if isinstance(value, Mirrored):
+        if op is ReduceOp.SUM and topology.num_replicas > 1:
+            raise ReductionError(_plain_text("A Mirrored value, which is one value,", value, op))
+        value = value.as_array()
+    if topology.num_replicas > 1 and (op is ReduceOp.SUM or axes is not None):
+        raise ReductionError(_plain_text("A non-DistributedValues value", value, op))
+    if axes is None:
+        return value
+    array = in_replica.reducible(value)
+    return _finish(op, jnp.sum(array, axis=_checked(axes, array.ndim)), _count(array.shape, axes))
+
+
+def _plain_text(what: str, value: Any, op: ReduceOp) -> str:
+    return (
+        f"{what} {value!r} cannot be reduced with the given reduce op {op}: it has no component per replica. "
+        f"Reduce what strategy.run returned, or make per-replica values with "
+        f"strategy.experimental_distribute_values_from_function."
+    )
+
+
+def _reduce_variable(topology: Topology, op: ReduceOp, variable: Any, axes: tuple[int, ...] | None) -> Any:
+    if getattr(variable, "_has_components", False):
+        value = PerReplica(jnp.stack(_on_one_device(variable.values)), topology.num_replicas)
+        return _reduce_per_replica(topology, None, op, value, axes)
+    if op is ReduceOp.SUM and topology.num_replicas > 1:
+        raise ReductionError(
+            f"Variable {variable.name!r} is mirrored: all replicas hold the same value, and its sum over replicas "
+            f"has no meaning. Use the variable itself, or ReduceOp.MEAN."
+        )
+    array = jnp.asarray(variable.value)
+    if axes is None:
+        return array
+    return _finish(op, jnp.sum(array, axis=_checked(axes, array.ndim)), _count(array.shape, axes))
+
+
+def _on_one_device(values: Sequence[Any]) -> list[Any]:
+    return [np.asarray(v) for v in values]
+
+
+def _reduce_local(
+    communicator: Communicator,
+    ops: CrossDeviceOps | None,
+    op: ReduceOp,
+    local: Any,
+    axes: tuple[int, ...] | None,
+) -> Any:
+    """In ``merge_call``: over replicas by a collective."""
+    array = in_replica.reducible(local)
+
+    def total(values: list[Any]) -> list[Any]:
+        return communicator.sum(values) if ops is None else ops.sum_in_replica(communicator, values, None)
+
+    if axes is None:
+        return _finish(op, total([array])[0], communicator.num_replicas)
+    summed = jnp.sum(array, axis=_checked(axes, array.ndim))
+    if op is ReduceOp.SUM:
+        return total([summed])[0]
+    count = jnp.full((), _count(array.shape, axes), jnp.float32)
+    result, rows = total([summed])[0], communicator.sum([count])[0]
+    return in_replica.mean_of_sum(result, rows)
+
+
+def _reduce_per_replica(
+    topology: Topology,
+    ops: CrossDeviceOps | None,
+    op: ReduceOp,
+    value: PerReplica,
+    axes: tuple[int, ...] | None,
+) -> Any:
+    dtype = value.stored.dtype
+    if not jnp.issubdtype(dtype, jnp.number):
+        raise ReductionError(f"Cannot reduce an array of {dtype}: sums and means need numbers; convert it first.")
+    if axes is None and value.shapes is not None:
+        raise ReductionError(
+            f"The components have different shapes {list(value.shapes)} and cannot be added as they are. Give the "
+            f"batch's axis, usually strategy.reduce({op.name!r}, value, axis=0), or reduce in the replica function."
+        )
+    checked = None if axes is None else _checked(axes, len(value.component_shape(0)))
+    if ops is not None:
+        return _reduce_through(ops, op, value, checked)
+    if isinstance(value.stored, jax_compat.Tracer):
+        return _compute(op, value.num_replicas, value.is_equal, value.shapes, checked, value.stored)
+    compute = _compiled(topology, op, value.num_replicas, value.is_equal, value.shapes, checked)
+    return compute(value.stored)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(
+    topology: Topology,
+    op: ReduceOp,
+    num_replicas: int,
+    is_equal: bool,
+    shapes: tuple[tuple[int, ...], ...] | None,
+    axes: tuple[int, ...] | None,
+):
+    fn = functools.partial(_compute, op, num_replicas, is_equal, shapes, axes)
+    return jax.jit(fn, out_shardings=topology.replicated)
+
+
+def _compute(
+    op: ReduceOp,
+    num_replicas: int,
+    is_equal: bool,
+    shapes: tuple[tuple[int, ...], ...] | None,
+    axes: tuple[int, ...] | None,
+    array: Any,
+) -> Any:
+    """The reduction of the stored form of a PerReplica: [R, ...], or [...] where all are equal."""
+    if axes is None:
+        if is_equal:
+            return _finish(op, array * jnp.asarray(num_replicas, array.dtype), num_replicas)
+        return _finish(op, jnp.sum(array, axis=0, dtype=array.dtype), num_replicas)
+    if shapes is not None:
+        parts = [cut(array[r], shape) for r, shape in enumerate(shapes)]
+        sums = [jnp.sum(p, axis=axes, dtype=p.dtype) for p in parts]
+        if len({s.shape for s in sums}) > 1:
+            raise ReductionError(
+                f"The components have different shapes {list(shapes)} in other dims than axis {axes}: their sums "
+                f"cannot be added."
+            )
+        return _finish(op, functools.reduce(jnp.add, sums), sum(_count(s, axes) for s in shapes))
+    if is_equal:
+        local = jnp.sum(array, axis=axes, dtype=array.dtype) * jnp.asarray(num_replicas, array.dtype)
+        return _finish(op, local, num_replicas * _count(array.shape, axes))
+    total = jnp.sum(array, axis=(0, *(a + 1 for a in axes)), dtype=array.dtype)
+    return _finish(op, total, num_replicas * _count(array.shape[1:], axes))
+
+
+def _reduce_through(ops: CrossDeviceOps, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None) -> Any:
+    """A user's cross-device operations see the components."""
+    components = [np.asarray(v) if not isinstance(v, jax_compat.Tracer) else v for v in value.values]
+    if axes is None:
+        return ops.reduce(op, _Components(components))
+    sums = _Components([jnp.sum(jnp.asarray(c), axis=axes) for c in components])
+    total = ops.reduce(ReduceOp.SUM, sums)
+    return _finish(op, total, sum(_count(c.shape, axes) for c in components))
+
+
+class _Components(DistributedValues):
+    """Components as a tuple of host or traced arrays."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Sequence[Any]):
+        self._values = tuple(jnp.asarray(v) for v in values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return self._values
+
+    def as_array(self) -> Any:
+        raise ReductionError("A CrossDeviceOps got per-replica values: use value.values.")
+
+
+def _finish(op: ReduceOp, total: Any, count: Any) -> Any:
+    return in_replica.mean_of_sum(total, count) if op is ReduceOp.MEAN else total
+
+
+def _checked(axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    for axis in axes:
+        if not -rank <= axis < rank:
+            raise ReductionError(
+                f"Invalid reduction dimension {axis}: each replica's value has {rank} dim(s). Use axis=None to "
+                f"reduce over replicas only."
+            )
+    return tuple(axis % rank for axis in axes)
+
+
+def _count(shape: Sequence[int], axes: tuple[int, ...]) -> int:
+    count = 1
+    for axis in axes:
+        count *= shape[axis]
+    return count
+
+
+def gather(topology: Topology, value: Any, axis: int) -> Any:
+    """``Strategy.gather`` over a nest."""
+
+    def gather_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, IndexedSlices):
+            raise UnsupportedError("gather does not support IndexedSlices: gather .values and .indices.")
+        if isinstance(leaf, LocalPerReplica):
+            return in_replica.concatenate(leaf.communicator.components(leaf.local), axis)
+        if isinstance(leaf, PerReplica):
+            return _gather_per_replica(topology, leaf, axis)
+        return leaf.as_array() if isinstance(leaf, Mirrored) else leaf
+
+    return jax.tree_util.tree_map(gather_leaf, value, is_leaf=_is_leaf)
+
+
+def _gather_per_replica(topology: Topology, value: PerReplica, axis: int) -> Any:
+    shapes = tuple(value.component_shape(r) for r in range(value.num_replicas))
+    is_equal = value.is_equal
+
+    def join(array: Any) -> Any:
+        return in_replica.concatenate(
+            [cut(array if is_equal else array[r], shape) for r, shape in enumerate(shapes)], axis
+        )
+
+    if isinstance(value.stored, jax_compat.Tracer):
+        return join(value.stored)
+    return jax.jit(join, out_shardings=topology.replicated)(value.stored)
+
+
+def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
+    """``Strategy.experimental_local_results``."""
+    num_replicas = topology.num_replicas
+    if isinstance(value, DistributedValues):
+        return value.values
+    if hasattr(value, "values") and hasattr(value, "assign") and num_replicas > 1:
+        return value.values
+    if num_replicas == 1 or not isinstance(value, (tuple, list, dict)):
+        return (value,)
+    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=_is_leaf)
+    per_leaf = [
+        leaf.values if isinstance(leaf, DistributedValues) else (leaf,) * num_replicas for leaf in leaves
+    ]
+    return tuple(
+        jax.tree_util.tree_unflatten(tree, [values[r] for values in per_leaf]) for r in range(num_replicas)
+    )

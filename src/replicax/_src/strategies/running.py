@@ -1,0 +1,352 @@
+"""How ``Strategy.run`` runs a function: arguments to leaves, a cache of programs, results to values."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import context, jax_compat
+from replicax._src.bridges import ensure_bridges
+from replicax._src.collectives.in_replica import TracedCommunicator
+from replicax._src.context import ReplicaContext
+from replicax._src.errors import (
+    CrossReplicaContextError,
+    InvalidArgumentError,
+    MixedStrategiesError,
+    StructureError,
+    TraceError,
+)
+from replicax._src.options import ReduceOp, RunOptions
+from replicax._src.placement.spmd import Launcher
+from replicax._src.placement.uneven import trace_uneven
+from replicax._src.program import key
+from replicax._src.program.cache import (
+    FunctionPrograms,
+    Leaf,
+    ProgramCache,
+    array_leaf,
+    jax_state,
+    static_leaf,
+)
+from replicax._src.program.capture import Capture, Uneven, current_capture
+from replicax._src.program.program import ReplicaProgram, Variant, trace_variant
+from replicax._src.program.rewrite import SumGradients
+from replicax._src.program.slots import own_copy
+from replicax._src.program.verdict import Verdict
+from replicax._src.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    per_replica_from_components,
+)
+
+@dataclass
+class PlacedFunction:
+    """A function traced, compiled and ready, with the shape of its results."""
+
+    launcher: Launcher
+    output_shapes: list[tuple[tuple[int, ...], ...] | None]
+
+    @property
+    def program(self) -> ReplicaProgram:
+        return self.launcher.program
+
+
+class Runner:
+    """Runs functions on the replicas of one strategy.
+
+    Args:
+      strategy: Its ``topology``, ``slots`` and ``reduce_in_replica`` are used.
+    """
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._topology = strategy.topology
+        self._cache: ProgramCache[PlacedFunction] = ProgramCache()
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs are held."""
+        return len(self._cache)
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
+    ) -> Any:
+        """Runs ``fn`` once per replica; see ``Strategy.run``."""
+        ensure_bridges()
+        fn = key.unwrap(fn)
+        cells = key.lifted_cells(fn)
+        nest = (tuple(args), dict(kwargs), cells)
+        opened, close = open_modules(nest)
+        leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=_is_leaf)
+        outer = current_capture()
+        if outer is not None:
+            if outer.is_replica:
+                raise CrossReplicaContextError(
+                    "strategy.run was called in merge_call, whose function is part of a replica program that is being "
+                    "traced. Do that work in the replica function, or after run."
+                )
+            described, arrays = self._describe(leaves, None, is_traced=True)
+            donated = [False] * len(arrays)
+            placed = self._trace(fn, tree, described, donated, options)
+            return self._wrap(placed, self._run_inline(placed, outer, arrays), close)
+        programs = self._cache.programs_of(fn)
+        described, arrays = self._describe(leaves, programs, is_traced=False)
+        donated = _donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
+        signature = (tree, tuple(described), tuple(donated), id(options.experimental_xla_options), jax_state())
+        placed = programs.get(signature)
+        if placed is None:
+            placed = self._trace(fn, tree, described, donated, options)
+            programs.put(signature, described, placed)
+            self._cache.report_trace(fn, described)
+        if options.donate_args:
+            arrays = _give_away(leaves, arrays, donated, described)
+        return self._wrap(placed, placed.launcher(arrays), close)
+
+    # --- arguments ------------------------------------------------------------------------------------
+
+    def _describe(
+        self, leaves: Sequence[Any], programs: FunctionPrograms | None, *, is_traced: bool
+    ) -> tuple[list[Leaf], list[Any]]:
+        """What each leaf is, and the arrays to pass."""
+        described: list[Leaf] = []
+        arrays: list[Any] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, DistributedValues):
+                described.append(self._describe_distributed(leaf))
+                arrays.append(self._placed(leaf.stored, leaf, is_traced))  # type: ignore[attr-defined]
+            elif key.is_array(leaf):
+                if isinstance(leaf, jax_compat.Tracer) and not is_traced:
+                    raise TraceError(
+                        "strategy.run got a tracer as an argument outside its trace: the value was computed in a "
+                        "function that JAX traced (jax.jit, jax.grad, or an earlier run) and kept. Return it from "
+                        "that function; or call run inside rx.function instead of jax.jit."
+                    )
+                described.append(array_leaf(leaf))
+                arrays.append(self._placed(leaf, None, is_traced))
+            elif type(leaf) is float and programs is not None and programs.is_varying(position, leaf):
+                described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
+                arrays.append(leaf)
+            else:
+                described.append(static_leaf(leaf))
+        return described, arrays
+
+    def _describe_distributed(self, value: DistributedValues) -> Leaf:
+        num_replicas = self._topology.num_replicas
+        if isinstance(value, PerReplica):
+            if value.num_replicas != num_replicas:
+                raise MixedStrategiesError(
+                    f"strategy.run got a PerReplica of {value.num_replicas} components, and {self._strategy!r} has "
+                    f"{num_replicas} replicas: the value was made by another strategy. Mixing different "
+                    f"tf.distribute.Strategy objects is not possible in one call."
+                )
+            array = value.stored
+            if value.is_equal:
+                return Leaf("whole", tuple(array.shape), array.dtype)
+            return Leaf("row", tuple(array.shape[1:]), array.dtype, shapes=value.shapes)
+        if isinstance(value, Mirrored):
+            if value.num_replicas != num_replicas:
+                raise MixedStrategiesError(
+                    f"strategy.run got a Mirrored value over {value.num_replicas} devices, and {self._strategy!r} "
+                    f"has {num_replicas} replicas: replicate it with this strategy."
+                )
+            return Leaf("whole", tuple(value.stored.shape), value.stored.dtype)
+        raise InvalidArgumentError(
+            f"strategy.run got {value!r}, which lives only inside merge_call. Return it from merge_fn instead."
+        )
+
+    def _placed(self, array: Any, distributed: DistributedValues | None, is_traced: bool) -> Any:
+        if is_traced or not isinstance(array, jax.Array):
+            return array
+        is_row = isinstance(distributed, PerReplica) and not distributed.is_equal
+        wanted = self._topology.per_replica if is_row else self._topology.replicated
+        return array if array.sharding == wanted else jax.device_put(array, wanted)
+
+    # --- tracing --------------------------------------------------------------------------------------
+
+    def _trace(
+        self,
+        fn: Callable[..., Any],
+        tree: Any,
+        described: Sequence[Leaf],
+        donated: Sequence[bool],
+        options: RunOptions,
+    ) -> PlacedFunction:
+        num_replicas = self._topology.num_replicas
+        inputs = [leaf for leaf in described if leaf.kind != "static"]
+        verdicts = [Verdict.DIFFERS if leaf.kind == "row" else Verdict.SAME for leaf in inputs]
+        patterns = [tuple(leaf.shapes[r] for leaf in inputs if leaf.shapes) for r in range(num_replicas)]
+        distinct = list(dict.fromkeys(patterns))
+        variant_of_replica = [distinct.index(p) for p in patterns]
+
+        def call(capture_tracers: list[Any]) -> Any:
+            tracers = iter(capture_tracers)
+            leaves = [leaf.thaw() if leaf.kind == "static" else next(tracers) for leaf in described]
+            opened = jax.tree_util.tree_unflatten(tree, leaves)
+            nest, finish = enter_modules(opened)
+            args, kwargs, cells = nest
+            capture = current_capture()
+            assert capture is not None
+            communicator = TracedCommunicator(capture, self._topology.is_cpu)
+            replica = ReplicaContext(self._strategy, None, communicator)
+            with context.replica_context(self._strategy, replica):
+                result = key.with_cells(fn, cells)(*args, **kwargs)
+                return finish(result)
+
+        def sum_gradients(capture: Capture) -> SumGradients:
+            communicator = TracedCommunicator(capture, self._topology.is_cpu)
+            return lambda values: (
+                self._strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None) if values else []
+            )
+
+        def trace(number: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None) -> Variant:
+            replica_id = variant_of_replica.index(number)
+            return trace_variant(
+                call,
+                [leaf.aval(replica_id) for leaf in inputs],
+                verdicts,
+                slot_of=self._strategy.slots.slot_of,
+                num_replicas=num_replicas,
+                sum_gradients=sum_gradients,
+                uneven=uneven,
+                forced_sums=forced,
+            )
+
+        rows = None
+        if len(distinct) > 1:
+            program = trace_uneven(trace, variant_of_replica)
+            first = next(leaf for leaf in inputs if leaf.shapes is not None)
+            assert first.shapes is not None
+            rows = [shape[0] if shape else 1 for shape in first.shapes]
+        else:
+            program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
+        program.check_synchronised()
+        launcher = Launcher(
+            program,
+            self._strategy.variable_placement,
+            [leaf.kind == "row" for leaf in inputs],
+            donated,
+            rows,
+            dict(options.experimental_xla_options or {}) or None,
+        )
+        return PlacedFunction(launcher, [_output_shapes(program, i) for i in range(len(program.same_outputs))])
+
+    # --- running --------------------------------------------------------------------------------------
+
+    def _run_inline(self, placed: PlacedFunction, outer: Any, arrays: Sequence[Any]) -> list[Any]:
+        """Places the program in the middle of the cross-replica function that is being traced."""
+        outer.use_strategy(self._strategy)
+        written, read = placed.launcher.state_slots
+        new, _, outs, _ = placed.launcher.placed(
+            [outer.read(s.variable) for s in written],
+            [outer.read(s.variable) for s in read],
+            placed.launcher.consts,
+            [],
+            list(arrays),
+        )
+        for slot, value in zip(written, new, strict=True):
+            outer.write(slot.variable, value)
+        return outs
+
+    def _wrap(self, placed: PlacedFunction, arrays: Sequence[Any], close: Callable[[Any], Any]) -> Any:
+        program = placed.program
+        num_replicas = self._topology.num_replicas
+        variant = program.variants[0]
+        arrays_left = iter(enumerate(arrays))
+        leaves = []
+        for position, output in enumerate(variant.outputs):
+            if not output.is_array:
+                leaves.append(self._static_output(program, position))
+                continue
+            index, array = next(arrays_left)
+            if num_replicas == 1:
+                leaves.append(array)
+            else:
+                shapes = placed.output_shapes[index]
+                is_equal = program.same_outputs[index]
+                leaves.append(PerReplica(array, num_replicas, shapes, is_equal, is_ours=True))
+        return close(jax.tree_util.tree_unflatten(variant.tree, leaves))
+
+    def _static_output(self, program: ReplicaProgram, position: int) -> Any:
+        values = [v.outputs[position].value for v in program.variants]
+        if all(type(v) is type(values[0]) and v is values[0] or v == values[0] for v in values):
+            return values[0]
+        by_replica = [values[v] for v in program.variant_of_replica]
+        if all(isinstance(v, (bool, int, float)) for v in by_replica):
+            return per_replica_from_components(self._topology, by_replica)
+        raise StructureError(
+            f"The replica function returns {values[0]!r} on one replica and {values[1]!r} on another. Return "
+            f"arrays where replicas differ."
+        )
+
+
+def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...], ...] | None:
+    shapes = [tuple(v.jaxpr.outvars[index].aval.shape) for v in program.variants]
+    if len(set(shapes)) == 1:
+        return None
+    program.same_outputs[index] = False
+    return tuple(shapes[v] for v in program.variant_of_replica)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, DistributedValues)
+
+
+def _donated(args: Sequence[Any], described: Sequence[Leaf], options: RunOptions) -> list[bool]:
+    """Which array leaves are donated: the distributed values of the arguments named in ``donate_args``."""
+    flags: list[bool] = []
+    for position, arg in enumerate(args):
+        chosen = position in options.donate_args or position - len(args) in options.donate_args
+        flags += [
+            chosen and isinstance(leaf, DistributedValues)
+            for leaf in jax.tree_util.tree_leaves(arg, is_leaf=_is_leaf)
+            if isinstance(leaf, DistributedValues) or key.is_array(leaf)
+        ]
+    num_arrays = sum(leaf.kind != "static" for leaf in described)
+    return flags + [False] * (num_arrays - len(flags))
+
+
+def _give_away(
+    leaves: Sequence[Any],
+    arrays: Sequence[Any],
+    donated: Sequence[bool],
+    described: Sequence[Leaf],
+) -> list[Any]:
+    """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
+    holders = [leaf for leaf, d in zip(leaves, described, strict=True) if d.kind != "static"]
+    uses = collections.Counter(map(id, arrays))
+    results = list(arrays)
+    for i, (holder, array, is_donated) in enumerate(zip(holders, arrays, donated, strict=True)):
+        if not is_donated:
+            continue
+        if uses[id(array)] > 1 or holder.is_shared or not holder.is_ours:
+            results[i] = own_copy(array, array.sharding)
+        holder.donate()
+    return results
+
+
+# --- framework modules as arguments -------------------------------------------------------------------
+
+# The nnx bridge adds functions here: one that opens modules among the arguments into arrays (and closes the
+# results by writing back), and one that does the same inside the trace.
+module_openers: list[Callable[[Any], tuple[Any, Callable[[Any], Any]]]] = []
+module_enterers: list[Callable[[Any], tuple[Any, Callable[[Any], Any]]]] = []
+
+
+def open_modules(nest: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Replaces framework modules in the arguments by their arrays; gives what closes the results."""
+    for opener in module_openers:
+        return opener(nest)
+    return nest, lambda result: result
+
+
+def enter_modules(nest: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The reverse, on tracers, inside the function; gives what adds the modules' arrays to the results."""
+    for enterer in module_enterers:
+        return enterer(nest)
+    return nest, lambda result: result

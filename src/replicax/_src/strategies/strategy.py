@@ -1,0 +1,444 @@
+"""``Strategy``: what every strategy can do. The named strategies are compositions of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context
+from replicax._src.bridges import ensure_bridges
+from replicax._src.collectives import cross_device
+from replicax._src.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from replicax._src.collectives.in_replica import Communicator
+from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, UnsupportedError
+from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
+from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
+from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ValueContext
+from replicax._src.placement.eager import run_eagerly
+from replicax._src.program.slots import SlotTable, own_copy
+from replicax._src.strategies import datasets, reduction
+from replicax._src.strategies.extended import StrategyExtended
+from replicax._src.strategies.running import Runner
+from replicax._src.topology import Topology, device_name
+from replicax._src.values import DistributedValues, Mirrored
+from replicax._src.variables.placement import VariablePlacement
+
+
+class Strategy:
+    """A policy for where state lives and computation runs.
+
+    Write the program once; the strategy says where it runs. Make variables, models and optimizers in
+    ``scope()``, feed ``experimental_distribute_dataset``, run steps with ``run``, combine with ``reduce``.
+
+    Do not make one: use ``MirroredStrategy``, ``OneDeviceStrategy``, ``CentralStorageStrategy``, or the default
+    strategy, ``rx.get_strategy()``.
+
+    Source: tf.distribute.Strategy.
+    """
+
+    is_default = False
+
+    def __init__(
+        self,
+        make_topology: Callable[[], Topology],
+        *,
+        parameter_device: jax.Device | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ):
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise InvalidArgumentError(
+                f"cross_device_ops must be an rx.CrossDeviceOps, such as rx.ReductionToOneDevice(), got "
+                f"{cross_device_ops!r}."
+            )
+        self._make_topology = make_topology
+        self._parameter_device = parameter_device
+        self._ops = cross_device_ops or NcclAllReduce()
+        self._extended = StrategyExtended(self)
+
+    # --- parts, for the rest of replicax --------------------------------------------------------------
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        """The replicas' devices."""
+        return self._make_topology()
+
+    @functools.cached_property
+    def variable_placement(self) -> VariablePlacement:
+        """Where variables are kept."""
+        return VariablePlacement(self.topology, self._parameter_device)
+
+    @functools.cached_property
+    def slots(self) -> SlotTable:
+        """The variables that this strategy's programs have met."""
+        return SlotTable(self.num_replicas_in_sync)
+
+    @functools.cached_property
+    def runner(self) -> Runner:
+        """What runs functions on the replicas."""
+        return Runner(self)
+
+    @property
+    def user_ops(self) -> CrossDeviceOps | None:
+        """The user's cross-device operations; None where the built-in all-reduce does."""
+        return None if type(self._ops) in cross_device.ALL_REDUCES else self._ops
+
+    def reduce_in_replica(
+        self, communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None
+    ) -> Any:
+        """``all_reduce`` of a replica function, through this strategy's cross-device operations."""
+        return cross_device.reduce_in_replica(self._ops, communicator, op, value, options)
+
+    # --- properties -----------------------------------------------------------------------------------
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R: over how many replicas gradients are summed."""
+        return self.topology.num_replicas
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver; None on one machine."""
+        return None
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Further methods, for libraries."""
+        return self._extended
+
+    # --- scope and run --------------------------------------------------------------------------------
+
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
+        """Makes the strategy current, and variables made inside its own.
+
+        ``with strategy.scope():`` may be entered again, and nested in itself. Per thread.
+
+        Raises:
+          MixedStrategiesError: Inside another strategy's scope.
+          CrossReplicaContextError: Inside a replica function.
+        """
+        context.check_may_enter(self)
+        ensure_bridges()
+        return context.scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Runs ``fn`` once per replica, in replica context, as one compiled program.
+
+        ``fn`` is traced once for all replicas: prints happen once, and Python ``if`` works on what is known
+        then. The program is kept and used again when ``fn`` (its code, closure and the globals it names) and
+        the shapes and dtypes of the arguments are the same. Call it in cross-replica context. Does not block:
+        the results are computed in the background.
+
+        Args:
+          fn: The replica function. May read and assign variables, call Keras layers, optimizers and metrics,
+            and use ``rx.get_replica_context()``.
+          args, kwargs: Of each ``DistributedValues`` in them (at any depth) a replica gets its own component;
+            arrays, variables and Python values are passed as they are. Numbers and strings are constants of the
+            program, but for floats that change from call to call.
+          options: See ``RunOptions``; ``eager=True`` runs the Python function itself, for debugging.
+
+        Returns:
+          What ``fn`` returns, every array a ``PerReplica``; Python values, None and variables as they are. With
+          one replica plain arrays.
+
+        Raises:
+          InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict.
+          DivergenceError: A mirrored variable would differ between replicas.
+          StructureError: Replicas with different shapes return different structures.
+          Exception: Whatever ``fn`` raises; all state is as it was before.
+
+        Source: tf.distribute.Strategy.run.
+        """
+        if not callable(fn):
+            raise InvalidArgumentError(f"strategy.run needs a function, got {fn!r}.")
+        if not isinstance(args, (list, tuple)):
+            raise InvalidArgumentError(
+                f"positional args must be a list or tuple, got {type(args)}. For one argument write "
+                f"strategy.run(fn, args=(value,))."
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise InvalidArgumentError(f"kwargs must be a dict of keyword arguments, got {type(kwargs)}.")
+        if options is not None and not isinstance(options, RunOptions):
+            raise InvalidArgumentError(f"options must be an rx.RunOptions, got {type(options)}.")
+        context.check_may_enter(self)
+        with context.scope(self):
+            if options is not None and options.eager:
+                return run_eagerly(self, fn, args, kwargs or {})
+            return self.runner.run(fn, args, kwargs or {}, options or _DEFAULT_OPTIONS)
+
+    # --- combining ------------------------------------------------------------------------------------
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+        """Combines per-replica values into one.
+
+        With R replicas and x_r the value of replica r: axis=None gives SUM = x_0 + ... + x_{R-1} and
+        MEAN = SUM / R. With an axis (or several) each replica's value is first summed along it; MEAN then divides
+        by the true number of elements over all replicas, so that partial batches count by their rows.
+
+        Call it in cross-replica context (also inside ``rx.function`` and ``merge_call``). Does not block.
+
+        Args:
+          reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
+          value: A per-replica value of [...] per replica, or a nest of such.
+          axis: None, an int, or a tuple of ints: dims of the per-replica value.
+
+        Returns:
+          One array; the mean of integers has the default floating dtype.
+
+        Raises:
+          ReductionError: Nothing to reduce: a plain value with SUM, a mirrored variable with SUM, shapes that
+            differ with axis=None, an axis out of range.
+          CrossReplicaContextError: Inside a replica function.
+
+        Source: tf.distribute.Strategy.reduce.
+        """
+        context.check_may_enter(self)
+        return reduction.reduce(self.topology, self.user_ops, ReduceOp.parse(reduce_op), value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the components of per-replica values along ``axis``, in replica order.
+
+        Call it in cross-replica context. Does not block.
+
+        Args:
+          value: [...] per replica, or a nest of such; sizes may differ along ``axis`` only.
+          axis: A dim of the per-replica value.
+
+        Raises:
+          CrossReplicaContextError: Inside a replica function; use ``all_gather`` there.
+          ReductionError: Scalars, a bad axis, or other dims that differ.
+        """
+        if context.in_replica_function():
+            raise CrossReplicaContextError(
+                "strategy.gather method requires cross-replica context, use get_replica_context().all_gather() "
+                "instead."
+            )
+        context.check_may_enter(self)
+        return reduction.gather(self.topology, value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a per-replica value on this process's replicas.
+
+        Returns:
+          A tuple of one component per replica; of a nest a tuple of R nests; of anything else ``(value,)``.
+        """
+        return reduction.local_results(self.topology, value)
+
+    def replicate(self, tree: Any) -> Any:
+        """Copies the arrays of a nest to every replica's device: state for functional JAX code.
+
+        Pass the result to ``run``, and what ``run`` returns for it to the next. With
+        ``RunOptions(donate_args=(0,))`` the first argument's memory is used again for the results.
+
+        Returns:
+          The nest with ``Mirrored`` leaves; with one replica, arrays on its device.
+        """
+
+        def copy(leaf: Any) -> Any:
+            if isinstance(leaf, DistributedValues) or hasattr(leaf, "assign"):
+                leaf = leaf.as_array() if isinstance(leaf, DistributedValues) else leaf.value
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+                raise InvalidArgumentError(f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}.")
+            array = own_copy(leaf, self.topology.replicated)
+            return Mirrored(array, self.num_replicas_in_sync, is_ours=True)
+
+        return jax.tree_util.tree_map(
+            copy, tree, is_leaf=lambda x: isinstance(x, DistributedValues) or hasattr(x, "assign")
+        )
+
+    def unreplicate(self, tree: Any) -> Any:
+        """One plain array for each replicated leaf of a nest, the reverse of ``replicate``.
+
+        Raises:
+          PerReplicaUseError: A component is not proven to be the same on all replicas.
+        """
+        return jax.tree_util.tree_map(
+            lambda leaf: jnp.asarray(np.asarray(leaf.as_array())) if isinstance(leaf, DistributedValues) else leaf,
+            tree,
+            is_leaf=lambda x: isinstance(x, DistributedValues),
+        )
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Makes per-replica values from a function.
+
+        Args:
+          value_fn: Called once per replica with a ``ValueContext``; returns an array or number, or a nest of
+            such, of the same structure and dtypes each time. Shapes may differ.
+
+        Returns:
+          A nest of ``PerReplica``; with one replica what ``value_fn`` returns.
+
+        Raises:
+          InvalidArgumentError: Not arrays, or structures, ranks or dtypes that differ.
+        """
+        context.check_may_enter(self)
+        num_replicas = self.num_replicas_in_sync
+        results = [value_fn(ValueContext(r, num_replicas)) for r in range(num_replicas)]
+        return results[0] if num_replicas == 1 else datasets.join_components(self.topology, results)
+
+    # --- data -----------------------------------------------------------------------------------------
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distributes a dataset of global batches over the replicas.
+
+        A batch of B rows is cut into R contiguous slices whose sizes differ by at most one, larger first: no row
+        is dropped, none is seen twice, the last partial batch included.
+
+        Args:
+          dataset: Batches [global_batch, ...]: ``rx.data.from_arrays(...).batch(n)``, a grain dataset, or any
+            iterable of (nests of) arrays.
+          options: Accepted for TensorFlow's sake.
+
+        Returns:
+          An iterable of nests of ``PerReplica``; with one replica of arrays on its device.
+
+        Source: tf.distribute.Strategy.experimental_distribute_dataset.
+        """
+        del options
+        return datasets.distribute(self.topology, dataset)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distributes what ``dataset_fn`` makes: a dataset of per-replica batches, of which each step takes R.
+
+        Args:
+          dataset_fn: Called with an ``InputContext``; once, or once per replica with
+            ``InputReplicationMode.PER_REPLICA``.
+          options: ``experimental_replication_mode`` is honoured.
+        """
+        return datasets.distribute_from_function(self.topology, dataset_fn, options or InputOptions())
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """The older name of ``distribute_datasets_from_function``."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+        """A dataset over the rows of NumPy arrays (a nest; a list is stacked). Call ``batch`` on it next."""
+        del session
+        return datasets.from_numpy(numpy_input)
+
+    def make_experimental_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+        """The name that the TensorFlow guide uses for ``experimental_make_numpy_dataset``."""
+        return self.experimental_make_numpy_dataset(numpy_input, session)
+
+    # --- logical devices ------------------------------------------------------------------------------
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Leaves ``tensor`` alone: a replica has one logical device here.
+
+        Raises:
+          InvalidArgumentError: ``logical_device_id`` is not 0.
+        """
+        if logical_device_id != 0:
+            raise InvalidArgumentError(
+                f"`logical_core_id` to assign must be lower then total number of logical devices per replica, got "
+                f"{logical_device_id}; a replica of {type(self).__name__} has 1."
+            )
+        return tensor
+
+    # --- older names ----------------------------------------------------------------------------------
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """The older name of ``experimental_local_results``."""
+        return self.experimental_local_results(value)
+
+    def group(self, value: Any, name: str | None = None) -> Any:
+        """In graphs this made one operation of many; here it returns ``value``, which is computed anyway."""
+        del name
+        return value
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+        """The older form of ``run``: runs ``fn`` on the next element of an iterator (or on nothing)."""
+        args = () if input_iterator is None else (input_iterator.get_next(),)
+        return self.run(fn, args=args)
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+        """An iterator over a distributed dataset; ``initialize()`` restarts it."""
+        return iter(self.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> DistributedIterator:
+        """An iterator over what ``input_fn`` makes; ``initialize()`` restarts it."""
+        options = InputOptions(experimental_replication_mode=replication_mode)
+        return iter(self.distribute_datasets_from_function(input_fn, options))
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> contextlib.AbstractContextManager:
+        """See ``extended.colocate_vars_with``."""
+        return self._extended.colocate_vars_with(colocate_with_variable)
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """TensorFlow 1 sessions only.
+
+        Raises:
+          UnsupportedError: Always; says what to use instead.
+        """
+        del session_config, cluster_spec, task_type, task_id
+        raise UnsupportedError(
+            "strategy.configure set up TensorFlow 1 sessions, which do not exist here. Describe a cluster by TF_CONFIG "
+            "or a cluster resolver when you make the strategy, and virtual devices by "
+            "replicax.config.set_local_devices(n)."
+        )
+
+    def update_config_proto(self, config_proto: Any) -> None:
+        """TensorFlow 1 sessions only.
+
+        Raises:
+          UnsupportedError: Always; says what to use instead.
+        """
+        del config_proto
+        raise UnsupportedError(
+            "strategy.update_config_proto changed the ConfigProto of TensorFlow 1 sessions, which do not exist here. "
+            "Set JAX's options with jax.config.update(...), compiler options with "
+            "rx.RunOptions(experimental_xla_options={...})."
+        )
+
+    # --- Python ---------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Strategy:
+        raise UnsupportedError("Must only deepcopy DistributionStrategy: a strategy cannot be copied.")
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        return self  # a strategy is its devices; what refers to it keeps referring to it
+
+    def __repr__(self) -> str:
+        names = ", ".join(device_name(d) for d in self.topology.devices)
+        return f"<{type(self).__name__} on {names}>"
+
+
+_DEFAULT_OPTIONS = RunOptions()
+
+
+def _forbid_iteration_while_tracing() -> None:
+    if context.in_replica_function():
+        raise CrossReplicaContextError(
+            "next(iterator) should be called from outside of replica_fn: a distributed dataset was iterated inside a "
+            "function that strategy.run runs. Take the batch outside and pass it: strategy.run(fn, args=(batch,))."
+        )
+
+
+iteration_guard.append(_forbid_iteration_while_tracing)

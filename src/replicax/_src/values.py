@@ -1,0 +1,314 @@
+"""Values with one component per replica: DistributedValues, PerReplica, Mirrored. No strategies here.
+
+Layout: a ``PerReplica`` is one global array [R, ...], device r holding row r. Components of different
+shapes are padded to the largest, and the true shapes stand beside. A ``PerReplica`` whose components a
+verdict has proven equal is stored as a ``Mirrored`` is: one array that every device holds whole.
+"""
+
+from __future__ import annotations
+
+import abc
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.errors import DonatedError, PerReplicaUseError
+from replicax._src.topology import Topology
+
+_BINARY = (
+    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne divmod".split()
+)
+_REFLECTED = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
+_UNARY = "neg pos abs invert".split()
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "__float__": float,
+    "__int__": int,
+    "__bool__": bool,
+    "__complex__": complex,
+    "__index__": operator.index,
+    "__len__": len,
+    "__iter__": iter,
+}
+
+
+class ArrayLike(abc.ABC):
+    """Something that stands for an array in arithmetic, conversions and JAX functions."""
+
+    __slots__ = ()
+    __array_priority__ = 1000
+    __hash__ = object.__hash__
+
+    @abc.abstractmethod
+    def as_array(self) -> Any:
+        """The array, or a typed error that says why there is not one."""
+
+    def __jax_array__(self) -> Any:
+        return jnp.asarray(self.as_array())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self.as_array(), dtype=dtype)
+        return array.copy() if copy else array
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.as_array()[index]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_array(), spec) if spec else str(self)
+
+
+def _plain(other: Any) -> Any:
+    return other.as_array() if isinstance(other, ArrayLike) else other
+
+
+def _array_operator(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
+    # The dunder of the array itself, so that weak types, dtypes and NotImplemented are the array's own.
+    attribute = f"__{'r' if reflected else ''}{name}__"
+
+    def method(self: ArrayLike, other: Any) -> Any:
+        return getattr(jnp.asarray(self.as_array()), attribute)(_plain(other))
+
+    return method
+
+
+def _array_method(name: str) -> Callable[[Any], Any]:
+    return lambda self: getattr(jnp.asarray(self.as_array()), f"__{name}__")()
+
+
+def _array_conversion(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: convert(self.as_array())
+
+
+for _name in _BINARY:
+    setattr(ArrayLike, f"__{_name}__", _array_operator(_name, reflected=False))
+for _name in _REFLECTED:
+    setattr(ArrayLike, f"__r{_name}__", _array_operator(_name, reflected=True))
+for _name in _UNARY:
+    setattr(ArrayLike, f"__{_name}__", _array_method(_name))
+for _name, _convert in _CONVERSIONS.items():
+    setattr(ArrayLike, _name, _array_conversion(_convert))
+
+
+class DistributedValues(ArrayLike):
+    """A value with one component per replica."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, in replica order."""
+
+
+class PerReplica(DistributedValues):
+    """One array per replica, which may differ between replicas.
+
+    Inside ``Strategy.run`` each replica sees its own component. Outside, ask a strategy for one array
+    (``Strategy.reduce``) or for all of them (``Strategy.experimental_local_results``).
+
+    Attributes:
+      array: [R, ...], row r on the device of replica r; or [...] on every device where ``is_equal``.
+      num_replicas: R.
+      shapes: The true shape of each component where they differ, else None.
+      is_equal: The components were proven equal when the value was made.
+    """
+
+    __slots__ = ("__weakref__", "_array", "is_equal", "is_ours", "is_shared", "num_replicas", "shapes")
+
+    def __init__(
+        self,
+        array: Any,
+        num_replicas: int,
+        shapes: tuple[tuple[int, ...], ...] | None = None,
+        is_equal: bool = False,
+        is_ours: bool = False,
+    ):
+        self._array = array
+        self.num_replicas = num_replicas
+        self.shapes = shapes
+        self.is_equal = is_equal
+        self.is_ours = is_ours  # a program made the array: nobody else holds its buffer
+        self.is_shared = False  # but it has been handed out since
+
+    @property
+    def array(self) -> Any:
+        """The array behind the value. Whoever takes it keeps it: it will not be donated."""
+        self.is_shared = True
+        return self.stored
+
+    @property
+    def stored(self) -> Any:
+        """The array, for replicax itself, which does not keep it."""
+        if self._array is None:
+            raise _donated("PerReplica")
+        return self._array
+
+    def donate(self) -> None:
+        """Forgets the array: a program owns its buffer now."""
+        self._array = None
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of every component."""
+        return self.stored.dtype
+
+    def component_shape(self, replica_id: int) -> tuple[int, ...]:
+        """The true shape of one component."""
+        if self.shapes is not None:
+            return self.shapes[replica_id]
+        shape = tuple(self.stored.shape)
+        return shape if self.is_equal else shape[1:]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        array = self.array
+        self.is_shared = True
+        if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
+            rows = [array if self.is_equal else array[r] for r in range(self.num_replicas)]
+        else:
+            shards = sorted(array.addressable_shards, key=lambda shard: shard.replica_id if self.is_equal else
+                            (shard.index[0].start or 0))
+            rows = [shard.data if self.is_equal else shard.data[0] for shard in shards]
+        if self.shapes is None:
+            return tuple(rows)
+        return tuple(cut(row, shape) for row, shape in zip(rows, self.shapes, strict=True))
+
+    def as_array(self) -> Any:
+        if self.is_equal or self.num_replicas == 1:
+            return self.values[0]
+        raise PerReplicaUseError(
+            f"It looks like you are using a PerReplica object while not inside a replica context, which is "
+            f"not supported: {self} has {self.num_replicas} components and does not stand for one array. For "
+            f"one number use strategy.reduce(rx.ReduceOp.SUM or MEAN, value, axis=None); for the components "
+            f"strategy.experimental_local_results(value); to compute with it per replica "
+            f"strategy.run(fn, args=(value,))."
+        )
+
+    def __repr__(self) -> str:
+        array = self._array
+        if array is None:
+            return "PerReplica(<donated>)"
+        if isinstance(array, jax_compat.Tracer) or not isinstance(array, (jax.Array, np.ndarray)):
+            return f"PerReplica({self.num_replicas} components of {array})"
+        shared = self.is_shared
+        parts = "\n".join(f"  {i}: {np.asarray(value)!r}" for i, value in enumerate(self.values))
+        self.is_shared = shared
+        return f"PerReplica:{{\n{parts}\n}}"
+
+
+class Mirrored(DistributedValues):
+    """One array that every replica's device holds whole.
+
+    Attributes:
+      array: [...], replicated over the devices.
+      num_replicas: R.
+    """
+
+    __slots__ = ("__weakref__", "_array", "is_ours", "is_shared", "num_replicas")
+
+    def __init__(self, array: Any, num_replicas: int, is_ours: bool = False):
+        self._array = array
+        self.num_replicas = num_replicas
+        self.is_ours = is_ours
+        self.is_shared = False
+
+    @property
+    def array(self) -> Any:
+        """The array behind the value. Whoever takes it keeps it: it will not be donated."""
+        self.is_shared = True
+        return self.stored
+
+    @property
+    def stored(self) -> Any:
+        """The array, for replicax itself, which does not keep it."""
+        if self._array is None:
+            raise _donated("Mirrored")
+        return self._array
+
+    def donate(self) -> None:
+        """Forgets the array: a program owns its buffer now."""
+        self._array = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.stored.dtype
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        array = self.array
+        self.is_shared = True
+        if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
+            return (array,) * self.num_replicas
+        return tuple(shard.data for shard in sorted(array.addressable_shards, key=lambda s: s.replica_id))
+
+    def as_array(self) -> Any:
+        self.is_shared = True
+        return self.array
+
+    def __repr__(self) -> str:
+        return f"Mirrored({self._array!r})" if self._array is not None else "Mirrored(<donated>)"
+
+
+def _donated(kind: str) -> DonatedError:
+    return DonatedError(
+        f"This {kind} value was given to a program (RunOptions(donate_args=…)) and its memory is in use for "
+        f"the program's results. Use what `run` returned instead, or do not donate this argument."
+    )
+
+
+def cut(array: Any, shape: Sequence[int]) -> Any:
+    """The leading corner of a padded array."""
+    if tuple(array.shape) == tuple(shape):
+        return array
+    return array[tuple(slice(0, size) for size in shape)]
+
+
+def pad(array: Any, shape: Sequence[int]) -> Any:
+    """``array`` with zeros appended up to ``shape``; NumPy stays NumPy."""
+    if tuple(array.shape) == tuple(shape):
+        return array
+    widths = [(0, want - have) for have, want in zip(array.shape, shape, strict=True)]
+    return (np if isinstance(array, np.ndarray) else jnp).pad(array, widths)
+
+
+def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The smallest shape that all of ``shapes`` (of one rank) fit in."""
+    return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+
+
+def per_replica_from_components(topology: Topology, components: Sequence[Any]) -> PerReplica:
+    """Places one host or device array per replica; shapes may differ, ranks and dtypes may not."""
+    arrays = [np.asarray(c) if not isinstance(c, jax.Array) else c for c in components]
+    shapes = tuple(tuple(a.shape) for a in arrays)
+    padded = largest_shape(shapes)
+    rows = [
+        jax.device_put(pad(a, padded)[None], device)
+        for a, device in zip(arrays, topology.devices, strict=True)
+    ]
+    array = jax.make_array_from_single_device_arrays(
+        (topology.num_replicas, *padded), topology.per_replica, rows
+    )
+    return PerReplica(array, topology.num_replicas, shapes if len(set(shapes)) > 1 else None)
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether a value is a DistributedValues: a leaf, for those who walk nests of values."""
+    return isinstance(value, DistributedValues)
+
+
+jax.tree_util.register_pytree_node(
+    PerReplica,
+    lambda v: ((v.stored,), (v.num_replicas, v.shapes, v.is_equal)),
+    lambda aux, children: PerReplica(children[0], *aux),
+)
+jax.tree_util.register_pytree_node(
+    Mirrored, lambda v: ((v.stored,), v.num_replicas), lambda aux, children: Mirrored(children[0], aux)
+)

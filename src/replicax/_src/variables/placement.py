@@ -1,0 +1,47 @@
+"""Where a strategy keeps the values of variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src.program.slots import own_copy
+from replicax._src.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class VariablePlacement:
+    """Puts new values of variables where the strategy keeps them.
+
+    Attributes:
+      topology: The replicas' devices.
+      parameter_device: One device that holds all variables (central storage), or None: every replica's does.
+    """
+
+    topology: Topology
+    parameter_device: jax.Device | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        return self.topology.num_replicas
+
+    def place(self, value: Any, components: Any | None) -> jax.Array:
+        """A copy of ``value``, or of ``components`` [R, ...] if there is one per replica, in its place."""
+        if components is not None:
+            return own_copy(components, self.topology.per_replica)
+        if self.parameter_device is not None:
+            return own_copy(value, jax.sharding.SingleDeviceSharding(self.parameter_device))
+        return own_copy(value, self.topology.replicated)
+
+    def components(self, stored: jax.Array, has_components: bool) -> tuple[jax.Array, ...]:
+        """Copies of what each replica's device holds of a stored value, in replica order."""
+        if has_components:
+            shards = sorted(stored.addressable_shards, key=lambda s: s.index[0].start or 0)
+            return tuple(shard.data[0] for shard in shards)
+        shards = sorted(stored.addressable_shards, key=lambda s: s.replica_id)
+        if len(shards) == 1:
+            return tuple(jnp.copy(shards[0].data) for _ in range(self.num_replicas))
+        return tuple(jnp.copy(shard.data) for shard in shards)

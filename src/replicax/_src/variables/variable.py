@@ -1,0 +1,397 @@
+"""``rx.Variable``: a mutable array that strategies keep in sync, or keep one component of per replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.collectives import in_replica
+from replicax._src.collectives.in_replica import Communicator, IndexedSlices
+from replicax._src.errors import UnsupportedError, VariableError
+from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
+from replicax._src.program.capture import current_capture
+from replicax._src.program.slots import Sharing, Slot, slot_makers
+from replicax._src.values import ArrayLike, DistributedValues, PerReplica
+from replicax._src.variables.placement import VariablePlacement
+
+_SUMMED_ASSIGN_ADD = (
+    "SyncOnReadVariable does not support `{method}` in cross-replica context when aggregation is set to "
+    "`tf.VariableAggregation.SUM`: variable {name!r} has one component per replica, and it is not said which "
+    "of them should change. Use assign, or {method} inside strategy.run."
+)
+
+
+@final
+class Variable(ArrayLike):
+    """A mutable array, placed by the strategy in whose scope it is made.
+
+    Under a strategy with R > 1 replicas a variable is *mirrored* (every device holds it, all the same), or,
+    with ``synchronization=ON_READ``, has one component per replica. In ``Strategy.run`` an assignment to a
+    mirrored variable is combined over replicas by ``aggregation``; with NONE the value must be the same on all
+    replicas, which is proven when the function is traced. It acts as an array in every context.
+
+    Args:
+      initial_value: An array, a number, or a function of no arguments that returns one. Evaluated once.
+      trainable: Gradient tapes watch it when it is read.
+      name: For messages and checkpoints.
+      dtype: Default: of ``initial_value``, as JAX has it.
+      synchronization: AUTO (as ON_WRITE), ON_WRITE or ON_READ.
+      aggregation: NONE, SUM, MEAN or ONLY_FIRST_REPLICA.
+
+    Raises:
+      VariableError: synchronization NONE; MEAN for integers; an initial value that is being traced.
+      MixedStrategiesError: Scopes of two strategies are open.
+
+    Source: TensorFlow, ``tf.Variable`` and ``tf.distribute.DistributedVariable``.
+
+    >>> import replicax as rx
+    >>> v = rx.Variable(1.0)
+    >>> v.assign_add(2.0)
+    Variable('Variable', shape=(), dtype=float32, value=3.0)
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ):
+        self.name = name if name is not None else "Variable"
+        self.trainable = bool(trainable)
+        self.synchronization = VariableSynchronization.parse(synchronization)
+        self.aggregation = VariableAggregation.parse(aggregation)
+        if self.synchronization is VariableSynchronization.NONE:
+            raise VariableError(
+                "`NONE` variable synchronization mode is not supported with tf.distribute strategy: leave "
+                "synchronization out (ON_WRITE), or use ON_READ for one component per replica."
+            )
+        value = _initial_array(initial_value, dtype, self.name)
+        if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(value.dtype, jnp.inexact):
+            raise VariableError(
+                f"creating variable {self.name!r} with aggregation=MEAN and a non-floating dtype {value.dtype} is "
+                f"not supported: the mean of integers is none. Use a floating dtype, or SUM."
+            )
+        self._strategy = context.strategy_for_new_variable()
+        self._placement: VariablePlacement = self._strategy.variable_placement
+        self.shape = tuple(value.shape)
+        self.dtype = value.dtype
+        self._has_components = (
+            self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1
+        )
+        self._value = self._placement.place(value, self._sum_parts(value) if self._has_components else None)
+
+    # --- reading --------------------------------------------------------------------------------------
+
+    @property
+    def value(self) -> jax.Array:
+        """The value: in a replica function this replica's, elsewhere aggregated over replicas.
+
+        Raises:
+          VariableError: ON_READ with aggregation NONE, outside a replica function.
+          MixedStrategiesError: Under another strategy.
+        """
+        return self.read_value()
+
+    def read_value(self) -> jax.Array:
+        """As ``value``."""
+        raw = self._raw()
+        if not self._has_components or context.in_replica_function():
+            return raw
+        return self._aggregate(raw)
+
+    def as_array(self) -> jax.Array:
+        return self.read_value()
+
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array (a copy). Blocks until it is computed."""
+        return np.array(self.read_value())
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """The components on this process's replicas, in replica order: copies on their devices."""
+        if isinstance(self._raw(), jax_compat.Tracer):
+            raw = self._raw()
+            return tuple(raw) if self._has_components else (raw,) * self._placement.num_replicas
+        return self._placement.components(self._value, self._has_components)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy in whose scope the variable was made."""
+        return self._strategy
+
+    def __repr__(self) -> str:
+        head = f"Variable({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}"
+        try:
+            shown = self.read_value()
+        except (VariableError, RuntimeError) as error:
+            return f"{head}, value=<{type(error).__name__}>)"
+        return f"{head}, value={shown if isinstance(shown, jax_compat.Tracer) else np.asarray(shown)})"
+
+    def _raw(self) -> Any:
+        """As stored: whole, or this replica's component, or in cross-replica code all components [R, ...]."""
+        context.check_strategy_of(self._strategy, f"variable {self.name!r}")
+        capture = current_capture()
+        return self._value if capture is None else capture.read(self)
+
+    def _aggregate(self, raw: Any) -> Any:
+        op = self._aggregation_op("read")
+        communicator = context.merge_communicator()
+        if communicator is not None:  # in merge_call: the program sees its own component
+            if op is None:
+                return in_replica.first_replicas(communicator, [raw])[0]
+            return in_replica.all_reduce(communicator, op, raw)
+        if op is None:
+            return raw[0]
+        total = jnp.sum(raw, axis=0, dtype=self.dtype)
+        return total if op is ReduceOp.SUM else in_replica.mean_of_sum(total, raw.shape[0])
+
+    def _aggregation_op(self, what: str) -> ReduceOp | None:
+        """The reduction of the aggregation; None for the first replica's value."""
+        if self.aggregation is VariableAggregation.NONE:
+            raise VariableError(
+                f"Could not convert from `tf.VariableAggregation` {self.aggregation} to `tf.distribute.ReduceOp` "
+                f"type: variable {self.name!r} has one component per replica and aggregation NONE, so it has no "
+                f"single value to {what} outside strategy.run. Make it with aggregation SUM, MEAN or "
+                f"ONLY_FIRST_REPLICA, or take strategy.experimental_local_results(variable)."
+            )
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return None
+        return ReduceOp[self.aggregation.name]
+
+    # --- assigning ------------------------------------------------------------------------------------
+
+    def assign(self, value: Any, read_value: bool = True) -> Any:
+        """Replaces the value.
+
+        In a replica function with R replicas and x_r the value of replica r, a mirrored variable becomes
+        Σ x_r (SUM), Σ x_r / R (MEAN), x_0 (ONLY_FIRST_REPLICA), or x (NONE, proven the same on all); an ON_READ
+        variable's own component becomes x_r. Outside, a mirrored variable becomes ``value``, and every
+        component of an ON_READ variable becomes ``value``, or ``value`` / R if they are summed when read.
+
+        Args:
+          value: [...] of the variable's shape.
+          read_value: Accepted for TensorFlow's sake.
+
+        Returns:
+          In a replica function the new value, elsewhere the variable.
+
+        Raises:
+          VariableError: Another shape, or a per-replica value outside ``run``.
+        """
+        del read_value
+        return self._update("assign", value, lambda old, new: new)
+
+    def assign_add(self, delta: Any, read_value: bool = True) -> Any:
+        """Adds ``delta``, combined over replicas as in ``assign``."""
+        del read_value
+        return self._update("assign_add", delta, lambda old, new: old + new)
+
+    def assign_sub(self, delta: Any, read_value: bool = True) -> Any:
+        """Subtracts ``delta``, combined over replicas as in ``assign``."""
+        del read_value
+        return self._update("assign_sub", delta, lambda old, new: old - new)
+
+    def _update(self, method: str, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        raw = self._raw()
+        value = self._incoming(method, value)
+        if context.in_replica_function():
+            communicator = _communicator()
+            if not self._has_components and communicator is not None:
+                value = self._combine_replicas(communicator, method, value)
+            return self._write(combine(raw, value))
+        if self._has_components:
+            self._write_components(method, raw, value, combine)
+        else:
+            self._write(combine(raw, value))
+        return self
+
+    def _incoming(self, method: str, value: Any) -> Any:
+        if isinstance(value, PerReplica) and not value.is_equal:
+            raise VariableError(
+                f"{method} of variable {self.name!r} in cross-replica context got a PerReplica value: which of "
+                f"its {value.num_replicas} components is meant? Reduce it first: "
+                f"strategy.reduce(rx.ReduceOp.SUM or MEAN, value, axis=None)."
+            )
+        local = getattr(value, "local", value) if isinstance(value, DistributedValues) else value
+        array = jnp.asarray(local.as_array() if isinstance(local, ArrayLike) else local)
+        if array.dtype != self.dtype:
+            if jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(self.dtype, jnp.inexact):
+                raise VariableError(
+                    f"{method} of variable {self.name!r}, whose dtype is {self.dtype}, got {array.dtype}: the "
+                    f"fraction would be lost. Round and convert it first, with value.astype({self.dtype})."
+                )
+            array = array.astype(self.dtype)
+        if array.shape != self.shape:
+            if method == "assign" or array.ndim > self.ndim:
+                raise VariableError(
+                    f"{method} of variable {self.name!r}: its shape is {self.shape}, and a value of shape "
+                    f"{array.shape} was given. Shapes cannot change."
+                )
+            array = jnp.broadcast_to(array, self.shape)
+        return array
+
+    def _combine_replicas(self, communicator: Communicator, method: str, value: Any) -> Any:
+        if self.aggregation is VariableAggregation.NONE or communicator.num_replicas == 1:
+            return value
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return in_replica.first_replicas(communicator, [value])[0]
+        op = ReduceOp[self.aggregation.name]
+        if op is ReduceOp.MEAN and not jnp.issubdtype(value.dtype, jnp.inexact):
+            raise VariableError(f"Cannot update non-float variables with aggregation=MEAN ({method}).")
+        return context.get_strategy().reduce_in_replica(communicator, op, value, None)
+
+    def _write(self, raw: Any) -> Any:
+        capture = current_capture()
+        if capture is None:
+            self._value = self._placement.place(raw, raw if self._has_components else None)
+        else:
+            capture.write(self, raw)
+        return raw
+
+    def _write_components(self, method: str, raw: Any, value: Any, combine: Callable[[Any, Any], Any]) -> None:
+        """Cross-replica assignment to an ON_READ variable."""
+        is_sum = self.aggregation is VariableAggregation.SUM
+        if is_sum and method != "assign":
+            raise VariableError(_SUMMED_ASSIGN_ADD.format(method=method, name=self.name))
+        if is_sum:
+            value = in_replica.mean_of_sum(value, self._placement.num_replicas).astype(self.dtype)
+        if context.merge_communicator() is None:
+            value = jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
+        self._write(combine(raw, value))
+
+    def _sum_parts(self, value: Any) -> Any:
+        """Components at creation: each replica starts from the initial value."""
+        return jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
+
+    # --- rows -----------------------------------------------------------------------------------------
+
+    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
+        """Adds rows: ``variable[indices[i]] += values[i]``; in ``run`` those of all replicas by aggregation."""
+        return self._scatter("scatter_add", sparse_delta, lambda at, v: at.add(v))
+
+    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
+        """Subtracts rows, as ``scatter_add``."""
+        return self._scatter("scatter_sub", sparse_delta, lambda at, v: at.add(-v))
+
+    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
+        """Multiplies rows, as ``scatter_add``."""
+        return self._scatter("scatter_mul", sparse_delta, lambda at, v: at.multiply(v))
+
+    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
+        """Divides rows, as ``scatter_add``."""
+        return self._scatter("scatter_div", sparse_delta, lambda at, v: at.divide(v))
+
+    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
+        """Takes the smaller; aggregation NONE or ONLY_FIRST_REPLICA only."""
+        return self._scatter("scatter_min", sparse_delta, lambda at, v: at.min(v), is_idempotent=True)
+
+    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
+        """Takes the larger; aggregation NONE or ONLY_FIRST_REPLICA only."""
+        return self._scatter("scatter_max", sparse_delta, lambda at, v: at.max(v), is_idempotent=True)
+
+    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
+        """Replaces rows; aggregation NONE or ONLY_FIRST_REPLICA only."""
+        return self._scatter("scatter_update", sparse_delta, lambda at, v: at.set(v), is_idempotent=True)
+
+    def _scatter(
+        self,
+        method: str,
+        delta: IndexedSlices,
+        apply: Callable[[Any, Any], Any],
+        is_idempotent: bool = False,
+    ) -> Any:
+        if not isinstance(delta, IndexedSlices):
+            raise VariableError(f"{method} takes rx.IndexedSlices(values, indices), got {type(delta).__name__}.")
+        if self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1:
+            raise UnsupportedError(f"{method} is not supported for variable {self.name!r}: it is ON_READ.")
+        allowed = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
+        raw = self._raw()
+        communicator = _communicator() if context.in_replica_function() else None
+        if communicator is not None and communicator.num_replicas > 1:
+            if is_idempotent and self.aggregation not in allowed:
+                raise UnsupportedError(
+                    f"{method} is only supported for mirrored variable (variable created within certain "
+                    f"`tf.distribute.Strategy` scope) with NONE or `ONLY_FIRST_REPLICA` aggregation, got: "
+                    f"{self.aggregation}."
+                )
+            delta = self._combine_slices(communicator, delta)
+        values = jnp.asarray(delta.values).astype(self.dtype)
+        raw = self._write(apply(raw.at[jnp.asarray(delta.indices)], values))
+        return raw if context.in_replica_function() else self
+
+    def _combine_slices(self, communicator: Communicator, delta: IndexedSlices) -> IndexedSlices:
+        if self.aggregation is VariableAggregation.NONE:
+            return delta
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            values, indices = in_replica.first_replicas(communicator, [delta.values, delta.indices])
+            return IndexedSlices(values, indices, delta.dense_shape)
+        return in_replica.all_reduce(communicator, ReduceOp[self.aggregation.name], delta)
+
+
+def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
+    with jax_compat.outside_traces():
+        value = initial_value() if callable(initial_value) else initial_value
+        if isinstance(value, ArrayLike):
+            value = value.as_array()
+        if isinstance(value, jax_compat.Tracer):
+            raise VariableError(
+                f"The initial value of variable {name!r} is computed in a function that is being traced. A variable "
+                f"is made once, before the program runs: compute its initial value outside, or give a function "
+                f"of no arguments that computes it from constants."
+            )
+        try:
+            return jnp.asarray(value, dtype=dtype)
+        except TypeError as error:
+            raise VariableError(
+                f"The initial value of variable {name!r} must be an array, a number, or a function that returns "
+                f"one; got {type(value).__name__}."
+            ) from error
+
+
+def _communicator() -> Communicator | None:
+    replica = context.get_replica_context()
+    return replica.communicator if replica is not None else None
+
+
+# --- slots: how programs see variables ----------------------------------------------------------------
+
+
+class _VariableAccessor:
+    """Reads and writes what variables store."""
+
+    def get(self, variables: Sequence[Variable]) -> list[Any]:
+        return [v._value for v in variables]
+
+    def set(self, variables: Sequence[Variable], values: Sequence[Any]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
+
+
+_accessor = _VariableAccessor()
+
+
+def _make_slot(variable: Any, num_replicas: int) -> Slot | None:
+    del num_replicas  # the variable's own strategy has decided
+    if not isinstance(variable, Variable):
+        return None
+    sharing = Sharing.COMPONENTS if variable._has_components else Sharing.MIRRORED
+    return Slot(variable, _accessor, variable.name, variable.shape, variable.dtype, sharing)
+
+
+slot_makers.append(_make_slot)

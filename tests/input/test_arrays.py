@@ -1,0 +1,202 @@
+import collections
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, from_arrays
+from replicax._src.input.order import INFINITE
+from replicax._src.input.specs import ArraySpec
+
+
+def lists(dataset, count=None):
+    return [element.tolist() for element in itertools.islice(dataset, count)]
+
+
+def rows_of(dataset, count=None):
+    return [row for batch in lists(dataset, count) for row in batch]
+
+
+def test_batches():
+    dataset = from_arrays(np.arange(5)).batch(2)
+    assert lists(dataset) == [[0, 1], [2, 3], [4]]
+    assert len(dataset) == dataset.cardinality == 3
+    assert lists(dataset) == [[0, 1], [2, 3], [4]], "it starts again"
+
+
+def test_batches_without_remainder():
+    dataset = from_arrays(np.arange(5)).batch(2, drop_remainder=True)
+    assert lists(dataset) == [[0, 1], [2, 3]]
+    assert len(dataset) == 2
+
+
+def test_batches_are_views():
+    array = np.arange(12).reshape(6, 2)
+    assert all(np.shares_memory(batch, array) for batch in from_arrays(array).batch(4))
+
+
+def test_rows():
+    dataset = from_arrays((np.arange(4).reshape(2, 2), np.array([5, 6])))
+    assert len(dataset) == 2
+    assert [(x.tolist(), int(y)) for x, y in dataset] == [([0, 1], 5), ([2, 3], 6)]
+
+
+def test_nests_keep_their_structure():
+    Pair = collections.namedtuple("Pair", "x y")
+    arrays = {"pair": Pair(np.arange(3), jnp.arange(3.0)), "list": [np.zeros((3, 2))], "nothing": None}
+    (first, second) = from_arrays(arrays).batch(2)
+    assert isinstance(first["pair"], Pair)
+    assert first["list"][0].shape == (2, 2)
+    assert first["nothing"] is None
+    assert second["pair"].y.tolist() == [2.0]
+
+
+def test_jax_arrays_are_read_on_the_host():
+    (batch,) = from_arrays(jnp.arange(3, dtype=jnp.bfloat16)).batch(3)
+    assert isinstance(batch, np.ndarray)
+    assert batch.dtype == jnp.bfloat16
+
+
+def test_methods_return_new_datasets():
+    dataset = from_arrays(np.arange(4))
+    for other in (dataset.batch(2), dataset.shuffle(seed=1), dataset.repeat(2), dataset.take(1)):
+        assert other is not dataset
+    assert lists(dataset) == [0, 1, 2, 3]
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 3), st.booleans())
+def test_batches_hold_every_row_once_per_repetition(num_rows, batch_size, count, is_repeated_first):
+    rows = from_arrays(np.arange(num_rows)).shuffle(seed=3)
+    repeated_first = rows.repeat(count).batch(batch_size)
+    dataset = repeated_first if is_repeated_first else rows.batch(batch_size).repeat(count)
+    batches = lists(dataset)
+    assert len(batches) == len(dataset)
+    assert sorted(itertools.chain(*batches)) == sorted(list(range(num_rows)) * count)
+
+
+def test_repeat_before_and_after_batch():
+    rows = from_arrays(np.arange(3))
+    assert lists(rows.repeat(2).batch(2)) == [[0, 1], [2, 0], [1, 2]]
+    assert lists(rows.batch(2).repeat(2)) == [[0, 1], [2], [0, 1], [2]]
+
+
+@pytest.mark.parametrize("count", [None, -1])
+def test_repeat_for_ever(count):
+    dataset = from_arrays(np.arange(3)).repeat(count).batch(2)
+    assert dataset.cardinality == INFINITE
+    assert lists(dataset, 4) == [[0, 1], [2, 0], [1, 2], [0, 1]]
+    assert dataset
+    with pytest.raises(TypeError, match="repeats for ever"):
+        len(dataset)
+
+
+def test_nothing_repeated_for_ever_ends():
+    dataset = from_arrays(np.zeros((0, 2))).repeat().batch(2)
+    assert list(dataset) == []
+    assert len(dataset) == 0
+
+
+def test_take():
+    rows = from_arrays(np.arange(5))
+    assert lists(rows.take(3)) == [0, 1, 2]
+    assert lists(rows.take(3).batch(2)) == [[0, 1], [2]]
+    assert lists(rows.batch(2).take(2)) == [[0, 1], [2, 3]]
+    assert lists(rows.repeat().take(7).batch(4)) == [[0, 1, 2, 3], [4, 0, 1]]
+    assert lists(rows.take(0)) == []
+    assert lists(rows.take(9)) == lists(rows.take(-1)) == [0, 1, 2, 3, 4]
+    assert len(rows.take(3).batch(2)) == 2
+
+
+def test_shuffle_takes_a_new_order_for_each_pass_and_repetition():
+    dataset = from_arrays(np.arange(50)).shuffle(seed=1).repeat(2).batch(50)
+    orders = lists(dataset) + lists(dataset)
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_shuffle_without_reshuffling():
+    dataset = from_arrays(np.arange(50)).shuffle(seed=1, reshuffle_each_iteration=False).repeat(2).batch(50)
+    orders = lists(dataset) + lists(dataset)
+    assert len({tuple(order) for order in orders}) == 1
+    assert orders[0] != list(range(50))
+
+
+def test_shuffle_follows_its_seed():
+    def two_passes(seed):
+        dataset = from_arrays(np.arange(50)).shuffle(seed=seed).batch(7)
+        return rows_of(dataset), rows_of(dataset)
+
+    assert two_passes(1) == two_passes(1)
+    assert two_passes(1) != two_passes(2)
+    assert two_passes(None) != two_passes(None)
+
+
+def test_shuffled_batches_keep_their_rows():
+    dataset = from_arrays(np.arange(20)).batch(2).shuffle(seed=1)
+    batches = lists(dataset)
+    assert sorted(batches) == [[2 * i, 2 * i + 1] for i in range(10)]
+    assert batches != sorted(batches)
+    assert batches != lists(dataset)
+
+
+def test_shuffle_keeps_arrays_together():
+    dataset = from_arrays((np.arange(20), np.arange(20) * 3)).shuffle(seed=2).batch(6)
+    assert all((y == 3 * x).all() for x, y in dataset)
+
+
+def test_element_spec():
+    rows = from_arrays({"x": np.zeros((5, 3), np.float32), "y": np.arange(5)})
+    assert rows.element_spec == {"x": ArraySpec((3,), np.float32), "y": ArraySpec((), np.int64)}
+    assert rows.batch(2).element_spec["x"] == ArraySpec((None, 3), np.float32)
+    assert rows.batch(2, drop_remainder=True).repeat().element_spec["x"] == ArraySpec((2, 3), np.float32)
+    assert "cardinality=3" in repr(rows.batch(2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rows: rows.batch(0),
+        lambda rows: rows.batch(2).batch(2),
+        lambda rows: rows.repeat(-2),
+        lambda rows: rows.take(-2),
+        lambda rows: rows.shuffle(seed=-1),
+        lambda rows: rows.repeat().shuffle(seed=1),
+    ],
+)
+def test_impossible_calls(call):
+    with pytest.raises(InvalidArgumentError):
+        call(from_arrays(np.arange(4)))
+
+
+def test_a_buffer_size_is_not_taken_for_a_seed():
+    with pytest.raises(TypeError):
+        from_arrays(np.arange(4)).shuffle(1000)
+
+
+def test_arrays_with_different_numbers_of_rows():
+    with pytest.raises(InconsistentRowsError, match=r"\['x'\]: \(4, 2\), \['y'\]: \(5,\)"):
+        from_arrays({"x": np.zeros((4, 2)), "y": np.zeros(5)})
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        (np.array([[1], [1, 2]], dtype=object), "pad them"),
+        (np.array(["a", "b"]), "no device holds text"),
+        (np.array(["2020-01-01"], dtype="datetime64[D]"), "convert it to numbers"),
+        (np.zeros(2, dtype=[("a", int)]), "convert it to numbers"),
+        (scipy.sparse.csr_matrix(np.eye(2)), "scipy sparse matrix"),
+        (object(), "which is no array"),
+        ([1, 2], "A Python list is a nest"),
+        ((), "there is no array"),
+        (None, "there is no array"),
+    ],
+)
+def test_what_is_no_array(arrays, text):
+    with pytest.raises(UnsupportedElementError, match=text):
+        from_arrays(arrays)

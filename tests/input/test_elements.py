@@ -1,0 +1,178 @@
+import subprocess
+import sys
+
+import grain
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+
+from replicax._src.input.arrays import UnsupportedElementError, from_arrays
+from replicax._src.input.elements import (
+    DatasetLengthError,
+    EmptyDatasetError,
+    OneShotSourceError,
+    UnsupportedSourceError,
+    element_spec,
+    open_elements,
+)
+from replicax._src.input.order import INFINITE
+from replicax._src.input.specs import ArraySpec
+
+
+def lists(elements):
+    return [element.tolist() for element in elements.iterate()]
+
+
+class Batches:
+    """A user's dataset: batches of 2, as often as it is asked."""
+
+    def __init__(self, num_batches):
+        self._num_batches = num_batches
+
+    def __iter__(self):
+        return (np.arange(2) + 2 * index for index in range(self._num_batches))
+
+
+class SizedBatches(Batches):
+    def __init__(self, num_batches, length):
+        super().__init__(num_batches)
+        self._length = length
+
+    def __len__(self):
+        if self._length is None:
+            raise TypeError("not known")
+        return self._length
+
+
+def test_array_dataset():
+    elements = open_elements(from_arrays(np.arange(5)).batch(2))
+    assert lists(elements) == lists(elements) == [[0, 1], [2, 3], [4]]
+    assert elements.cardinality == 3
+    assert element_spec(elements) == ArraySpec((None,), np.int64)
+
+
+def test_looking_at_an_array_dataset_uses_up_no_order():
+    dataset, same = (from_arrays(np.arange(50)).shuffle(seed=1).batch(50) for _ in range(2))
+    elements = open_elements(dataset)
+    element_spec(elements)
+    elements.first()
+    assert lists(elements) == lists(open_elements(same))
+
+
+def test_grain_map_dataset():
+    elements = open_elements(grain.MapDataset.range(5).batch(2))
+    assert lists(elements) == lists(elements) == [[0, 1], [2, 3], [4]]
+    assert elements.cardinality == 3
+    assert open_elements(grain.MapDataset.range(5).batch(2).repeat()).cardinality == INFINITE
+
+
+def test_grain_iter_dataset():
+    elements = open_elements(grain.MapDataset.range(5).to_iter_dataset().batch(2))
+    assert lists(elements) == lists(elements) == [[0, 1], [2, 3], [4]]
+    assert elements.cardinality is None
+
+
+def test_grain_declares_shapes():
+    rows = grain.MapDataset.range(5)
+    for dataset in (rows, rows.to_iter_dataset()):
+        assert element_spec(open_elements(dataset)) == ArraySpec((), np.int64)
+        assert element_spec(open_elements(dataset.batch(2))) == ArraySpec((None,), np.int64)
+        assert element_spec(open_elements(dataset.batch(2, drop_remainder=True))) == ArraySpec((2,), np.int64)
+
+
+def test_grain_maps_that_declare_nothing_are_looked_at():
+    dataset = grain.MapDataset.range(5).map(lambda x: x / 2).batch(2)
+    assert element_spec(open_elements(dataset)) == ArraySpec((None,), np.float64)
+
+
+def test_grain_filters_make_the_length_wrong_and_that_is_said():
+    dataset = grain.MapDataset.range(6).batch(2).filter(lambda batch: batch[0] != 2)
+    with pytest.raises(DatasetLengthError, match="to_iter_dataset"):
+        lists(open_elements(dataset))
+    assert lists(open_elements(dataset.to_iter_dataset())) == [[0, 1], [4, 5]]
+
+
+def test_lists_and_objects():
+    elements = open_elements([np.array([1, 2]), jnp.array([3])])
+    assert lists(elements) == lists(elements) == [[1, 2], [3]]
+    assert elements.cardinality == 2
+    elements = open_elements(Batches(2))
+    assert lists(elements) == lists(elements) == [[0, 1], [2, 3]]
+    assert elements.cardinality is None
+
+
+def test_lengths_of_objects():
+    assert open_elements(SizedBatches(3, 3)).cardinality == 3
+    assert lists(open_elements(SizedBatches(1, 1))) == [[0, 1]]
+    assert open_elements(SizedBatches(3, None)).cardinality is None
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_wrong_length_is_an_error(length):
+    with pytest.raises(DatasetLengthError, match=f"says {length} elements"):
+        lists(open_elements(SizedBatches(3, length)))
+
+
+def test_jax_arrays_stay_where_they_are():
+    array = jnp.arange(3)
+    assert next(open_elements([array]).iterate()) is array
+
+
+def test_generators_go_once():
+    elements = open_elements(iter(Batches(2)))
+    assert elements.cardinality is None
+    assert lists(elements) == [[0, 1], [2, 3]]
+    with pytest.raises(OneShotSourceError, match="cannot start again"):
+        elements.iterate()
+    with pytest.raises(OneShotSourceError, match="first element is gone"):
+        elements.first()
+
+
+def test_looking_at_a_generator_loses_nothing():
+    elements = open_elements(iter(Batches(2)))
+    assert element_spec(elements) == element_spec(elements) == ArraySpec((None,), np.int64)
+    assert lists(elements) == [[0, 1], [2, 3]]
+
+
+def test_nothing_to_look_at():
+    for dataset in ([], iter([]), Batches(0)):
+        with pytest.raises(EmptyDatasetError):
+            element_spec(open_elements(dataset))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        (np.arange(3), r"arrays need a batch size: use rx.data.from_arrays\(x\).batch\(n\)"),
+        (jnp.arange(3), "arrays need a batch size"),
+        ((np.arange(3), np.arange(3)), "arrays need a batch size"),
+        ({"x": np.arange(3)}, "arrays need a batch size"),
+        ("data.csv", "'data.csv'"),
+        (b"data", "bytes"),
+        (3, "int"),
+        (None, "NoneType"),
+        ({1, 2}, "set"),
+        (lambda: iter([]), "call it and pass what it returns"),
+        (object(), "grain datasets"),
+    ],
+)
+def test_what_is_no_dataset(dataset, text):
+    with pytest.raises(UnsupportedSourceError, match=text):
+        open_elements(dataset)
+
+
+@pytest.mark.parametrize(
+    "element", ["text", scipy.sparse.eye(3).tocsr(), object(), np.array([[1], [1, 2]], dtype=object)]
+)
+def test_what_is_no_element(element):
+    with pytest.raises(UnsupportedElementError):
+        next(open_elements([element]).iterate())
+
+
+def test_grain_is_not_imported_for_the_user():
+    code = (
+        "import sys; from replicax._src.input.elements import open_elements; open_elements([1]); "
+        "assert 'grain' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

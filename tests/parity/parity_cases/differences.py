@@ -1,0 +1,212 @@
+"""Where replicax gives something else than TensorFlow on purpose, and what it gives.
+
+``DIFFERENCES``: case -> the row of the design's table "Where we differ from TensorFlow" (or the place that
+says so) and replicax's observation. ``OPEN``: recorded from TensorFlow, decided nowhere, not tested.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from parity_cases.assigning import EQUAL, METHODS
+from parity_cases.registry import CASES
+from parity_cases.scattering import OPERATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """``gives`` is replicax's observation; with ``like``, it is what TensorFlow gave in that other case."""
+
+    row: str
+    gives: Any = None
+    like: str | None = None
+
+
+DIFFERENCES: dict[str, Difference] = {}
+OPEN: dict[str, str] = {}
+
+
+def _differ(row: str, given: dict[str, Any]) -> None:
+    for name, gives in given.items():
+        DIFFERENCES[name] = Difference(row, gives)
+
+
+def _raises(row: str, kind: str, names: Iterable[str]) -> None:
+    _differ(row, {name: {"raises": kind, "is_a": []} for name in names})
+
+
+def _state(value: float, num_replicas: int, num_components: int) -> Any:
+    return {
+        "components": [value] * num_components,
+        "read": value,
+        "in_replicas": [value] * num_replicas,
+    }
+
+
+# Rows of the table.
+
+_raises(
+    "ON_WRITE with aggregation NONE: an error naming the variable, unless the value is proven the same",
+    "ValueError",
+    [
+        *(f"assigning.own_value[ON_WRITE,NONE,{m}]@{on}" for m in METHODS for on in ("S2", "S3")),
+        *(f"scattering.in_replicas[{op},NONE,{i}]@S2" for op in OPERATIONS for i in ("same", "own")),
+    ],
+)
+_raises(
+    "cross-replica assign(PerReplica): an error: reduce it first",
+    "ValueError",
+    [name for name in CASES if name.startswith("assigning.cross_replica_per_replica_value")],
+)
+_SUMMED = {"assign": 4.0, "assign_add": 5.0, "assign_sub": -3.0}
+_differ(
+    "ON_WRITE SUM with a Python literal: every replica contributes it, as with a tensor",
+    {
+        f"assigning.equal_value[ON_WRITE,SUM,{method},{what}]@S2": _state(_SUMMED[method], 2, 2)
+        for method in METHODS
+        for what in EQUAL
+        if what != "array_made_inside"
+    }
+    | {
+        f"assigning.equal_value_elsewhere[SUM,{what}]@C2": _state(5.0, 2, 1)
+        for what in EQUAL
+        if what != "array_made_inside"
+    },
+)
+_differ(
+    "default loss denominator: the true global size",
+    {
+        "losses.average_loss_uneven[None]@S2": {"per_replica": [1.2, 1.8]},
+        "losses.average_loss_empty_replica[None]@S2": {"per_replica": [2.0, 0.0]},
+    },
+)
+DIFFERENCES["training.keras_uneven_default_denominator@S2"] = Difference(
+    "default loss denominator: the true global size", like="training.keras_uneven[sgd]@S2"
+)
+_raises(
+    "reduce(SUM, plain tensor, axis=0): an error, as for axis=None",
+    "ValueError",
+    [f"reducing.plain_array_over_axis[SUM]@{on}" for on in ("S2", "C2")],
+)
+_differ(
+    "gather of a nested structure: maps over the structure",
+    {"reducing.gather_structure@S2": {"a": [1.0, 2.0, 3.0, 4.0]}},
+)
+_differ(
+    "int MEAN: the default float type",
+    {
+        "reducing.int_mean[0]@S1": 1.5,
+        "reducing.int_mean[None]@S2": [2.5, 4.0],
+        "reducing.int_mean[0]@S2": 3.25,
+        "reducing.triangle[MEAN,int32]@S2": 4 / 3,
+        "reducing.triangle[MEAN,int32]@C2": 4 / 3,
+        "reducing.triangle[MEAN,int32]@S3": 16 / 6,
+        "reducing.triangle[MEAN,int32]@S4": 4.0,
+        "collectives.all_reduce_int[MEAN]@S2": [1.5, 1.5],
+        "losses.average_loss_of_ints@S2": {"per_replica": [0.75, 2.0]},
+    },
+)
+_differ(
+    "merge_call under a nested function or control flow: works wherever a collective works",
+    {
+        "replicas.merge_call_in_nested_function@S2": [3.0, 3.0],
+        "collectives.all_reduce_in_nested_function@S2": [3.0, 3.0],
+    },
+)
+_differ(
+    "bare AttributeError (the int 0 has no shape): 0 is a number like 1",
+    {"reducing.plain_number[MEAN,0]@S2": 0},
+)
+
+# Section 2 of the design.
+
+_differ(
+    "What run returns: every traced array comes back as PerReplica, whatever its verdict",
+    {
+        f"replicas.returned_array_that_is_the_same[{where}]@S2": [[1.0, 2.0], [1.0, 2.0]]
+        for where in ("closure", "argument")
+    }
+    | {
+        "replicas.merge_call_reduces[SUM]@S2": [3.0] * 2,
+        "replicas.merge_call_reduces[SUM]@S3": [6.0] * 3,
+        "replicas.merge_call_reduces[MEAN]@S2": [1.5] * 2,
+        "replicas.merge_call_reduces[MEAN]@S3": [2.0] * 3,
+        "replicas.merge_call_reduces_over_axis[SUM]@S2": [10.0] * 2,
+        "replicas.merge_call_reduces_over_axis[MEAN]@S2": [2.5] * 2,
+        "replicas.merge_call_gathers@S2": [[1.0, 2.0, 3.0, 4.0]] * 2,
+        "replicas.merge_call_local_results@S2": [12.0] * 2,
+    },
+)
+_raises(
+    "A tape outside run, rx.function or value_and_grad is an error", "RuntimeError", ["tape.outside_run@D"]
+)
+for _op, _like in (
+    ("SUM", "training.keras_even[sgd]@S2"),
+    ("MEAN", "training.keras_all_reduced_by_hand[MEAN]@S2"),
+):
+    DIFFERENCES[f"training.keras_all_reduced_before_apply[{_op}]@S2"] = Difference(
+        "The aggregation of gradients: all are summed, except one that has already been reduced", like=_like
+    )
+
+# In no table yet: TensorFlow fails, or answers wrongly, by accident, and there is one sensible answer.
+
+_differ(
+    "not in the table: TensorFlow's ring gather knows no negative axis, its other gathers do",
+    {
+        "reducing.gather_vector[-1]@S2": [1.0, 2.0, 3.0, 2.0, 4.0, 6.0],
+        "reducing.gather_vector[-1]@S3": [1.0, 2.0, 3.0, 2.0, 4.0, 6.0, 3.0, 6.0, 9.0],
+        "reducing.gather_matrix[-1]@S2": [[1.0, 2.0, 3.0, 2.0, 4.0, 6.0]],
+        "reducing.gather_matrix[-1]@S3": [[1.0, 2.0, 3.0, 2.0, 4.0, 6.0, 3.0, 6.0, 9.0]],
+        "reducing.gather_matrix[-2]@S2": [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]],
+        "reducing.gather_matrix[-2]@S3": [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [3.0, 6.0, 9.0]],
+        "collectives.all_gather_vector[-1]@S2": [[1.0, 2.0, 2.0, 4.0]] * 2,
+        "collectives.all_gather_vector[-1]@S3": [[1.0, 2.0, 2.0, 4.0, 3.0, 6.0]] * 3,
+        "collectives.all_gather_matrix[-1]@S2": [[[1.0, 2.0, 2.0, 4.0], [3.0, 4.0, 6.0, 8.0]]] * 2,
+        "collectives.all_gather_matrix[-1]@S3": [
+            [[1.0, 2.0, 2.0, 4.0, 3.0, 6.0], [3.0, 4.0, 6.0, 8.0, 9.0, 12.0]]
+        ]
+        * 3,
+    },
+)
+_differ(
+    "not in the table: reduce maps over structures under every strategy and with an axis; TensorFlow fails, "
+    "and for MEAN under CentralStorage gives replica 0's values",
+    {
+        "reducing.structure[SUM]@C2": {"a": 3.0, "b": [5.0, 10.0]},
+        "reducing.structure[MEAN]@C2": {"a": 1.5, "b": [2.5, 5.0]},
+        "reducing.structure_over_axis[SUM]@S2": {"a": 10.0, "b": 10.0},
+        "reducing.structure_over_axis[MEAN]@S2": {"a": 2.5, "b": 2.5},
+    },
+)
+_differ(
+    "not in the table: ON_READ with aggregation NONE can be assigned from outside; only reading it fails",
+    {
+        f"assigning.cross_replica[ON_READ,NONE,{method}]@S2": _state(value, 2, 2)
+        | {"read": {"raises": "ValueError", "is_a": []}}
+        for method, value in (("assign", 6.0), ("assign_add", 7.0), ("assign_sub", -5.0))
+    },
+)
+_raises(
+    "not in the table: gather refuses IndexedSlices, as all_gather does on both sides; TensorFlow's gather "
+    "makes them dense",
+    "NotImplementedError",
+    ["reducing.gather_indexed_slices@S2"],
+)
+
+OPEN |= {
+    name: "replicax has no checkpoint API yet" for name in CASES if name.startswith("assigning.checkpoint_")
+}
+OPEN |= {
+    name: "one copy in TensorFlow: ON_READ aggregates when written, as ON_WRITE does"
+    for name in CASES
+    if name.startswith(("assigning.own_value[ON_READ", "assigning.cross_replica[ON_READ"))
+    and name.endswith("@C2")
+}
+OPEN |= {
+    "assigning.variable_made_outside_the_scope@S2": "TensorFlow adds once per replica to a variable that no "
+    "strategy made; one value, or an error, would be as good",
+    "assigning.created_in_run_from_own_value@S2": "TensorFlow silently takes replica 0's initial value",
+    "collectives.all_reduce_number[SUM]@S2": "AttributeError in TensorFlow; an error and 3.0 are both sound",
+    "collectives.all_reduce_number[MEAN]@S2": "AttributeError in TensorFlow; an error and 1.5 are both sound",
+    "contexts.input_context_text@D": "the text names the library",
+}

@@ -1,0 +1,101 @@
+"""replicax's side of the cases; needs eight virtual CPU devices, and Keras on its JAX backend for some."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import replicax as rx
+from parity_cases.side import Side
+
+
+class ReplicaxSide(Side):
+    """The names of replicax."""
+
+    dist = rx
+    nn = rx.nn
+    Variable = rx.Variable
+    VariableSynchronization = rx.VariableSynchronization
+    VariableAggregation = rx.VariableAggregation
+    GradientTape = rx.GradientTape
+    function = staticmethod(rx.function)
+    nested_function = staticmethod(jax.jit)
+
+    def make_strategy(self, code: str) -> Any:
+        if code == "D":
+            return rx.get_strategy()
+        if code == "S1":
+            return rx.OneDeviceStrategy(self.device(0))
+        devices = [self.device(i) for i in range(int(code[1:]))]
+        if code == "C2":
+            return rx.CentralStorageStrategy(compute_devices=devices, parameter_device=devices[0])
+        return rx.MirroredStrategy(devices)
+
+    def device(self, index: int) -> str:
+        return f"cpu:{index}"
+
+    def array(self, value: Any, dtype: str = "float32") -> Any:
+        return jnp.asarray(value, dtype=dtype)
+
+    def to_float(self, x: Any) -> Any:
+        return jnp.asarray(x).astype("float32")
+
+    def to_int(self, x: Any) -> Any:
+        return jnp.asarray(x).astype("int32")
+
+    def sum(self, x: Any) -> Any:
+        return jnp.sum(x)
+
+    def mean_of_rows(self, x: Any) -> Any:
+        return jnp.mean(x, axis=-1)
+
+    def matmul(self, x: Any, y: Any) -> Any:
+        return jnp.matmul(x, y)
+
+    def tanh(self, x: Any) -> Any:
+        return jnp.tanh(x)
+
+    def stack(self, xs: Sequence[Any]) -> Any:
+        return jnp.stack(xs)
+
+    def stop_gradient(self, x: Any) -> Any:
+        return jax.lax.stop_gradient(x)
+
+    def random_normal(self) -> Any:
+        seed = np.random.default_rng().integers(2**31)
+        return jax.random.normal(jax.random.key(seed), [])
+
+    def indexed_slices(self, values: Any, indices: Any, shape: Sequence[int] | None = None) -> Any:
+        dense_shape = None if shape is None else tuple(shape)
+        return rx.IndexedSlices(self.to_float(values), self.to_int(indices), dense_shape)
+
+    def dense(self, slices: Any) -> Any:
+        zeros = jnp.zeros(tuple(slices.dense_shape), jnp.asarray(slices.values).dtype)
+        return zeros.at[slices.indices].add(slices.values)
+
+    def keras(self) -> Any:
+        os.environ.setdefault("KERAS_BACKEND", "jax")
+        import keras
+
+        return keras
+
+    def save(self, prefix: str, variable: Any) -> str:
+        raise NotImplementedError("see OPEN in differences.py")
+
+    def restore(self, path: str, variable: Any) -> None:
+        raise NotImplementedError("see OPEN in differences.py")
+
+    def creates_another(self, made: Sequence[Any]) -> bool:
+        # The function is traced once for all replicas.
+        return not made
+
+    def read(self, variable: Any) -> Any:
+        return np.asarray(variable.read_value() if isinstance(variable, rx.Variable) else variable)
+
+    def distributed_values(self, x: Any) -> tuple[Any, ...] | None:
+        if isinstance(x, rx.DistributedValues) and not isinstance(x, rx.Variable):
+            return tuple(x.values)
+        return None

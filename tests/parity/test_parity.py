@@ -1,0 +1,49 @@
+"""replicax gives what TensorFlow gave, case by case; on purpose something else where the design says so."""
+
+import json
+from pathlib import Path
+
+import pytest
+from parity_cases import CASES
+from parity_cases.differences import DIFFERENCES, OPEN
+from parity_cases.observing import observe, same
+from parity_cases.replicax_side import ReplicaxSide
+
+import replicax as rx
+
+CASES_IN_RECORDING = json.loads(Path(__file__).with_name("recorded.json").read_text())["cases"]
+SAME = [name for name in CASES if name not in DIFFERENCES and name not in OPEN]
+
+
+@pytest.fixture(autouse=True)
+def no_strategy_is_left():
+    yield
+    rx.experimental_set_strategy(None)
+
+
+def run(name):
+    case = CASES[name]
+    if name.startswith("training.keras"):
+        pytest.importorskip("keras")
+    side = ReplicaxSide(case.on)
+    return observe(case.run(side), side.distributed_values)
+
+
+def explain(name, seen, wanted):
+    recorded = CASES_IN_RECORDING[name]
+    lines = {"replicax": seen, "wanted": wanted, "TensorFlow": recorded["gave"], "spec": recorded["spec"]}
+    return "\n".join([name, *(f"  {who}: {json.dumps(what)}" for who, what in lines.items())])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_same_as_tensorflow(name):
+    seen, wanted = run(name), CASES_IN_RECORDING[name]["gave"]
+    assert same(seen, wanted, CASES[name].rtol), explain(name, seen, wanted)
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENCES))
+def test_differs_on_purpose(name):
+    difference = DIFFERENCES[name]
+    wanted = CASES_IN_RECORDING[difference.like]["gave"] if difference.like else difference.gives
+    seen = run(name)
+    assert same(seen, wanted, CASES[name].rtol), f"{difference.row}\n{explain(name, seen, wanted)}"

@@ -1,0 +1,21 @@
+"""The examples in docstrings run."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import replicax
+
+MODULES = sorted(
+    info.name
+    for info in pkgutil.walk_packages(replicax.__path__, "replicax.")
+    if not info.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert not results.failed

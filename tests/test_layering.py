@@ -1,0 +1,225 @@
+"""Imports go only downwards, and importing replicax has no side effects. Read from the syntax trees."""
+
+import ast
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "replicax"
+PRIVATE = PACKAGE / "_src"
+
+# A file or folder of src/replicax/_src -> its layer; the longest match counts. A file imports lower layers,
+# or files of its own folder that are not higher.
+LAYERS = {
+    "errors": 0,
+    "options": 0,
+    "cluster/spec": 0,
+    "cluster/resolver": 1,
+    "cluster/tf_config": 1,
+    "cluster/slurm": 1,
+    "cluster/kubernetes": 1,
+    "cluster/gce": 1,
+    "cluster/sagemaker": 1,
+    "cluster/tpu": 1,
+    "input/split": 1,
+    "input/order": 1,
+    "variables/partitioners": 1,
+    "coordinator/closures": 1,
+    "ps/messages": 1,
+    "jax_compat": 2,
+    "topology": 2,
+    "cluster/channel": 2,
+    "cluster/start": 2,
+    "cluster/watchdog": 2,
+    "values": 3,
+    "program": 3,
+    "collectives": 3,
+    "ps": 3,
+    "context": 4,
+    "variables": 5,
+    "input": 5,
+    "data": 5,
+    "placement": 6,
+    "strategies": 7,
+    "function": 7,
+    "coordinator": 8,
+    "checkpoint": 8,
+    "preemption": 8,
+    "nn": 8,
+    "plan": 8,
+    "keras": 9,
+    "optax": 9,
+    "cli": 9,
+    "testing": 10,
+}
+
+# The order inside a layer: which file or folder may import which other one of the same layer.
+SAME_LAYER = {
+    ("options", "errors"),
+    ("topology", "jax_compat"),
+    ("program", "values"),
+    ("collectives", "values"),
+    ("collectives", "program"),
+}
+
+BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "base", "lib", "core"}
+
+FILES = sorted(PRIVATE.rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    """``program/tape`` for ``src/replicax/_src/program/tape.py``; a folder's ``__init__`` is the folder."""
+    return file.relative_to(PRIVATE).with_suffix("").as_posix().removesuffix("__init__").rstrip("/")
+
+
+def ids(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+def layer_of(name: str) -> int | None:
+    matches = [prefix for prefix in LAYERS if name == prefix or name.startswith(prefix + "/")]
+    return LAYERS[max(matches, key=len)] if matches else None
+
+
+def is_for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+@functools.cache
+def imports_of(file: Path, *, with_types: bool = True) -> frozenset[str]:
+    """The dotted names that a file imports anywhere, ``from a import b`` as ``a.b``.
+
+    ``with_types=False`` leaves out what is imported only for type checkers. Modules that are imported by
+    name, with importlib inside a function, are not among them: these are the bridges to what the user may
+    not have imported.
+    """
+    names = set()
+    nodes: list[ast.AST] = [ast.parse(file.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}:{node.lineno}: a relative import; write it in full"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif with_types or not is_for_types_only(node):
+            nodes.extend(ast.iter_child_nodes(node))
+    return frozenset(names)
+
+
+def imported_files(file: Path, *, with_types: bool = True) -> set[str]:
+    """The names of the files of ``_src`` that a file imports."""
+    names = set()
+    for dotted in imports_of(file, with_types=with_types):
+        if not (dotted + ".").startswith("replicax._src."):
+            continue
+        path = dotted.removeprefix("replicax._src").lstrip(".").replace(".", "/")
+        while path and not (PRIVATE / f"{path}.py").exists() and not (PRIVATE / path).is_dir():
+            path = path.rpartition("/")[0]  # the last part is a name in the file
+        names.add(path)
+    return names
+
+
+def folder_of(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def may_import(importer: str, imported: str) -> bool:
+    high, low = layer_of(importer), layer_of(imported)
+    if high is None or low is None or low > high:
+        return False
+    same_folder = folder_of(importer) == folder_of(imported) != ""
+    places = (folder_of(importer) or importer, folder_of(imported) or imported)
+    return low < high or same_folder or places in SAME_LAYER
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_file_has_a_layer(file):
+    name = name_of(file)
+    assert name == "" or layer_of(name) is not None or file.name == "__init__.py", (
+        f"add {name} to LAYERS, and to the layout in docs/architecture.md"
+    )
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.name != "__init__.py"], ids=ids)
+def test_imports_go_downwards(file):
+    name = name_of(file)
+    wrong = sorted(imported for imported in imported_files(file) if not may_import(name, imported))
+    assert not wrong, f"{name} (layer {layer_of(name)}) may not import " + ", ".join(
+        f"{imported or 'replicax._src'} (layer {layer_of(imported)})" for imported in wrong
+    )
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_private_files_do_not_import_public_ones(file):
+    public = [
+        dotted
+        for dotted in imports_of(file)
+        if dotted.split(".")[0] == "replicax" and not (dotted + ".").startswith("replicax._src.")
+    ]
+    assert not public
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.name == "__init__.py"], ids=ids)
+def test_private_folders_export_nothing(file):
+    assert not imports_of(file), "import from the file that holds the name"
+
+
+def test_no_import_cycles():
+    graph = {name_of(file): imported_files(file, with_types=False) for file in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for imported in graph.get(name, ()):
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=ids)
+def test_only_jax_compat_knows_jax_internals(file):
+    if file == PRIVATE / "jax_compat.py":
+        return
+    source = file.read_text()
+    assert "jax._src" not in source
+    assert "jax.__version__" not in source
+    assert not [name for name in imports_of(file) if name.startswith("jax._src")]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*")), ids=ids)
+def test_files_are_named_after_concepts(path):
+    words = set(path.stem.split("_")) | {path.stem}
+    assert not words & BANNED_NAMES
+    assert not words & {"v1", "v2"}
+
+
+IMPORT_AND_REPORT = """
+import json, os, sys
+from jax._src import xla_bridge  # no public name tells; and jax itself writes the environment when imported
+environment = dict(os.environ)
+import replicax
+print(json.dumps({
+    "modules": sorted({name.split(".")[0] for name in sys.modules}),
+    "is_backend_started": xla_bridge.backends_are_initialized(),
+    "is_environment_unchanged": environment == dict(os.environ),
+}))
+"""
+
+
+def test_importing_has_no_side_effects():
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_AND_REPORT], capture_output=True, text=True, check=True, timeout=120
+    )
+    report = json.loads(run.stdout)
+    assert not {"tensorflow", "keras", "flax", "optax", "grain", "torch"} & set(report["modules"])
+    assert not report["is_backend_started"]
+    assert report["is_environment_unchanged"]
+    assert not run.stderr
