@@ -3,7 +3,7 @@
 One training program, and one object, the strategy, that says where it runs. Importing this starts no backend.
 """
 
-from replicax import config, data, nn
+from replicax import config, data, experimental, nn, optax
 from replicax._src.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -19,7 +19,9 @@ from replicax._src.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from replicax._src.control import assert_same, cond
 from replicax._src.function import function
+from replicax._src.gradients import value_and_grad
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.options import (
@@ -33,7 +35,7 @@ from replicax._src.options import (
     VariableSynchronization,
 )
 from replicax._src.program.tape import GradientTape
-from replicax._src.strategies import default as _default
+from replicax._src.strategies import default  # noqa: F401  (makes the default strategy)
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.mirrored import MirroredStrategy
@@ -41,3 +43,49 @@ from replicax._src.strategies.one_device import OneDeviceStrategy
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.values import DistributedValues, Mirrored, PerReplica
 from replicax._src.variables.variable import Variable
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "GradientTape",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Mirrored",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "UnconnectedGradients",
+    "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "assert_same",
+    "cond",
+    "config",
+    "data",
+    "experimental",
+    "experimental_set_strategy",
+    "function",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "nn",
+    "optax",
+    "value_and_grad",
+]

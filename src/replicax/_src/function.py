@@ -17,7 +17,14 @@ from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.placement.spmd import SlotGroup, in_flight
 from replicax._src.program import key
-from replicax._src.program.cache import FunctionPrograms, Leaf, ProgramCache, array_leaf, jax_state, static_leaf
+from replicax._src.program.cache import (
+    FunctionPrograms,
+    Leaf,
+    ProgramCache,
+    array_leaf,
+    jax_state,
+    static_leaf,
+)
 from replicax._src.program.capture import current_capture
 from replicax._src.program.program import Variant, has_callback, trace_variant
 from replicax._src.program.slots import Sharing, Slot
@@ -56,7 +63,9 @@ def function(func: Callable[..., Any] | None = None, **options: Any) -> Any:
     """
     for name in options:
         if name not in _ACCEPTED and not name.startswith("experimental_"):
-            raise InvalidArgumentError(f"rx.function has no option {name!r}; allowed are {', '.join(_ACCEPTED)}.")
+            raise InvalidArgumentError(
+                f"rx.function has no option {name!r}; allowed are {', '.join(_ACCEPTED)}."
+            )
     if func is None:
         return lambda fn: function(fn, **options)
     if not callable(func):
@@ -237,7 +246,12 @@ class _PlacedCode:
             outs = jax_compat.eval_jaxpr(jaxpr, [*consts, *(state[i] for i in from_loaded), *args])
             outs, writes = outs[:num_arrays], outs[num_arrays:]
             writes = [writes[i] for i in to_written]
-            return writes, [jnp.sum(writes[i], axis=0, dtype=writes[i].dtype) for i in summed], outs, jnp.int8(0)
+            return (
+                writes,
+                [jnp.sum(writes[i], axis=0, dtype=writes[i].dtype) for i in summed],
+                outs,
+                jnp.int8(0),
+            )
 
         row, whole = topology.per_replica, topology.replicated
         self._compiled = jax.jit(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax._src import source_info_util as _private_source_info
@@ -17,14 +18,31 @@ from jax._src import xla_bridge as _xla_bridge
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 
+from replicax._src.user_code import PACKAGE, UNKNOWN, is_user_code
+
+if TYPE_CHECKING:
+
+    class Device(Protocol):
+        """A JAX device, as type checkers shall see it."""
+
+        platform: str
+        id: int
+        process_index: int
+
+else:
+    Device = jax.Device
+
 Var = jex.Var
 Literal = jex.Literal
 Primitive = jex.Primitive
 ClosedJaxpr = jex.ClosedJaxpr
-Tracer = jax.core.Tracer
+Tracer: Any = jax.core.Tracer
 shard_map = jax.shard_map
 take_current_trace = jex.take_current_trace
 set_current_trace = jex.set_current_trace
+
+# JAX's own errors and profiles then name the user's lines, not ours.
+_private_source_info.register_exclusion(PACKAGE)
 
 # jax 0.12 has one class for both; 0.10 has two (findings: differences between versions).
 _ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
@@ -106,11 +124,12 @@ def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None =
 
 
 def equation_line(eqn: Any) -> str:
-    """``file:line in function`` of the user's code that made an equation, or ``an unknown line``."""
-    frame = _private_source_info.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return "an unknown line"
-    return f"{frame.file_name}:{frame.start_line} in {frame.function_name}"
+    """``file:line in function`` of the user's code that made an equation."""
+    frames = list(_private_source_info.user_frames(eqn.source_info.traceback))
+    frames = [f for f in frames if is_user_code(f.file_name)] or frames
+    if not frames:
+        return UNKNOWN
+    return f"{frames[0].file_name}:{frames[0].start_line} in {frames[0].function_name}"
 
 
 def is_differentiated(eqn: Any) -> bool:

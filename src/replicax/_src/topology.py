@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.errors import BackendStartedError, DeviceError
+from replicax._src.jax_compat import Device
 
 REPLICA_AXIS = "replica"
 log = logging.getLogger("replicax")
@@ -38,13 +40,13 @@ class Topology:
       per_replica: The sharding of an array [R, ...] of which device r holds row r.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Device, ...]
     mesh: Mesh
     replicated: NamedSharding
     per_replica: NamedSharding
 
     @classmethod
-    def of(cls, devices: Sequence[jax.Device]) -> Topology:
+    def of(cls, devices: Sequence[Device]) -> Topology:
         """The topology of ``devices``, replica r on the r-th."""
         mesh = Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,))
         return cls(
@@ -63,7 +65,7 @@ class Topology:
         return self.devices[0].platform == "cpu"
 
 
-def local_devices() -> list[jax.Device]:
+def local_devices() -> list[Device]:
     """The devices of JAX's default backend in this process; starts it if it has not started."""
     _prepare_backend()
     return list(jax.local_devices())
@@ -108,7 +110,7 @@ def _prepare_backend() -> None:
         os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
 
 
-def resolve_devices(devices: Sequence[str | jax.Device] | str | jax.Device | None) -> list[jax.Device]:
+def resolve_devices(devices: Sequence[str | Device] | str | Device | None) -> list[Device]:
     """The JAX devices that names or devices stand for; None is all of the default backend.
 
     Raises:
@@ -116,22 +118,21 @@ def resolve_devices(devices: Sequence[str | jax.Device] | str | jax.Device | Non
     """
     if devices is None:
         return local_devices()
-    if isinstance(devices, (str, jax.Device)):
-        devices = [devices]
-    resolved = [resolve_device(device) for device in devices]
+    given: list[Any] = [devices] if isinstance(devices, (str, jax.Device)) else list(devices)
+    resolved = [resolve_device(device) for device in given]
     if not resolved:
         raise DeviceError("`devices` is empty; name at least one, or leave it out for all of this machine.")
     repeated = sorted({device_name(d) for d in resolved if resolved.count(d) > 1})
     if repeated:
         raise DeviceError(
             f"No duplicates allowed in `devices` argument: {', '.join(repeated)} stands more than once in "
-            f"{[str(d) for d in devices]}. Each replica needs a device of its own; for several replicas on "
+            f"{[str(d) for d in given]}. Each replica needs a device of its own; for several replicas on "
             f"one CPU call replicax.config.set_local_devices(n) first."
         )
     return resolved
 
 
-def resolve_device(device: str | jax.Device) -> jax.Device:
+def resolve_device(device: Any) -> Device:
     """The JAX device that ``"cpu:0"``, ``"/gpu:1"``, ``"/device:GPU:0"``, TensorFlow's full name or a device is."""
     if isinstance(device, jax.Device):
         return device
@@ -160,6 +161,6 @@ def _missing_device_text(device: str, kind: str, num_found: int) -> str:
     return text
 
 
-def device_name(device: jax.Device) -> str:
+def device_name(device: Device) -> str:
     """The short name of a device, e.g. ``cpu:0``."""
     return f"{device.platform}:{device.id}"

@@ -20,11 +20,45 @@ from replicax._src import jax_compat
 from replicax._src.errors import DonatedError, PerReplicaUseError
 from replicax._src.topology import Topology
 
-_BINARY = (
-    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne divmod".split()
-)
-_REFLECTED = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
-_UNARY = "neg pos abs invert".split()
+_BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "divmod",
+]
+_REFLECTED = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "divmod",
+]
+_UNARY = ["neg", "pos", "abs", "invert"]
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__float__": float,
     "__int__": int,
@@ -170,8 +204,10 @@ class PerReplica(DistributedValues):
         if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
             rows = [array if self.is_equal else array[r] for r in range(self.num_replicas)]
         else:
-            shards = sorted(array.addressable_shards, key=lambda shard: shard.replica_id if self.is_equal else
-                            (shard.index[0].start or 0))
+            shards = sorted(
+                array.addressable_shards,
+                key=lambda shard: shard.replica_id if self.is_equal else (shard.index[0].start or 0),
+            )
             rows = [shard.data if self.is_equal else shard.data[0] for shard in shards]
         if self.shapes is None:
             return tuple(rows)

@@ -43,7 +43,9 @@ class CrossDeviceOps:
           [...], the sum or mean over replicas.
         """
         op = ReduceOp.parse(reduce_op)
-        return self.reduce_implementation(op, per_replica_value, destinations, options or CommunicationOptions())
+        return self.reduce_implementation(
+            op, per_replica_value, destinations, options or CommunicationOptions()
+        )
 
     def batch_reduce(
         self,
@@ -208,8 +210,6 @@ class _Through(Communicator):
 
     def components(self, value: Any) -> list[Any]:
         return self._inner.components(value)
-
-
 
 
 # Those whose reductions are XLA's own all-reduce: nothing of a user's has to be called.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-
 from replicax._src import context
 from replicax._src.errors import KerasBackendError, KerasLossError
 from replicax._src.keras import capture as keras_capture

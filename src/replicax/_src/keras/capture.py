@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
-import keras
 import numpy as np
 
+import keras
 from replicax._src import context
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
 from replicax._src.program.capture import Capture, current_capture
@@ -109,7 +109,8 @@ def _communicator() -> Any:
     if merged is not None:
         return merged
     replica = context.get_replica_context()
-    assert replica is not None and replica.communicator is not None
+    assert replica is not None
+    assert replica.communicator is not None
     return replica.communicator
 
 

@@ -1,3 +1,5 @@
 """stub"""
+
+
 def run_eagerly(strategy, fn, args, kwargs):
     raise NotImplementedError

@@ -280,21 +280,26 @@ class Launcher:
 
         def on_device(written, read, consts, given_args, kept_args):
             state = [
-                v[0] if s.sharing.is_per_replica else v for s, v in zip(loaded, [*written, *read], strict=True)
+                v[0] if s.sharing.is_per_replica else v
+                for s, v in zip(loaded, [*written, *read], strict=True)
             ]
             args = self._join(given_args, kept_args)
             args = [a[0] if row else a for a, row in zip(args, self._is_row, strict=True)]
             outs, writes, sums = body(consts, [state[i] for i in from_loaded], args)
             writes = [writes[i] for i in to_written]
             writes = [
-                w[None] if s.sharing.is_per_replica else w for s, w in zip(self._written.slots, writes, strict=True)
+                w[None] if s.sharing.is_per_replica else w
+                for s, w in zip(self._written.slots, writes, strict=True)
             ]
             outs = [o if same else o[None] for o, same in zip(outs, out_same, strict=True)]
             token = [jnp.zeros((), jnp.int8)] if self._needs_token else []
             return writes, [sums[i] for i in to_sums], outs, token
 
         out_same = [single or same for same in program.same_outputs]
-        state_specs = [[_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots] for g in (self._written, self._read)]
+        state_specs = [
+            [_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots]
+            for g in (self._written, self._read)
+        ]
         return jax_compat.shard_map(
             on_device,
             mesh=self._topology.mesh,

@@ -7,6 +7,7 @@ takes its own variant's piece with ``lax.switch``. Collectives stay outside the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +27,15 @@ TraceVariant = Callable[[int, Callable[[], Uneven], Sequence[bool] | None], Vari
 _MAX_ROUNDS = 4
 
 
-def trace_uneven(trace: TraceVariant, variant_of_replica: Sequence[int]) -> ReplicaProgram:
+def trace_uneven(
+    trace: TraceVariant, variant_of_replica: Sequence[int], rows_of_replica: Sequence[int]
+) -> ReplicaProgram:
     """Traces all variants of a function, their decisions made jointly.
 
     Args:
       trace: Traces one variant, given its number, what makes its ``Uneven``, and the gradients to sum.
       variant_of_replica: The variant of each replica.
+      rows_of_replica: The local batch size of each replica.
 
     Raises:
       StructureError: The variants do not have the same collectives, or return different structures.
@@ -40,13 +44,15 @@ def trace_uneven(trace: TraceVariant, variant_of_replica: Sequence[int]) -> Repl
     known: list[list[tuple[int, ...]]] | None = None
     sums: list[bool] | None = None
     for _ in range(_MAX_ROUNDS):
-        shapes, forced = known, sums
-        variants = [trace(v, lambda: Uneven(variant_of_replica, shapes), forced) for v in range(count)]
+        variants = [
+            trace(v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums)
+            for v, first in ((v, list(variant_of_replica).index(v)) for v in range(count))
+        ]
         _check_equal_counts([len(v.seen_shapes) for v in variants], "exchanges of arrays between replicas")
         _check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
         seen = [list(column) for column in zip(*(v.seen_shapes for v in variants), strict=True)]
         joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
-        settled = all(v.sums == joint for v in variants) or forced == joint
+        settled = all(v.sums == joint for v in variants) or sums == joint
         if (seen == (known or [])) and settled:
             break
         known, sums = seen, joint
@@ -96,9 +102,7 @@ class UnevenEvaluator:
 
     def __init__(self, program: ReplicaProgram):
         self._program = program
-        self._cuts = [
-            [i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants
-        ]
+        self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants]
         _check_equal_counts([len(c) for c in self._cuts], "collectives")
         first = program.variants[0].jaxpr
         for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):
@@ -127,7 +131,9 @@ class UnevenEvaluator:
         starts = [0] * len(variants)
         for number in range(len(self._cuts[0]) + 1):
             is_last = number == len(self._cuts[0])
-            stops = [len(v.jaxpr.eqns) if is_last else c[number] for v, c in zip(variants, self._cuts, strict=True)]
+            stops = [
+                len(v.jaxpr.eqns) if is_last else c[number] for v, c in zip(variants, self._cuts, strict=True)
+            ]
             wanted = [
                 list(v.jaxpr.outvars) if is_last else list(v.jaxpr.eqns[stop].invars)
                 for v, stop in zip(variants, stops, strict=True)
@@ -227,7 +233,9 @@ def _check_same_collective(a: Any, b: Any) -> None:
 def _live_across(jaxpr: Any, start: int, stop: int) -> list[Any]:
     """Values made by the equations before ``stop``, since ``start``, that are needed after ``stop``."""
     made = [v for eqn in jaxpr.eqns[start:stop] for v in eqn.outvars]
-    needed = {a for eqn in jaxpr.eqns[stop + 1 :] for a in eqn.invars if not isinstance(a, jax_compat.Literal)}
+    needed = {
+        a for eqn in jaxpr.eqns[stop + 1 :] for a in eqn.invars if not isinstance(a, jax_compat.Literal)
+    }
     needed.update(a for a in jaxpr.outvars if not isinstance(a, jax_compat.Literal))
     return [v for v in made if not jax_compat.is_drop_var(v) and v in needed]
 

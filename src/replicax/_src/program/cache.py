@@ -19,6 +19,7 @@ from replicax._src.program import key
 
 log = logging.getLogger("replicax")
 _TRACES_BEFORE_WARNING = 5
+_JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
 T = TypeVar("T")
 
 
@@ -155,7 +156,8 @@ class ProgramCache(Generic[T]):
         if programs is None:
             objects: list[Any] = []
             key.function_key(fn, objects)
-            programs = self._functions[fn_key] = FunctionPrograms()
+            programs = FunctionPrograms[T]()
+            self._functions[fn_key] = programs
             programs.anchors = key.Anchors(objects, lambda: self._functions.pop(fn_key, None))
         return programs
 
@@ -186,4 +188,4 @@ def _reason(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) ->
 
 def jax_state() -> Any:
     """What of JAX's configuration changes programs."""
-    return (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, jax.config.jax_debug_nans)
+    return tuple(getattr(jax.config, name) for name in _JAX_OPTIONS)

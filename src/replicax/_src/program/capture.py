@@ -7,9 +7,6 @@ becomes an input of the program even when the read happens inside a scan, a cond
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,40 +23,10 @@ from replicax._src.program.markers import (
     region_p,
 )
 from replicax._src.program.slots import Sharing, Slot
+from replicax._src.user_code import user_line
 
 if TYPE_CHECKING:
     from replicax._src.program.tape import GradientTape
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_SKIPPED = tuple(
-    path + os.sep for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")
-)
-
-
-def _is_user_code(filename: str) -> bool:
-    return not filename.startswith((_PACKAGE, "<frozen")) and not filename.startswith(_SKIPPED)
-
-
-def user_line() -> str:
-    """``file:line in function`` of the innermost caller outside replicax, the library and site-packages."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _is_user_code(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "an unknown line"
-
-
-def user_line_of(error: BaseException) -> str:
-    """The user's innermost line in an error's traceback."""
-    found = "an unknown line"
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if _is_user_code(code.co_filename):
-            found = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
-        traceback = traceback.tb_next
-    return found
 
 
 class Uneven:
@@ -72,10 +39,17 @@ class Uneven:
     Attributes:
       variant_of_replica: The variant that each replica runs.
       known: For each exchange, the shape in each variant; None in the first round.
+      rows: The local batch size of this variant.
       seen: The shapes of this variant's exchanges, in order.
     """
 
-    def __init__(self, variant_of_replica: Sequence[int], known: Sequence[Sequence[tuple[int, ...]]] | None):
+    def __init__(
+        self,
+        variant_of_replica: Sequence[int],
+        known: Sequence[Sequence[tuple[int, ...]]] | None,
+        rows: int,
+    ):
+        self.rows = rows
         self.variant_of_replica = tuple(variant_of_replica)
         self.known = known
         self.seen: list[tuple[int, ...]] = []
@@ -100,6 +74,14 @@ class Entry:
         self.current = current
         self.written = False
         self.line = ""
+
+
+class Branch:
+    """What one branch of ``rx.cond`` has assigned so far: the value and the user's line, by ``id`` of variable."""
+
+    def __init__(self, trace: Any):
+        self.trace = trace
+        self.writes: dict[int, tuple[Any, Any, str]] = {}
 
 
 class Capture:
@@ -136,6 +118,7 @@ class Capture:
         self.met_unbuilt_variable = False
         self.trace: Any = None
         self._tape_traces: dict[int, Any] = {}
+        self._branches: list[Branch] = []
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -158,19 +141,34 @@ class Capture:
         return self.num_replicas is not None
 
     def is_in_inner_trace(self) -> bool:
-        """Whether JAX is inside a scan, condition, grad, … of the function being traced."""
+        """Whether JAX is inside a scan, condition, grad, … of the function (or branch) being traced."""
+        home = self._branches[-1].trace if self._branches else self.trace
         with jax_compat.take_current_trace() as trace:
-            return trace is not self.trace
+            return trace is not home
+
+    @contextlib.contextmanager
+    def branch(self) -> Iterator[Branch]:
+        """Inside, assignments are kept apart: for the branches of ``rx.cond``, each traced by itself."""
+        with jax_compat.take_current_trace() as trace:
+            branch = Branch(trace)
+        self._branches.append(branch)
+        try:
+            yield branch
+        finally:
+            self._branches.pop()
 
     def read(self, variable: Any) -> Any:
         """The variable's value at this point of the function, as one replica (or all) see it."""
         entry = self._entry(variable)
+        for branch in reversed(self._branches):
+            if id(variable) in branch.writes:
+                return branch.writes[id(variable)][1]
         for tape in self.tapes:
             tape.record_read(variable, entry.current)
         return entry.current
 
-    def write(self, variable: Any, value: Any) -> None:
-        """Makes ``value`` the variable's value from here on.
+    def write(self, variable: Any, value: Any, line: str | None = None) -> None:
+        """Makes ``value`` the variable's value from here on; ``line`` is the user's line if not the caller's.
 
         Raises:
           TraceError: In a scan, condition or other inner trace, from which the value would leak.
@@ -196,9 +194,13 @@ class Capture:
         if self.tapes or self._is_held_by_another(entry, value):
             # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
             value = _detached(value)
+        line = line or user_line()
+        if self._branches:
+            self._branches[-1].writes[id(variable)] = (variable, value, line)
+            return
         entry.current = value
         entry.written = True
-        entry.line = user_line()
+        entry.line = line
 
     def sharing_of(self, variable: Any) -> Sharing:
         """How the replicas share a variable that has been read."""
@@ -219,8 +221,8 @@ class Capture:
             shape = slot.shape
             if not self.is_replica and slot.sharing.is_per_replica:
                 shape = (slot.num_replicas, *shape)
-            if self.is_in_inner_trace():
-                self.read_in_inner_trace = True
+            with jax_compat.take_current_trace() as trace:
+                self.read_in_inner_trace |= trace is not self.trace
             with jax_compat.set_current_trace(self.trace):
                 value = placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=slot.dtype)
             entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
@@ -267,7 +269,7 @@ class Capture:
             return [None] * len(sources), set(range(len(sources)))
         seeds = [
             jax.lax.convert_element_type(jnp.broadcast_to(seed, target.shape), target.dtype)
-                for seed, target in (zip(seeds, targets, strict=True) if seeds else ())
+            for seed, target in (zip(seeds, targets, strict=True) if seeds else ())
         ]
         out = gradient_p.bind(
             *targets,

@@ -73,7 +73,9 @@ def _key(value: Any, anchors: list[Any] | None, above: tuple[int, ...]) -> Hasha
     return id(value)
 
 
-def _python_function_key(fn: types.FunctionType, anchors: list[Any] | None, above: tuple[int, ...]) -> Hashable:
+def _python_function_key(
+    fn: types.FunctionType, anchors: list[Any] | None, above: tuple[int, ...]
+) -> Hashable:
     code = fn.__code__
     if _is_library(code.co_filename):
         if anchors is not None:
@@ -130,7 +132,7 @@ def is_array(value: Any) -> bool:
 
 
 def _is_numeric(dtype: Any) -> bool:
-    return isinstance(dtype, jax.dtypes.ExtendedDType) if not isinstance(dtype, np.dtype) else dtype.kind in "biufcV"
+    return not isinstance(dtype, np.dtype) or dtype.kind in "biufcV"  # typed random keys; V: bfloat16 and kin
 
 
 def _is_leaf(value: Any) -> bool:
@@ -203,7 +205,7 @@ class Anchors:
     """Calls ``evict`` when an object that a key names by identity is gone; holds on to it where Python has
     no weak references to its kind."""
 
-    def __init__(self, objects: list[Any], evict: Callable[[], None]):
+    def __init__(self, objects: list[Any], evict: Callable[[], object]):
         self._held: list[Any] = []
         seen: set[int] = set()
         for value in objects:

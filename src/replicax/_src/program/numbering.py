@@ -71,7 +71,5 @@ def _number_param(value: Any) -> str:
 
 
 def _number_with(jaxpr: Any, inputs: Sequence[Any], constants: dict[Any, Any]) -> list[Any]:
-    opened = jax_compat.rebuild(
-        jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], keep_constvars=False
-    )
+    opened = jax_compat.rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], keep_constvars=False)
     return _number(opened, [*constants.values(), *inputs], [0])

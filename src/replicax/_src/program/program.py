@@ -24,11 +24,12 @@ from replicax._src.errors import (
     TracedConditionError,
     TraceError,
 )
-from replicax._src.program.capture import Capture, Entry, Uneven, current_capture, user_line_of
+from replicax._src.program.capture import Capture, Entry, Uneven, current_capture
 from replicax._src.program.rewrite import Rewriter, SumGradients
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict, analyse, has_replica_collective
 from replicax._src.topology import REPLICA_AXIS
+from replicax._src.user_code import user_line_of
 from replicax._src.values import DistributedValues
 
 TraceScope = Callable[[Capture], contextlib.AbstractContextManager]
@@ -262,9 +263,7 @@ def _promote_placeholders(traced: _Traced) -> Any:
     eqns = [e for e in jaxpr.eqns if e.primitive.name != "replicax_variable"]
     invars = list(jaxpr.invars)
     state = [found[i] for i in range(len(traced.capture.entries))]
-    return jax_compat.rebuild(
-        jaxpr, invars=invars[:num_consts] + state + invars[num_consts:], eqns=eqns
-    )
+    return jax_compat.rebuild(jaxpr, invars=invars[:num_consts] + state + invars[num_consts:], eqns=eqns)
 
 
 @dataclass

@@ -193,8 +193,7 @@ class _Body:
 
     def _read(self, env: Mapping[Any, Any], atom: Any) -> Any:
         if isinstance(atom, jax_compat.Literal):
-            key = id(atom)
-            return env[key] if key in env else atom.val
+            return env.get(id(atom), atom.val)
         return env[atom]
 
 
@@ -296,7 +295,9 @@ def _evaluate_closed(
     return _Body(rewriter, inner, env, known).run()
 
 
-def _resolved_params(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]) -> dict[str, Any]:
+def _resolved_params(
+    rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]
+) -> dict[str, Any]:
     """The parameters of a scan, while or cond with the marks in its sub-jaxprs resolved."""
 
     def resolve(closed: Any, verdicts: Sequence[Verdict]) -> Any:

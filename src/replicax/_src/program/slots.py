@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from replicax._src import jax_compat
 from replicax._src.errors import TraceError
 from replicax._src.topology import Topology
 
@@ -37,6 +38,7 @@ class Accessor(Protocol):
 
     def get(self, variables: Sequence[Any]) -> list[Any]:
         """The values, in order."""
+        ...
 
     def set(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Stores ``values``, in order."""
@@ -127,7 +129,7 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
     Raises:
       TraceError: The variable holds a tracer of a trace that has ended.
     """
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax_compat.Tracer):
         raise TraceError(
             f"Variable {slot.name!r} holds a tracer: it was assigned inside a function that JAX traced "
             f"without replicax (jax.jit, jax.grad, …). Assign it in strategy.run, rx.function or plain Python."

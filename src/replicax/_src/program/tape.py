@@ -202,7 +202,8 @@ class GradientTape:
                 for extra in connected[1:]:
                     total = total + extra
                 results.append(total)
-            elif unconnected is UnconnectedGradients.ZERO:
+            elif unconnected is UnconnectedGradients.ZERO or capture.met_unbuilt_variable:
+                # A trace that has met variables without values is made again: any gradient does.
                 results.append(jnp.zeros(jnp.shape(leaf), leaf.dtype))
             else:
                 results.append(None)

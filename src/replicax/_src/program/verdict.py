@@ -30,22 +30,111 @@ class Verdict(enum.IntEnum):
         return self <= Verdict.SAME
 
 
-_MAKES_EQUAL = frozenset("psum psum_invariant pmax pmin all_gather all_gather_invariant".split())
+_MAKES_EQUAL = frozenset(["psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"])
 _COLLECTIVES = _MAKES_EQUAL | frozenset(
-    "all_to_all ppermute reduce_scatter psum_scatter pgather ragged_all_to_all replicax_aggregate".split()
+    [
+        "all_to_all",
+        "ppermute",
+        "reduce_scatter",
+        "psum_scatter",
+        "pgather",
+        "ragged_all_to_all",
+        "replicax_aggregate",
+    ]
 )
 # Elementwise operations and data movement: what may happen to a reduced gradient that is still reduced.
 _KEEPS_REDUCED = frozenset(
-    "abs add add_any and atan2 cbrt ceil clamp clip concatenate convert_element_type copy copy_p copysign cos "
-    "cosh div dynamic_slice dynamic_update_slice eq erf exp exp2 expand_dims expm1 floor gather ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or "
-    "pad pow real reduce_precision rem reshape rev round rsqrt select_n sign sin sinh slice split sqrt square "
-    "squeeze stop_gradient sub tan tanh transpose xor broadcast_in_dim replicax_aggregate".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "atan2",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "clip",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "copysign",
+        "cos",
+        "cosh",
+        "div",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expand_dims",
+        "expm1",
+        "floor",
+        "gather",
+        "ge",
+        "gt",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "optimization_barrier",
+        "or",
+        "pad",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "reshape",
+        "rev",
+        "round",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sinh",
+        "slice",
+        "split",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "transpose",
+        "xor",
+        "broadcast_in_dim",
+        "replicax_aggregate",
+    ]
 )
-_KEEPS_SHIFTED = frozenset("add convert_element_type copy copy_p reshape squeeze expand_dims slice".split())
+_KEEPS_SHIFTED = frozenset(
+    ["add", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "slice"]
+)
 _ONE_TO_ONE = frozenset(
-    "jit pjit closed_call core_call remat checkpoint remat2 custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr custom_lin".split()
+    [
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "remat",
+        "checkpoint",
+        "remat2",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "custom_lin",
+    ]
 )
 
 
@@ -153,7 +242,7 @@ def _collective(eqn: Any, inputs: list[Verdict]) -> Verdict:
 
 
 def _one_to_one(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
-    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+    inner, _ = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
     return analyse(inner, inputs[len(inputs) - len(inner.invars) :], guarded)[0]
 
 
@@ -209,9 +298,7 @@ _SPECIAL: dict[str, Callable[[list[Verdict]], Verdict]] = {
     "replicax_gradient": lambda inputs: Verdict.DIFFERS,
     "replicax_aggregate": lambda inputs: Verdict.REDUCED,
     "replicax_seed_shift": lambda inputs: Verdict.SHIFTED,
-    "replicax_seed_unshift": lambda inputs: (
-        Verdict.SAME if inputs[1] is Verdict.SHIFTED else Verdict.DIFFERS
-    ),
+    "replicax_seed_unshift": lambda inputs: Verdict.SAME if inputs[1] is Verdict.SHIFTED else Verdict.DIFFERS,
     "io_callback": lambda inputs: Verdict.DIFFERS,
     "infeed": lambda inputs: Verdict.DIFFERS,
 }

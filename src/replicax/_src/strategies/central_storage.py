@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import jax
-
+from replicax._src.jax_compat import Device
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology, resolve_device, resolve_devices
 
@@ -30,8 +29,8 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(
         self,
-        compute_devices: Sequence[str | jax.Device] | None = None,
-        parameter_device: str | jax.Device | None = None,
+        compute_devices: Sequence[str | Device] | None = None,
+        parameter_device: str | Device | None = None,
     ):
         topology = Topology.of(resolve_devices(compute_devices))
         if parameter_device is not None:

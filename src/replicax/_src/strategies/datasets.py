@@ -13,7 +13,13 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import ArrayDataset, from_arrays
 from replicax._src.input.dataset import DistributedDataset
 from replicax._src.input.sources import PerReplicaPulls, open_source
-from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode, split_offsets, split_sizes
+from replicax._src.input.split import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    split_offsets,
+    split_sizes,
+)
 from replicax._src.topology import Topology
 from replicax._src.values import PerReplica, per_replica_from_components
 
@@ -85,7 +91,9 @@ def join_components(topology: Topology, nests: Sequence[Any]) -> Any:
     flat = [jax.tree_util.tree_flatten(nest) for nest in nests]
     trees = [tree for _, tree in flat]
     if any(tree != trees[0] for tree in trees):
-        raise InvalidArgumentError(f"The replicas' values differ in structure: {trees}. Return the same nest for each.")
+        raise InvalidArgumentError(
+            f"The replicas' values differ in structure: {trees}. Return the same nest for each."
+        )
     joined = [_join_leaf(topology, column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     return jax.tree_util.tree_unflatten(trees[0], joined)
 

@@ -29,7 +29,9 @@ class DefaultStrategy(Strategy):
         del options
         return dataset
 
-    def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], Any], options: Any = None) -> Any:
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> Any:
         """Returns ``dataset_fn(InputContext())`` itself."""
         del options
         return dataset_fn(InputContext())

@@ -8,9 +8,10 @@ from typing import Any, final
 
 import jax
 
-from replicax._src import context
+from replicax._src import context, jax_compat
 from replicax._src.collectives.in_replica import IndexedSlices
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
+from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.strategies import reduction
 from replicax._src.topology import resolve_device
@@ -30,7 +31,7 @@ class StrategyExtended:
     # --- devices --------------------------------------------------------------------------------------
 
     @property
-    def worker_devices(self) -> tuple[jax.Device, ...]:
+    def worker_devices(self) -> tuple[Device, ...]:
         """The devices that replicas compute on, in replica order.
 
         Raises:
@@ -40,7 +41,7 @@ class StrategyExtended:
         return tuple(self._strategy.topology.devices)
 
     @property
-    def parameter_devices(self) -> tuple[jax.Device, ...]:
+    def parameter_devices(self) -> tuple[Device, ...]:
         """The devices that hold variables."""
         self._needs_devices("parameter_devices")
         one = self._strategy.variable_placement.parameter_device
@@ -119,7 +120,7 @@ class StrategyExtended:
             )
         op = ReduceOp.parse(reduce_op)
         result = reduction.reduce(strategy.topology, strategy.user_ops, op, value, None)
-        if isinstance(result, jax.core.Tracer):
+        if isinstance(result, jax_compat.Tracer):
             return result
         if isinstance(destinations, (str, jax.Device)):
             return jax.device_put(result, resolve_device(destinations))
@@ -138,7 +139,7 @@ class StrategyExtended:
         """A ``Mirrored`` of ``tensor`` on the replicas' devices; with one replica an array."""
         del destinations
         strategy = self._strategy
-        if isinstance(tensor, jax.core.Tracer):
+        if isinstance(tensor, jax_compat.Tracer):
             return tensor
         array = jax.device_put(tensor, strategy.topology.replicated)
         return Mirrored(array, strategy.num_replicas_in_sync) if strategy.num_replicas_in_sync > 1 else array
@@ -169,11 +170,12 @@ class StrategyExtended:
                 f"extended.update: {getattr(var, 'name', var)!r} is not a variable made in the scope of "
                 f"{self._strategy!r}. Make it inside `with strategy.scope():`."
             )
-        args, kwargs = jax.tree_util.tree_map(_unwrap, (tuple(args), dict(kwargs or {})), is_leaf=_is_whole)
+        opened = jax.tree_util.tree_map(_unwrap, tuple(args), is_leaf=_is_whole)
+        keywords = jax.tree_util.tree_map(_unwrap, dict(kwargs or {}), is_leaf=_is_whole)
         with contextlib.ExitStack() as stack:
             if context.merge_communicator() is None:
                 stack.enter_context(context.scope(self._strategy))
-            result = fn(var, *args, **kwargs)
+            result = fn(var, *opened, **keywords)
         return result if group else (result,) * self._strategy.num_replicas_in_sync
 
     def update_non_slot(
@@ -215,7 +217,7 @@ class StrategyExtended:
         """What holds ``value``: itself."""
         return value
 
-    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[jax.Device, ...]:
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device, ...]:
         """Devices for state that belongs to no variable."""
         del var_list
         return self.parameter_devices

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import final
 
-import jax
-
 from replicax._src.collectives.cross_device import CrossDeviceOps
+from replicax._src.jax_compat import Device
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology, device_name, resolve_devices
 
@@ -35,7 +34,7 @@ class MirroredStrategy(Strategy):
 
     def __init__(
         self,
-        devices: Sequence[str | jax.Device] | None = None,
+        devices: Sequence[str | Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
     ):
         topology = Topology.of(resolve_devices(devices))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-import jax
-
+from replicax._src.jax_compat import Device
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology, resolve_device
 
@@ -23,6 +22,6 @@ class OneDeviceStrategy(Strategy):
     Source: tf.distribute.OneDeviceStrategy.
     """
 
-    def __init__(self, device: str | jax.Device):
+    def __init__(self, device: str | Device):
         topology = Topology.of([resolve_device(device)])
         super().__init__(lambda: topology)

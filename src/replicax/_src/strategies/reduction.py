@@ -25,9 +25,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, (DistributedValues, IndexedSlices)) or hasattr(value, "assign")
 
 
-def reduce(
-    topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axis: Any
-) -> Any:
+def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axis: Any) -> Any:
     """``Strategy.reduce`` over a nest.
 
     Args:
@@ -132,7 +130,9 @@ def _reduce_per_replica(
 ) -> Any:
     dtype = value.stored.dtype
     if not jnp.issubdtype(dtype, jnp.number):
-        raise ReductionError(f"Cannot reduce an array of {dtype}: sums and means need numbers; convert it first.")
+        raise ReductionError(
+            f"Cannot reduce an array of {dtype}: sums and means need numbers; convert it first."
+        )
     if axes is None and value.shapes is not None:
         raise ReductionError(
             f"The components have different shapes {list(value.shapes)} and cannot be added as they are. Give the "
@@ -189,7 +189,9 @@ def _compute(
     return _finish(op, total, num_replicas * _count(array.shape[1:], axes))
 
 
-def _reduce_through(ops: CrossDeviceOps, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None) -> Any:
+def _reduce_through(
+    ops: CrossDeviceOps, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None
+) -> Any:
     """A user's cross-device operations see the components."""
     components = [np.asarray(v) if not isinstance(v, jax_compat.Tracer) else v for v in value.values]
     if axes is None:

@@ -45,6 +45,7 @@ from replicax._src.values import (
     per_replica_from_components,
 )
 
+
 @dataclass
 class PlacedFunction:
     """A function traced, compiled and ready, with the shape of its results."""
@@ -93,15 +94,21 @@ class Runner:
                 )
             described, arrays = self._describe(leaves, None, is_traced=True)
             donated = [False] * len(arrays)
-            placed = self._trace(fn, tree, described, donated, options)
+            placed = self._trace(fn, tree, described, donated, options, close is not None)
             return self._wrap(placed, self._run_inline(placed, outer, arrays), close)
         programs = self._cache.programs_of(fn)
         described, arrays = self._describe(leaves, programs, is_traced=False)
         donated = _donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
-        signature = (tree, tuple(described), tuple(donated), id(options.experimental_xla_options), jax_state())
+        signature = (
+            tree,
+            tuple(described),
+            tuple(donated),
+            id(options.experimental_xla_options),
+            jax_state(),
+        )
         placed = programs.get(signature)
         if placed is None:
-            placed = self._trace(fn, tree, described, donated, options)
+            placed = self._trace(fn, tree, described, donated, options, close is not None)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
         if options.donate_args:
@@ -176,6 +183,7 @@ class Runner:
         described: Sequence[Leaf],
         donated: Sequence[bool],
         options: RunOptions,
+        has_modules: bool,
     ) -> PlacedFunction:
         num_replicas = self._topology.num_replicas
         inputs = [leaf for leaf in described if leaf.kind != "static"]
@@ -188,20 +196,22 @@ class Runner:
             tracers = iter(capture_tracers)
             leaves = [leaf.thaw() if leaf.kind == "static" else next(tracers) for leaf in described]
             opened = jax.tree_util.tree_unflatten(tree, leaves)
-            nest, finish = enter_modules(opened)
-            args, kwargs, cells = nest
             capture = current_capture()
             assert capture is not None
             communicator = TracedCommunicator(capture, self._topology.is_cpu)
             replica = ReplicaContext(self._strategy, None, communicator)
             with context.replica_context(self._strategy, replica):
+                nest, finish = module_hooks[0][1](opened) if has_modules else (opened, _unchanged)
+                args, kwargs, cells = nest
                 result = key.with_cells(fn, cells)(*args, **kwargs)
                 return finish(result)
 
         def sum_gradients(capture: Capture) -> SumGradients:
             communicator = TracedCommunicator(capture, self._topology.is_cpu)
             return lambda values: (
-                self._strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None) if values else []
+                self._strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None)
+                if values
+                else []
             )
 
         def trace(number: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None) -> Variant:
@@ -219,10 +229,9 @@ class Runner:
 
         rows = None
         if len(distinct) > 1:
-            program = trace_uneven(trace, variant_of_replica)
-            first = next(leaf for leaf in inputs if leaf.shapes is not None)
-            assert first.shapes is not None
-            rows = [shape[0] if shape else 1 for shape in first.shapes]
+            first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
+            rows = [shape[0] if shape else 1 for shape in first]
+            program = trace_uneven(trace, variant_of_replica, rows)
         else:
             program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
         program.check_synchronised()
@@ -234,7 +243,9 @@ class Runner:
             rows,
             dict(options.experimental_xla_options or {}) or None,
         )
-        return PlacedFunction(launcher, [_output_shapes(program, i) for i in range(len(program.same_outputs))])
+        return PlacedFunction(
+            launcher, [_output_shapes(program, i) for i in range(len(program.same_outputs))]
+        )
 
     # --- running --------------------------------------------------------------------------------------
 
@@ -253,7 +264,7 @@ class Runner:
             outer.write(slot.variable, value)
         return outs
 
-    def _wrap(self, placed: PlacedFunction, arrays: Sequence[Any], close: Callable[[Any], Any]) -> Any:
+    def _wrap(self, placed: PlacedFunction, arrays: Sequence[Any], close: Close | None) -> Any:
         program = placed.program
         num_replicas = self._topology.num_replicas
         variant = program.variants[0]
@@ -270,11 +281,12 @@ class Runner:
                 shapes = placed.output_shapes[index]
                 is_equal = program.same_outputs[index]
                 leaves.append(PerReplica(array, num_replicas, shapes, is_equal, is_ours=True))
-        return close(jax.tree_util.tree_unflatten(variant.tree, leaves))
+        result = jax.tree_util.tree_unflatten(variant.tree, leaves)
+        return result if close is None else close(result)
 
     def _static_output(self, program: ReplicaProgram, position: int) -> Any:
         values = [v.outputs[position].value for v in program.variants]
-        if all(type(v) is type(values[0]) and v is values[0] or v == values[0] for v in values):
+        if all((type(v) is type(values[0]) and v is values[0]) or v == values[0] for v in values):
             return values[0]
         by_replica = [values[v] for v in program.variant_of_replica]
         if all(isinstance(v, (bool, int, float)) for v in by_replica):
@@ -332,21 +344,20 @@ def _give_away(
 
 # --- framework modules as arguments -------------------------------------------------------------------
 
-# The nnx bridge adds functions here: one that opens modules among the arguments into arrays (and closes the
-# results by writing back), and one that does the same inside the trace.
-module_openers: list[Callable[[Any], tuple[Any, Callable[[Any], Any]]]] = []
-module_enterers: list[Callable[[Any], tuple[Any, Callable[[Any], Any]]]] = []
+Close = Callable[[Any], Any]
+# The nnx bridge puts here how it opens modules among the arguments into arrays (and writes the results back), or
+# None if there are none, and how it makes modules of the traced arrays inside the function.
+module_hooks: list[tuple[Callable[[Any], tuple[Any, Close] | None], Callable[[Any], tuple[Any, Close]]]] = []
 
 
-def open_modules(nest: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Replaces framework modules in the arguments by their arrays; gives what closes the results."""
-    for opener in module_openers:
-        return opener(nest)
-    return nest, lambda result: result
+def open_modules(nest: Any) -> tuple[Any, Close | None]:
+    """Replaces framework modules in the arguments by their arrays; gives what closes the results, if any."""
+    for opener, _ in module_hooks:
+        opened = opener(nest)
+        if opened is not None:
+            return opened
+    return nest, None
 
 
-def enter_modules(nest: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The reverse, on tracers, inside the function; gives what adds the modules' arrays to the results."""
-    for enterer in module_enterers:
-        return enterer(nest)
-    return nest, lambda result: result
+def _unchanged(result: Any) -> Any:
+    return result

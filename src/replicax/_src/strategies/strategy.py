@@ -19,6 +19,7 @@ from replicax._src.collectives.in_replica import Communicator
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, UnsupportedError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
+from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ValueContext
 from replicax._src.placement.eager import run_eagerly
 from replicax._src.program.slots import SlotTable, own_copy
@@ -48,7 +49,7 @@ class Strategy:
         self,
         make_topology: Callable[[], Topology],
         *,
-        parameter_device: jax.Device | None = None,
+        parameter_device: Device | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
     ):
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
@@ -249,7 +250,9 @@ class Strategy:
             if isinstance(leaf, DistributedValues) or hasattr(leaf, "assign"):
                 leaf = leaf.as_array() if isinstance(leaf, DistributedValues) else leaf.value
             if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-                raise InvalidArgumentError(f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}.")
+                raise InvalidArgumentError(
+                    f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}."
+                )
             array = own_copy(leaf, self.topology.replicated)
             return Mirrored(array, self.num_replicas_in_sync, is_ours=True)
 
@@ -264,7 +267,9 @@ class Strategy:
           PerReplicaUseError: A component is not proven to be the same on all replicas.
         """
         return jax.tree_util.tree_map(
-            lambda leaf: jnp.asarray(np.asarray(leaf.as_array())) if isinstance(leaf, DistributedValues) else leaf,
+            lambda leaf: (
+                jnp.asarray(np.asarray(leaf.as_array())) if isinstance(leaf, DistributedValues) else leaf
+            ),
             tree,
             is_leaf=lambda x: isinstance(x, DistributedValues),
         )

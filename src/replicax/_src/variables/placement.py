@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replicax._src.jax_compat import Device
 from replicax._src.program.slots import own_copy
 from replicax._src.topology import Topology
 
@@ -22,7 +23,7 @@ class VariablePlacement:
     """
 
     topology: Topology
-    parameter_device: jax.Device | None = None
+    parameter_device: Device | None = None
 
     @property
     def num_replicas(self) -> int:

@@ -264,7 +264,9 @@ class Variable(ArrayLike):
             capture.write(self, raw)
         return raw
 
-    def _write_components(self, method: str, raw: Any, value: Any, combine: Callable[[Any, Any], Any]) -> None:
+    def _write_components(
+        self, method: str, raw: Any, value: Any, combine: Callable[[Any, Any], Any]
+    ) -> None:
         """Cross-replica assignment to an ON_READ variable."""
         is_sum = self.aggregation is VariableAggregation.SUM
         if is_sum and method != "assign":
@@ -317,7 +319,9 @@ class Variable(ArrayLike):
         is_idempotent: bool = False,
     ) -> Any:
         if not isinstance(delta, IndexedSlices):
-            raise VariableError(f"{method} takes rx.IndexedSlices(values, indices), got {type(delta).__name__}.")
+            raise VariableError(
+                f"{method} takes rx.IndexedSlices(values, indices), got {type(delta).__name__}."
+            )
         if self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1:
             raise UnsupportedError(f"{method} is not supported for variable {self.name!r}: it is ON_READ.")
         allowed = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)

@@ -1,0 +1,112 @@
+"""Conditions and vouching in traced functions: ``rx.cond``, ``rx.assert_same``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.program.capture import Capture, current_capture
+from replicax._src.program.markers import assert_same_p
+
+BranchFunction = Callable[..., Any]
+
+
+def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands: Any) -> Any:
+    """Calls one of two functions; variables that they assign are assigned only by the one that is taken.
+
+    ``jax.lax.cond`` for code with variables: optimizer updates, metrics, ``rx.Variable.assign`` in a branch. Call it
+    in ``run``, in ``rx.function``, or anywhere. In a replica function the condition must be the same on all
+    replicas if a branch assigns mirrored variables or communicates (optimizers do); that is checked.
+
+    Args:
+      pred: A scalar, true or false.
+      true_fn, false_fn: Take ``operands``; return nests of arrays alike.
+      *operands: Arrays, or nests of them.
+
+    Returns:
+      What the function that was taken returns.
+
+    Raises:
+      DivergentCollectiveError: A collective in a branch, and a condition that differs between replicas.
+      TypeError: The branches return different things (from ``jax.lax.cond``).
+
+    >>> import replicax as rx
+    >>> count = rx.Variable(0)
+    >>> @rx.function
+    ... def count_positive(x):
+    ...     rx.cond(x > 0, lambda: count.assign_add(1), lambda: count.read_value())
+    >>> count_positive(2.0), count_positive(-2.0), int(count.value)
+    (None, None, 1)
+    """
+    capture = current_capture()
+    if not isinstance(pred, jax_compat.Tracer):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    if not isinstance(capture, Capture):
+        return jax.lax.cond(pred, true_fn, false_fn, *operands)
+    written: dict[int, tuple[Any, str]] = {}
+    for fn in (true_fn, false_fn):
+        _find_writes(capture, fn, operands, written)
+    variables = [variable for variable, _ in written.values()]
+
+    def threaded(fn: BranchFunction) -> BranchFunction:
+        def branch_function(*values: Any) -> tuple[Any, list[Any]]:
+            with capture.branch():
+                result = _arrays(fn(*values))
+                return result, [capture.read(v) for v in variables]
+
+        return branch_function
+
+    is_true = jnp.asarray(pred).astype(bool)
+    result, values = jax.lax.cond(is_true, threaded(true_fn), threaded(false_fn), *operands)
+    for (variable, line), value in zip(written.values(), values, strict=True):
+        capture.write(variable, value, line)
+    return result
+
+
+def _find_writes(
+    capture: Capture, fn: BranchFunction, operands: tuple[Any, ...], written: dict[int, tuple[Any, str]]
+) -> None:
+    """Traces a branch abstractly, to learn which variables it assigns."""
+
+    def probe(*values: Any) -> None:
+        with capture.branch() as branch:
+            fn(*values)
+            for key, (variable, _, line) in branch.writes.items():
+                written.setdefault(key, (variable, line))
+
+    jax.eval_shape(probe, *operands)
+
+
+def _arrays(result: Any) -> Any:
+    """What a branch returns, variables as their values."""
+    return jax.tree_util.tree_map(
+        lambda leaf: leaf.value if hasattr(leaf, "assign") else leaf,
+        result,
+        is_leaf=lambda leaf: hasattr(leaf, "assign"),
+    )
+
+
+def assert_same(value: Any) -> Any:
+    """Vouches that a value is the same on all replicas, where the verdict cannot see it. Costs nothing.
+
+    Call it in replica context. What is vouched for wrongly lets replicas fall out of sync unnoticed: the program
+    believes it.
+
+    Args:
+      value: An array, or a nest of them.
+
+    Returns:
+      The same.
+
+    >>> import jax.numpy as jnp, replicax as rx
+    >>> rx.assert_same(jnp.float32(2.0)).item()
+    2.0
+    """
+    capture = current_capture()
+    if not isinstance(capture, Capture) or not capture.is_replica:
+        return value
+    return jax.tree_util.tree_map(lambda leaf: assert_same_p.bind(jnp.asarray(leaf)), value)

@@ -1,0 +1,41 @@
+"""optax in replica functions: a transformation that sums gradients over replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from replicax._src.errors import MissingExtraError
+from replicax._src.program.capture import current_capture
+
+
+def aggregate_gradients() -> Any:
+    """An optax transformation that sums gradients over replicas; put it first in a chain.
+
+    In ``run`` every gradient is summed over replicas, but for those that have been all-reduced already. Elsewhere it
+    changes nothing, so that the same optimizer works on one device.
+
+    Returns:
+      An ``optax.GradientTransformation`` without state.
+
+    Raises:
+      MissingExtraError: optax is not installed.
+
+    >>> import optax, replicax.optax
+    >>> optimizer = optax.chain(replicax.optax.aggregate_gradients(), optax.adam(1e-3))
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise MissingExtraError("rx.optax needs optax: pip install 'replicax[optax]'.") from error
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        capture = current_capture()
+        if capture is None or not capture.is_replica:
+            return updates, state
+        leaves, tree = jax.tree_util.tree_flatten(updates)
+        return jax.tree_util.tree_unflatten(tree, capture.aggregate(leaves)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -1,1 +1,0 @@
-"""Private implementation; import the public names from ``replicax``."""
