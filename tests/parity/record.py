@@ -5,6 +5,7 @@ Run it with a Python that has TensorFlow 2.21 and Keras; the project itself neve
 """
 
 import argparse
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -69,14 +70,13 @@ def record(ids: Iterable[str]) -> dict[str, Any]:
 
 def write(observed: dict[str, Any]) -> None:
     """One line per case, sorted, so that a changed number is a changed line."""
-    import keras
     import tensorflow
 
     lines = [
         f"    {json.dumps(name)}: " + json.dumps({"spec": CASES[name].spec, "gave": observed[name]})
         for name in sorted(observed)
     ]
-    versions = {"tensorflow": tensorflow.__version__, "keras": keras.__version__}
+    versions = {"tensorflow": tensorflow.__version__, "keras": importlib.metadata.version("keras")}
     head = "".join(f'  "{key}": "{value}",\n' for key, value in versions.items())
     RECORDED.write_text("{\n" + head + '  "cases": {\n' + ",\n".join(lines) + "\n  }\n}\n")
 

@@ -42,17 +42,19 @@ class StrategyLike(Protocol):
 class _Frame:
     """One entry of the context stack: a strategy, and the replica context if in one."""
 
-    __slots__ = ("communicator", "replica_context", "strategy")
+    __slots__ = ("communicator", "is_update", "replica_context", "strategy")
 
     def __init__(
         self,
         strategy: Any,
         replica_context: ReplicaContext | None,
         communicator: Communicator | None = None,
+        is_update: bool = False,
     ):
         self.strategy = strategy
         self.replica_context = replica_context
         self.communicator = communicator  # only in merge_call
+        self.is_update = is_update
 
 
 class _Local(threading.local):
@@ -114,7 +116,13 @@ def in_cross_replica_context() -> bool:
 def in_replica_function() -> bool:
     """Whether the caller is inside a function that ``Strategy.run`` runs, and not in its ``merge_call``."""
     top = _top()
-    return top is not None and top.replica_context is not None
+    return top is not None and top.replica_context is not None and top.replica_context.communicator is not None
+
+
+def in_update() -> bool:
+    """Whether the caller is inside ``extended.update``, where variables are read and written as stored."""
+    top = _top()
+    return top is not None and top.is_update
 
 
 def merge_communicator() -> Communicator | None:
@@ -138,45 +146,50 @@ def experimental_set_strategy(strategy: Any) -> None:
     _global_strategy = None if strategy is None or strategy is _default[0] else strategy
 
 
-@contextlib.contextmanager
-def scope(strategy: Any) -> Iterator[Any]:
-    """Cross-replica context of ``strategy``.
+class Scope:
+    """Cross-replica context of a strategy, as a context manager that may be entered again and nested in itself."""
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+
+    def __enter__(self) -> Any:
+        strategy = self._strategy
+        check_may_enter(strategy)
+        replica = ReplicaContext(strategy, 0) if strategy is _default[0] else None  # it changes nothing
+        _local.frames.append(_Frame(strategy, replica))
+        return strategy
+
+    def __exit__(self, *_exc: object) -> None:
+        _local.frames.pop()
+
+
+def check_may_enter(strategy: Any) -> None:
+    """Raises unless ``strategy`` may be used in cross-replica context here.
 
     Raises:
       MixedStrategiesError: Inside another strategy's scope.
       ScopeNestingError: The default strategy inside another's scope.
       CrossReplicaContextError: Inside a replica function.
     """
-    check_may_enter(strategy)
-    _local.frames.append(_Frame(strategy, None))
-    try:
-        yield strategy
-    finally:
-        _local.frames.pop()
-
-
-def check_may_enter(strategy: Any) -> None:
-    """Raises unless ``strategy`` may be used in cross-replica context here."""
     top = _top()
     if top is None:
         if _global_strategy is not None and _global_strategy is not strategy:
             raise _mixed(_global_strategy, strategy)
-        return
-    if top.strategy is not strategy:
-        if strategy is _default[0] and top.replica_context is None:
-            raise ScopeNestingError(
-                f"Must not nest tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
-                f"the scope of {top.strategy!r}."
-            )
-        if top.strategy is not _default[0] or top.replica_context is not None:
+    elif in_replica_function():
+        if top.strategy is not strategy:
             raise _mixed(top.strategy, strategy)
-        return
-    if top.replica_context is not None:
         raise CrossReplicaContextError(
             "Method requires being in cross-replica context, use get_replica_context().merge_call(). You are "
             "inside a function that strategy.run runs: scope, run, reduce and gather belong outside of it; "
             "inside use rx.get_replica_context().all_reduce, all_gather or merge_call."
         )
+    elif top.strategy is not strategy and top.strategy is not _default[0]:
+        if strategy is _default[0]:
+            raise ScopeNestingError(
+                f"Must not nest tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
+                f"the scope of {top.strategy!r}."
+            )
+        raise _mixed(top.strategy, strategy)
 
 
 def _mixed(current: Any, other: Any) -> MixedStrategiesError:
@@ -186,11 +199,11 @@ def _mixed(current: Any, other: Any) -> MixedStrategiesError:
     )
 
 
-def check_strategy_of(owner: Any, what: str) -> None:
+def check_strategy_of(owner: Any | None, what: str) -> None:
     """Raises when a value made in the scope of ``owner`` is used under another strategy."""
     top = _top()
     current = top.strategy if top is not None else _global_strategy
-    if current is None or current is owner or owner is _default[0]:
+    if owner is None or current is None or current is owner or owner is _default[0]:
         return
     raise MixedStrategiesError(
         f"Mixing different tf.distribute.Strategy objects: {what} was made in the scope of {owner!r} and is "
@@ -221,9 +234,11 @@ def replica_context(strategy: Any, context: ReplicaContext) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def merge_context(strategy: Any, communicator: Communicator | None) -> Iterator[None]:
-    """Cross-replica context inside ``merge_call``."""
-    _local.frames.append(_Frame(strategy, None, communicator))
+def merge_context(
+    strategy: Any, communicator: Communicator | None, is_update: bool = False
+) -> Iterator[None]:
+    """Cross-replica context inside ``merge_call`` and ``extended.update``."""
+    _local.frames.append(_Frame(strategy, None, communicator, is_update))
     try:
         yield
     finally:

@@ -95,7 +95,7 @@ class Function:
         ensure_bridges()
         fn = self.python_function
         nest = (args, kwargs, key.lifted_cells(fn))
-        leaves, tree = jax.tree_util.tree_flatten(nest)
+        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=lambda leaf: hasattr(leaf, "assign"))
         if any(isinstance(leaf, _ITERATED) for leaf in leaves):
             return self._run_as_python(args, kwargs)
         programs = self._cache.programs_of(fn)

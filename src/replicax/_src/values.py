@@ -340,11 +340,12 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, DistributedValues)
 
 
+# Who flattens a value may keep its array: `array`, not `stored`.
 jax.tree_util.register_pytree_node(
     PerReplica,
-    lambda v: ((v.stored,), (v.num_replicas, v.shapes, v.is_equal)),
+    lambda v: ((v.array,), (v.num_replicas, v.shapes, v.is_equal)),
     lambda aux, children: PerReplica(children[0], *aux),
 )
 jax.tree_util.register_pytree_node(
-    Mirrored, lambda v: ((v.stored,), v.num_replicas), lambda aux, children: Mirrored(children[0], aux)
+    Mirrored, lambda v: ((v.array,), v.num_replicas), lambda aux, children: Mirrored(children[0], aux)
 )

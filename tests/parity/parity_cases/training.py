@@ -140,7 +140,7 @@ def keras_optimizer(side: Side, name: str) -> Any:
 
 
 def keras_weights(side: Side, model: Any) -> list[np.ndarray]:
-    return [side.keras().ops.convert_to_numpy(w) for w in model.weights]
+    return [side.read(w.value) for w in model.weights]
 
 
 def keras_loop(side: Side, optimizer_name: str, sizes: list[int], loss_fn: Callable[..., Any]) -> Any:

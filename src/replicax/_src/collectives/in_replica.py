@@ -17,6 +17,7 @@ from replicax._src.errors import ReductionError, UnsupportedError
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.program.capture import Capture
 from replicax._src.topology import REPLICA_AXIS
+from replicax._src.values import cut, largest_shape, pad
 
 # Leaves of at least this size are reduced by themselves: joining them would only cost memory.
 _ALONE_BYTES = 256 * 1024
@@ -104,13 +105,9 @@ class TracedCommunicator(Communicator):
         shapes = self._capture.shapes_of_all_replicas(tuple(value.shape))
         if len({len(shape) for shape in shapes}) > 1:
             raise ReductionError(f"Replicas hold arrays of different ranks: shapes {shapes}.")
-        largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-        padded = jnp.pad(value, [(0, big - own) for own, big in zip(value.shape, largest, strict=True)])
-        stacked = jax.lax.all_gather(padded, REPLICA_AXIS, axis=0)
-        return [
-            stacked[r] if shape == largest else stacked[r][tuple(slice(0, n) for n in shape)]
-            for r, shape in enumerate(shapes)
-        ]
+        largest = largest_shape(shapes)
+        stacked = jax.lax.all_gather(pad(value, largest), REPLICA_AXIS, axis=0)
+        return [cut(stacked[r], shape) for r, shape in enumerate(shapes)]
 
 
 def packed_sum(values: Sequence[Any], is_cpu: bool, bytes_per_pack: int = 0) -> list[Any]:
@@ -210,7 +207,7 @@ def reducible(value: Any) -> Any:
 def mean_of_sum(total: Any, count: Any) -> Any:
     """A sum divided by a count; integers become the default floating type."""
     if not jnp.issubdtype(total.dtype, jnp.inexact):
-        total = total.astype(jnp.float_)
+        total = total.astype(jnp.result_type(float))
     return total / jnp.asarray(count, total.dtype)
 
 

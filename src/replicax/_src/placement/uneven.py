@@ -7,6 +7,7 @@ takes its own variant's piece with ``lax.switch``. Collectives stay outside the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +20,18 @@ from replicax._src.errors import StructureError
 from replicax._src.program.capture import Uneven
 from replicax._src.program.numbering import number_constant, number_outputs
 from replicax._src.program.program import ReplicaProgram, Variant
-from replicax._src.program.verdict import has_replica_collective, is_replica_collective
+from replicax._src.program.rewrite import evaluate_inlined
+from replicax._src.program.verdict import (
+    Verdict,
+    has_replica_collective,
+    is_call_with_collective,
+    is_replica_collective,
+)
 from replicax._src.topology import REPLICA_AXIS
 from replicax._src.values import cut, largest_shape, pad
 
 TraceVariant = Callable[[int, Callable[[], Uneven], Sequence[bool] | None], Variant]
-_MAX_ROUNDS = 4
+_MAX_ROUNDS = 16
 
 
 def trace_uneven(
@@ -40,22 +47,30 @@ def trace_uneven(
     Raises:
       StructureError: The variants do not have the same collectives, or return different structures.
     """
-    count = max(variant_of_replica) + 1
-    known: list[list[tuple[int, ...]]] | None = None
+    known: list[list[tuple[int, ...]]] = []
     sums: list[bool] | None = None
     for _ in range(_MAX_ROUNDS):
-        variants = [
-            trace(v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums)
-            for v, first in ((v, list(variant_of_replica).index(v)) for v in range(count))
+        attempts = [
+            _attempt(trace, v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums)
+            for v, first in ((v, variant_of_replica.index(v)) for v in range(max(variant_of_replica) + 1))
         ]
-        _check_equal_counts([len(v.seen_shapes) for v in variants], "exchanges of arrays between replicas")
+        seen = [list(column) for column in zip(*(a.seen for a in attempts), strict=False)]
+        if seen != known:  # some shapes were guessed, and what was computed from them may be wrong
+            known = seen
+            continue
+        variants = [a.result() for a in attempts]
+        _check_equal_counts([len(a.seen) for a in attempts], "exchanges of arrays between replicas")
         _check_equal_counts([len(v.sums) for v in variants], "gradients given to optimizers")
-        seen = [list(column) for column in zip(*(v.seen_shapes for v in variants), strict=True)]
         joint = [any(column) for column in zip(*(v.sums for v in variants), strict=True)]
-        settled = all(v.sums == joint for v in variants) or sums == joint
-        if (seen == (known or [])) and settled:
+        if sums == joint or all(v.sums == joint for v in variants):
             break
-        known, sums = seen, joint
+        sums = joint
+    else:
+        raise StructureError(
+            f"The shapes that replicas exchange, or the gradients that they sum, still changed when the replica "
+            f"function was traced {_MAX_ROUNDS} times. Gather arrays of different sizes once, and compute from that."
+        )
+    variants = [_opened(v, len(variant_of_replica)) for v in variants]
     program = ReplicaProgram(variants, tuple(variant_of_replica))
     if len({tuple(id(e.slot) for e in v.written) for v in variants}) > 1:
         raise StructureError(
@@ -64,6 +79,55 @@ def trace_uneven(
         )
     _compare_numbers(program)
     return program
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """One trace of a variant: the variant, or how it failed; and the shapes exchanged until then."""
+
+    variant: Variant | None
+    error: Exception | None
+    seen: list[tuple[int, ...]]
+
+    def result(self) -> Variant:
+        if self.variant is None:
+            assert self.error is not None
+            raise self.error
+        return self.variant
+
+
+def _attempt(
+    trace: TraceVariant, number: int, make_uneven: Callable[[], Uneven], sums: Sequence[bool] | None
+) -> _Attempt:
+    """Traces one variant. While shapes are guessed it may fail where it will not when they are known."""
+    latest: list[Uneven] = []
+
+    def make() -> Uneven:
+        latest[:] = [make_uneven()]
+        return latest[0]
+
+    try:
+        variant = trace(number, make, sums)
+    except Exception as error:
+        return _Attempt(None, error, latest[0].seen if latest else [])
+    return _Attempt(variant, None, variant.seen_shapes)
+
+
+def _opened(variant: Variant, num_replicas: int) -> Variant:
+    """The variant with its collectives at the top level, but for those in scans, loops and conditions."""
+    if not any(is_call_with_collective(eqn) for eqn in variant.jaxpr.eqns):
+        return variant
+    jaxpr, consts = jax_compat.trace(
+        lambda *args: evaluate_inlined(variant.jaxpr, args),
+        [v.aval for v in variant.jaxpr.invars],
+        [(REPLICA_AXIS, num_replicas)],
+    )
+    return dataclasses.replace(
+        variant,
+        jaxpr=jaxpr,
+        consts=consts + variant.consts,
+        input_verdicts=[Verdict.SAME] * len(consts) + variant.input_verdicts,
+    )
 
 
 def _check_equal_counts(counts: Sequence[int], what: str) -> None:

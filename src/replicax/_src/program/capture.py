@@ -21,6 +21,7 @@ from replicax._src.program.markers import (
     gradient_p,
     placeholder_p,
     region_p,
+    watch_p,
 )
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.user_code import user_line
@@ -246,10 +247,23 @@ class Capture:
         self.tapes.remove(tape)
         region_p.bind(tape=tape_id, begins=False)
 
+    def watch(self, tape_id: int, value: Any) -> None:
+        """Marks in the trace that a tape watches an array from here on."""
+        watch_p.bind(value, tape=tape_id)
+
     def gradient(
-        self, tape_id: int, targets: list[Any], seeds: list[Any], sources: list[Any]
+        self,
+        tape_id: int,
+        targets: list[Any],
+        seeds: list[Any],
+        sources: list[Any],
+        derived: Sequence[bool],
+        watched: Sequence[Any],
     ) -> tuple[list[Any], set[int]]:
         """Leaves the marker of a ``tape.gradient`` in the trace.
+
+        Args:
+          derived: For each source, whether it counts only if it was computed from ``watched`` values.
 
         Returns:
           The gradients by ``sources``, and the positions that an earlier trace found unconnected.
@@ -275,9 +289,12 @@ class Capture:
             *targets,
             *seeds,
             *sources,
+            *watched,
             tape=tape_id,
             num_targets=len(targets),
             num_seeds=len(seeds),
+            num_sources=len(sources),
+            derived=tuple(derived),
             ordinal=ordinal,
         )
         return out, {i for i in range(len(sources)) if (ordinal, i) in self.unconnected}

@@ -136,7 +136,7 @@ def _is_numeric(dtype: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, DistributedValues)
+    return isinstance(value, DistributedValues) or hasattr(value, "assign")
 
 
 def is_lifted(content: Any) -> bool:

@@ -32,15 +32,20 @@ placeholder_p = jax_compat.source_primitive(
     "replicax_variable", lambda *, index, shape, dtype: jax_compat.shaped(shape, dtype)
 )
 
-# tape.gradient: operands are targets, their output gradients, then the sources as they were read.
-# Params: tape, num_targets, num_seeds, ordinal, user_line.
+# tape.gradient: operands are targets, their output gradients, the sources as they were read, and the watched
+# values, if a source is not watched itself but computed from them. Params: tape, num_targets, num_seeds,
+# num_sources, derived (for each source: is it such a one?), ordinal.
 gradient_p = jax_compat.marker_primitive(
     "replicax_gradient",
-    lambda *avals, num_targets, num_seeds, **_: [
-        jax_compat.shaped(a.shape, a.dtype) for a in avals[num_targets + num_seeds :]
+    lambda *avals, num_targets, num_seeds, num_sources, **_: [
+        jax_compat.shaped(a.shape, a.dtype)
+        for a in avals[num_targets + num_seeds : num_targets + num_seeds + num_sources]
     ],
     _refuse_gradient,
 )
+
+# tape.watch of an array: it is a source from here on. Params: tape.
+watch_p = jax_compat.marker_primitive("replicax_watch", lambda *avals, **_: [], _refuse_gradient)
 
 # The begin or end of what a tape records. Params: tape, begins.
 region_p = jax_compat.marker_primitive("replicax_tape", lambda *avals, **_: list(avals), _refuse_region)

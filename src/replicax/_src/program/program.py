@@ -239,7 +239,8 @@ def _resolve(traced: _Traced, rewriter: Rewriter, arg_verdicts: Sequence[Verdict
         )
         consts = more + consts
         verdicts = [Verdict.SAME] * len(more) + verdicts
-    outs = analyse(jaxpr, verdicts)[0] if traced.capture.is_replica else [Verdict.SAME] * len(jaxpr.outvars)
+    is_several = (traced.capture.num_replicas or 1) > 1
+    outs = analyse(jaxpr, verdicts)[0] if is_several else [Verdict.SAME] * len(jaxpr.outvars)
     num_arrays = sum(o.is_array for o in traced.outputs)
     return Variant(
         jaxpr,

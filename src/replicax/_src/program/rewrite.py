@@ -6,16 +6,18 @@ source and lead to the target are evaluated inside ``jax.vjp``, once, and everyt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.program.verdict import Verdict, analyse
+from replicax._src.program.verdict import Verdict, analyse, is_call_with_collective
 
-_MARKERS = frozenset({"replicax_gradient", "replicax_tape", "replicax_aggregate"})
+_MARKERS = frozenset({"replicax_gradient", "replicax_tape", "replicax_watch", "replicax_aggregate"})
+_RECORDING_MARKERS = frozenset({"replicax_tape", "replicax_watch"})
 SumGradients = Callable[[Sequence[Any]], list[Any]]
 
 
@@ -123,29 +125,40 @@ class _Body:
         self, marker: Any, sliced: Sequence[int], env: Mapping[Any, Any]
     ) -> tuple[list[Any], list[list[Any]]]:
         """The gradients of a marker, and the outputs of the equations of its slice."""
-        num_targets, num_seeds = marker.params["num_targets"], marker.params["num_seeds"]
-        targets = marker.invars[:num_targets]
-        seed_atoms = marker.invars[num_targets : num_targets + num_seeds]
-        sources = marker.invars[num_targets + num_seeds :]
-        keys = [_atom_key(s) for s in sources]
+        operands = _Operands.of(marker)
+        keys = [_atom_key(s) for s in operands.sources]
         unique = list(dict.fromkeys(keys))
+        atom_of = dict(zip(keys, operands.sources, strict=True))
         recorded = self.recorded.get(marker.params["tape"], frozenset())
-        atom_of = dict(zip(keys, sources, strict=True))
-
+        watched_at = _watch_positions(self.eqns, marker.params["tape"])
         computed = {var for index in sliced for var in self.eqns[index].outvars}
 
         def forward(source_values: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             given = dict(zip(unique, source_values, strict=True))
-            overlay: dict[Any, Any] = {k: v for k, v in given.items() if k not in computed}
+            overlay: dict[Any, Any] = {}
             inner = _Chain(overlay, env)
             primals: list[list[Any]] = []
+            waiting = sorted(unique, key=lambda key: watched_at.get(key, -1))
+
+            def activate_before(index: float) -> None:
+                # A source counts from where it is watched on; what used it before used a constant.
+                while waiting and watched_at.get(waiting[0], -1) < index:
+                    key = waiting.pop(0)
+                    if key not in computed:
+                        overlay[key] = given.pop(key)
+                    elif key in overlay:
+                        overlay[key] = overlay[key] + given.pop(key)
+
             for index in sliced:
+                activate_before(index)
                 eqn = self.eqns[index]
                 outputs = self._outputs(eqn, inner, detached=index not in recorded)
                 primals.append(outputs)
                 for var, value in zip(eqn.outvars, outputs, strict=True):
-                    overlay[var] = value + given[var] if var in given else value
-            return [self._read(inner, t) for t in targets], primals
+                    is_leaf = var in given and var not in waiting
+                    overlay[var] = value + given.pop(var) if is_leaf else value
+            activate_before(float("inf"))
+            return [self._read(inner, t) for t in operands.targets], primals
 
         # A source that the slice itself computes enters as a zero added to it: it is a leaf and a step on
         # the way to other sources at once.
@@ -156,15 +169,16 @@ class _Body:
             for key in unique
         ]
         primal_targets, pull_back, primals = jax.vjp(forward, values, has_aux=True)
-        if num_seeds:
-            cotangents = [self._read(env, a) for a in seed_atoms]
+        if operands.seeds:
+            cotangents = [self._read(env, a) for a in operands.seeds]
         else:
             cotangents = [jnp.ones(t.shape, t.dtype) for t in primal_targets]
         (gradients,) = pull_back(cotangents)
         by_key = dict(zip(unique, gradients, strict=True))
-        connected = _connected(self.eqns, sliced, recorded, unique, targets)
-        for position, key in enumerate(keys):
-            if key not in connected:
+        connected = _connected(self.eqns, sliced, recorded, watched_at, operands)
+        reached = _reached(self.eqns, recorded, watched_at, operands.watched)
+        for position, (key, is_derived) in enumerate(zip(keys, marker.params["derived"], strict=True)):
+            if key not in connected or (is_derived and key not in reached):
                 self.rewriter.unconnected.add((marker.params["ordinal"], position))
         return [by_key[key] for key in keys], primals
 
@@ -173,7 +187,7 @@ class _Body:
 
     def _outputs(self, eqn: Any, env: Mapping[Any, Any], detached: bool = False) -> list[Any]:
         name = eqn.primitive.name
-        if name == "replicax_tape":
+        if name in _RECORDING_MARKERS:
             return []
         if name == "replicax_gradient":  # an inner tape on the path of an outer one
             index = next(i for i, e in enumerate(self.eqns) if e is eqn)
@@ -217,6 +231,31 @@ class _Chain(Mapping):
         return len({**self._first, **self._second})
 
 
+class _Operands(NamedTuple):
+    """The operands of the marker of a ``tape.gradient``."""
+
+    targets: Sequence[Any]
+    seeds: Sequence[Any]
+    sources: Sequence[Any]
+    watched: Sequence[Any]
+
+    @classmethod
+    def of(cls, marker: Any) -> _Operands:
+        counts = [marker.params[name] for name in ("num_targets", "num_seeds", "num_sources")]
+        ends = list(itertools.accumulate(counts))
+        atoms = list(marker.invars)
+        return cls(atoms[: ends[0]], atoms[ends[0] : ends[1]], atoms[ends[1] : ends[2]], atoms[ends[2] :])
+
+
+def _watch_positions(eqns: Sequence[Any], tape: int) -> dict[Any, int]:
+    """Where ``tape.watch`` first named each array."""
+    positions: dict[Any, int] = {}
+    for index, eqn in enumerate(eqns):
+        if eqn.primitive.name == "replicax_watch" and eqn.params["tape"] == tape:
+            positions.setdefault(_atom_key(eqn.invars[0]), index)
+    return positions
+
+
 def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
     """For each tape, the indices of the equations that it recorded."""
     recording: dict[int, set[int]] = {}
@@ -234,15 +273,15 @@ def _recorded_equations(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
 
 def _slice_of(eqns: Sequence[Any], stop: int, marker: Any) -> list[int]:
     """The equations before ``stop`` that depend on a source of ``marker`` and lead to a target."""
-    num_targets, num_seeds = marker.params["num_targets"], marker.params["num_seeds"]
-    depends = {_atom_key(a) for a in marker.invars[num_targets + num_seeds :]}
+    operands = _Operands.of(marker)
+    depends = {_atom_key(a) for a in operands.sources}
     forward: list[int] = []
     for index in range(stop):
         eqn = eqns[index]
-        if eqn.primitive.name != "replicax_tape" and any(_atom_key(a) in depends for a in eqn.invars):
+        if eqn.primitive.name not in _RECORDING_MARKERS and any(_atom_key(a) in depends for a in eqn.invars):
             forward.append(index)
             depends.update(eqn.outvars)
-    needed = {_atom_key(a) for a in marker.invars[:num_targets]}
+    needed = {_atom_key(a) for a in operands.targets}
     chosen: list[int] = []
     for index in reversed(forward):
         if any(var in needed for var in eqns[index].outvars):
@@ -252,23 +291,72 @@ def _slice_of(eqns: Sequence[Any], stop: int, marker: Any) -> list[int]:
 
 
 def _connected(
-    eqns: Sequence[Any], sliced: Sequence[int], recorded: frozenset[int], sources: Sequence[Any], targets: Any
+    eqns: Sequence[Any],
+    sliced: Sequence[int],
+    recorded: frozenset[int],
+    watched_at: Mapping[Any, int],
+    operands: _Operands,
 ) -> set[Any]:
     """The sources from which a chain of recorded, differentiable equations leads to a target."""
-    needed = {_atom_key(t) for t in targets}
+    needed = {_atom_key(t) for t in operands.targets}
+    found = set(needed)
     for index in reversed(sliced):
         eqn = eqns[index]
-        if index not in recorded or eqn.primitive.name == "stop_gradient":
-            continue
-        if any(v in needed and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
-            needed.update(_atom_key(a) for a in eqn.invars)
-    return {s for s in sources if s in needed}
+        if index in recorded and _passes_gradients(eqn, needed):
+            keys = [_atom_key(a) for a in eqn.invars]
+            needed.update(keys)
+            found.update(key for key in keys if watched_at.get(key, -1) < index)
+    return {key for key in map(_atom_key, operands.sources) if key in found}
+
+
+def _reached(
+    eqns: Sequence[Any], recorded: frozenset[int], watched_at: Mapping[Any, int], watched: Sequence[Any]
+) -> set[Any]:
+    """The values that recorded, differentiable equations compute from watched ones."""
+    if not watched:
+        return set()
+    reached = {_atom_key(a) for a in watched}
+    for index in sorted(recorded):
+        eqn = eqns[index]
+        keys = [_atom_key(a) for a in eqn.invars]
+        if any(k in reached and watched_at.get(k, -1) < index for k in keys):
+            reached.update(v for v in eqn.outvars if _passes_gradients(eqn, {v}))
+    return reached
+
+
+def _passes_gradients(eqn: Any, wanted: set[Any]) -> bool:
+    """Whether derivatives go through an equation to one of the ``wanted`` outputs."""
+    if eqn.primitive.name == "stop_gradient":
+        return False
+    return any(v in wanted and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 
 def _stop_gradient(value: Any) -> Any:
     if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact):
         return jax.lax.stop_gradient(value)
     return value
+
+
+def evaluate_inlined(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    """The outputs of ``jaxpr``, whose marks are resolved, with the calls in it that replicas meet in opened up.
+
+    To cut a trace at its collectives, all of them must stand at its top level. What a call means besides its
+    body (recompute on the way back, a derivative of one's own) has had its effect by then.
+    """
+    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(a) for a in eqn.invars]
+        if is_call_with_collective(eqn):
+            inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+            outputs = evaluate_inlined(inner, operands[len(operands) - len(inner.invars) :], inner_consts)
+        else:
+            outputs = jax_compat.bind_equation(eqn, operands)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(a) for a in jaxpr.outvars]
 
 
 def _evaluate_nested(rewriter: Rewriter, eqn: Any, args: list[Any], verdicts: list[Verdict]) -> list[Any]:

@@ -116,6 +116,8 @@ class GradientTape:
                     f"tape.watch got {leaf!r}, a {type(leaf).__name__}; {_NOT_RECORDED}. For a number use "
                     f"jnp.asarray(number) and compute with that."
                 )
+            if id(leaf) not in self._watched and self._is_recording and not _is_variable(leaf):
+                self._capture.watch(self._id, leaf)
             self._watched[id(leaf)] = leaf
 
     def watched_variables(self) -> tuple[Any, ...]:
@@ -135,13 +137,20 @@ class GradientTape:
 
     def _readings(self, source: Any) -> list[Any]:
         """The arrays whose gradients, added, are the gradient of ``source``."""
-        if id(source) in self._reads and self._is_watched_variable(source):
-            values = self._reads[id(source)][1]
-        elif id(source) in self._watched and not _is_variable(source):
-            values = [source]
+        if _is_variable(source):
+            is_read = id(source) in self._reads and self._is_watched_variable(source)
+            values = self._reads[id(source)][1] if is_read else []
         else:
-            return []
+            values = [source] if isinstance(source, jax.Array) else []
         return [v for v in values if jnp.issubdtype(v.dtype, jnp.inexact)]
+
+    def _watched_values(self) -> list[Any]:
+        """The arrays from which everything that the tape can differentiate by is computed."""
+        values = [leaf for leaf in self._watched.values() if not _is_variable(leaf)]
+        for variable, readings in self._reads.values():
+            if self._is_watched_variable(variable):
+                values += readings
+        return values
 
     def gradient(
         self,
@@ -154,7 +163,7 @@ class GradientTape:
 
         Args:
           target: An array, or a nest of arrays, whose gradients add up.
-          sources: Variables or watched arrays, or a nest of these.
+          sources: Variables, watched arrays, arrays computed from these, or a nest of such.
           output_gradients: Nest like ``target``: what to weigh its elements with; ones by default.
           unconnected_gradients: NONE: a source on which the target does not depend gives None; ZERO: zeros.
 
@@ -190,7 +199,15 @@ class GradientTape:
         targets = [jnp.asarray(t) for t in _leaves(target)]
         seed_leaves = _seeds(seeds, target, len(targets))
         flat = [value for values in readings for value in values]
-        gradients, missing = capture.gradient(self._id, targets, seed_leaves, flat) if flat else ([], set())
+        derived = [
+            not _is_variable(leaf) and id(leaf) not in self._watched
+            for leaf, values in zip(leaves, readings, strict=True)
+            for _ in values
+        ]
+        watched = self._watched_values() if any(derived) else []
+        gradients, missing = (
+            capture.gradient(self._id, targets, seed_leaves, flat, derived, watched) if flat else ([], set())
+        )
         results = []
         position = 0
         for leaf, values in zip(leaves, readings, strict=True):

@@ -184,6 +184,13 @@ def is_replica_collective(eqn: Any) -> bool:
     return eqn.primitive.name in _COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
 
 
+def is_call_with_collective(eqn: Any) -> bool:
+    """Whether an equation calls a function (jit, checkpoint, …) in which replicas must meet."""
+    return eqn.primitive.name in _ONE_TO_ONE and any(
+        has_replica_collective(jax_compat.inner_jaxpr(s)[0]) is not None for s in jax_compat.sub_jaxprs(eqn)
+    )
+
+
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
     """The names of the axes that a collective equation goes over."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))

@@ -156,8 +156,8 @@ class StrategyExtended:
     ) -> Any:
         """Calls ``fn(var, *args, **kwargs)`` so that every copy of ``var`` is updated alike.
 
-        One program updates all copies: ``fn`` is called once, in cross-replica context; ``Mirrored`` and, in
-        ``merge_call``, per-replica arguments arrive as arrays.
+        ``fn`` sees the copy (or the component, of an ON_READ variable) of one replica, and of per-replica
+        arguments that replica's component; what it assigns is not aggregated.
 
         Args:
           group: True: returns what ``fn`` returns; False: a tuple of it for each replica.
@@ -170,13 +170,20 @@ class StrategyExtended:
                 f"extended.update: {getattr(var, 'name', var)!r} is not a variable made in the scope of "
                 f"{self._strategy!r}. Make it inside `with strategy.scope():`."
             )
-        opened = jax.tree_util.tree_map(_unwrap, tuple(args), is_leaf=_is_whole)
-        keywords = jax.tree_util.tree_map(_unwrap, dict(kwargs or {}), is_leaf=_is_whole)
-        with contextlib.ExitStack() as stack:
-            if context.merge_communicator() is None:
-                stack.enter_context(context.scope(self._strategy))
-            result = fn(var, *opened, **keywords)
-        return result if group else (result,) * self._strategy.num_replicas_in_sync
+        strategy = self._strategy
+        given = (tuple(args), dict(kwargs or {}))
+        if context.merge_communicator() is None and _has_per_replica(given):
+            result = strategy.run(lambda given: self._update(var, fn, given), args=(given,))
+            return result if group else strategy.experimental_local_results(result)
+        result = self._update(var, fn, given)
+        return result if group else (result,) * strategy.num_replicas_in_sync
+
+    def _update(self, var: Any, fn: Callable[..., Any], given: Any) -> Any:
+        args, kwargs = jax.tree_util.tree_map(_unwrap, given, is_leaf=_is_whole)
+        replica = context.get_replica_context() if context.in_replica_function() else None
+        communicator = replica.communicator if replica is not None else context.merge_communicator()
+        with context.merge_context(self._strategy, communicator, is_update=True):
+            return fn(var, *args, **kwargs)
 
     def update_non_slot(
         self,
@@ -230,6 +237,11 @@ def owner_of(variable: Any) -> Any:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, (DistributedValues, IndexedSlices)) or hasattr(value, "assign")
+
+
+def _has_per_replica(nest: Any) -> bool:
+    leaves = jax.tree_util.tree_leaves(nest, is_leaf=_is_whole)
+    return any(isinstance(leaf, PerReplica) and not leaf.is_equal for leaf in leaves)
 
 
 def _unwrap(leaf: Any) -> Any:

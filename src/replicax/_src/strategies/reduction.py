@@ -63,7 +63,7 @@ def _reduce_leaf(
         if op is ReduceOp.SUM and topology.num_replicas > 1:
             raise ReductionError(_plain_text("A Mirrored value, which is one value,", value, op))
         value = value.as_array()
-    if topology.num_replicas > 1 and (op is ReduceOp.SUM or axes is not None):
+    if topology.num_replicas > 1 and op is ReduceOp.SUM:
         raise ReductionError(_plain_text("A non-DistributedValues value", value, op))
     if axes is None:
         return value

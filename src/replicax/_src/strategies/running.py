@@ -306,7 +306,7 @@ def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...]
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, DistributedValues)
+    return isinstance(value, DistributedValues) or hasattr(value, "assign")
 
 
 def _donated(args: Sequence[Any], described: Sequence[Leaf], options: RunOptions) -> list[bool]:

@@ -125,7 +125,7 @@ class Strategy:
         """
         context.check_may_enter(self)
         ensure_bridges()
-        return context.scope(self)
+        return context.Scope(self)
 
     def run(
         self,
@@ -173,7 +173,7 @@ class Strategy:
         if options is not None and not isinstance(options, RunOptions):
             raise InvalidArgumentError(f"options must be an rx.RunOptions, got {type(options)}.")
         context.check_may_enter(self)
-        with context.scope(self):
+        with context.Scope(self):
             if options is not None and options.eager:
                 return run_eagerly(self, fn, args, kwargs or {})
             return self.runner.run(fn, args, kwargs or {}, options or _DEFAULT_OPTIONS)

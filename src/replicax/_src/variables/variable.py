@@ -37,7 +37,7 @@ class Variable(ArrayLike):
 
     Args:
       initial_value: An array, a number, or a function of no arguments that returns one. Evaluated once.
-      trainable: Gradient tapes watch it when it is read.
+      trainable: Gradient tapes watch it when it is read; default: True, but for ON_READ variables.
       name: For messages and checkpoints.
       dtype: Default: of ``initial_value``, as JAX has it.
       synchronization: AUTO (as ON_WRITE), ON_WRITE or ON_READ.
@@ -58,15 +58,18 @@ class Variable(ArrayLike):
     def __init__(
         self,
         initial_value: Any,
-        trainable: bool = True,
+        trainable: bool | None = None,
         name: str | None = None,
         dtype: Any = None,
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ):
         self.name = name if name is not None else "Variable"
-        self.trainable = bool(trainable)
         self.synchronization = VariableSynchronization.parse(synchronization)
+        if self.synchronization is VariableSynchronization.AUTO:
+            self.synchronization = VariableSynchronization.ON_WRITE
+        is_written = self.synchronization is VariableSynchronization.ON_WRITE
+        self.trainable = is_written if trainable is None else bool(trainable)
         self.aggregation = VariableAggregation.parse(aggregation)
         if self.synchronization is VariableSynchronization.NONE:
             raise VariableError(
@@ -86,7 +89,9 @@ class Variable(ArrayLike):
         self._has_components = (
             self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1
         )
-        self._value = self._placement.place(value, self._sum_parts(value) if self._has_components else None)
+        with jax_compat.outside_traces():
+            parts = self._sum_parts(value) if self._has_components else None
+            self._value = self._placement.place(value, parts)
 
     # --- reading --------------------------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class Variable(ArrayLike):
     def read_value(self) -> jax.Array:
         """As ``value``."""
         raw = self._raw()
-        if not self._has_components or context.in_replica_function():
+        if not self._has_components or context.in_replica_function() or context.in_update():
             return raw
         return self._aggregate(raw)
 
@@ -215,7 +220,7 @@ class Variable(ArrayLike):
             if not self._has_components and communicator is not None:
                 value = self._combine_replicas(communicator, method, value)
             return self._write(combine(raw, value))
-        if self._has_components:
+        if self._has_components and not context.in_update():
             self._write_components(method, raw, value, combine)
         else:
             self._write(combine(raw, value))
@@ -262,6 +267,7 @@ class Variable(ArrayLike):
             self._value = self._placement.place(raw, raw if self._has_components else None)
         else:
             capture.write(self, raw)
+            raw = capture.read(self)
         return raw
 
     def _write_components(
@@ -399,3 +405,6 @@ def _make_slot(variable: Any, num_replicas: int) -> Slot | None:
 
 
 slot_makers.append(_make_slot)
+
+# In functions of JAX a variable is its value.
+jax.tree_util.register_pytree_node(Variable, lambda v: ((v.read_value(),), None), lambda _, values: values[0])
