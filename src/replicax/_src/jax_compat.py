@@ -13,8 +13,11 @@ import jax
 import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax._src import config as _private_config
+from jax._src import core as _private_core
 from jax._src import source_info_util as _private_source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 
@@ -257,3 +260,198 @@ def outside_traces() -> Iterator[None]:
     """Evaluates at once what is computed inside, also in the middle of a trace."""
     with jax.ensure_compile_time_eval():
         yield
+
+
+# --- evaluating operation by operation, observed (RunOptions(eager=True)) ------------------------------
+
+
+class Operation:
+    """One operation that JAX is about to evaluate: a primitive, or a function with its own derivative.
+
+    Attributes:
+      primitive, params: As in an equation of a jaxpr.
+    """
+
+    __slots__ = ("_evaluate", "params", "primitive")
+
+    def __init__(
+        self, primitive: Any, params: dict[str, Any], evaluate: Callable[..., list[Any]] | None = None
+    ):
+        self.primitive = primitive
+        self.params = params
+        self._evaluate = evaluate
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @property
+    def source_info(self) -> Any:
+        """Where the user's code is now."""
+        return source_info_util.current()
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Evaluates it in the current trace; may be called again, and differentiated."""
+        if self._evaluate is not None:
+            return self._evaluate(*args)
+        out = self.primitive.bind(*args, **self.params)
+        return list(out) if self.primitive.multiple_results else [out]
+
+    def pull_back(self, cotangents: Sequence[Any]) -> list[Any] | None:
+        """The cotangents of the operands of a ``linear_primitive``; None for others."""
+        transpose = _linear_transposes.get(self.primitive)
+        return None if transpose is None else list(transpose(*cotangents, **self.params))
+
+
+Observe = Callable[[Operation, list[Any]], list[Any]]
+
+
+class EagerTrace(_private_core.Trace):
+    """Hands every operation to ``observe``, which evaluates it: values stay concrete arrays.
+
+    Args:
+      observe: Takes the operation and its concrete operands, gives its results.
+      is_recording: Whether functions with derivatives of their own must come as one operation.
+    """
+
+    __slots__ = ("_is_recording", "_observe")
+
+    def __init__(self, observe: Observe, is_recording: Callable[[], bool]):
+        super().__init__()
+        self._observe = observe
+        self._is_recording = is_recording
+
+    def stage_value(self, value: Any) -> Any:
+        return value.look_up() if isinstance(value, Late) else value
+
+    def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
+        results = self._observe(Operation(primitive, params), [self.stage_value(a) for a in args])
+        return results if primitive.multiple_results else results[0]
+
+    def process_call(self, primitive: Any, fun: Any, args: Sequence[Any], params: Any, /) -> Any:
+        del primitive, params
+        with set_current_trace(self):
+            return fun.call_wrapped(*args)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, args: Any, /, **params: Any) -> Any:
+        return self._custom(primitive, (fun, jvp), args, params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, args: Any, /, **params: Any
+    ) -> Any:
+        return self._custom(primitive, (fun, fwd, bwd), args, params)
+
+    def _custom(self, primitive: Any, functions: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        args = [self.stage_value(a) for a in args]
+        if not self._is_recording():
+            with set_current_trace(self):
+                return functions[0].call_wrapped(*args)
+        # Such functions can be called once only; as a jaxpr they can be differentiated as often as one likes.
+        with evaluating():
+            jaxpr, consts = trace(lambda *xs: primitive.bind(*xs, subfuns=functions, **params), args)
+        operands = [self.stage_value(c) for c in consts] + args
+        return self._observe(
+            Operation(primitive, {"jaxpr": jaxpr}, lambda *xs: eval_jaxpr(jaxpr, xs)), operands
+        )
+
+
+class Late(Tracer):
+    """A value that is looked up where it is used: a variable read while JAX stages a function (jit, scan, …).
+
+    JAX keeps what it has staged and uses it again in other steps and for other replicas, whose values differ.
+    """
+
+    __slots__ = ("look_up",)
+
+    def __init__(self, aval: Any, look_up: Callable[[], Any]):
+        super().__init__(_LATE_TRACE, aval)
+        self.look_up = look_up
+
+    def full_lower(self) -> Any:
+        return self
+
+
+_LATE_TRACE = _private_core.Trace()
+
+
+def evaluating() -> contextlib.AbstractContextManager[Any]:
+    """Inside, JAX evaluates at once, observed by nobody."""
+    return set_current_trace(_private_core.eval_trace)
+
+
+def current_trace() -> Any:
+    """The trace that operations are given to now."""
+    with take_current_trace() as current:
+        return current
+
+
+def is_evaluating() -> bool:
+    """Whether JAX evaluates operations at once: the caller is in no function that JAX traces."""
+    return current_trace() is _private_core.eval_trace or current_trace() is None
+
+
+def is_staging() -> bool:
+    """Whether what is computed now ends up in a jaxpr (jit, scan, cond), at any depth."""
+    current = current_trace()
+    while current is not None and not isinstance(current, _partial_eval.DynamicJaxprTrace):
+        current = getattr(current, "parent_trace", None)
+    return current is not None
+
+
+def with_axis_names(names: Sequence[tuple[str, int]]) -> contextlib.AbstractContextManager[Any]:
+    """Makes axis names known; JAX's caches of inner functions are apart for each set of names."""
+    return _private_core.extend_axis_env_nd(list(names))
+
+
+def thread_options() -> dict[Any, Any]:
+    """The JAX options set for this thread only (``with jax.default_device(…)`` and kin)."""
+    set_here = ((state, state.get_local()) for state in _private_config.config_states.values())
+    return {state: value for state, value in set_here if value is not _private_config.config_ext.unset}
+
+
+@contextlib.contextmanager
+def with_thread_options(options: dict[Any, Any]) -> Iterator[None]:
+    """Inside, this thread has the options that ``thread_options`` found in another."""
+    with contextlib.ExitStack() as stack:
+        for state, value in options.items():
+            stack.enter_context(state(value))
+        yield
+
+
+_linear_transposes: dict[Any, Callable[..., Sequence[Any]]] = {}
+
+
+def linear_primitive(
+    name: str,
+    evaluate: Callable[..., Sequence[Any]],
+    abstract_eval: Callable[..., Sequence[Any]],
+    transpose: Callable[..., Sequence[Any]],
+    refuse: Callable[[str], Exception],
+) -> Any:
+    """A linear function of several arrays of one kind (all floating, or none) that Python evaluates.
+
+    Args:
+      evaluate: Concrete arrays to concrete arrays.
+      abstract_eval: The avals of its outputs.
+      transpose: Cotangents of all outputs to cotangents of all operands.
+      refuse: Builds the error for ``"vmap"`` or ``"compilation"``.
+    """
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate)
+    primitive.def_abstract_eval(abstract_eval)
+
+    def transposed(cotangents: Sequence[Any], *_: Any, **params: Any) -> Sequence[Any]:
+        return transpose(*[ad.instantiate_zeros(c) for c in cotangents], **params)
+
+    def batch(*_args: Any, **_params: Any) -> Any:
+        raise refuse("vmap")
+
+    def lower(*_args: Any, **_params: Any) -> Any:
+        raise refuse("compilation")
+
+    ad.deflinear2(primitive, transposed)
+    _linear_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, lower)
+    return primitive

@@ -256,12 +256,18 @@ class Launcher:
         self.consts = [jax.device_put(v.consts, topology.replicated) for v in program.variants]
         self.placed = self._place(rows_of_replica)
         donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
-        self._compiled = jax.jit(self.placed, donate_argnums=donate, compiler_options=compiler_options)
+        self.compiled = jax.jit(self.placed, donate_argnums=donate, compiler_options=compiler_options)
 
     @property
     def state_slots(self) -> tuple[list[Slot], list[Slot]]:
         """The slots written and those only read, in the order in which ``placed`` takes them."""
         return self._written.slots, self._read.slots
+
+    def lower(self, args: Sequence[Any]) -> Any:
+        """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it, with the state as it is now."""
+        given, kept = self._split(args)
+        written, read = self._written.load(for_donation=False), self._read.load(for_donation=False)
+        return self.compiled.lower(written, read, self.consts, given, kept)
 
     def _place(self, rows: Sequence[int] | None) -> Callable[..., Any]:
         """The program over the mesh: (written state, read state, constants, donated arguments, other
@@ -334,7 +340,7 @@ class Launcher:
         written = self._written.load(for_donation=self._donates)
         read = self._read.load(for_donation=False)
         given, kept = self._split(args) if any(self._donated_args) else ([], args)
-        new, sums, outs, token = self._compiled(written, read, self.consts, given, kept)
+        new, sums, outs, token = self.compiled(written, read, self.consts, given, kept)
         if not self._donates:
             jax.block_until_ready((new, outs))
         self._written.store(new, sums)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.errors import StructureError
 from replicax._src.program.capture import Uneven
-from replicax._src.program.numbering import number_constant, number_outputs
+from replicax._src.program.numbering import number_constant, number_of, number_values
 from replicax._src.program.program import ReplicaProgram, Variant
 from replicax._src.program.rewrite import evaluate_inlined
 from replicax._src.program.verdict import (
@@ -143,17 +143,11 @@ def _compare_numbers(program: ReplicaProgram) -> None:
     """A value is the same on all replicas only if it also is the same computation in every variant."""
     out_numbers, write_numbers = [], []
     for variant in program.variants:
-        num_args = len(variant.jaxpr.invars) - len(variant.consts) - len(variant.entries)
-        inputs = [
-            *map(number_constant, variant.consts),
-            *(("variable", id(e.slot)) for e in variant.entries),
-            *(("argument", i) for i in range(num_args)),
-        ]
-        numbers = number_outputs(variant.jaxpr, inputs)
+        known = number_variant(variant)
+        numbers = [number_of(known, atom) for atom in variant.jaxpr.outvars]
         out_numbers.append(numbers[: variant.num_arrays])
-        write_numbers.append(
-            dict(zip((id(e.slot) for e in variant.written), numbers[variant.num_arrays :], strict=True))
-        )
+        slots = [id(e.slot) for e in variant.written]
+        write_numbers.append(dict(zip(slots, numbers[variant.num_arrays :], strict=True)))
     for i, column in enumerate(zip(*out_numbers, strict=True)):
         program.same_outputs[i] &= len(set(column)) == 1
     for i, index in enumerate(program.written):
@@ -161,13 +155,35 @@ def _compare_numbers(program: ReplicaProgram) -> None:
         program.same_writes[i] &= len({numbers.get(key) for numbers in write_numbers}) == 1
 
 
+def number_variant(variant: Variant) -> dict[Any, Any]:
+    """The numbers of a variant's values, comparable between variants of one function."""
+    jaxpr = variant.jaxpr
+    args = jaxpr.invars[len(variant.consts) + len(variant.entries) :]
+    return number_values(
+        jaxpr,
+        [
+            *map(number_constant, variant.consts),
+            *(("variable", id(e.slot)) for e in variant.entries),
+            *(("argument", i, tuple(v.aval.shape)) for i, v in enumerate(args)),
+        ],
+    )
+
+
 class UnevenEvaluator:
-    """Evaluates a program of several variants on one replica's padded arrays, inside ``shard_map``."""
+    """Evaluates a program of several variants on one replica's padded arrays, inside ``shard_map``.
+
+    What all variants compute alike (an optimizer's update, after the gradients have been summed) is evaluated
+    once, outside of the switch.
+    """
 
     def __init__(self, program: ReplicaProgram):
         self._program = program
         self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants]
         _check_equal_counts([len(c) for c in self._cuts], "collectives")
+        numbers = [number_variant(v) for v in program.variants]
+        shared = set.intersection(*(set(n.values()) for n in numbers))
+        # For each variant the number of each value that all variants compute alike.
+        self._shared = [{v: n for v, n in known.items() if n in shared} for known in numbers]
         first = program.variants[0].jaxpr
         for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):
             for a, b in zip(self._cuts[0], cuts, strict=True):
@@ -193,86 +209,116 @@ class UnevenEvaluator:
             values = [*own_consts, *own_state, *args]
             envs.append(dict(zip(variant.jaxpr.invars, values, strict=True)))
         starts = [0] * len(variants)
-        for number in range(len(self._cuts[0]) + 1):
-            is_last = number == len(self._cuts[0])
-            stops = [
-                len(v.jaxpr.eqns) if is_last else c[number] for v, c in zip(variants, self._cuts, strict=True)
-            ]
-            wanted = [
-                list(v.jaxpr.outvars) if is_last else list(v.jaxpr.eqns[stop].invars)
-                for v, stop in zip(variants, stops, strict=True)
-            ]
-            live = [
-                [] if is_last else _live_across(v.jaxpr, start, stop)
-                for v, start, stop in zip(variants, starts, stops, strict=True)
-            ]
-            operands, envs = self._run_pieces(choice, envs, starts, stops, wanted, live)
-            if is_last:
-                return self._split_outputs(operands)
-            eqn = variants[0].jaxpr.eqns[stops[0]]
-            results = jax_compat.bind_equation(eqn, operands)
-            for env, variant, stop in zip(envs, variants, stops, strict=True):
-                env.update(zip(variant.jaxpr.eqns[stop].outvars, results, strict=True))
-            starts = [stop + 1 for stop in stops]
-        raise AssertionError("the last piece returns")
+        for cuts in zip(*self._cuts, strict=True):
+            pieces = [_Piece(v.jaxpr, a, b) for v, a, b in zip(variants, starts, cuts, strict=True)]
+            operands = self._run_pieces(choice, envs, pieces)
+            results = jax_compat.bind_equation(variants[0].jaxpr.eqns[cuts[0]], operands)
+            for env, variant, index in zip(envs, variants, cuts, strict=True):
+                env.update(zip(variant.jaxpr.eqns[index].outvars, results, strict=True))
+            starts = [index + 1 for index in cuts]
+        pieces = [_Piece(v.jaxpr, a, len(v.jaxpr.eqns)) for v, a in zip(variants, starts, strict=True)]
+        values = self._run_pieces(choice, envs, pieces)
+        num_arrays = variants[0].num_arrays
+        return values[:num_arrays], values[num_arrays:]
 
-    def _split_outputs(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
-        num = self._program.variants[0].num_arrays
-        return values[:num], values[num:]
+    def _run_pieces(self, choice: Any, envs: list[dict[Any, Any]], pieces: Sequence[_Piece]) -> list[Any]:
+        """Runs the equations between two cuts: the shared ones, then each variant's own in a branch.
 
-    def _run_pieces(
+        Returns:
+          What the pieces are wanted for, padded to the largest shapes. ``envs`` learn what lives on.
+        """
+        self._run_shared(envs, pieces)
+        own = [
+            [e for e in piece.eqns if not all(v in shared for v in e.outvars)]
+            for piece, shared in zip(pieces, self._shared, strict=True)
+        ]
+        wanted = list(zip(*(piece.wanted for piece in pieces), strict=True))
+        direct = [all(self._is_shared(n, a) for n, a in enumerate(column)) for column in wanted]
+        in_branch = [column for column, is_direct in zip(wanted, direct, strict=True) if not is_direct]
+        live = [
+            [v for v in piece.live if v not in shared]
+            for piece, shared in zip(pieces, self._shared, strict=True)
+        ]
+        chosen = iter(())
+        if in_branch or any(live):
+            results = self._switch(choice, envs, own, in_branch, live)
+            chosen = iter(results)
+        return [
+            _read(envs[0], column[0]) if is_direct else next(chosen)
+            for column, is_direct in zip(wanted, direct, strict=True)
+        ]
+
+    def _is_shared(self, number: int, atom: Any) -> bool:
+        return not isinstance(atom, jax_compat.Literal) and atom in self._shared[number]
+
+    def _run_shared(self, envs: list[dict[Any, Any]], pieces: Sequence[_Piece]) -> None:
+        """Evaluates what all variants compute alike, and tells every variant's environment."""
+        made: dict[Any, Any] = {}
+        for eqn in pieces[0].eqns:
+            if all(v in self._shared[0] for v in eqn.outvars):
+                values = jax_compat.bind_equation(eqn, [_read(envs[0], a) for a in eqn.invars])
+                envs[0].update(zip(eqn.outvars, values, strict=True))
+                made.update((self._shared[0][v], x) for v, x in zip(eqn.outvars, values, strict=True))
+        for env, piece, shared in zip(envs[1:], pieces[1:], self._shared[1:], strict=True):
+            for eqn in piece.eqns:
+                env.update((v, made[shared[v]]) for v in eqn.outvars if shared.get(v) in made)
+
+    def _switch(
         self,
         choice: Any,
         envs: list[dict[Any, Any]],
-        starts: Sequence[int],
-        stops: Sequence[int],
+        eqns: Sequence[Sequence[Any]],
         wanted: Sequence[Sequence[Any]],
         live: Sequence[Sequence[Any]],
-    ) -> tuple[list[Any], list[dict[Any, Any]]]:
-        """Runs each variant's equations between two cuts in a branch of its own."""
-        variants = self._program.variants
-        wanted_shapes = [_largest([a.aval for a in column]) for column in zip(*wanted, strict=True)]
+    ) -> list[Any]:
+        """Runs each variant's equations in a branch of its own; the values of ``wanted``, padded."""
+        wanted_shapes = [_largest([a.aval for a in column]) for column in wanted]
         is_paired = _can_pair(live)
-        groups = [list(column) for column in zip(*live, strict=True)] if is_paired else None
-        live_avals = (
-            [_largest([v.aval for v in group]) for group in groups]
-            if groups is not None
-            else [(v.aval.shape, v.aval.dtype) for own in live for v in own]
-        )
+        if is_paired:
+            live_shapes = [_largest([v.aval for v in column]) for column in zip(*live, strict=True)]
+        else:  # each variant's values travel in places of their own, zeros in the others'
+            live_shapes = [(v.aval.shape, v.aval.dtype) for own in live for v in own]
+        firsts = [0 if is_paired else sum(len(other) for other in live[:n]) for n in range(len(live))]
 
         def branch(number: int) -> Callable[[], list[Any]]:
             def evaluate() -> list[Any]:
-                jaxpr = variants[number].jaxpr
                 env = dict(envs[number])
-                for eqn in jaxpr.eqns[starts[number] : stops[number]]:
+                for eqn in eqns[number]:
                     args = [_read(env, a) for a in eqn.invars]
                     env.update(zip(eqn.outvars, jax_compat.bind_equation(eqn, args), strict=True))
                 results = [
-                    _padded(_read(env, a), shape, dtype)
-                    for a, (shape, dtype) in zip(wanted[number], wanted_shapes, strict=True)
+                    _padded(_read(env, column[number]), shape, dtype)
+                    for column, (shape, dtype) in zip(wanted, wanted_shapes, strict=True)
                 ]
-                own = [_read(env, v) for v in live[number]]
-                if is_paired:
-                    carried = [_padded(v, *aval) for v, aval in zip(own, live_avals, strict=True)]
-                else:
-                    carried = [jnp.zeros(shape, dtype) for shape, dtype in live_avals]
-                    first = sum(len(other) for other in live[:number])
-                    carried[first : first + len(own)] = own
+                carried = [] if is_paired else [jnp.zeros(shape, dtype) for shape, dtype in live_shapes]
+                first, count = firsts[number], len(live[number])
+                carried[first : first + count] = [
+                    _padded(_read(env, v), *live_shapes[first + i]) for i, v in enumerate(live[number])
+                ]
                 return results + carried
 
             return evaluate
 
-        results = jax.lax.switch(choice, [branch(v) for v in range(len(variants))])
-        carried = results[len(wanted_shapes) :]
-        following = []
-        first = 0
-        for number in range(len(variants)):
-            env = dict(envs[number])
-            own = carried if is_paired else carried[first : first + len(live[number])]
-            env.update(zip(live[number], own, strict=True))
-            first += len(live[number])
-            following.append(env)
-        return results[: len(wanted_shapes)], following
+        results = jax.lax.switch(choice, [branch(number) for number in range(len(envs))])
+        carried = results[len(wanted) :]
+        for env, own, first in zip(envs, live, firsts, strict=True):
+            env.update(zip(own, carried[first : first + len(own)], strict=True))
+        return results[: len(wanted)]
+
+
+class _Piece:
+    """The equations of one variant between two cuts.
+
+    Attributes:
+      wanted: What it is evaluated for: the operands of the collective after it, or the results.
+      live: Values that it makes and that later pieces need.
+    """
+
+    def __init__(self, jaxpr: Any, start: int, stop: int):
+        is_last = stop == len(jaxpr.eqns)
+        self.eqns = jaxpr.eqns[start:stop]
+        self.wanted = list(jaxpr.outvars if is_last else jaxpr.eqns[stop].invars)
+        self.live = [] if is_last else _live_across(jaxpr, start, stop)
 
 
 def _is_cut(eqn: Any) -> bool:

@@ -17,10 +17,14 @@ from replicax._src import jax_compat
 from replicax._src.program.verdict import is_replica_collective
 
 
-def number_outputs(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """A hashable for each output of ``jaxpr``, given hashables for its inputs."""
-    counter = [0]
-    return _number(jaxpr, inputs, counter)
+def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
+    """A hashable for each variable of ``jaxpr``, given hashables for its inputs (its shapes belong to them)."""
+    return _number(jaxpr, inputs)
+
+
+def number_of(numbers: dict[Any, Any], atom: Any) -> Any:
+    """The number of a variable or literal."""
+    return number_constant(atom.val) if isinstance(atom, jax_compat.Literal) else numbers[atom]
 
 
 def number_constant(value: Any) -> Any:
@@ -33,24 +37,21 @@ def number_constant(value: Any) -> Any:
     return ("constant", str(array.dtype), array.shape, hash(array.tobytes()))
 
 
-def _number(jaxpr: Any, inputs: Sequence[Any], collectives: list[int]) -> list[Any]:
+def _number(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
     env = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> Any:
-        return number_constant(atom.val) if isinstance(atom, jax_compat.Literal) else env[atom]
-
+    num_collectives = 0
     for eqn in jaxpr.eqns:
-        operands = tuple(read(a) for a in eqn.invars)
         if is_replica_collective(eqn):
             # Replicas meet here: whatever each gave, all get the same.
-            base: Any = ("collective", collectives[0])
-            collectives[0] += 1
+            base: Any = ("collective", num_collectives)
+            num_collectives += 1
         else:
             # Nested tuples would grow with the depth of the computation: keep their hash.
+            operands = tuple(number_of(env, a) for a in eqn.invars)
             base = hash((eqn.primitive.name, operands, _number_params(eqn)))
         for position, var in enumerate(eqn.outvars):
-            env[var] = (base, position)
-    return [read(a) for a in jaxpr.outvars]
+            env[var] = (base, position, tuple(var.aval.shape))
+    return env
 
 
 def _number_params(eqn: Any) -> Any:
@@ -60,16 +61,12 @@ def _number_params(eqn: Any) -> Any:
 def _number_param(value: Any) -> str:
     if jax_compat.is_jaxpr(value):
         inner, consts = jax_compat.inner_jaxpr(value)
-        inputs = [("input", i) for i in range(len(inner.invars))]
-        closed = dict(zip(inner.constvars, map(number_constant, consts), strict=False))
-        return str(hash(tuple(_number_with(inner, inputs, closed))))
+        inputs = [("input", i, tuple(v.aval.shape)) for i, v in enumerate(inner.invars)]
+        opened = jax_compat.rebuild(inner, invars=[*inner.constvars, *inner.invars], keep_constvars=False)
+        numbers = _number(opened, [*map(number_constant, consts), *inputs])
+        return str(hash(tuple(number_of(numbers, a) for a in opened.outvars)))
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(_number_param(v) for v in value) + ")"
     if callable(value):
         return str(id(value))
     return repr(value)
-
-
-def _number_with(jaxpr: Any, inputs: Sequence[Any], constants: dict[Any, Any]) -> list[Any]:
-    opened = jax_compat.rebuild(jaxpr, invars=[*jaxpr.constvars, *jaxpr.invars], keep_constvars=False)
-    return _number(opened, [*constants.values(), *inputs], [0])

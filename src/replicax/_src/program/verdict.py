@@ -160,7 +160,7 @@ def analyse(
         return Verdict.SAME if isinstance(atom, jax_compat.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        verdicts = _transfer(eqn, [read(a) for a in eqn.invars], is_guarded)
+        verdicts = transfer(eqn, [read(a) for a in eqn.invars], is_guarded)
         env.update(zip(eqn.outvars, verdicts, strict=True))
     return [read(a) for a in jaxpr.outvars], env
 
@@ -208,7 +208,8 @@ def _merge(a: Verdict, b: Verdict) -> Verdict:
     return max(a, b)
 
 
-def _transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
+def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdict]:
+    """The verdicts of the outputs of one equation, given those of its operands."""
     name = eqn.primitive.name
     count = len(eqn.outvars)
     if guarded is not None and is_replica_collective(eqn):

@@ -75,6 +75,11 @@ class Runner:
         """How many programs are held."""
         return len(self._cache)
 
+    @property
+    def last_launcher(self) -> Launcher:
+        """The launcher of the program that was traced last: for looking at what was compiled."""
+        return self._last.launcher
+
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> Any:
@@ -111,6 +116,7 @@ class Runner:
             placed = self._trace(fn, tree, described, donated, options, close is not None)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
+            self._last = placed
         if options.donate_args:
             arrays = _give_away(leaves, arrays, donated, described)
         return self._wrap(placed, placed.launcher(arrays), close)

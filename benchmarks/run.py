@@ -1,0 +1,71 @@
+"""Runs the benchmarks, each contestant beside the others in one run: ``make bench``.
+
+Nothing here is a test: figures depend on the machine, and only ratios of neighbouring lines mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import replicax as rx
+
+rx.config.set_local_devices(2)
+
+import jax
+import keras
+import memory
+import models
+import overhead
+import peers
+import rounds
+import uneven
+
+MLP = (64, 256, 256, 10)
+SMALL = (64, 128, 10)  # 9,610 parameters
+
+
+def step_time(arguments: argparse.Namespace) -> None:
+    """``strategy.run`` beside the hand-written step."""
+    strategy = rx.MirroredStrategy()
+    for title, sizes in (("MLP 64-256-256-10", MLP), ("10 k parameters, 64-128-10", SMALL)):
+        contestants = {
+            "by hand": models.by_hand(strategy, sizes, 128),
+            "strategy.run": models.through_run(strategy, sizes, 128),
+        }
+        timings = rounds.compare(contestants, rounds=arguments.rounds)
+        rounds.report(f"One step, batch 128, Adam, 2 virtual devices: {title}", timings, "by hand")
+
+
+SECTIONS = {
+    "step": step_time,
+    "overhead": lambda arguments: overhead.main(arguments.rounds),
+    "uneven": lambda arguments: uneven.main(arguments.rounds),
+    "memory": lambda arguments: memory.main(),
+    "peers": lambda arguments: peers.main(arguments.rounds, arguments.tensorflow),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default 15)")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow 2.21")
+    arguments = parser.parse_args()
+    print(
+        f"jax {jax.__version__}, keras {keras.__version__}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} cores, devices {[str(d) for d in jax.devices()]}"
+    )
+    for name, section in SECTIONS.items():
+        if arguments.only in (None, name):
+            section(arguments)
+
+
+if __name__ == "__main__":
+    main()
