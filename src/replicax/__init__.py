@@ -3,7 +3,7 @@
 One training program, and one object, the strategy, that says where it runs. Importing this starts no backend.
 """
 
-from replicax import config, data, experimental, nn, optax
+from replicax import config, data, errors, experimental, nn, optax
 from replicax._src.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -78,6 +78,7 @@ __all__ = [
     "cond",
     "config",
     "data",
+    "errors",
     "experimental",
     "experimental_set_strategy",
     "function",

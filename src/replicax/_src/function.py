@@ -15,7 +15,7 @@ from replicax._src import context, jax_compat
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
-from replicax._src.placement.spmd import SlotGroup, in_flight
+from replicax._src.placement.spmd import SlotGroup, explained_loss, in_flight
 from replicax._src.program import key
 from replicax._src.program.cache import (
     FunctionPrograms,
@@ -277,7 +277,8 @@ class _PlacedCode:
         ]
         written = self._written.load(for_donation=self._donates)
         read = self._read.load(for_donation=False)
-        new, sums, outs, token = self._compiled(written, read, self._consts, args)
+        with explained_loss(written):
+            new, sums, outs, token = self._compiled(written, read, self._consts, args)
         if not self._donates:
             jax.block_until_ready((new, outs))
         self._written.store(new, sums)

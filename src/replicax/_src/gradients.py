@@ -50,7 +50,7 @@ def value_and_grad(
         given = list(args)
         if by_args:
             for number in numbers:
-                given[number] = jax.tree_util.tree_map(jnp.asarray, given[number])
+                given[number] = jax.tree_util.tree_map(_as_array, given[number])
         with GradientTape(persistent=True) as tape:
             if by_args:
                 tape.watch([given[number] for number in numbers])
@@ -71,3 +71,9 @@ def value_and_grad(
         return (compiled if current_capture() is None else compute)(*args, **kwargs)
 
     return wrapper
+
+
+def _as_array(leaf: Any) -> Any:
+    # A Python number needs a dtype of its own: see GradientTape.watch.
+    is_number = isinstance(leaf, (float, complex))
+    return jnp.asarray(leaf, jnp.result_type(type(leaf)) if is_number else None)

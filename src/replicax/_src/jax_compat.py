@@ -238,6 +238,11 @@ def source_primitive(name: str, abstract_eval: Callable[..., Any]) -> Any:
     return primitive
 
 
+def is_untyped_constant(value: Any) -> bool:
+    """Whether a tracer is a Python number that a trace holds as a literal: each use makes another one of it."""
+    return isinstance(value, Tracer) and value.weak_type and isinstance(getattr(value, "val", None), jex.Literal)
+
+
 def shaped(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
     """An abstract array: shape, dtype and whether Python gave the dtype."""
     return jax.core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
@@ -322,10 +327,13 @@ class EagerTrace(_private_core.Trace):
         self._is_recording = is_recording
 
     def stage_value(self, value: Any) -> Any:
-        return value.look_up() if isinstance(value, Late) else value
+        if isinstance(value, Late):
+            return value.look_up()
+        with evaluating():
+            return _private_core.eval_trace.stage_value(value)
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
-        results = self._observe(Operation(primitive, params), [self.stage_value(a) for a in args])
+        results = self._observe(Operation(primitive, params), [_known_now(a) for a in args])
         return results if primitive.multiple_results else results[0]
 
     def process_call(self, primitive: Any, fun: Any, args: Sequence[Any], params: Any, /) -> Any:
@@ -342,14 +350,14 @@ class EagerTrace(_private_core.Trace):
         return self._custom(primitive, (fun, fwd, bwd), args, params)
 
     def _custom(self, primitive: Any, functions: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
-        args = [self.stage_value(a) for a in args]
+        args = [_known_now(a) for a in args]
         if not self._is_recording():
             with set_current_trace(self):
                 return functions[0].call_wrapped(*args)
         # Such functions can be called once only; as a jaxpr they can be differentiated as often as one likes.
         with evaluating():
             jaxpr, consts = trace(lambda *xs: primitive.bind(*xs, subfuns=functions, **params), args)
-        operands = [self.stage_value(c) for c in consts] + args
+        operands = [_known_now(c) for c in consts] + args
         return self._observe(
             Operation(primitive, {"jaxpr": jaxpr}, lambda *xs: eval_jaxpr(jaxpr, xs)), operands
         )
@@ -372,6 +380,10 @@ class Late(Tracer):
 
 
 _LATE_TRACE = _private_core.Trace()
+
+
+def _known_now(value: Any) -> Any:
+    return value.look_up() if isinstance(value, Late) else value
 
 
 def evaluating() -> contextlib.AbstractContextManager[Any]:

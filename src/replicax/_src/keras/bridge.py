@@ -15,6 +15,8 @@ from replicax._src import context
 from replicax._src.errors import KerasBackendError, KerasLossError
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
+from replicax._src.keras.threads import carry_state
+from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import slot_makers
@@ -43,6 +45,7 @@ def install() -> None:
     _replace(keras.losses.Loss, "__call__", _wrapped_loss_call)
     slot_makers.insert(0, keras_capture.make_slot)
     trace_scopes.append(_scope)
+    thread_states.append(carry_state)
 
 
 def uninstall() -> None:
@@ -56,6 +59,7 @@ def uninstall() -> None:
     if keras_capture.make_slot in slot_makers:
         slot_makers.remove(keras_capture.make_slot)
         trace_scopes.remove(_scope)
+        thread_states.remove(carry_state)
 
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:

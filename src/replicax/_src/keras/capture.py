@@ -95,12 +95,11 @@ def write(capture: Capture, variable: Any, value: Any) -> None:
     if not accessor.is_built(variable):
         capture.met_unbuilt_variable = True
         return
-    raw = capture.read(variable)
     sharing = capture.sharing_of(variable)
     if sharing is Sharing.SEED and capture.is_replica:
         value = shared_seed(value, _communicator().replica_id())
     elif sharing is Sharing.SUMMED and not capture.is_replica:
-        value = jnp.zeros_like(raw).at[0].set(value)
+        value = jnp.zeros_like(capture.read(variable)).at[0].set(value)
     capture.write(variable, value)
 
 

@@ -1,5 +1,577 @@
-"""stub"""
+"""``RunOptions(eager=True)``: runs the function itself, once per replica, on real values. For debugging.
+
+One thread per replica, one running at a time between collectives. What replicas assign is kept apart and
+committed when all have finished. Not a placement of a program: nothing is traced or kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.bridges import ensure_bridges
+from replicax._src.collectives.eager import COLLECTIVES, EagerCommunicator, from_host, host_bytes, to_host
+from replicax._src.collectives.meeting import Meeting
+from replicax._src.context import ReplicaContext
+from replicax._src.errors import (
+    DivergenceError,
+    MixedStrategiesError,
+    StructureError,
+    TapeError,
+    TraceError,
+    VariableError,
+)
+from replicax._src.options import ReduceOp
+from replicax._src.placement.spmd import SlotGroup
+from replicax._src.program import key
+from replicax._src.program.capture import Capture, Entry, Uneven, current_capture, replaced_capture
+from replicax._src.program.markers import aggregate_p
+from replicax._src.program.program import is_output_leaf, trace_scopes
+from replicax._src.program.recording import Recorder
+from replicax._src.program.slots import Sharing, Slot, own_copy
+from replicax._src.program.verdict import Verdict
+from replicax._src.topology import REPLICA_AXIS
+from replicax._src.user_code import user_line
+from replicax._src.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    cut,
+    per_replica_from_components,
+)
+
+# Frameworks (Keras) that keep settings per thread add a function here. It is called in the thread that calls
+# `run`, and gives what makes the context that each replica's thread enters.
+ThreadState = Callable[[], Callable[[], contextlib.AbstractContextManager]]
+thread_states: list[ThreadState] = []
+
+_MAX_RUNS = 8
+# Apart from those of traced functions, JAX's caches of inner functions cannot give us what belongs to a trace.
+_CACHE_NAME = "replicax_eager"
 
 
-def run_eagerly(strategy, fn, args, kwargs):
-    raise NotImplementedError
+def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs ``fn`` once per replica, on real values; see ``Strategy.run`` and ``RunOptions.eager``.
+
+    A function that builds variables (Keras layers called for the first time) runs twice.
+
+    Raises:
+      TraceError: In a function that is being traced.
+      DivergenceError: Replicas left different values in a mirrored variable.
+      StructureError: Replicas call different collectives, or return different structures.
+      Exception: What ``fn`` raises in one replica; all state is as it was before.
+    """
+    ensure_bridges()
+    if current_capture() is not None or not jax_compat.is_evaluating():
+        raise TraceError(
+            "strategy.run(..., options=rx.RunOptions(eager=True)) was called in a function that is being traced "
+            "(rx.function, jax.jit, merge_call), which has no real values to run it with. Call it from plain Python."
+        )
+    for _ in range(_MAX_RUNS):
+        run = _Run(strategy, fn, args, kwargs)
+        returned = run.call()
+        if run.built_variables():
+            continue
+        result = _joined(strategy.topology, returned)
+        run.commit()
+        return result
+    raise TraceError(
+        "The function builds variables each time it runs. Create variables once, outside or under `if variable is "
+        "None`."
+    )
+
+
+# --- arguments and results ----------------------------------------------------------------------------
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, DistributedValues) or hasattr(value, "assign")
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """One leaf of the arguments, as each replica gets it: copies of arrays, everything else as it is."""
+
+    components: Sequence[Any]
+    is_array: bool
+
+    @classmethod
+    def of(cls, leaf: Any, num_replicas: int) -> _Argument:
+        if isinstance(leaf, (PerReplica, Mirrored)):
+            if leaf.num_replicas != num_replicas:
+                raise MixedStrategiesError(
+                    f"strategy.run got a {type(leaf).__name__} of {leaf.num_replicas} components, and the strategy has "
+                    f"{num_replicas} replicas: the value was made by another strategy. Mixing different "
+                    f"tf.distribute.Strategy objects is not possible in one call."
+                )
+            host = to_host(leaf.stored)
+            if isinstance(leaf, Mirrored) or leaf.is_equal:
+                return cls([host] * num_replicas, True)
+            return cls([cut(host[r], leaf.component_shape(r)) for r in range(num_replicas)], True)
+        if key.is_array(leaf):
+            return cls([to_host(leaf)] * num_replicas, True)
+        return cls([leaf] * num_replicas, False)
+
+    def on_replica(self, replica_id: int) -> Any:
+        component = self.components[replica_id]
+        return from_host(component) if self.is_array else component
+
+    @property
+    def has_different_shapes(self) -> bool:
+        return self.is_array and len({c.shape for c in self.components}) > 1
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """What the function returned on one replica."""
+
+    tree: Any
+    leaves: list[Any]
+
+
+def _returned(value: Any) -> _Returned:
+    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=is_output_leaf)
+    return _Returned(tree, [_plain(leaf) for leaf in leaves])
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, DistributedValues):
+        return leaf.local if isinstance(leaf, context.LocalPerReplica) else leaf.as_array()
+    return leaf
+
+
+def _joined(topology: Any, returned: Sequence[_Returned]) -> Any:
+    """One value of what the replicas returned."""
+    first = returned[0]
+    for replica_id, other in enumerate(returned):
+        if other.tree != first.tree:
+            raise StructureError(
+                f"The replica function returns different structures on different replicas: {first.tree} on replica 0 "
+                f"and {other.tree} on replica {replica_id}. Return the same structure on all."
+            )
+    columns = zip(*(r.leaves for r in returned), strict=True)
+    return jax.tree_util.tree_unflatten(first.tree, [_joined_leaf(topology, list(c)) for c in columns])
+
+
+def _joined_leaf(topology: Any, leaves: list[Any]) -> Any:
+    are_arrays = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+    if all(are_arrays):
+        return _joined_arrays(topology, [jnp.asarray(leaf) for leaf in leaves])
+    if not any(are_arrays):
+        if all(leaf is leaves[0] or (type(leaf) is type(leaves[0]) and leaf == leaves[0]) for leaf in leaves):
+            return leaves[0]
+        if all(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+            return per_replica_from_components(topology, [np.asarray(jnp.asarray(leaf)) for leaf in leaves])
+    raise StructureError(
+        f"The replica function returns different things on different replicas: {', '.join(map(repr, leaves))}. Return "
+        f"arrays where replicas differ."
+    )
+
+
+def _joined_arrays(topology: Any, arrays: list[jax.Array]) -> Any:
+    if len(arrays) == 1:
+        return arrays[0]
+    if len({(a.dtype, a.ndim) for a in arrays}) > 1:
+        kinds = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
+        raise StructureError(
+            f"The replica function returns arrays of different ranks or dtypes on different replicas: {kinds}. Only "
+            f"sizes may differ."
+        )
+    return per_replica_from_components(topology, arrays)
+
+
+# --- state --------------------------------------------------------------------------------------------
+
+
+class _State:
+    """The values of variables as they were before the run, on the host."""
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._values: dict[int, tuple[Slot, Any]] = {}
+
+    def slot_of(self, variable: Any) -> Slot:
+        return self._load(variable)[0]
+
+    def component(self, variable: Any, replica_id: int) -> Any:
+        """What a replica has of a variable."""
+        slot, value = self._load(variable)
+        return value[replica_id] if slot.sharing.is_per_replica else value
+
+    def _load(self, variable: Any) -> tuple[Slot, Any]:
+        if id(variable) not in self._values:
+            slot = self._strategy.slots.slot_of(variable)
+            with jax_compat.evaluating():
+                value = SlotGroup([slot], self._strategy.variable_placement).load(for_donation=False)[0]
+                self._values[id(variable)] = (slot, to_host(value))
+        return self._values[id(variable)]
+
+
+@final
+class EagerCapture:
+    """What ``Capture`` is for functions that are traced, for one replica of a function that runs.
+
+    Attributes:
+      num_replicas, uneven, entries, num_aggregated_reads, met_unbuilt_variable: As in ``Capture``.
+      recorder: Evaluates and records the replica's operations.
+    """
+
+    def __init__(
+        self, strategy: Any, state: _State, communicator: EagerCommunicator, replica_id: int, uneven: Any
+    ):
+        self.num_replicas = communicator.num_replicas
+        self.uneven = uneven
+        self.entries: dict[int, Entry] = {}
+        self.num_aggregated_reads = 0
+        self.met_unbuilt_variable = False
+        self.recorder = Recorder(self._aggregate, COLLECTIVES)
+        self._strategy = strategy
+        self._state = state
+        self._communicator = communicator
+        self._replica_id = replica_id
+        self._late: dict[int, tuple[Any, jax_compat.Late]] = {}
+        self._tapes: list[Any] = []
+        # Tapes opened inside functions that JAX stages leave marks there, as in functions that are traced.
+        self._staged = Capture(state.slot_of, self.num_replicas)
+        self._staged_tapes: set[int] = set()
+
+    @property
+    def is_replica(self) -> bool:
+        return True
+
+    @property
+    def tapes(self) -> list[Any]:
+        """The tapes that are recording."""
+        return self._tapes + self._staged.tapes
+
+    def is_in_inner_trace(self) -> bool:
+        """Whether JAX is inside a scan, condition, grad, … of the function."""
+        return jax_compat.current_trace() is not self.recorder.trace
+
+    # --- variables ------------------------------------------------------------------------------------
+
+    def read(self, variable: Any) -> Any:
+        """This replica's value of the variable; inside functions that JAX stages what stands for it."""
+        value = self._entry(variable).current
+        for tape in self._tapes:
+            tape.record_read(variable, value)
+        self.recorder.know(value)
+        if not jax_compat.is_staging():
+            return value
+        late = self._late_value(variable, value)
+        for tape in self._staged.tapes:
+            tape.record_read(variable, late)
+        return late
+
+    def value_of(self, variable: Any) -> Any:
+        """This replica's value of the variable; no tape is told."""
+        return self._entry(variable).current
+
+    def write(self, variable: Any, value: Any, line: str | None = None) -> None:
+        """Makes ``value`` this replica's value of the variable; the others' are brought together at the end.
+
+        Raises:
+          TraceError: Inside a function that JAX traces.
+          VariableError: Shape differs from the variable's.
+        """
+        entry = self._entry(variable)
+        slot = entry.slot
+        if self.is_in_inner_trace():
+            raise TraceError(
+                f"Variable {slot.name!r} is assigned at {user_line()} inside a function that JAX traces on its own (a "
+                f"scan, loop, condition, jax.grad, jax.vmap or jax.jit), and the value cannot leave it. Return the "
+                f"value and assign it outside; for a condition use rx.cond, which threads assignments through."
+            )
+        value = jnp.asarray(value)
+        if tuple(value.shape) != slot.shape:
+            raise VariableError(
+                f"Variable {slot.name!r} has shape {slot.shape}; a value of shape {tuple(value.shape)} cannot be "
+                f"assigned to it (at {user_line()})."
+            )
+        value = jax.lax.convert_element_type(value, slot.dtype)
+        verdict = self.recorder.verdicts[value]
+        if self._tapes or any(e.current is value for e in self.entries.values() if e is not entry):
+            # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
+            with jax_compat.evaluating():
+                value = jnp.copy(value)
+            self.recorder.verdicts[value] = verdict
+        entry.current, entry.written, entry.line = value, True, line or user_line()
+
+    def sharing_of(self, variable: Any) -> Sharing:
+        """How the replicas share a variable that has been read."""
+        return self.entries[id(variable)].slot.sharing
+
+    @contextlib.contextmanager
+    def aggregated_reads(self) -> Iterator[None]:
+        """Reads of SUMMED variables give the sum over replicas (``metric.result()``)."""
+        self.num_aggregated_reads += 1
+        try:
+            yield
+        finally:
+            self.num_aggregated_reads -= 1
+
+    def _entry(self, variable: Any) -> Entry:
+        entry = self.entries.get(id(variable))
+        if entry is None:
+            slot = self._state.slot_of(variable)
+            with jax_compat.evaluating():
+                value = from_host(self._state.component(variable, self._replica_id))
+            if slot.sharing.is_per_replica:
+                self.recorder.verdicts[value] = Verdict.DIFFERS
+            entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
+        return entry
+
+    def _late_value(self, variable: Any, value: Any) -> jax_compat.Late:
+        known = self._late.get(id(variable))
+        if known is None or known[0] is not value:
+            reference = weakref.ref(variable)
+            late = jax_compat.Late(jax_compat.abstractify(value), lambda: _value_now(reference()))
+            known = self._late[id(variable)] = (value, late)
+        return known[1]
+
+    # --- tapes and gradients --------------------------------------------------------------------------
+
+    def begin_recording(self, tape: Any, tape_id: int) -> None:
+        """The tape records from here on."""
+        if not self.is_in_inner_trace():
+            self.recorder.begin(tape, tape_id)
+            self._tapes.append(tape)
+        elif jax_compat.is_staging():
+            self._staged_tapes.add(tape_id)
+            self._staged.begin_recording(tape, tape_id)
+        else:
+            raise TapeError(
+                f"A GradientTape was opened at {user_line()} under jax.grad, jax.vjp, jax.jvp or jax.vmap: use nested "
+                f"tapes, or nested jax.grad."
+            )
+
+    def end_recording(self, tape: Any, tape_id: int) -> None:
+        """The tape records no more."""
+        if tape_id in self._staged_tapes:
+            self._staged.end_recording(tape, tape_id)
+        else:
+            self._tapes.remove(tape)
+            self.recorder.end(tape_id)
+
+    def watch(self, tape_id: int, value: Any) -> None:
+        """The tape watches an array from here on."""
+        if tape_id in self._staged_tapes:
+            self._staged.watch(tape_id, value)
+        else:
+            self.recorder.watch(tape_id, value)
+
+    def gradient(
+        self,
+        tape_id: int,
+        targets: list[Any],
+        seeds: list[Any],
+        sources: list[Any],
+        derived: Sequence[bool],
+        watched: Sequence[Any],
+    ) -> tuple[list[Any], set[int]]:
+        """The gradients by ``sources``, and the positions of those on which no target depends.
+
+        Raises:
+          TapeError: In another trace than the one in which the tape was opened.
+        """
+        if tape_id in self._staged_tapes:
+            return self._staged.gradient(tape_id, targets, seeds, sources, derived, watched)
+        if self.is_in_inner_trace():
+            raise TapeError(
+                f"tape.gradient at {user_line()} is called in another scan, loop, condition, jax.grad or jax.jit than "
+                f"its tape was opened in. Open the tape in the function that calls gradient."
+            )
+        with jax_compat.evaluating():
+            pairs = [
+                (t, _seed(t, seed))
+                for t, seed in zip(targets, seeds or [1] * len(targets), strict=True)
+                if jnp.issubdtype(t.dtype, jnp.inexact)
+            ]
+        gradients = self.recorder.gradient(
+            tape_id, [t for t, _ in pairs], [s for _, s in pairs], sources, derived, watched
+        )
+        return gradients, {i for i, gradient in enumerate(gradients) if gradient is None}
+
+    def aggregate(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced.
+
+        A gradient has been reduced if it came out of a collective, with elementwise work at most since then.
+        """
+        return list(aggregate_p.bind(*gradients)) if gradients else []
+
+    def _aggregate(self, gradients: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:
+        must_sum = [verdict is not Verdict.REDUCED for verdict in verdicts]
+        if gradients and not any(isinstance(g, jax_compat.Tracer) for g in gradients):
+            decisions = self._communicator.agree("gradients given to an optimizer", must_sum)
+            if len({len(d) for d in decisions}) > 1:
+                raise StructureError(
+                    f"The replicas give different numbers of gradients to an optimizer: {[len(d) for d in decisions]}."
+                )
+            must_sum = [any(column) for column in zip(*decisions, strict=True)]
+        chosen = [i for i, is_chosen in enumerate(must_sum) if is_chosen]
+        results = list(gradients)
+        if chosen:
+            values = [gradients[i] for i in chosen]
+            totals = self._strategy.reduce_in_replica(self._communicator, ReduceOp.SUM, values, None)
+            for i, total in zip(chosen, totals, strict=True):
+                results[i] = total
+        return results
+
+
+def _seed(target: Any, seed: Any) -> Any:
+    return jax.lax.convert_element_type(jnp.broadcast_to(seed, target.shape), target.dtype)
+
+
+def _value_now(variable: Any) -> Any:
+    """What a function that JAX has staged reads of a variable when it runs."""
+    capture = current_capture()
+    if not isinstance(capture, EagerCapture) or variable is None:
+        raise TraceError(
+            "A function that JAX staged (jax.jit, scan, …) in strategy.run(..., options=rx.RunOptions(eager=True)) reads "
+            "a variable, and is used outside of it. Make the function anew, or pass the variable's value to it."
+        )
+    return capture.value_of(variable)
+
+
+# --- one run ------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One call of the function on all replicas."""
+
+    def __init__(self, strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
+        self._strategy = strategy
+        self._topology = strategy.topology
+        self._fn = key.unwrap(fn)
+        nest = (tuple(args), dict(kwargs), key.lifted_cells(self._fn))
+        leaves, self._tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
+        num_replicas = self._topology.num_replicas
+        self._arguments = [_Argument.of(leaf, num_replicas) for leaf in leaves]
+        self._meeting = Meeting(num_replicas)
+        self._state = _State(strategy)
+        self._captures: list[EagerCapture] = []
+        self._rows = next(
+            (
+                [c.shape[0] if c.shape else 1 for c in argument.components]
+                for argument in self._arguments
+                if argument.has_different_shapes
+            ),
+            None,
+        )
+
+    def call(self) -> list[_Returned]:
+        """Runs all replicas."""
+        options = jax_compat.thread_options()
+        states = [carry() for carry in thread_states] if self._topology.num_replicas > 1 else []
+
+        def body(replica_id: int) -> _Returned:
+            with contextlib.ExitStack() as stack:
+                if self._topology.num_replicas > 1:
+                    stack.enter_context(jax_compat.with_thread_options(options))
+                stack.enter_context(jax.default_device(self._topology.devices[replica_id]))
+                for state in states:
+                    stack.enter_context(state())
+                return self._replica(replica_id)
+
+        return self._meeting.run(body)
+
+    def _replica(self, replica_id: int) -> _Returned:
+        index = from_host(np.int32(replica_id))
+        communicator = EagerCommunicator(self._meeting, replica_id, index)
+        uneven = None
+        if self._rows is not None:
+            uneven = Uneven(tuple(range(len(self._rows))), None, self._rows[replica_id])
+        capture = EagerCapture(self._strategy, self._state, communicator, replica_id, uneven)
+        self._captures.append(capture)
+        leaves = [argument.on_replica(replica_id) for argument in self._arguments]
+        for leaf, argument in zip(leaves, self._arguments, strict=True):
+            if argument.is_array and any(c is not argument.components[0] for c in argument.components):
+                capture.recorder.verdicts[leaf] = Verdict.DIFFERS
+        capture.recorder.verdicts[index] = Verdict.DIFFERS
+        args, kwargs, cells = jax.tree_util.tree_unflatten(self._tree, leaves)
+        replica = ReplicaContext(self._strategy, None, communicator)
+        with contextlib.ExitStack() as stack:
+            for scope in trace_scopes:
+                stack.enter_context(scope(capture))  # type: ignore[arg-type]
+            stack.enter_context(replaced_capture(capture))
+            stack.enter_context(context.replica_context(self._strategy, replica))
+            names = [(REPLICA_AXIS, communicator.num_replicas), (_CACHE_NAME, 1)]
+            stack.enter_context(jax_compat.with_axis_names(names))
+            stack.enter_context(jax_compat.set_current_trace(capture.recorder.trace))
+            return _returned(key.with_cells(self._fn, cells)(*args, **kwargs))
+
+    def built_variables(self) -> bool:
+        """Whether variables were met that have got their values only now."""
+        return any(capture.met_unbuilt_variable for capture in self._captures)
+
+    def commit(self) -> None:
+        """Gives the variables what the replicas assigned, brought together as their sharing says."""
+        captures = sorted(self._captures, key=lambda c: c._replica_id)
+        written = {
+            id(entry.slot.variable): entry.slot for c in captures for entry in c.entries.values() if entry.written
+        }
+        group = SlotGroup(list(written.values()), self._strategy.variable_placement)
+        values, sums = [], []
+        for slot in group.slots:
+            components = [self._final(capture, slot) for capture in captures]
+            lines = [c.entries[id(slot.variable)].line for c in captures if id(slot.variable) in c.entries]
+            new = _brought_together(slot, components, self._rows, next(filter(None, lines)))
+            row, whole = self._topology.per_replica, self._topology.replicated
+            values.append(own_copy(new, row if slot.sharing.is_per_replica else whole))
+            if slot.sharing is Sharing.SUMMED:
+                sums.append(own_copy(np.sum(new, axis=0, dtype=new.dtype), whole))
+        group.store(values, sums)
+
+    def _final(self, capture: EagerCapture, slot: Slot) -> Any:
+        entry = capture.entries.get(id(slot.variable))
+        if entry is None:
+            return self._state.component(slot.variable, capture._replica_id)
+        return to_host(entry.current)
+
+
+def _brought_together(slot: Slot, components: list[Any], rows: Sequence[int] | None, line: str) -> Any:
+    """The new value of a variable, [R, ...] where it has components, of the replicas' values."""
+    if slot.sharing.is_per_replica:
+        return np.stack(components)
+    bits = {host_bytes(c) for c in components}
+    if len(bits) == 1:
+        return _as_array(components[0])
+    if slot.sharing is Sharing.MIRRORED:
+        shown = ", ".join(_shown(i, c) for i, c in enumerate(components[:4]))
+        raise DivergenceError(
+            f"Variable {slot.name!r} is mirrored, and the value assigned to it at {line} differs between replicas "
+            f"({shown}): its copies would fall out of sync. Either combine the value first "
+            f"(rx.get_replica_context().all_reduce(...)), or make the variable with "
+            f"aggregation=rx.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with synchronization=ON_READ if "
+            f"each replica shall keep its own; for gradients use the optimizer's apply, which sums them."
+        )
+    if slot.sharing is Sharing.AVERAGED:
+        return _average(components, rows)
+    return _as_array(components[0])
+
+
+def _average(components: Sequence[np.ndarray], rows: Sequence[int] | None) -> np.ndarray:
+    weights = [1] * len(components) if rows is None else rows
+    # Where a replica has no rows its statistics may be nan: they are left out.
+    parts = [c * np.asarray(w, c.dtype) for c, w in zip(components, weights, strict=True) if w > 0]
+    if not parts:
+        return np.zeros_like(components[0])
+    return (sum(parts[1:], parts[0]) / max(sum(weights), 1)).astype(components[0].dtype)
+
+
+def _as_array(host: Any) -> Any:
+    return host if isinstance(host, np.ndarray) else from_host(host)
+
+
+def _shown(replica_id: int, host: Any) -> str:
+    if not isinstance(host, np.ndarray) or host.size > 8:
+        return f"replica {replica_id} has others"
+    return f"replica {replica_id}: {host.tolist()}"

@@ -7,10 +7,11 @@ are evaluated by ``uneven.py`` inside the same ``shard_map``.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -223,6 +224,20 @@ class SlotGroup:
             slot.placed = value
 
 
+@contextlib.contextmanager
+def explained_loss(donated: Sequence[Any]) -> Iterator[None]:
+    """Says, when a program fails after it was given the state, that the state is lost."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if any(value.is_deleted() for value in donated):
+            error.add_note(
+                "The program failed after it had been given the variables' memory, so their values are lost. Make the "
+                "variables again, or restore them from a checkpoint."
+            )
+        raise
+
+
 class Launcher:
     """A compiled program with the state that it reads and writes.
 
@@ -340,7 +355,8 @@ class Launcher:
         written = self._written.load(for_donation=self._donates)
         read = self._read.load(for_donation=False)
         given, kept = self._split(args) if any(self._donated_args) else ([], args)
-        new, sums, outs, token = self.compiled(written, read, self.consts, given, kept)
+        with explained_loss(written):
+            new, sums, outs, token = self.compiled(written, read, self.consts, given, kept)
         if not self._donates:
             jax.block_until_ready((new, outs))
         self._written.store(new, sums)

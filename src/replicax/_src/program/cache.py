@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -19,12 +18,10 @@ from replicax._src.program import key
 
 log = logging.getLogger("replicax")
 _TRACES_BEFORE_WARNING = 5
-_JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_debug_nans")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """How one leaf of the arguments enters a program.
 
     Attributes:
@@ -187,5 +184,5 @@ def _reason(old: tuple[Any, Sequence[Leaf]], new: tuple[Any, Sequence[Leaf]]) ->
 
 
 def jax_state() -> Any:
-    """What of JAX's configuration changes programs."""
-    return tuple(getattr(jax.config, name) for name in _JAX_OPTIONS)
+    """What of JAX's configuration changes the avals of arguments; what changes code, jit watches itself."""
+    return jax.config.read("jax_enable_x64")

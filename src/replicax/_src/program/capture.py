@@ -204,8 +204,8 @@ class Capture:
         entry.line = line
 
     def sharing_of(self, variable: Any) -> Sharing:
-        """How the replicas share a variable that has been read."""
-        return self.entries[id(variable)].slot.sharing
+        """How the replicas share a variable."""
+        return self._entry(variable).slot.sharing
 
     def raw_shape(self, slot: Slot) -> tuple[int, ...]:
         """The shape of the value as ``read`` gives it in this kind of function."""

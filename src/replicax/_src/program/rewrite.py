@@ -6,14 +6,16 @@ source and lead to the target are evaluated inside ``jax.vjp``, once, and everyt
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
+from replicax._src.errors import ReplicaxError, UnsupportedError
 from replicax._src.program.verdict import Verdict, analyse, is_call_with_collective
 
 _MARKERS = frozenset({"replicax_gradient", "replicax_tape", "replicax_watch", "replicax_aggregate"})
@@ -112,19 +114,30 @@ class _Body:
                 done.add(index)
         if stop == len(self.eqns):
             return
-        results, evaluated = self._differentiate(self.eqns[stop], sliced, self.env)
-        for index, outputs in zip(sliced, evaluated, strict=True):
-            self.env.update(zip(self.eqns[index].outvars, outputs, strict=True))
+
+        def settle(evaluated: list[list[Any]]) -> None:
+            for index, outputs in zip(sliced, evaluated, strict=True):
+                self.env.update(zip(self.eqns[index].outvars, outputs, strict=True))
+            for index in delayed:
+                self._evaluate(self.eqns[index], self.env)
+            done.update(waiting, delayed, [stop])
+
+        results = self._differentiate(self.eqns[stop], sliced, self.env, settle)
         self.env.update(zip(self.eqns[stop].outvars, results, strict=True))
-        done.update(waiting, [stop])
-        for index in delayed:
-            self._evaluate(self.eqns[index], self.env)
-            done.add(index)
 
     def _differentiate(
-        self, marker: Any, sliced: Sequence[int], env: Mapping[Any, Any]
-    ) -> tuple[list[Any], list[list[Any]]]:
-        """The gradients of a marker, and the outputs of the equations of its slice."""
+        self,
+        marker: Any,
+        sliced: Sequence[int],
+        env: Mapping[Any, Any],
+        settle: Callable[[list[list[Any]]], None] | None = None,
+    ) -> list[Any]:
+        """The gradients of a marker.
+
+        Args:
+          sliced: The equations of its slice.
+          settle: Given the outputs of these, makes known all that stands before the marker.
+        """
         operands = _Operands.of(marker)
         keys = [_atom_key(s) for s in operands.sources]
         unique = list(dict.fromkeys(keys))
@@ -132,6 +145,7 @@ class _Body:
         recorded = self.recorded.get(marker.params["tape"], frozenset())
         watched_at = _watch_positions(self.eqns, marker.params["tape"])
         computed = {var for index in sliced for var in self.eqns[index].outvars}
+        connected, chain = _connected(self.eqns, sliced, recorded, watched_at, operands)
 
         def forward(source_values: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             given = dict(zip(unique, source_values, strict=True))
@@ -152,13 +166,14 @@ class _Body:
             for index in sliced:
                 activate_before(index)
                 eqn = self.eqns[index]
-                outputs = self._outputs(eqn, inner, detached=index not in recorded)
+                with _explained(eqn):
+                    outputs = self._outputs(eqn, inner, detached=index not in chain)
                 primals.append(outputs)
                 for var, value in zip(eqn.outvars, outputs, strict=True):
                     is_leaf = var in given and var not in waiting
                     overlay[var] = value + given.pop(var) if is_leaf else value
             activate_before(float("inf"))
-            return [self._read(inner, t) for t in operands.targets], primals
+            return [jnp.asarray(self._read(inner, t), t.aval.dtype) for t in operands.targets], primals
 
         # A source that the slice itself computes enters as a zero added to it: it is a leaf and a step on
         # the way to other sources at once.
@@ -169,18 +184,19 @@ class _Body:
             for key in unique
         ]
         primal_targets, pull_back, primals = jax.vjp(forward, values, has_aux=True)
+        if settle is not None:
+            settle(primals)
         if operands.seeds:
             cotangents = [self._read(env, a) for a in operands.seeds]
         else:
-            cotangents = [jnp.ones(t.shape, t.dtype) for t in primal_targets]
+            cotangents = [jnp.ones(a.aval.shape, a.aval.dtype) for a in operands.targets]
         (gradients,) = pull_back(cotangents)
         by_key = dict(zip(unique, gradients, strict=True))
-        connected = _connected(self.eqns, sliced, recorded, watched_at, operands)
         reached = _reached(self.eqns, recorded, watched_at, operands.watched)
         for position, (key, is_derived) in enumerate(zip(keys, marker.params["derived"], strict=True)):
             if key not in connected or (is_derived and key not in reached):
                 self.rewriter.unconnected.add((marker.params["ordinal"], position))
-        return [by_key[key] for key in keys], primals
+        return [by_key[key] for key in keys]
 
     def _evaluate(self, eqn: Any, env: dict[Any, Any]) -> None:
         env.update(zip(eqn.outvars, self._outputs(eqn, env), strict=True))
@@ -191,7 +207,7 @@ class _Body:
             return []
         if name == "replicax_gradient":  # an inner tape on the path of an outer one
             index = next(i for i, e in enumerate(self.eqns) if e is eqn)
-            return self._differentiate(eqn, _slice_of(self.eqns, index, eqn), env)[0]
+            return self._differentiate(eqn, _slice_of(self.eqns, index, eqn), env)
         args = [self._read(env, a) for a in eqn.invars]
         if detached:
             args = [_stop_gradient(a) for a in args]
@@ -296,17 +312,22 @@ def _connected(
     recorded: frozenset[int],
     watched_at: Mapping[Any, int],
     operands: _Operands,
-) -> set[Any]:
-    """The sources from which a chain of recorded, differentiable equations leads to a target."""
+) -> tuple[set[Any], set[int]]:
+    """The sources from which a chain of recorded, differentiable equations leads to a target; and these equations.
+
+    The others of the slice need no derivative: what integers or a stop_gradient follow, or was not recorded.
+    """
     needed = {_atom_key(t) for t in operands.targets}
     found = set(needed)
+    chain: set[int] = set()
     for index in reversed(sliced):
         eqn = eqns[index]
         if index in recorded and _passes_gradients(eqn, needed):
+            chain.add(index)
             keys = [_atom_key(a) for a in eqn.invars]
             needed.update(keys)
             found.update(key for key in keys if watched_at.get(key, -1) < index)
-    return {key for key in map(_atom_key, operands.sources) if key in found}
+    return {key for key in map(_atom_key, operands.sources) if key in found}, chain
 
 
 def _reached(
@@ -329,6 +350,21 @@ def _passes_gradients(eqn: Any, wanted: set[Any]) -> bool:
     if eqn.primitive.name == "stop_gradient":
         return False
     return any(v in wanted and jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+
+
+@contextlib.contextmanager
+def _explained(eqn: Any) -> Iterator[None]:
+    """Says where an operation stands that JAX cannot differentiate."""
+    try:
+        yield
+    except ReplicaxError:
+        raise
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"The operation at {jax_compat.equation_line(eqn)} stands between a source and the target of a gradient, "
+            f"and JAX has no derivative for it: {error}. Put jax.lax.stop_gradient around it if no gradient shall "
+            f"flow through it; for a maximum over replicas use all_gather and jnp.max."
+        ) from error
 
 
 def _stop_gradient(value: Any) -> Any:
@@ -410,6 +446,7 @@ def _resolved_params(
     else:
         num_cond, num_body = jax_compat.while_counts(eqn)
         carry = [Verdict.DIFFERS] * (len(verdicts) - num_cond - num_body)
+        params["cond_jaxpr"] = resolve(params["cond_jaxpr"], [*conservative[:num_cond], *carry])
         params["body_jaxpr"] = resolve(
             params["body_jaxpr"], [*conservative[num_cond : num_cond + num_body], *carry]
         )

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError, TapeError
 from replicax._src.options import UnconnectedGradients
 from replicax._src.program.capture import current_capture
@@ -115,6 +116,11 @@ class GradientTape:
                 raise InvalidArgumentError(
                     f"tape.watch got {leaf!r}, a {type(leaf).__name__}; {_NOT_RECORDED}. For a number use "
                     f"jnp.asarray(number) and compute with that."
+                )
+            if jax_compat.is_untyped_constant(leaf):
+                raise InvalidArgumentError(
+                    f"tape.watch got the constant {leaf}, whose dtype is Python's: each use of it is another constant. "
+                    f"Give it a dtype, for example jnp.float32(number)."
                 )
             if id(leaf) not in self._watched and self._is_recording and not _is_variable(leaf):
                 self._capture.watch(self._id, leaf)

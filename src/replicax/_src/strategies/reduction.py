@@ -255,16 +255,21 @@ def gather(topology: Topology, value: Any, axis: int) -> Any:
 
 def _gather_per_replica(topology: Topology, value: PerReplica, axis: int) -> Any:
     shapes = tuple(value.component_shape(r) for r in range(value.num_replicas))
-    is_equal = value.is_equal
-
-    def join(array: Any) -> Any:
-        return in_replica.concatenate(
-            [cut(array if is_equal else array[r], shape) for r, shape in enumerate(shapes)], axis
-        )
-
     if isinstance(value.stored, jax_compat.Tracer):
-        return join(value.stored)
-    return jax.jit(join, out_shardings=topology.replicated)(value.stored)
+        return _join(shapes, value.is_equal, axis, value.stored)
+    return _compiled_join(topology, shapes, value.is_equal, axis)(value.stored)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled_join(topology: Topology, shapes: tuple[tuple[int, ...], ...], is_equal: bool, axis: int):
+    return jax.jit(functools.partial(_join, shapes, is_equal, axis), out_shardings=topology.replicated)
+
+
+def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: Any) -> Any:
+    """The components, in the stored form of a PerReplica, one after the other."""
+    return in_replica.concatenate(
+        [cut(array if is_equal else array[r], shape) for r, shape in enumerate(shapes)], axis
+    )
 
 
 def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,8 @@ class Runner:
         self._strategy = strategy
         self._topology = strategy.topology
         self._cache: ProgramCache[PlacedFunction] = ProgramCache()
+        # With one replica arrays are plain: those that nobody else holds a buffer of, for donate_args.
+        self._owned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     @property
     def num_programs(self) -> int:
@@ -103,7 +106,7 @@ class Runner:
             return self._wrap(placed, self._run_inline(placed, outer, arrays), close)
         programs = self._cache.programs_of(fn)
         described, arrays = self._describe(leaves, programs, is_traced=False)
-        donated = _donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
+        donated = self._donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
         signature = (
             tree,
             tuple(described),
@@ -118,8 +121,17 @@ class Runner:
             self._cache.report_trace(fn, described)
             self._last = placed
         if options.donate_args:
-            arrays = _give_away(leaves, arrays, donated, described)
-        return self._wrap(placed, placed.launcher(arrays), close)
+            arrays = self._give_away(leaves, arrays, donated, described)
+        results = placed.launcher(arrays)
+        if options.donate_args and self._topology.num_replicas == 1:
+            for array in results:
+                self.owned(array)
+        return self._wrap(placed, results, close)
+
+    def owned(self, array: Any) -> Any:
+        """Remembers that ``array`` is in buffers that nobody else holds; returns it."""
+        self._owned[id(array)] = array
+        return array
 
     # --- arguments ------------------------------------------------------------------------------------
 
@@ -179,6 +191,44 @@ class Runner:
         is_row = isinstance(distributed, PerReplica) and not distributed.is_equal
         wanted = self._topology.per_replica if is_row else self._topology.replicated
         return array if array.sharding == wanted else jax.device_put(array, wanted)
+
+    # --- donation -------------------------------------------------------------------------------------
+
+    def _donated(self, args: Sequence[Any], described: Sequence[Leaf], options: RunOptions) -> list[bool]:
+        """Which array leaves are donated: those of the arguments named in ``donate_args``."""
+        flags: list[bool] = []
+        for position, arg in enumerate(args):
+            chosen = position in options.donate_args or position - len(args) in options.donate_args
+            flags += [
+                chosen and (isinstance(leaf, DistributedValues) or self._is_plain_state(leaf))
+                for leaf in jax.tree_util.tree_leaves(arg, is_leaf=_is_leaf)
+                if isinstance(leaf, DistributedValues) or key.is_array(leaf)
+            ]
+        num_arrays = sum(leaf.kind != "static" for leaf in described)
+        return flags + [False] * (num_arrays - len(flags))
+
+    def _is_plain_state(self, leaf: Any) -> bool:
+        return self._topology.num_replicas == 1 and isinstance(leaf, jax.Array)
+
+    def _give_away(
+        self, leaves: Sequence[Any], arrays: Sequence[Any], donated: Sequence[bool], described: Sequence[Leaf]
+    ) -> list[Any]:
+        """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
+        holders = [leaf for leaf, d in zip(leaves, described, strict=True) if d.kind != "static"]
+        uses = collections.Counter(map(id, arrays))
+        results = list(arrays)
+        for i, (holder, array, is_donated) in enumerate(zip(holders, arrays, donated, strict=True)):
+            if not is_donated:
+                continue
+            is_distributed = isinstance(holder, DistributedValues)
+            if is_distributed:
+                is_ours = holder.is_ours and not holder.is_shared  # type: ignore[attr-defined]
+                holder.donate()  # type: ignore[attr-defined]
+            else:
+                is_ours = self._owned.pop(id(array), None) is array
+            if uses[id(array)] > 1 or not is_ours:
+                results[i] = own_copy(array, array.sharding)
+        return results
 
     # --- tracing --------------------------------------------------------------------------------------
 
@@ -313,39 +363,6 @@ def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...]
 
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, DistributedValues) or hasattr(value, "assign")
-
-
-def _donated(args: Sequence[Any], described: Sequence[Leaf], options: RunOptions) -> list[bool]:
-    """Which array leaves are donated: the distributed values of the arguments named in ``donate_args``."""
-    flags: list[bool] = []
-    for position, arg in enumerate(args):
-        chosen = position in options.donate_args or position - len(args) in options.donate_args
-        flags += [
-            chosen and isinstance(leaf, DistributedValues)
-            for leaf in jax.tree_util.tree_leaves(arg, is_leaf=_is_leaf)
-            if isinstance(leaf, DistributedValues) or key.is_array(leaf)
-        ]
-    num_arrays = sum(leaf.kind != "static" for leaf in described)
-    return flags + [False] * (num_arrays - len(flags))
-
-
-def _give_away(
-    leaves: Sequence[Any],
-    arrays: Sequence[Any],
-    donated: Sequence[bool],
-    described: Sequence[Leaf],
-) -> list[Any]:
-    """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
-    holders = [leaf for leaf, d in zip(leaves, described, strict=True) if d.kind != "static"]
-    uses = collections.Counter(map(id, arrays))
-    results = list(arrays)
-    for i, (holder, array, is_donated) in enumerate(zip(holders, arrays, donated, strict=True)):
-        if not is_donated:
-            continue
-        if uses[id(array)] > 1 or holder.is_shared or not holder.is_ours:
-            results[i] = own_copy(array, array.sharding)
-        holder.donate()
-    return results
 
 
 # --- framework modules as arguments -------------------------------------------------------------------

@@ -172,7 +172,6 @@ class Strategy:
             raise InvalidArgumentError(f"kwargs must be a dict of keyword arguments, got {type(kwargs)}.")
         if options is not None and not isinstance(options, RunOptions):
             raise InvalidArgumentError(f"options must be an rx.RunOptions, got {type(options)}.")
-        context.check_may_enter(self)
         with context.Scope(self):
             if options is not None and options.eager:
                 return run_eagerly(self, fn, args, kwargs or {})
@@ -254,6 +253,8 @@ class Strategy:
                     f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}."
                 )
             array = own_copy(leaf, self.topology.replicated)
+            if self.num_replicas_in_sync == 1:
+                return self.runner.owned(array)
             return Mirrored(array, self.num_replicas_in_sync, is_ours=True)
 
         return jax.tree_util.tree_map(

@@ -1,0 +1,367 @@
+"""Recording: tapes for functions that run operation by operation on concrete arrays.
+
+Every operation of an eagerly run replica function comes by here: it is evaluated, tapes that are open note it, and
+what is known of its results (came they out of a collective?) is kept. Arrays are known by identity.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.errors import TapeError, UnsupportedError
+from replicax._src.program.rewrite import Rewriter
+from replicax._src.program.verdict import Verdict, is_replica_collective, transfer
+from replicax._src.user_code import user_line
+
+_JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+Aggregate = Callable[[Sequence[Any], Sequence[Verdict]], list[Any]]
+
+
+class Step(NamedTuple):
+    """One operation that a tape recorded, with its arrays."""
+
+    operation: Any
+    inputs: list[Any]
+    outputs: list[Any]
+
+
+class Record:
+    """What one tape has recorded.
+
+    Attributes:
+      steps: In order.
+      watched_at: By ``id`` of an array: how many steps there were when the tape began to watch it.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.watched_at: dict[int, int] = {}
+        self.known: dict[int, Any] = {}  # all arrays met, which keeps their ids theirs
+
+    def watch(self, value: Any) -> None:
+        self.know(value)
+        self.watched_at.setdefault(id(value), len(self.steps))
+
+    def know(self, value: Any) -> None:
+        self.known[id(value)] = value
+
+    def add(self, step: Step) -> None:
+        self.steps.append(step)
+        for value in (*step.inputs, *step.outputs):
+            self.know(value)
+
+    def is_active(self, value: Any, index: int) -> bool:
+        """Whether step ``index`` used the array when it was watched already; unwatched ones always count."""
+        return self.watched_at.get(id(value), 0) <= index
+
+
+class Verdicts:
+    """What is known of arrays: SAME if nothing is. Forgets those that are gone."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Any, Verdict]] = {}
+
+    def __getitem__(self, value: Any) -> Verdict:
+        entry = self._entries.get(id(value))
+        return Verdict.SAME if entry is None else entry[1]
+
+    def __setitem__(self, value: Any, verdict: Verdict) -> None:
+        if not isinstance(value, jax.Array):
+            return
+        key, entries = id(value), self._entries
+        if verdict is Verdict.SAME:
+            entries.pop(key, None)
+        else:
+            entries[key] = (weakref.ref(value, lambda _: entries.pop(key, None)), verdict)
+
+
+class Recorder:
+    """Evaluates and records what one replica computes.
+
+    Args:
+      aggregate: Sums those gradients over replicas whose verdict is not REDUCED.
+      collectives: Names of the primitives in which replicas meet.
+
+    Attributes:
+      trace: To be made JAX's current trace.
+      verdicts: Of the arrays.
+    """
+
+    def __init__(self, aggregate: Aggregate, collectives: frozenset[str]):
+        self.trace = jax_compat.EagerTrace(self._observe, lambda: bool(self._open))
+        self.verdicts = Verdicts()
+        self._aggregate = aggregate
+        self._collectives = collectives
+        self._records: dict[int, Record] = {}
+        self._open: list[Record] = []
+        # Marks stand only in functions that JAX stages; there a sum would be a collective where none can be.
+        self._rewriter = Rewriter(lambda values: aggregate(values, [Verdict.DIFFERS] * len(values)))
+        self._known_facts: dict[int, _Facts] = {}
+
+    # --- tapes ----------------------------------------------------------------------------------------
+
+    def begin(self, tape: Any, tape_id: int) -> None:
+        """The tape records from here on."""
+        if tape_id not in self._records:
+            self._records[tape_id] = Record()
+            weakref.finalize(tape, self._records.pop, tape_id, None)
+        self._open.append(self._records[tape_id])
+
+    def end(self, tape_id: int) -> None:
+        """The tape records no more."""
+        self._open.remove(self._records[tape_id])
+
+    def watch(self, tape_id: int, value: Any) -> None:
+        """The tape watches an array from here on."""
+        self._records[tape_id].watch(value)
+
+    def know(self, value: Any) -> None:
+        """Variables that are read: open tapes may be asked about the array."""
+        for record in self._open:
+            record.know(value)
+
+    def gradient(
+        self,
+        tape_id: int,
+        targets: Sequence[Any],
+        seeds: Sequence[Any],
+        sources: Sequence[Any],
+        derived: Sequence[bool],
+        watched: Sequence[Any],
+    ) -> list[Any]:
+        """The gradients by ``sources``, None where the targets do not depend on one."""
+        record = self._records[tape_id]
+        if self._open:
+            gradients = gradients_of(record, targets, seeds, sources, derived, watched)
+        else:
+            with jax_compat.evaluating():
+                gradients = gradients_of(record, targets, seeds, sources, derived, watched)
+        for gradient in gradients:
+            self.verdicts[gradient] = Verdict.DIFFERS
+        return gradients
+
+    # --- operations -----------------------------------------------------------------------------------
+
+    def _observe(self, operation: Any, inputs: list[Any]) -> list[Any]:
+        verdicts = [self.verdicts[x] for x in inputs]
+        if operation.name == "replicax_aggregate":
+            with jax_compat.set_current_trace(self.trace):
+                return self._aggregate(inputs, verdicts)
+        subs = jax_compat.sub_jaxprs(operation)
+        if self._open and subs and (consts := self._known_consts(subs)):
+            return self._inline(operation, subs, consts, inputs)
+        evaluated = self._resolved(operation, subs, inputs, verdicts)
+        with jax_compat.evaluating():
+            outputs = evaluated(*inputs)
+            if self._open:  # stop_gradient and kin give back what they are given
+                outputs = [jnp.copy(out) if any(out is x for x in inputs) else out for out in outputs]
+        for out, verdict in zip(outputs, self._transfer(operation, verdicts, len(outputs)), strict=True):
+            self.verdicts[out] = verdict
+        step = Step(evaluated, inputs, outputs)
+        for record in self._open:
+            record.add(step)
+        return outputs
+
+    def _resolved(
+        self, operation: Any, subs: list[Any], inputs: Sequence[Any], verdicts: Sequence[Verdict]
+    ) -> Any:
+        """The operation with the marks inside (tapes, optimizers in a scan or condition) resolved."""
+        if is_replica_collective(operation) or any(self._facts(sub).has_collective for sub in subs):
+            raise UnsupportedError(
+                f"jax.lax.{operation.name} over the axis 'replica' at {user_line()}: with RunOptions(eager=True) the "
+                f"replicas are threads and JAX knows no such axis. Use rx.get_replica_context().all_reduce, "
+                f"all_gather or merge_call, or run without eager=True."
+            )
+        if not any(self._rewriter.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in subs):
+            return operation
+        with jax_compat.evaluating():
+            jaxpr, consts = jax_compat.trace(operation, inputs)
+        known = [Verdict.SAME] * len(consts) + list(verdicts)
+        return jax_compat.Operation(
+            operation.primitive,
+            operation.params,
+            lambda *xs: self._rewriter.evaluate(jaxpr, [*consts, *xs], known),
+        )
+
+    def _transfer(self, operation: Any, verdicts: list[Verdict], count: int) -> list[Verdict]:
+        if operation.name in self._collectives:
+            # One that differentiation put there was not applied to a gradient by the user.
+            return [Verdict.SAME if operation.params["is_derivative"] else Verdict.REDUCED] * count
+        if Verdict.REDUCED not in verdicts:
+            return [Verdict.SAME if all(v.is_same for v in verdicts) else Verdict.DIFFERS] * count
+        return transfer(_Equation(operation, count), verdicts, None)
+
+    def _known_consts(self, subs: Sequence[Any]) -> list[Any]:
+        """Arrays that open tapes know and that JAX has baked into jaxprs, where derivatives miss them."""
+        found = [const for sub in subs for const in self._facts(sub).consts]
+        return [const for const in found if any(id(const) in record.known for record in self._open)]
+
+    def _facts(self, jaxpr: Any) -> _Facts:
+        facts = self._known_facts.get(id(jaxpr))
+        if facts is None:
+            facts = self._known_facts[id(jaxpr)] = self._look_into(jaxpr)
+        return facts
+
+    def _look_into(self, jaxpr: Any) -> _Facts:
+        inner, values = jax_compat.inner_jaxpr(jaxpr)
+        consts = [c for c in values if isinstance(c, jax.Array)]
+        has_collective = False
+        for eqn in inner.eqns:
+            is_mark = eqn.primitive.name == "replicax_aggregate"
+            has_collective |= is_replica_collective(eqn) and not is_mark
+            for sub in jax_compat.sub_jaxprs(eqn):
+                facts = self._facts(sub)
+                consts = consts + facts.consts
+                has_collective |= facts.has_collective
+        return _Facts(jaxpr, consts, has_collective)
+
+    def _inline(
+        self, operation: Any, subs: Sequence[Any], consts: Sequence[Any], inputs: Sequence[Any]
+    ) -> list[Any]:
+        """Evaluates a jitted function operation by operation, so that tapes see the arrays it closes over."""
+        if operation.name not in _JITS:
+            shapes = ", ".join(f"{c.dtype}{list(c.shape)}" for c in consts)
+            raise TapeError(
+                f"With RunOptions(eager=True) a jitted function inside a {operation.name} at {user_line()} closes over "
+                f"arrays ({shapes}) that a tape may have to differentiate by. Pass them to it as arguments."
+            )
+        jaxpr, values = jax_compat.open_jaxpr(subs[0])
+        with jax_compat.set_current_trace(self.trace):
+            return jax_compat.eval_jaxpr(jaxpr, [*values, *inputs])
+
+
+class _Facts(NamedTuple):
+    """What stands in a jaxpr, at any depth; ``jaxpr`` itself keeps its id its own."""
+
+    jaxpr: Any
+    consts: list[Any]
+    has_collective: bool
+
+
+class _Equation(NamedTuple):
+    """An operation as the verdict's rules want to see it."""
+
+    operation: Any
+    num_outputs: int
+
+    @property
+    def primitive(self) -> Any:
+        return self.operation.primitive
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self.operation.params
+
+    @property
+    def source_info(self) -> Any:
+        return self.operation.source_info
+
+    @property
+    def outvars(self) -> range:
+        return range(self.num_outputs)
+
+
+# --- derivatives --------------------------------------------------------------------------------------
+
+
+def gradients_of(
+    record: Record,
+    targets: Sequence[Any],
+    seeds: Sequence[Any],
+    sources: Sequence[Any],
+    derived: Sequence[bool],
+    watched: Sequence[Any],
+) -> list[Any]:
+    """Reverse-mode differentiation of what a tape recorded.
+
+    Args:
+      seeds: The cotangents of the targets.
+      derived: For each source, whether it counts only if it was computed from ``watched`` arrays.
+    """
+    chosen, computed = _steps_from(record, sources)
+    wanted = {id(s) for s in sources}
+    cotangents: dict[int, Any] = {}
+    leaves: dict[int, Any] = {}
+    for target, seed in zip(targets, seeds, strict=True):
+        _accumulate(cotangents, id(target), seed)
+        if id(target) in wanted:
+            _accumulate(leaves, id(target), seed)
+    for index in reversed(chosen):
+        step = record.steps[index]
+        given = [cotangents.pop(id(out), None) for out in step.outputs]
+        active = [
+            i
+            for i, x in enumerate(step.inputs)
+            if _is_inexact(x) and (id(x) in computed or (id(x) in wanted and record.is_active(x, index)))
+        ]
+        if all(g is None for g in given) or step.operation.name == "stop_gradient":
+            continue
+        for i, cotangent in zip(active, _pull_back(step, given, active), strict=True):
+            x = step.inputs[i]
+            if id(x) in computed:
+                _accumulate(cotangents, id(x), cotangent)
+            if id(x) in wanted and record.is_active(x, index):
+                _accumulate(leaves, id(x), cotangent)
+    reached = _reached_from(record, watched) if any(derived) else set()
+    return [
+        None if is_derived and id(source) not in reached else leaves.get(id(source))
+        for source, is_derived in zip(sources, derived, strict=True)
+    ]
+
+
+def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[int]]:
+    """The steps that depend on a source, and the ids of what they compute."""
+    wanted = {id(s) for s in sources}
+    computed: set[int] = set()
+    chosen = []
+    for index, step in enumerate(record.steps):
+        if any(id(x) in computed or (id(x) in wanted and record.is_active(x, index)) for x in step.inputs):
+            chosen.append(index)
+            computed.update(map(id, step.outputs))
+    return chosen, computed
+
+
+def _reached_from(record: Record, watched: Sequence[Any]) -> set[int]:
+    """The ids of arrays that differentiable steps compute from watched ones."""
+    reached = {id(w) for w in watched}
+    for index, step in enumerate(record.steps):
+        if step.operation.name != "stop_gradient" and any(
+            id(x) in reached and record.is_active(x, index) for x in step.inputs
+        ):
+            reached.update(id(out) for out in step.outputs if _is_inexact(out))
+    return reached
+
+
+def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
+    """The cotangents of a step's ``active`` inputs."""
+    filled = [
+        jnp.zeros_like(out) if g is None else g for out, g in zip(step.outputs, given, strict=True)
+    ]
+    linear = step.operation.pull_back(filled)
+    if linear is not None:
+        return [linear[i] for i in active]
+    present = [i for i, g in enumerate(given) if g is not None]
+
+    def forward(*values: Any) -> list[Any]:
+        inputs = list(step.inputs)
+        for i, value in zip(active, values, strict=True):
+            inputs[i] = value
+        outputs = step.operation(*inputs)
+        return [outputs[i] for i in present]
+
+    _, pull = jax.vjp(forward, *[step.inputs[i] for i in active])
+    return list(pull([given[i] for i in present]))
+
+
+def _accumulate(table: dict[int, Any], key: int, value: Any) -> None:
+    table[key] = table[key] + value if key in table else value
+
+
+def _is_inexact(value: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(value), jnp.inexact)
