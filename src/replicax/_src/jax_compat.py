@@ -252,7 +252,7 @@ def abstractify(value: Any) -> Any:
     """The abstract array of a value."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return shaped(value.shape, value.dtype, getattr(value, "weak_type", False))
-    return jax.core.get_aval(value)
+    return jax.typeof(value)
 
 
 def is_typed_key(dtype: Any) -> bool:
@@ -413,6 +413,12 @@ def is_staging() -> bool:
 def with_axis_names(names: Sequence[tuple[str, int]]) -> contextlib.AbstractContextManager[Any]:
     """Makes axis names known; JAX's caches of inner functions are apart for each set of names."""
     return _private_core.extend_axis_env_nd(list(names))
+
+
+def names_unknown_axis(error: BaseException, name: str) -> bool:
+    """Whether JAX says that it knows no axis of this name. It has no type of its own for that (jax 0.10 to 0.12), but
+    Python's own NameErrors have a ``name``."""
+    return isinstance(error, NameError) and error.name is None and name in str(error)
 
 
 def thread_options() -> dict[Any, Any]:

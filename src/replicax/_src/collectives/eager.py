@@ -101,9 +101,7 @@ class EagerCommunicator(Communicator):
         shapes = self.agree("the shapes of a gathered array", tuple(value.shape))
         if len({len(shape) for shape in shapes}) > 1:
             raise ReductionError(f"Replicas hold arrays of different ranks: shapes {shapes}.")
-        return list(
-            _components_p.bind(value, communicator=self, shapes=tuple(shapes), is_derivative=False)
-        )
+        return list(_components_p.bind(value, communicator=self, shapes=tuple(shapes), is_derivative=False))
 
     def agree(self, what: str, value: Any) -> list[Any]:
         """All replicas' values of something that is no array."""

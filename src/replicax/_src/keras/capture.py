@@ -114,7 +114,10 @@ def _communicator() -> Any:
 
 
 class CaptureScope(keras.StatelessScope):
-    """Sends reads and writes of Keras variables to the capture that is current."""
+    """Sends reads and writes of Keras variables to the capture that is current; collects ``model.losses``."""
+
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True)
 
     def get_current_value(self, variable: Any) -> Any:
         capture = current_capture()

@@ -37,8 +37,8 @@ def carry_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
             yield
         finally:
             for name, value in own.items():
-                if name not in _SCOPES:
-                    settings.setdefault(name, value)
+                if name not in _SCOPES and settings.get(name) is None:
+                    settings[name] = value
 
     return with_state
 

@@ -27,6 +27,7 @@ from replicax._src.errors import (
     StructureError,
     TapeError,
     TraceError,
+    UnsupportedError,
     VariableError,
 )
 from replicax._src.options import ReduceOp
@@ -39,7 +40,7 @@ from replicax._src.program.recording import Recorder
 from replicax._src.program.slots import Sharing, Slot, own_copy
 from replicax._src.program.verdict import Verdict
 from replicax._src.topology import REPLICA_AXIS
-from replicax._src.user_code import user_line
+from replicax._src.user_code import user_line, user_line_of
 from replicax._src.values import (
     DistributedValues,
     Mirrored,
@@ -306,8 +307,8 @@ class EagerCapture:
         entry.current, entry.written, entry.line = value, True, line or user_line()
 
     def sharing_of(self, variable: Any) -> Sharing:
-        """How the replicas share a variable that has been read."""
-        return self.entries[id(variable)].slot.sharing
+        """How the replicas share a variable."""
+        return self._state.slot_of(variable).sharing
 
     @contextlib.contextmanager
     def aggregated_reads(self) -> Iterator[None]:
@@ -503,9 +504,9 @@ class _Run:
                 stack.enter_context(scope(capture))  # type: ignore[arg-type]
             stack.enter_context(replaced_capture(capture))
             stack.enter_context(context.replica_context(self._strategy, replica))
-            names = [(REPLICA_AXIS, communicator.num_replicas), (_CACHE_NAME, 1)]
-            stack.enter_context(jax_compat.with_axis_names(names))
+            stack.enter_context(jax_compat.with_axis_names([(_CACHE_NAME, 1)]))
             stack.enter_context(jax_compat.set_current_trace(capture.recorder.trace))
+            stack.enter_context(_explained())
             return _returned(key.with_cells(self._fn, cells)(*args, **kwargs))
 
     def built_variables(self) -> bool:
@@ -516,7 +517,10 @@ class _Run:
         """Gives the variables what the replicas assigned, brought together as their sharing says."""
         captures = sorted(self._captures, key=lambda c: c._replica_id)
         written = {
-            id(entry.slot.variable): entry.slot for c in captures for entry in c.entries.values() if entry.written
+            id(entry.slot.variable): entry.slot
+            for c in captures
+            for entry in c.entries.values()
+            if entry.written
         }
         group = SlotGroup(list(written.values()), self._strategy.variable_placement)
         values, sums = [], []
@@ -535,6 +539,21 @@ class _Run:
         if entry is None:
             return self._state.component(slot.variable, capture._replica_id)
         return to_host(entry.current)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says what to do about collectives of JAX's own."""
+    try:
+        yield
+    except NameError as error:
+        if not jax_compat.names_unknown_axis(error, REPLICA_AXIS):
+            raise
+        raise UnsupportedError(
+            f"A collective of jax.lax over the axis {REPLICA_AXIS!r} was called at {user_line_of(error)}: with "
+            f"RunOptions(eager=True) the replicas are threads, and JAX knows no such axis. Use "
+            f"rx.get_replica_context().all_reduce, all_gather or merge_call, or run without eager=True."
+        ) from error
 
 
 def _brought_together(slot: Slot, components: list[Any], rows: Sequence[int] | None, line: str) -> Any:

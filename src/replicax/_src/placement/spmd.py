@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import operator
 import sys
@@ -148,6 +149,7 @@ class _HeldBy:
     __slots__ = ("_value",)
 
 
+@functools.cache
 def _references_of_an_unheld_value() -> int:
     """What ``sys.getrefcount`` says of a value that only its variable, its slot and our list hold."""
     variable, slot = _HeldBy(), _HeldBy()
@@ -180,9 +182,11 @@ class SlotGroup:
             values = self._held()
         if for_donation:
             limit = _references_of_an_unheld_value()
-            for i, count in enumerate(map(sys.getrefcount, values)):
-                if count > limit:
-                    values[i] = own_copy(values[i], values[i].sharding)
+            counts = list(map(sys.getrefcount, values))
+            if counts and max(counts) > limit:
+                for i, count in enumerate(counts):
+                    if count > limit:
+                        values[i] = own_copy(values[i], values[i].sharding)
         for i in self._summed:
             values[i] = self.slots[i].components
         return values
@@ -207,7 +211,7 @@ class SlotGroup:
 
     def store(self, values: Sequence[Any], sums: Sequence[Any]) -> None:
         """Gives the variables what the program wrote."""
-        shown = list(values)
+        shown = list(values) if self._summed else values
         for i, total in zip(self._summed, sums, strict=True):
             self.slots[i].components = values[i]
             shown[i] = total
@@ -216,10 +220,12 @@ class SlotGroup:
                 v if s.sharing is Sharing.COMPONENTS else jax.device_put(v, self._parameter_device)
                 for s, v in zip(self.slots, shown, strict=True)
             ]
-        start = 0
-        for accessor, group in zip(self._accessors, self._variables, strict=True):
-            accessor.set(group, shown[start : start + len(group)])
-            start += len(group)
+        if len(self._accessors) == 1:
+            self._accessors[0].set(self._variables[0], shown)
+        else:
+            remaining = iter(shown)
+            for accessor, group in zip(self._accessors, self._variables, strict=True):
+                accessor.set(group, [next(remaining) for _ in group])
         for slot, value in zip(self.slots, shown, strict=True):
             slot.placed = value
 

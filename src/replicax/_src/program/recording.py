@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.errors import TapeError, UnsupportedError
+from replicax._src.errors import TapeError
 from replicax._src.program.rewrite import Rewriter
-from replicax._src.program.verdict import Verdict, is_replica_collective, transfer
+from replicax._src.program.verdict import Verdict, transfer
 from replicax._src.user_code import user_line
 
 _JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -102,7 +102,7 @@ class Recorder:
         self._open: list[Record] = []
         # Marks stand only in functions that JAX stages; there a sum would be a collective where none can be.
         self._rewriter = Rewriter(lambda values: aggregate(values, [Verdict.DIFFERS] * len(values)))
-        self._known_facts: dict[int, _Facts] = {}
+        self._inner_consts: dict[int, tuple[Any, list[Any]]] = {}
 
     # --- tapes ----------------------------------------------------------------------------------------
 
@@ -172,12 +172,6 @@ class Recorder:
         self, operation: Any, subs: list[Any], inputs: Sequence[Any], verdicts: Sequence[Verdict]
     ) -> Any:
         """The operation with the marks inside (tapes, optimizers in a scan or condition) resolved."""
-        if is_replica_collective(operation) or any(self._facts(sub).has_collective for sub in subs):
-            raise UnsupportedError(
-                f"jax.lax.{operation.name} over the axis 'replica' at {user_line()}: with RunOptions(eager=True) the "
-                f"replicas are threads and JAX knows no such axis. Use rx.get_replica_context().all_reduce, "
-                f"all_gather or merge_call, or run without eager=True."
-            )
         if not any(self._rewriter.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in subs):
             return operation
         with jax_compat.evaluating():
@@ -199,27 +193,19 @@ class Recorder:
 
     def _known_consts(self, subs: Sequence[Any]) -> list[Any]:
         """Arrays that open tapes know and that JAX has baked into jaxprs, where derivatives miss them."""
-        found = [const for sub in subs for const in self._facts(sub).consts]
+        found = [const for sub in subs for const in self._consts_within(sub)]
         return [const for const in found if any(id(const) in record.known for record in self._open)]
 
-    def _facts(self, jaxpr: Any) -> _Facts:
-        facts = self._known_facts.get(id(jaxpr))
-        if facts is None:
-            facts = self._known_facts[id(jaxpr)] = self._look_into(jaxpr)
-        return facts
-
-    def _look_into(self, jaxpr: Any) -> _Facts:
-        inner, values = jax_compat.inner_jaxpr(jaxpr)
-        consts = [c for c in values if isinstance(c, jax.Array)]
-        has_collective = False
-        for eqn in inner.eqns:
-            is_mark = eqn.primitive.name == "replicax_aggregate"
-            has_collective |= is_replica_collective(eqn) and not is_mark
-            for sub in jax_compat.sub_jaxprs(eqn):
-                facts = self._facts(sub)
-                consts = consts + facts.consts
-                has_collective |= facts.has_collective
-        return _Facts(jaxpr, consts, has_collective)
+    def _consts_within(self, jaxpr: Any) -> list[Any]:
+        entry = self._inner_consts.get(id(jaxpr))
+        if entry is None:
+            inner, values = jax_compat.inner_jaxpr(jaxpr)
+            consts = [c for c in values if isinstance(c, jax.Array)]
+            for eqn in inner.eqns:
+                for sub in jax_compat.sub_jaxprs(eqn):
+                    consts = consts + self._consts_within(sub)
+            entry = self._inner_consts[id(jaxpr)] = (jaxpr, consts)  # the jaxpr keeps its id its own
+        return entry[1]
 
     def _inline(
         self, operation: Any, subs: Sequence[Any], consts: Sequence[Any], inputs: Sequence[Any]
@@ -234,14 +220,6 @@ class Recorder:
         jaxpr, values = jax_compat.open_jaxpr(subs[0])
         with jax_compat.set_current_trace(self.trace):
             return jax_compat.eval_jaxpr(jaxpr, [*values, *inputs])
-
-
-class _Facts(NamedTuple):
-    """What stands in a jaxpr, at any depth; ``jaxpr`` itself keeps its id its own."""
-
-    jaxpr: Any
-    consts: list[Any]
-    has_collective: bool
 
 
 class _Equation(NamedTuple):
@@ -340,9 +318,7 @@ def _reached_from(record: Record, watched: Sequence[Any]) -> set[int]:
 
 def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
     """The cotangents of a step's ``active`` inputs."""
-    filled = [
-        jnp.zeros_like(out) if g is None else g for out, g in zip(step.outputs, given, strict=True)
-    ]
+    filled = [jnp.zeros_like(out) if g is None else g for out, g in zip(step.outputs, given, strict=True)]
     linear = step.operation.pull_back(filled)
     if linear is not None:
         return [linear[i] for i in active]

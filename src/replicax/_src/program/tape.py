@@ -37,13 +37,13 @@ class GradientTape:
     Source: TensorFlow, ``tf.GradientTape``. One difference: with ``RunOptions(eager=True)`` the tape records
     the operations that run.
 
-    >>> import replicax as rx
+    >>> import jax.numpy as jnp, replicax as rx
     >>> def square(x):
     ...     with rx.GradientTape() as tape:
     ...         tape.watch(x)
     ...         y = x * x
     ...     return tape.gradient(y, x)
-    >>> float(rx.get_strategy().run(square, args=(3.0,)))
+    >>> float(rx.get_strategy().run(square, args=(jnp.float32(3.0),)))
     6.0
     """
 
@@ -115,7 +115,7 @@ class GradientTape:
             if not hasattr(leaf, "dtype"):
                 raise InvalidArgumentError(
                     f"tape.watch got {leaf!r}, a {type(leaf).__name__}; {_NOT_RECORDED}. For a number use "
-                    f"jnp.asarray(number) and compute with that."
+                    f"jnp.float32(number) and compute with that."
                 )
             if jax_compat.is_untyped_constant(leaf):
                 raise InvalidArgumentError(

@@ -118,6 +118,7 @@ _KEEPS_REDUCED = frozenset(
         "replicax_aggregate",
     ]
 )
+_DIFFERS_BY_ITSELF = frozenset("axis_index io_callback infeed replicax_gradient".split())
 _KEEPS_SHIFTED = frozenset(
     ["add", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "slice"]
 )
@@ -228,16 +229,24 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
     subs = jax_compat.sub_jaxprs(eqn)
     if name in _ONE_TO_ONE and subs:
         return _one_to_one(eqn, inputs, guarded)
-    for sub in subs:  # unknown higher-order primitives: only look for collectives
-        inner, _ = jax_compat.inner_jaxpr(sub)
-        if has_replica_collective(inner) is not None:
-            return [Verdict.DIFFERS] * count
+    # Unknown higher-order primitives: only look for what makes replicas differ, whatever the inputs.
+    if any(_may_differ_by_itself(jax_compat.inner_jaxpr(sub)[0]) for sub in subs):
+        return [Verdict.DIFFERS] * count
     worst = max(inputs, default=Verdict.SAME)
     if worst.is_same:
         keeps = name in _KEEPS_REDUCED and Verdict.REDUCED in inputs
         return [Verdict.REDUCED if keeps else Verdict.SAME] * count
     keeps = worst is Verdict.SHIFTED and name in _KEEPS_SHIFTED and inputs.count(Verdict.SHIFTED) == 1
     return [Verdict.SHIFTED if keeps else Verdict.DIFFERS] * count
+
+
+def _may_differ_by_itself(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name in _DIFFERS_BY_ITSELF
+        or is_replica_collective(eqn)
+        or any(_may_differ_by_itself(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _collective(eqn: Any, inputs: list[Verdict]) -> Verdict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from replicax._src.collectives.in_replica import Communicator, IndexedSlices
 from replicax._src.context import LocalPerReplica
 from replicax._src.errors import ReductionError, UnsupportedError
 from replicax._src.options import ReduceOp
+from replicax._src.placement.spmd import in_flight
 from replicax._src.topology import Topology
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut
 
@@ -144,7 +145,20 @@ def _reduce_per_replica(
     if isinstance(value.stored, jax_compat.Tracer):
         return _compute(op, value.num_replicas, value.is_equal, value.shapes, checked, value.stored)
     compute = _compiled(topology, op, value.num_replicas, value.is_equal, value.shapes, checked)
-    return compute(value.stored)
+    return _launch(topology, compute, value)
+
+
+def _launch(topology: Topology, compute: Callable[[Any], tuple[Any, Any]], value: PerReplica) -> Any:
+    """Computes on the devices; where they meet to do so, within the limit of programs in flight."""
+    result, token = compute(value.stored)
+    if topology.is_cpu and not value.is_equal:
+        in_flight.add(token)
+    return result
+
+
+def _compiled_on(topology: Topology, compute: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Any]]:
+    """``compute`` of the stored array, with a token that is there when the program has run."""
+    return jax.jit(lambda array: (compute(array), jnp.int8(0)), out_shardings=topology.replicated)
 
 
 @functools.lru_cache(maxsize=512)
@@ -156,8 +170,7 @@ def _compiled(
     shapes: tuple[tuple[int, ...], ...] | None,
     axes: tuple[int, ...] | None,
 ):
-    fn = functools.partial(_compute, op, num_replicas, is_equal, shapes, axes)
-    return jax.jit(fn, out_shardings=topology.replicated)
+    return _compiled_on(topology, functools.partial(_compute, op, num_replicas, is_equal, shapes, axes))
 
 
 def _compute(
@@ -257,12 +270,12 @@ def _gather_per_replica(topology: Topology, value: PerReplica, axis: int) -> Any
     shapes = tuple(value.component_shape(r) for r in range(value.num_replicas))
     if isinstance(value.stored, jax_compat.Tracer):
         return _join(shapes, value.is_equal, axis, value.stored)
-    return _compiled_join(topology, shapes, value.is_equal, axis)(value.stored)
+    return _launch(topology, _compiled_join(topology, shapes, value.is_equal, axis), value)
 
 
 @functools.lru_cache(maxsize=512)
 def _compiled_join(topology: Topology, shapes: tuple[tuple[int, ...], ...], is_equal: bool, axis: int):
-    return jax.jit(functools.partial(_join, shapes, is_equal, axis), out_shardings=topology.replicated)
+    return _compiled_on(topology, functools.partial(_join, shapes, is_equal, axis))
 
 
 def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: Any) -> Any:

@@ -142,7 +142,7 @@ class Runner:
         described: list[Leaf] = []
         arrays: list[Any] = []
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, DistributedValues):
+            if isinstance(leaf, (PerReplica, Mirrored)):
                 described.append(self._describe_distributed(leaf))
                 arrays.append(self._placed(leaf.stored, leaf, is_traced))  # type: ignore[attr-defined]
             elif key.is_array(leaf):
@@ -190,7 +190,8 @@ class Runner:
             return array
         is_row = isinstance(distributed, PerReplica) and not distributed.is_equal
         wanted = self._topology.per_replica if is_row else self._topology.replicated
-        return array if array.sharding == wanted else jax.device_put(array, wanted)
+        sharding = array.sharding
+        return array if sharding is wanted or sharding == wanted else jax.device_put(array, wanted)
 
     # --- donation -------------------------------------------------------------------------------------
 

@@ -164,6 +164,8 @@ class Variable(ArrayLike):
         if op is None:
             return raw[0]
         total = jnp.sum(raw, axis=0, dtype=self.dtype)
+        if not isinstance(total, jax_compat.Tracer) and self._placement.topology.is_cpu:
+            total.block_until_ready()  # a collective: too many of them in flight would end the process
         return total if op is ReduceOp.SUM else in_replica.mean_of_sum(total, raw.shape[0])
 
     def _aggregation_op(self, what: str) -> ReduceOp | None:
