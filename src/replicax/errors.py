@@ -25,20 +25,35 @@ from replicax._src.errors import (
     UnsupportedError,
     VariableError,
 )
+from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
+from replicax._src.input.dataset import EmptyOptionalError, OutOfRangeError
+from replicax._src.input.elements import (
+    DatasetLengthError,
+    EmptyDatasetError,
+    OneShotSourceError,
+    UnsupportedSourceError,
+)
+from replicax._src.input.sources import UnbatchedDatasetError
 
 __all__ = [
     "BackendStartedError",
     "ContextError",
     "CrossReplicaContextError",
+    "DatasetLengthError",
     "DeviceError",
     "DivergenceError",
     "DivergentCollectiveError",
     "DonatedError",
+    "EmptyDatasetError",
+    "EmptyOptionalError",
+    "InconsistentRowsError",
     "InvalidArgumentError",
     "KerasBackendError",
     "KerasLossError",
     "MissingExtraError",
     "MixedStrategiesError",
+    "OneShotSourceError",
+    "OutOfRangeError",
     "PerReplicaUseError",
     "ReductionError",
     "ReplicaContextError",
@@ -48,6 +63,9 @@ __all__ = [
     "TapeError",
     "TraceError",
     "TracedConditionError",
+    "UnbatchedDatasetError",
+    "UnsupportedElementError",
     "UnsupportedError",
+    "UnsupportedSourceError",
     "VariableError",
 ]

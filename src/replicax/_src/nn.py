@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import context
-from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
+from replicax._src.errors import InvalidArgumentError, ReplicaContextError
 from replicax._src.program.capture import current_capture
 
 
@@ -31,7 +31,7 @@ def compute_average_loss(
 
     Raises:
       InvalidArgumentError: The loss is a scalar, or ``global_batch_size`` is no scalar int of at least 0.
-      CrossReplicaContextError: No ``global_batch_size`` outside of replica context.
+      ReplicaContextError: No ``global_batch_size`` outside of replica context.
 
     Source: tf.nn.compute_average_loss, whose default B is R times the local size.
     """
@@ -60,7 +60,7 @@ def compute_average_loss(
 def _global_size(local_size: int) -> Any:
     replica = context.get_replica_context()
     if replica is None:
-        raise CrossReplicaContextError(
+        raise ReplicaContextError(
             "You are calling `compute_average_loss` in cross replica context, while it was expected to be called in "
             "replica context (inside strategy.run): outside of it the local batch size is not known. Give "
             "global_batch_size."
@@ -94,12 +94,12 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
       regularization_loss: [...] or a list of such, which is added up.
 
     Raises:
-      CrossReplicaContextError: Outside of replica context.
+      ReplicaContextError: Outside of replica context.
 
     Source: tf.nn.scale_regularization_loss.
     """
     if context.in_cross_replica_context():
-        raise CrossReplicaContextError(
+        raise ReplicaContextError(
             "You are calling `scale_regularization_loss` in cross replica context, while it was expected to be called "
             "in replica context (inside strategy.run)."
         )

@@ -15,8 +15,7 @@ from flax import nnx
 from replicax._src import context
 from replicax._src.errors import DivergenceError
 from replicax._src.program.capture import current_capture
-from replicax._src.strategies.running import module_hooks
-from replicax._src.topology import REPLICA_AXIS
+from replicax._src.program.modules import module_hooks
 from replicax._src.values import DistributedValues, PerReplica
 
 
@@ -146,7 +145,7 @@ def _stream(value: Any, kind: type, communicator: Any) -> Any:
     """Random keys as this replica draws from them: replica 0's are the module's own."""
     if not issubclass(kind, nnx.RngKey) or communicator.num_replicas == 1:
         return value
-    index = jax.lax.axis_index(REPLICA_AXIS)
+    index = communicator.replica_id()
     own = jax.random.fold_in(value, index)
     return jax.lax.cond(index == 0, lambda: value, lambda: own)
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import keras
 from replicax._src import context
 from replicax._src.errors import KerasBackendError, KerasLossError
@@ -17,7 +18,7 @@ from replicax._src.keras import capture as keras_capture
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.threads import carry_state
 from replicax._src.placement.eager import thread_states
-from replicax._src.program.capture import current_capture
+from replicax._src.program.capture import current_capture, user_line
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import slot_makers
 
@@ -99,28 +100,44 @@ def _wrapped_get_current_value(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _wrapped_loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses a mean loss where it is about to be differentiated on several replicas."""
+    """Refuses a mean loss that is differentiated on several replicas: under a tape at once, otherwise when it is."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         capture = current_capture()
-        if (
-            capture is not None
-            and (capture.num_replicas or 1) > 1
-            and self.reduction in _MEANS
-            and (capture.tapes or capture.is_in_inner_trace())
-        ):
-            name, num_replicas = type(self).__name__, capture.num_replicas
-            raise KerasLossError(
-                f"keras.losses.{name}(reduction={self.reduction!r}) was called in a replica function of {num_replicas} "
-                f"replicas, where its value will be differentiated. It is the mean over one replica's rows, and "
-                f"gradients are summed over replicas: they would be {num_replicas} times too large. Write instead:\n"
-                f"    loss_object = keras.losses.{name}(..., reduction=None)\n"
-                f"    loss = rx.nn.compute_average_loss(loss_object(labels, predictions))\n"
-                f'or use reduction="sum" and divide by the global batch size.'
-            )
-        return original(self, *args, **kwargs)
+        if capture is None or (capture.num_replicas or 1) == 1 or self.reduction not in _MEANS:
+            return original(self, *args, **kwargs)
+        error = _mean_loss_error(self, capture.num_replicas)
+        if capture.tapes:
+            raise error
+        return _not_differentiable(original(self, *args, **kwargs), error)
 
     return __call__
+
+
+def _mean_loss_error(loss: Any, num_replicas: int) -> KerasLossError:
+    name = type(loss).__name__
+    return KerasLossError(
+        f"keras.losses.{name}(reduction={loss.reduction!r}) was called at {user_line()}, in a replica function of "
+        f"{num_replicas} replicas, and its value is differentiated. It is the mean over one replica's rows, and "
+        f"gradients are summed over replicas: they would be {num_replicas} times too large. Write instead:\n"
+        f"    loss_object = keras.losses.{name}(..., reduction=None)\n"
+        f"    loss = rx.nn.compute_average_loss(loss_object(labels, predictions))\n"
+        f'or use reduction="sum" and divide by the global batch size.'
+    )
+
+
+def _not_differentiable(value: Any, error: Exception) -> Any:
+    """``value``, whose derivative raises ``error``: in jax.grad, however deep in scans and jits it stands."""
+
+    @jax.custom_jvp
+    def unchanged(value: Any) -> Any:
+        return value
+
+    @unchanged.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    return unchanged(value)
 
 
 def _wrap_results() -> None:

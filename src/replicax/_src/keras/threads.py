@@ -10,8 +10,15 @@ import keras
 
 # What belongs to the scopes that a thread is in, not to its settings.
 _SCOPES = frozenset(
-    "stateless_scope symbolic_scope autocast_scope current_call_ctx uninitialized_variables name_scope_stack "
-    "remat_scope_stack".split()
+    {
+        "autocast_scope",
+        "current_call_ctx",
+        "name_scope_stack",
+        "remat_scope_stack",
+        "stateless_scope",
+        "symbolic_scope",
+        "uninitialized_variables",
+    }
 )
 
 

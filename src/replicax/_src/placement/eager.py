@@ -35,6 +35,7 @@ from replicax._src.placement.spmd import SlotGroup
 from replicax._src.program import key
 from replicax._src.program.capture import Capture, Entry, Uneven, current_capture, replaced_capture
 from replicax._src.program.markers import aggregate_p
+from replicax._src.program.modules import enter_modules, open_modules
 from replicax._src.program.program import is_output_leaf, trace_scopes
 from replicax._src.program.recording import Recorder
 from replicax._src.program.slots import Sharing, Slot, own_copy
@@ -77,13 +78,14 @@ def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwar
             "(rx.function, jax.jit, merge_call), which has no real values to run it with. Call it from plain Python."
         )
     for _ in range(_MAX_RUNS):
-        run = _Run(strategy, fn, args, kwargs)
-        returned = run.call()
-        if run.built_variables():
-            continue
-        result = _joined(strategy.topology, returned)
-        run.commit()
-        return result
+        with contextlib.closing(_Run(strategy, fn, args, kwargs)) as run:
+            returned = run.call()
+            if run.built_variables():
+                continue
+            new_state = run.new_state()  # raises before anything is changed
+            result = run.close_modules(_joined(strategy.topology, returned))
+            new_state.store()
+            return result
     raise TraceError(
         "The function builds variables each time it runs. Create variables once, outside or under `if variable is "
         "None`."
@@ -186,6 +188,9 @@ def _joined_arrays(topology: Any, arrays: list[jax.Array]) -> Any:
             f"The replica function returns arrays of different ranks or dtypes on different replicas: {kinds}. Only "
             f"sizes may differ."
         )
+    hosts = [to_host(a) for a in arrays]
+    if len({(h.shape, host_bytes(h)) for h in hosts}) == 1:
+        return PerReplica(own_copy(arrays[0], topology.replicated), len(arrays), is_equal=True)
     return per_replica_from_components(topology, arrays)
 
 
@@ -222,6 +227,7 @@ class EagerCapture:
 
     Attributes:
       num_replicas, uneven, entries, num_aggregated_reads, met_unbuilt_variable: As in ``Capture``.
+      replica_id: Index of the replica.
       recorder: Evaluates and records the replica's operations.
     """
 
@@ -237,12 +243,18 @@ class EagerCapture:
         self._strategy = strategy
         self._state = state
         self._communicator = communicator
-        self._replica_id = replica_id
+        self.replica_id = replica_id
         self._late: dict[int, tuple[Any, jax_compat.Late]] = {}
         self._tapes: list[Any] = []
         # Tapes opened inside functions that JAX stages leave marks there, as in functions that are traced.
         self._staged = Capture(state.slot_of, self.num_replicas)
         self._staged_tapes: set[int] = set()
+
+    def close(self) -> None:
+        """Forgets all arrays."""
+        self.entries.clear()
+        self._late.clear()
+        self.recorder.close()
 
     @property
     def is_replica(self) -> bool:
@@ -324,7 +336,7 @@ class EagerCapture:
         if entry is None:
             slot = self._state.slot_of(variable)
             with jax_compat.evaluating():
-                value = from_host(self._state.component(variable, self._replica_id))
+                value = from_host(self._state.component(variable, self.replica_id))
             if slot.sharing.is_per_replica:
                 self.recorder.verdicts[value] = Verdict.DIFFERS
             entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
@@ -445,6 +457,19 @@ def _value_now(variable: Any) -> Any:
 # --- one run ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _NewState:
+    """New values of variables, placed."""
+
+    group: SlotGroup
+    values: list[Any]
+    sums: list[Any]
+
+    def store(self) -> None:
+        """Gives them to the variables."""
+        self.group.store(self.values, self.sums)
+
+
 class _Run:
     """One call of the function on all replicas."""
 
@@ -452,7 +477,7 @@ class _Run:
         self._strategy = strategy
         self._topology = strategy.topology
         self._fn = key.unwrap(fn)
-        nest = (tuple(args), dict(kwargs), key.lifted_cells(self._fn))
+        nest, self._close = open_modules((tuple(args), dict(kwargs), key.lifted_cells(self._fn)))
         leaves, self._tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         num_replicas = self._topology.num_replicas
         self._arguments = [_Argument.of(leaf, num_replicas) for leaf in leaves]
@@ -497,7 +522,7 @@ class _Run:
             if argument.is_array and any(c is not argument.components[0] for c in argument.components):
                 capture.recorder.verdicts[leaf] = Verdict.DIFFERS
         capture.recorder.verdicts[index] = Verdict.DIFFERS
-        args, kwargs, cells = jax.tree_util.tree_unflatten(self._tree, leaves)
+        opened = jax.tree_util.tree_unflatten(self._tree, leaves)
         replica = ReplicaContext(self._strategy, None, communicator)
         with contextlib.ExitStack() as stack:
             for scope in trace_scopes:
@@ -507,15 +532,30 @@ class _Run:
             stack.enter_context(jax_compat.with_axis_names([(_CACHE_NAME, 1)]))
             stack.enter_context(jax_compat.set_current_trace(capture.recorder.trace))
             stack.enter_context(_explained())
-            return _returned(key.with_cells(self._fn, cells)(*args, **kwargs))
+            (args, kwargs, cells), finish = enter_modules(opened, self._close is not None)
+            return _returned(finish(key.with_cells(self._fn, cells)(*args, **kwargs)))
 
     def built_variables(self) -> bool:
         """Whether variables were met that have got their values only now."""
         return any(capture.met_unbuilt_variable for capture in self._captures)
 
-    def commit(self) -> None:
-        """Gives the variables what the replicas assigned, brought together as their sharing says."""
-        captures = sorted(self._captures, key=lambda c: c._replica_id)
+    def close_modules(self, result: Any) -> Any:
+        """Writes the new state of modules among the arguments back into them."""
+        return result if self._close is None else self._close(result)
+
+    def close(self) -> None:
+        """Lets go of all arrays, which would wait for the garbage collector otherwise."""
+        for capture in self._captures:
+            capture.close()
+        self._captures.clear()
+
+    def new_state(self) -> _NewState:
+        """What the replicas assigned to variables, brought together as their sharing says.
+
+        Raises:
+          DivergenceError: A mirrored variable differs between replicas.
+        """
+        captures = sorted(self._captures, key=lambda c: c.replica_id)
         written = {
             id(entry.slot.variable): entry.slot
             for c in captures
@@ -532,12 +572,12 @@ class _Run:
             values.append(own_copy(new, row if slot.sharing.is_per_replica else whole))
             if slot.sharing is Sharing.SUMMED:
                 sums.append(own_copy(np.sum(new, axis=0, dtype=new.dtype), whole))
-        group.store(values, sums)
+        return _NewState(group, values, sums)
 
     def _final(self, capture: EagerCapture, slot: Slot) -> Any:
         entry = capture.entries.get(id(slot.variable))
         if entry is None:
-            return self._state.component(slot.variable, capture._replica_id)
+            return self._state.component(slot.variable, capture.replica_id)
         return to_host(entry.current)
 
 

@@ -150,7 +150,8 @@ def trace_variant(
             if is_outermost:
                 continue
             raise _VariablesWereBuilt
-        rewriter = Rewriter(sum_gradients(capture), forced_sums)
+        is_empty = capture.uneven is not None and capture.uneven.rows == 0
+        rewriter = Rewriter(sum_gradients(capture), forced_sums, is_empty=is_empty)
         variant = _resolve(traced, rewriter, verdicts)
         if rewriter.unconnected <= unconnected:
             return variant
@@ -210,8 +211,8 @@ def _explained():
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise TracedConditionError(
             f"At {user_line_of(error)} Python needs the value of something that is known only when the program "
-            f"runs (an argument, a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float(), "
-            f"np.asarray() or print of a value. The function is traced once for all replicas. Use jnp.where or "
+            f"runs (an argument, a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float() "
+            f"or np.asarray() of a value. The function is traced once for all replicas. Use jnp.where or "
             f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to "
             f"print; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
         ) from error

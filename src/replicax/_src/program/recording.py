@@ -104,6 +104,12 @@ class Recorder:
         self._rewriter = Rewriter(lambda values: aggregate(values, [Verdict.DIFFERS] * len(values)))
         self._inner_consts: dict[int, tuple[Any, list[Any]]] = {}
 
+    def close(self) -> None:
+        """Forgets all arrays."""
+        self.verdicts = Verdicts()
+        self._records.clear()
+        self._inner_consts.clear()
+
     # --- tapes ----------------------------------------------------------------------------------------
 
     def begin(self, tape: Any, tape_id: int) -> None:

@@ -29,9 +29,17 @@ class Rewriter:
     Attributes:
       unconnected: (ordinal of a gradient, position of a source) on which the target does not depend.
       sums: For each aggregated leaf, in order: must it be summed over replicas?
+      is_empty (argument): This replica has no rows in this step.
     """
 
-    def __init__(self, sum_gradients: SumGradients, forced_sums: Sequence[bool] | None = None):
+    def __init__(
+        self,
+        sum_gradients: SumGradients,
+        forced_sums: Sequence[bool] | None = None,
+        *,
+        is_empty: bool = False,
+    ):
+        self._is_empty = is_empty
         self._sum_gradients = sum_gradients
         self._forced_sums = forced_sums
         self._contains: dict[int, tuple[Any, bool]] = {}
@@ -57,8 +65,15 @@ class Rewriter:
             known = self._contains[id(jaxpr)] = (jaxpr, answer)
         return known[1]
 
+    def of_no_rows(self, gradients: list[Any]) -> list[Any]:
+        """On a replica without rows, gradients with 0 where layers that divide by the number of rows gave nan."""
+        if not self._is_empty:
+            return gradients
+        return [jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)) for g in gradients]
+
     def aggregate(self, values: list[Any], verdicts: list[Verdict]) -> list[Any]:
         """Sums over replicas the gradients that are not reduced already."""
+        values = self.of_no_rows(values)
         start = len(self.sums)
         self.sums.extend(verdict is not Verdict.REDUCED for verdict in verdicts)
         decided = self.sums if self._forced_sums is None else self._forced_sums
@@ -196,7 +211,7 @@ class _Body:
         for position, (key, is_derived) in enumerate(zip(keys, marker.params["derived"], strict=True)):
             if key not in connected or (is_derived and key not in reached):
                 self.rewriter.unconnected.add((marker.params["ordinal"], position))
-        return [by_key[key] for key in keys]
+        return self.rewriter.of_no_rows([by_key[key] for key in keys])
 
     def _evaluate(self, eqn: Any, env: dict[Any, Any]) -> None:
         env.update(zip(eqn.outvars, self._outputs(eqn, env), strict=True))

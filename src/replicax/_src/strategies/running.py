@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from replicax._src.program.cache import (
     static_leaf,
 )
 from replicax._src.program.capture import Capture, Uneven, current_capture
+from replicax._src.program.modules import Close, enter_modules, open_modules
 from replicax._src.program.program import ReplicaProgram, Variant, trace_variant
 from replicax._src.program.rewrite import SumGradients
 from replicax._src.program.slots import own_copy
@@ -216,6 +219,7 @@ class Runner:
     ) -> list[Any]:
         """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
         holders = [leaf for leaf, d in zip(leaves, described, strict=True) if d.kind != "static"]
+        counts = _reference_counts(arrays)
         uses = collections.Counter(map(id, arrays))
         results = list(arrays)
         for i, (holder, array, is_donated) in enumerate(zip(holders, arrays, donated, strict=True)):
@@ -226,7 +230,8 @@ class Runner:
                 is_ours = holder.is_ours and not holder.is_shared  # type: ignore[attr-defined]
                 holder.donate()  # type: ignore[attr-defined]
             else:
-                is_ours = self._owned.pop(id(array), None) is array
+                is_held_elsewhere = counts[i] > _references_of_an_argument()
+                is_ours = self._owned.pop(id(array), None) is array and not is_held_elsewhere
             if uses[id(array)] > 1 or not is_ours:
                 results[i] = own_copy(array, array.sharding)
         return results
@@ -258,7 +263,7 @@ class Runner:
             communicator = TracedCommunicator(capture, self._topology.is_cpu)
             replica = ReplicaContext(self._strategy, None, communicator)
             with context.replica_context(self._strategy, replica):
-                nest, finish = module_hooks[0][1](opened) if has_modules else (opened, _unchanged)
+                nest, finish = enter_modules(opened, has_modules)
                 args, kwargs, cells = nest
                 result = key.with_cells(fn, cells)(*args, **kwargs)
                 return finish(result)
@@ -366,22 +371,16 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, DistributedValues) or hasattr(value, "assign")
 
 
-# --- framework modules as arguments -------------------------------------------------------------------
-
-Close = Callable[[Any], Any]
-# The nnx bridge puts here how it opens modules among the arguments into arrays (and writes the results back), or
-# None if there are none, and how it makes modules of the traced arrays inside the function.
-module_hooks: list[tuple[Callable[[Any], tuple[Any, Close] | None], Callable[[Any], tuple[Any, Close]]]] = []
+def _reference_counts(arrays: list[Any]) -> list[int]:
+    return list(map(sys.getrefcount, arrays))
 
 
-def open_modules(nest: Any) -> tuple[Any, Close | None]:
-    """Replaces framework modules in the arguments by their arrays; gives what closes the results, if any."""
-    for opener, _ in module_hooks:
-        opened = opener(nest)
-        if opened is not None:
-            return opened
-    return nest, None
-
-
-def _unchanged(result: Any) -> Any:
-    return result
+@functools.cache
+def _references_of_an_argument() -> int:
+    """What ``_reference_counts`` says of an array that only the user's nest and our three lists hold."""
+    nest = (object(),)
+    leaves = [nest[0]]
+    arrays, holders = list(leaves), list(leaves)
+    count = _reference_counts(arrays)[0]
+    holders.clear()
+    return count

@@ -1,0 +1,53 @@
+"""The listings of the pages run, and print what the pages say they print."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+LISTING = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
+SEPARATOR = "=== end of listing ==="
+
+# Runs the listings of one page one after the other, as a person would in one session.
+RUNNER = """
+import os, sys
+os.environ["KERAS_BACKEND"] = "jax"
+import jax
+*listings, separator = eval(sys.stdin.read())
+names = {}
+for listing in listings:
+    try:
+        exec(compile(listing, "<listing>", "exec"), names)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+    jax.effects_barrier()
+    print(separator, flush=True)
+"""
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines in an order of their own: replicas print in no particular order."""
+    return sorted(line.strip() for line in text.strip().splitlines())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/sharp_bits.md"])
+def test_listings_print_what_the_page_says(page, tmp_path):
+    listings = LISTING.findall((ROOT / page).read_text())
+    assert listings
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=repr([code for code, _ in listings] + [SEPARATOR]),
+        env={"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.split(SEPARATOR)[:-1]
+    assert len(printed) == len(listings)
+    for (code, expected), got in zip(listings, printed, strict=True):
+        # A long message is wrapped on the page.
+        assert lines_of(got) == lines_of(expected) or got.split() == expected.split(), code

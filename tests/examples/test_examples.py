@@ -1,0 +1,204 @@
+"""Every example, run as a person runs it: in a process of its own, its output read."""
+
+import importlib.util
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+EPOCH = re.compile(r"epoch +(\d+)/(\d+)   train loss (\S+) accuracy (\S+)   test loss (\S+) accuracy (\S+)")
+
+
+def run(name: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs an example with nothing in its environment that says how many devices there are."""
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("KERAS_BACKEND", "TF_CONFIG", "PJRT_NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    environment = {**inherited, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", **environment}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def output_of(name: str, *options: str, **environment: str) -> str:
+    done = run(name, *options, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def table_of(output: str) -> dict[str, str]:
+    """The rows of the summary."""
+    cells = [line.split("│") for line in output.splitlines() if line.startswith("│")]
+    return {row[1].strip(): row[2].strip() for row in cells}
+
+
+# --- digits -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def full_run() -> str:
+    """What `make demo` prints."""
+    return output_of("digits.py")
+
+
+def test_demo_reaches_97_percent_on_images_that_it_has_not_seen(full_run):
+    assert float(table_of(full_run)["test accuracy"]) >= 0.97
+
+
+def test_demo_prints_a_line_per_epoch_and_its_losses_fall(full_run):
+    lines = [match.groups() for match in EPOCH.finditer(full_run)]
+    assert [int(line[0]) for line in lines] == list(range(1, int(lines[0][1]) + 1))
+    assert float(lines[-1][2]) < 0.1 * float(lines[0][2])
+    assert float(lines[-1][4]) < float(lines[0][4])
+    assert lines[-1][5] == table_of(full_run)["test accuracy"]
+
+
+def test_demo_runs_mirrored_on_two_virtual_devices(full_run):
+    table = table_of(full_run)
+    assert table["strategy"] == "MirroredStrategy"
+    assert table["replicas"] == "2"
+    assert table["devices"] == "cpu:0, cpu:1"
+    assert float(table["steps/s"]) > 0
+
+
+def test_demo_shows_no_bar_where_there_is_no_terminal(full_run):
+    assert "\x1b" not in full_run
+    assert "━" not in full_run
+
+
+# 1437 training and 360 test rows: with 64, the last batches have 29 and 40 rows, uneven over 3 replicas.
+@pytest.mark.parametrize(
+    ("options", "strategy", "replicas"),
+    [
+        (("--strategy", "one_device"), "OneDeviceStrategy", "1"),
+        (("--strategy", "mirrored", "--devices", "3", "--batch-size", "64"), "MirroredStrategy", "3"),
+        (("--strategy", "central_storage"), "CentralStorageStrategy", "2"),
+        (("--devices", "1"), "OneDeviceStrategy", "1"),
+    ],
+)
+def test_digits_trains_with_each_strategy(options, strategy, replicas):
+    output = output_of("digits.py", "--epochs", "1", *options)
+    table = table_of(output)
+    assert (table["strategy"], table["replicas"]) == (strategy, replicas)
+    (line,) = EPOCH.finditer(output)
+    assert float(line[3]) < 1.5
+    assert float(line[6]) > 0.7
+
+
+def test_evaluation_counts_every_row_once():
+    """Accuracies are whole numbers of 1437 and 360 rows; 50 rows a batch leave uneven last ones."""
+    (line,) = EPOCH.finditer(output_of("digits.py", "--epochs", "1", "--batch-size", "50"))
+    for accuracy, num_rows in ((line[4], 1437), (line[6], 360)):
+        assert abs(float(accuracy) * num_rows - round(float(accuracy) * num_rows)) <= 0.5e-4 * num_rows + 1e-9
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """The example as a module: importing it runs nothing."""
+    spec = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--devices", "0"), ["--devices", "at least 1", "got 0"]),
+        (("--devices", "two"), ["--devices", "'two' is not a whole number"]),
+        (("--epochs", "0"), ["--epochs", "at least 1"]),
+        (("--batch-size", "-3"), ["--batch-size", "at least 1", "got -3"]),
+        (("--seed", "-1"), ["--seed", "at least 0"]),
+        (("--seed", "4294967296"), ["--seed", "at most 4294967295"]),
+        (("--strategy", "many"), ["'many'", "one_device", "mirrored", "central_storage"]),
+        (("--strategy", "one_device", "--devices", "4"), ["one_device", "1 device", "4"]),
+    ],
+)
+def test_digits_explains_options_that_it_cannot_use(digits, monkeypatch, capsys, options, words):
+    monkeypatch.setattr(sys, "argv", ["digits.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        digits.parse_options()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        (
+            '{"cluster": {"worker": ["a:1"], "ps": ["b:1"]}}',
+            ["ParameterServerStrategy", "not in this version"],
+        ),
+        ('{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}}', ["2 workers", "MultiWorkerMirroredStrategy"]),
+        ("{worker", ["TF_CONFIG is not a JSON object", "{worker"]),
+        ("[1]", ["TF_CONFIG is not a JSON object", "[1]"]),
+    ],
+)
+def test_digits_explains_a_cluster_that_it_cannot_use(digits, monkeypatch, capsys, cluster, words):
+    monkeypatch.setattr(sys, "argv", ["digits.py"])
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    with pytest.raises(SystemExit) as ended:
+        digits.parse_options()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster"),
+    [
+        ((), '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'),
+        (("--strategy", "mirrored"), '{"cluster": {"worker": ["a:1", "b:1"]}}'),
+    ],
+)
+def test_digits_takes_a_cluster_of_one_or_a_strategy_by_name(digits, monkeypatch, options, cluster):
+    monkeypatch.setattr(sys, "argv", ["digits.py", *options])
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    digits.parse_options()
+
+
+def test_digits_ends_before_it_trains_on_a_cluster_of_several_workers():
+    done = run("digits.py", TF_CONFIG='{"cluster": {"worker": ["a:1", "b:1"]}}')
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "MultiWorkerMirroredStrategy" in done.stderr
+    assert "--strategy mirrored" in done.stderr
+
+
+def test_digits_explains_another_keras_backend():
+    done = run("digits.py", KERAS_BACKEND="torch")
+    assert done.returncode == 1
+    assert done.stderr.startswith("KERAS_BACKEND is 'torch'; replicax needs 'jax'.")
+
+
+# --- the others ---------------------------------------------------------------------------------------
+
+
+def test_guide_prints_the_loss_of_100_steps_and_of_10_more():
+    losses = [float(line) for line in output_of("guide.py").splitlines()]
+    assert len(losses) == 110  # 1000 rows in batches of 10, then 10 steps by the iterator
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+
+
+def test_functional_jax_learns_and_ends_with_one_state():
+    lines = output_of("functional_jax.py").splitlines()
+    errors = [float(line.split()[-1]) for line in lines if line.startswith("epoch")]
+    assert errors[-1] < 0.05 * errors[0]
+    assert "13 of 13 arrays of the state are proven the same" in lines
+    assert float(lines[-1].split()[-1]) < 0.01
