@@ -20,6 +20,7 @@ from replicax._src.errors import (
     ContextError,
     CrossReplicaContextError,
     MixedStrategiesError,
+    ReplicaContextError,
     ScopeNestingError,
 )
 from replicax._src.options import CommunicationOptions, ReduceOp
@@ -308,9 +309,11 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> Any:
         """Index of this replica, from 0: a traced scalar int32 inside ``run``, 0 outside."""
-        if self._communicator is not None:
-            return self._communicator.replica_id()
-        return self._replica_id
+        if self._communicator is None:
+            return self._replica_id
+        if not any(frame.replica_context is self for frame in _local.frames):
+            raise self._not_here("replica_id_in_sync_group")
+        return self._communicator.replica_id()
 
     @property
     def devices(self) -> tuple[Any, ...]:
@@ -344,10 +347,12 @@ class ReplicaContext:
         Raises:
           InvalidArgumentError: ``reduce_op`` is neither.
           ReductionError: A leaf is not numeric.
+          ReplicaContextError: Outside of the replica function that this is the context of.
 
         Source: tf.distribute.ReplicaContext.all_reduce.
         """
         op = ReduceOp.parse(reduce_op)
+        self._check_here("all_reduce")
         if self._communicator is None:
             return value
         return self._strategy.reduce_in_replica(self._communicator, op, value, options)
@@ -368,6 +373,7 @@ class ReplicaContext:
         Source: tf.distribute.ReplicaContext.all_gather.
         """
         del options  # one process: nothing to choose
+        self._check_here("all_gather")
         if self._communicator is None:
             return value
         return in_replica.all_gather(self._communicator, value, axis)
@@ -383,6 +389,7 @@ class ReplicaContext:
 
         Source: tf.distribute.ReplicaContext.merge_call.
         """
+        self._check_here("merge_call")
         communicator = self._communicator
         wrapped, kw = tuple(args), dict(kwargs or {})
         if communicator is not None and communicator.num_replicas > 1:
@@ -392,6 +399,18 @@ class ReplicaContext:
         with merge_context(self._strategy, communicator):
             result = merge_fn(self._strategy, *wrapped, **kw)
         return jax.tree_util.tree_map(_as_local, result, is_leaf=_is_whole)
+
+    def _check_here(self, what: str) -> None:
+        """Raises unless the caller is in the replica function that this is the context of."""
+        if self._communicator is not None and get_replica_context() is not self:
+            raise self._not_here(what)
+
+    def _not_here(self, what: str) -> ReplicaContextError:
+        return ReplicaContextError(
+            f"`{what}` of a ReplicaContext of {self._strategy!r} was called outside of its replica function: in "
+            f"merge_call, in another function, or after it ended. Call rx.get_replica_context() again in each "
+            f"function that strategy.run runs; in merge_call use strategy.reduce and strategy.gather."
+        )
 
     def __repr__(self) -> str:
         return f"ReplicaContext({self._strategy!r})"

@@ -137,6 +137,9 @@ class DistributedValues(ArrayLike):
     def values(self) -> tuple[Any, ...]:
         """The components of this process's replicas, in replica order."""
 
+    def __copy__(self) -> Any:
+        return jax.tree_util.tree_map(lambda array: array, self)  # which notes that the array is shared now
+
 
 class PerReplica(DistributedValues):
     """One array per replica, which may differ between replicas.
@@ -214,7 +217,7 @@ class PerReplica(DistributedValues):
         return tuple(cut(row, shape) for row, shape in zip(rows, self.shapes, strict=True))
 
     def as_array(self) -> Any:
-        if self.is_equal or self.num_replicas == 1:
+        if self._array is None or self.is_equal or self.num_replicas == 1:
             return self.values[0]
         raise PerReplicaUseError(
             f"It looks like you are using a PerReplica object while not inside a replica context, which is "

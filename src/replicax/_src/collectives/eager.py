@@ -6,8 +6,9 @@ that JAX compiles they cannot work.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -73,6 +74,7 @@ class EagerCommunicator(Communicator):
         self._meeting = meeting
         self._replica_id = replica_id
         self._index = index
+        self._is_counting = True
 
     @property
     def num_replicas(self) -> int:
@@ -103,26 +105,35 @@ class EagerCommunicator(Communicator):
             raise ReductionError(f"Replicas hold arrays of different ranks: shapes {shapes}.")
         return list(_components_p.bind(value, communicator=self, shapes=tuple(shapes), is_derivative=False))
 
-    def agree(self, what: str, value: Any) -> list[Any]:
+    def agree(self, what: str, value: Any, is_collective: bool = False) -> list[Any]:
         """All replicas' values of something that is no array."""
-        return self._meeting.exchange(self._replica_id, what, value, is_collective=False)
+        return self._meeting.exchange(self._replica_id, what, value, is_collective and self._is_counting)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What replicas do inside is part of one collective, for who counts them."""
+        was_counting, self._is_counting = self._is_counting, False
+        try:
+            yield
+        finally:
+            self._is_counting = was_counting
 
     # --- evaluation -----------------------------------------------------------------------------------
 
     def meet_and_sum(self, *values: Any, is_derivative: bool) -> list[Any]:
         what = "the gradient of a sum over replicas" if is_derivative else "a sum over replicas"
-        met = self._meeting.exchange(self._replica_id, what, [to_host(v) for v in values])
+        met = self.agree(what, [to_host(v) for v in values], is_collective=True)
         return [from_host(_total([given[i] for given in met])) for i in _positions(met)]
 
     def meet_and_gather(self, value: Any, *, shapes: Any, is_derivative: bool) -> list[Any]:
         del shapes
         what = "the gradient of a gathering" if is_derivative else "a gathering"
-        return [from_host(v) for v in self._meeting.exchange(self._replica_id, what, to_host(value))]
+        return [from_host(v) for v in self.agree(what, to_host(value), is_collective=True)]
 
     def meet_and_scatter(self, *parts: Any, shapes: Any, is_derivative: bool) -> list[Any]:
         del shapes, is_derivative
         what = "the gradient of a gathering"
-        met = self._meeting.exchange(self._replica_id, what, [to_host(p) for p in parts])
+        met = self.agree(what, [to_host(p) for p in parts], is_collective=True)
         return [from_host(_total([given[self._replica_id] for given in met]))]
 
     def own_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

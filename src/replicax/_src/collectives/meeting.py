@@ -36,7 +36,7 @@ class _Seat:
     def __init__(self) -> None:
         self.state = _State.READY
         self.num_collectives = 0
-        self.place = ("", "")  # what it waits for, and the user's line
+        self.place: tuple[str, str] = ("", "")  # what it waits for, and the user's line
         self.given: Any = None
         self.received: list[Any] | None = None
 

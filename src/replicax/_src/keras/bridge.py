@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import keras
+
 from replicax._src import context
 from replicax._src.errors import KerasBackendError, KerasLossError
 from replicax._src.keras import capture as keras_capture

@@ -37,7 +37,7 @@ from replicax._src.program.capture import Capture, Entry, Uneven, current_captur
 from replicax._src.program.markers import aggregate_p
 from replicax._src.program.modules import enter_modules, open_modules
 from replicax._src.program.program import is_output_leaf, trace_scopes
-from replicax._src.program.recording import Recorder
+from replicax._src.program.recording import NO_AXIS, Recorder
 from replicax._src.program.slots import Sharing, Slot, own_copy
 from replicax._src.program.verdict import Verdict
 from replicax._src.topology import REPLICA_AXIS
@@ -239,7 +239,8 @@ class EagerCapture:
         self.entries: dict[int, Entry] = {}
         self.num_aggregated_reads = 0
         self.met_unbuilt_variable = False
-        self.recorder = Recorder(self._aggregate, COLLECTIVES)
+        is_empty = uneven is not None and uneven.rows == 0
+        self.recorder = Recorder(self._aggregate, COLLECTIVES, is_empty=is_empty)
         self._strategy = strategy
         self._state = state
         self._communicator = communicator
@@ -273,10 +274,7 @@ class EagerCapture:
 
     def read(self, variable: Any) -> Any:
         """This replica's value of the variable; inside functions that JAX stages what stands for it."""
-        value = self._entry(variable).current
-        for tape in self._tapes:
-            tape.record_read(variable, value)
-        self.recorder.know(value)
+        value = self.value_of(variable)
         if not jax_compat.is_staging():
             return value
         late = self._late_value(variable, value)
@@ -285,8 +283,12 @@ class EagerCapture:
         return late
 
     def value_of(self, variable: Any) -> Any:
-        """This replica's value of the variable; no tape is told."""
-        return self._entry(variable).current
+        """This replica's value of the variable, real everywhere."""
+        value = self._entry(variable).current
+        for tape in self._tapes:
+            tape.record_read(variable, value)
+        self.recorder.know(value)
+        return value
 
     def write(self, variable: Any, value: Any, line: str | None = None) -> None:
         """Makes ``value`` this replica's value of the variable; the others' are brought together at the end.
@@ -423,7 +425,9 @@ class EagerCapture:
     def _aggregate(self, gradients: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:
         must_sum = [verdict is not Verdict.REDUCED for verdict in verdicts]
         if gradients and not any(isinstance(g, jax_compat.Tracer) for g in gradients):
-            decisions = self._communicator.agree("gradients given to an optimizer", must_sum)
+            decisions = self._communicator.agree(
+                "the gradients of an optimizer", must_sum, is_collective=True
+            )
             if len({len(d) for d in decisions}) > 1:
                 raise StructureError(
                     f"The replicas give different numbers of gradients to an optimizer: {[len(d) for d in decisions]}."
@@ -432,8 +436,9 @@ class EagerCapture:
         chosen = [i for i, is_chosen in enumerate(must_sum) if is_chosen]
         results = list(gradients)
         if chosen:
-            values = [gradients[i] for i in chosen]
-            totals = self._strategy.reduce_in_replica(self._communicator, ReduceOp.SUM, values, None)
+            values = self.recorder.of_no_rows([gradients[i] for i in chosen])
+            with self._communicator.uncounted():
+                totals = self._strategy.reduce_in_replica(self._communicator, ReduceOp.SUM, values, None)
             for i, total in zip(chosen, totals, strict=True):
                 results[i] = total
         return results
@@ -589,11 +594,7 @@ def _explained() -> Iterator[None]:
     except NameError as error:
         if not jax_compat.names_unknown_axis(error, REPLICA_AXIS):
             raise
-        raise UnsupportedError(
-            f"A collective of jax.lax over the axis {REPLICA_AXIS!r} was called at {user_line_of(error)}: with "
-            f"RunOptions(eager=True) the replicas are threads, and JAX knows no such axis. Use "
-            f"rx.get_replica_context().all_reduce, all_gather or merge_call, or run without eager=True."
-        ) from error
+        raise UnsupportedError(NO_AXIS.format(line=user_line_of(error))) from error
 
 
 def _brought_together(slot: Slot, components: list[Any], rows: Sequence[int] | None, line: str) -> Any:

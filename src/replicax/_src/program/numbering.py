@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.program.verdict import is_replica_collective
+from replicax._src.program.verdict import is_call, is_replica_collective
 
 
 def number_values(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
@@ -55,6 +55,8 @@ def _number(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _number_params(eqn: Any) -> Any:
+    if is_call(eqn):  # the function that is called is what counts, not its rules for derivatives
+        return _number_param(jax_compat.sub_jaxprs(eqn)[0])
     return tuple(sorted((name, _number_param(value)) for name, value in eqn.params.items()))
 
 

@@ -6,6 +6,7 @@ what is known of its results (came they out of a collective?) is kept. Arrays ar
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,11 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.errors import TapeError
+from replicax._src.errors import TapeError, UnsupportedError
 from replicax._src.program.rewrite import Rewriter
-from replicax._src.program.verdict import Verdict, transfer
+from replicax._src.program.verdict import Verdict, is_replica_collective, transfer
 from replicax._src.user_code import user_line
 
+NO_AXIS = (
+    "A collective of jax.lax over the axis 'replica' was called at {line}: with RunOptions(eager=True) the replicas are "
+    "threads, and JAX knows no such axis. Use rx.get_replica_context().all_reduce, all_gather or merge_call, or run "
+    "without eager=True."
+)
 _JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 Aggregate = Callable[[Sequence[Any], Sequence[Verdict]], list[Any]]
 
@@ -29,6 +35,7 @@ class Step(NamedTuple):
     operation: Any
     inputs: list[Any]
     outputs: list[Any]
+    line: str
 
 
 class Record:
@@ -87,13 +94,14 @@ class Recorder:
     Args:
       aggregate: Sums those gradients over replicas whose verdict is not REDUCED.
       collectives: Names of the primitives in which replicas meet.
+      is_empty: This replica has no rows in this step.
 
     Attributes:
       trace: To be made JAX's current trace.
       verdicts: Of the arrays.
     """
 
-    def __init__(self, aggregate: Aggregate, collectives: frozenset[str]):
+    def __init__(self, aggregate: Aggregate, collectives: frozenset[str], *, is_empty: bool = False):
         self.trace = jax_compat.EagerTrace(self._observe, lambda: bool(self._open))
         self.verdicts = Verdicts()
         self._aggregate = aggregate
@@ -101,7 +109,9 @@ class Recorder:
         self._records: dict[int, Record] = {}
         self._open: list[Record] = []
         # Marks stand only in functions that JAX stages; there a sum would be a collective where none can be.
-        self._rewriter = Rewriter(lambda values: aggregate(values, [Verdict.DIFFERS] * len(values)))
+        self._rewriter = Rewriter(
+            lambda values: aggregate(values, [Verdict.DIFFERS] * len(values)), is_empty=is_empty
+        )
         self._inner_consts: dict[int, tuple[Any, list[Any]]] = {}
 
     def close(self) -> None:
@@ -142,15 +152,16 @@ class Recorder:
         watched: Sequence[Any],
     ) -> list[Any]:
         """The gradients by ``sources``, None where the targets do not depend on one."""
-        record = self._records[tape_id]
-        if self._open:
-            gradients = gradients_of(record, targets, seeds, sources, derived, watched)
-        else:
-            with jax_compat.evaluating():
-                gradients = gradients_of(record, targets, seeds, sources, derived, watched)
+        with contextlib.nullcontext() if self._open else jax_compat.evaluating():
+            gradients = gradients_of(self._records[tape_id], targets, seeds, sources, derived, watched)
+            gradients = [g if g is None else self.of_no_rows([g])[0] for g in gradients]
         for gradient in gradients:
             self.verdicts[gradient] = Verdict.DIFFERS
         return gradients
+
+    def of_no_rows(self, gradients: list[Any]) -> list[Any]:
+        """On a replica without rows, gradients without nan."""
+        return self._rewriter.of_no_rows(gradients)
 
     # --- operations -----------------------------------------------------------------------------------
 
@@ -169,15 +180,18 @@ class Recorder:
                 outputs = [jnp.copy(out) if any(out is x for x in inputs) else out for out in outputs]
         for out, verdict in zip(outputs, self._transfer(operation, verdicts, len(outputs)), strict=True):
             self.verdicts[out] = verdict
-        step = Step(evaluated, inputs, outputs)
-        for record in self._open:
-            record.add(step)
+        if self._open:
+            step = Step(evaluated, inputs, outputs, user_line())
+            for record in self._open:
+                record.add(step)
         return outputs
 
     def _resolved(
         self, operation: Any, subs: list[Any], inputs: Sequence[Any], verdicts: Sequence[Verdict]
     ) -> Any:
         """The operation with the marks inside (tapes, optimizers in a scan or condition) resolved."""
+        if is_replica_collective(operation):
+            raise UnsupportedError(NO_AXIS.format(line=user_line()))
         if not any(self._rewriter.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in subs):
             return operation
         with jax_compat.evaluating():
@@ -192,7 +206,8 @@ class Recorder:
     def _transfer(self, operation: Any, verdicts: list[Verdict], count: int) -> list[Verdict]:
         if operation.name in self._collectives:
             # One that differentiation put there was not applied to a gradient by the user.
-            return [Verdict.SAME if operation.params["is_derivative"] else Verdict.REDUCED] * count
+            is_derivative = operation.params["is_derivative"] or jax_compat.is_differentiated(operation)
+            return [Verdict.SAME if is_derivative else Verdict.REDUCED] * count
         if Verdict.REDUCED not in verdicts:
             return [Verdict.SAME if all(v.is_same for v in verdicts) else Verdict.DIFFERS] * count
         return transfer(_Equation(operation, count), verdicts, None)
@@ -284,7 +299,7 @@ def gradients_of(
             for i, x in enumerate(step.inputs)
             if _is_inexact(x) and (id(x) in computed or (id(x) in wanted and record.is_active(x, index)))
         ]
-        if all(g is None for g in given) or step.operation.name == "stop_gradient":
+        if all(g is None for g in given):
             continue
         for i, cotangent in zip(active, _pull_back(step, given, active), strict=True):
             x = step.inputs[i]
@@ -300,14 +315,16 @@ def gradients_of(
 
 
 def _steps_from(record: Record, sources: Sequence[Any]) -> tuple[list[int], set[int]]:
-    """The steps that depend on a source, and the ids of what they compute."""
+    """The steps through which derivatives by a source go, and the ids of what they compute."""
     wanted = {id(s) for s in sources}
     computed: set[int] = set()
     chosen = []
     for index, step in enumerate(record.steps):
-        if any(id(x) in computed or (id(x) in wanted and record.is_active(x, index)) for x in step.inputs):
+        if step.operation.name != "stop_gradient" and any(
+            id(x) in computed or (id(x) in wanted and record.is_active(x, index)) for x in step.inputs
+        ):
             chosen.append(index)
-            computed.update(map(id, step.outputs))
+            computed.update(id(out) for out in step.outputs if _is_inexact(out))
     return chosen, computed
 
 
@@ -337,8 +354,12 @@ def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[
         outputs = step.operation(*inputs)
         return [outputs[i] for i in present]
 
-    _, pull = jax.vjp(forward, *[step.inputs[i] for i in active])
-    return list(pull([given[i] for i in present]))
+    try:
+        _, pull = jax.vjp(forward, *[step.inputs[i] for i in active])
+        return list(pull([given[i] for i in present]))
+    except Exception as error:
+        error.add_note(f"This is the derivative of {step.operation.name} at {step.line}.")
+        raise
 
 
 def _accumulate(table: dict[int, Any], key: int, value: Any) -> None:

@@ -73,13 +73,13 @@ class Rewriter:
 
     def aggregate(self, values: list[Any], verdicts: list[Verdict]) -> list[Any]:
         """Sums over replicas the gradients that are not reduced already."""
-        values = self.of_no_rows(values)
         start = len(self.sums)
         self.sums.extend(verdict is not Verdict.REDUCED for verdict in verdicts)
         decided = self.sums if self._forced_sums is None else self._forced_sums
         chosen = [i for i in range(len(values)) if decided[start + i]]
         results = list(values)
-        for i, total in zip(chosen, self._sum_gradients([values[i] for i in chosen]), strict=True):
+        shares = self.of_no_rows([values[i] for i in chosen])
+        for i, total in zip(chosen, self._sum_gradients(shares), strict=True):
             results[i] = total
         return results
 
@@ -198,7 +198,7 @@ class _Body:
             else self._read(env, atom_of[key])
             for key in unique
         ]
-        primal_targets, pull_back, primals = jax.vjp(forward, values, has_aux=True)
+        _, pull_back, primals = jax.vjp(forward, values, has_aux=True)
         if settle is not None:
             settle(primals)
         if operands.seeds:

@@ -118,7 +118,7 @@ _KEEPS_REDUCED = frozenset(
         "replicax_aggregate",
     ]
 )
-_DIFFERS_BY_ITSELF = frozenset("axis_index io_callback infeed replicax_gradient".split())
+_DIFFERS_BY_ITSELF = frozenset(["axis_index", "io_callback", "infeed", "replicax_gradient"])
 _KEEPS_SHIFTED = frozenset(
     ["add", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "slice"]
 )
@@ -185,11 +185,14 @@ def is_replica_collective(eqn: Any) -> bool:
     return eqn.primitive.name in _COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
 
 
+def is_call(eqn: Any) -> bool:
+    """Whether an equation calls a function: jit, checkpoint, those with derivatives of their own."""
+    return eqn.primitive.name in _ONE_TO_ONE and bool(jax_compat.sub_jaxprs(eqn))
+
+
 def is_call_with_collective(eqn: Any) -> bool:
-    """Whether an equation calls a function (jit, checkpoint, …) in which replicas must meet."""
-    return eqn.primitive.name in _ONE_TO_ONE and any(
-        has_replica_collective(jax_compat.inner_jaxpr(s)[0]) is not None for s in jax_compat.sub_jaxprs(eqn)
-    )
+    """Whether an equation calls a function in which replicas must meet."""
+    return is_call(eqn) and has_replica_collective(jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])[0]) is not None
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:
@@ -227,7 +230,7 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
     if name in _STRUCTURED:
         return _STRUCTURED[name](eqn, inputs, guarded)
     subs = jax_compat.sub_jaxprs(eqn)
-    if name in _ONE_TO_ONE and subs:
+    if is_call(eqn):
         return _one_to_one(eqn, inputs, guarded)
     # Unknown higher-order primitives: only look for what makes replicas differ, whatever the inputs.
     if any(_may_differ_by_itself(jax_compat.inner_jaxpr(sub)[0]) for sub in subs):

@@ -285,19 +285,20 @@ def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: A
     )
 
 
+def _has_values(value: Any) -> bool:
+    """Whether a value has a component per replica: DistributedValues, and variables of ours."""
+    return isinstance(value, DistributedValues) or (hasattr(value, "assign") and hasattr(value, "values"))
+
+
 def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
     """``Strategy.experimental_local_results``."""
     num_replicas = topology.num_replicas
-    if isinstance(value, DistributedValues):
-        return value.values
-    if hasattr(value, "values") and hasattr(value, "assign") and num_replicas > 1:
+    if isinstance(value, DistributedValues) or (num_replicas > 1 and _has_values(value)):
         return value.values
     if num_replicas == 1 or not isinstance(value, (tuple, list, dict)):
         return (value,)
     leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=_is_leaf)
-    per_leaf = [
-        leaf.values if isinstance(leaf, DistributedValues) else (leaf,) * num_replicas for leaf in leaves
-    ]
+    per_leaf = [leaf.values if _has_values(leaf) else (leaf,) * num_replicas for leaf in leaves]
     return tuple(
         jax.tree_util.tree_unflatten(tree, [values[r] for values in per_leaf]) for r in range(num_replicas)
     )

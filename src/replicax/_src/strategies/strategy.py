@@ -22,6 +22,7 @@ from replicax._src.input.split import InputContext, InputOptions, InputReplicati
 from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ValueContext
 from replicax._src.placement.eager import run_eagerly
+from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, own_copy
 from replicax._src.strategies import datasets, reduction
 from replicax._src.strategies.extended import StrategyExtended
@@ -204,7 +205,8 @@ class Strategy:
         Source: tf.distribute.Strategy.reduce.
         """
         context.check_may_enter(self)
-        return reduction.reduce(self.topology, self.user_ops, ReduceOp.parse(reduce_op), value, axis)
+        result = reduction.reduce(self.topology, self.user_ops, ReduceOp.parse(reduce_op), value, axis)
+        return self._where_variables_are(result)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the components of per-replica values along ``axis``, in replica order.
@@ -225,7 +227,16 @@ class Strategy:
                 "instead."
             )
         context.check_may_enter(self)
-        return reduction.gather(self.topology, value, axis)
+        return self._where_variables_are(reduction.gather(self.topology, value, axis))
+
+    def _where_variables_are(self, nest: Any) -> Any:
+        """Arrays of cross-replica code where central storage keeps variables, so that both can be computed with."""
+        device = self._parameter_device
+        if device is None or current_capture() is not None:
+            return nest
+        return jax.tree_util.tree_map(
+            lambda leaf: jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf, nest
+        )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a per-replica value on this process's replicas.

@@ -37,6 +37,12 @@ class VariablePlacement:
             return own_copy(value, jax.sharding.SingleDeviceSharding(self.parameter_device))
         return own_copy(value, self.topology.replicated)
 
+    def beside(self, value: Any, has_components: bool) -> jax.Array:
+        """``value`` on the devices where a variable is kept, so that both can enter one computation."""
+        if self.parameter_device is None or has_components:
+            return jax.device_put(value, self.topology.replicated)
+        return jax.device_put(value, self.parameter_device)
+
     def components(self, stored: jax.Array, has_components: bool) -> tuple[jax.Array, ...]:
         """Copies of what each replica's device holds of a stored value, in replica order."""
         if has_components:

@@ -12,10 +12,11 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
-from replicax._src.errors import UnsupportedError, VariableError
+from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import Sharing, Slot, slot_makers
+from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike, DistributedValues, PerReplica
 from replicax._src.variables.placement import VariablePlacement
 
@@ -236,7 +237,7 @@ class Variable(ArrayLike):
                 f"strategy.reduce(rx.ReduceOp.SUM or MEAN, value, axis=None)."
             )
         local = getattr(value, "local", value) if isinstance(value, DistributedValues) else value
-        array = jnp.asarray(local.as_array() if isinstance(local, ArrayLike) else local)
+        array = _as_array(local, f"{method} of variable {self.name!r} needs")
         if array.dtype != self.dtype:
             if jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(self.dtype, jnp.inexact):
                 raise VariableError(
@@ -245,13 +246,13 @@ class Variable(ArrayLike):
                 )
             array = array.astype(self.dtype)
         if array.shape != self.shape:
-            if method == "assign" or array.ndim > self.ndim:
+            if method == "assign" or not _broadcasts(array.shape, self.shape):
                 raise VariableError(
                     f"{method} of variable {self.name!r}: its shape is {self.shape}, and a value of shape "
                     f"{array.shape} was given. Shapes cannot change."
                 )
             array = jnp.broadcast_to(array, self.shape)
-        return array
+        return array if current_capture() is not None else self._placement.beside(array, self._has_components)
 
     def _combine_replicas(self, communicator: Communicator, method: str, value: Any) -> Any:
         if self.aggregation is VariableAggregation.NONE or communicator.num_replicas == 1:
@@ -266,6 +267,12 @@ class Variable(ArrayLike):
     def _write(self, raw: Any) -> Any:
         capture = current_capture()
         if capture is None:
+            if isinstance(raw, jax_compat.Tracer):
+                raise TraceError(
+                    f"Variable {self.name!r} was assigned at {user_line()} in a function that JAX traces without "
+                    f"replicax (jax.jit, jax.grad, …), and the value cannot leave it. Assign it in strategy.run, "
+                    f"rx.function or plain Python."
+                )
             self._value = self._placement.place(raw, raw if self._has_components else None)
         else:
             capture.write(self, raw)
@@ -343,8 +350,10 @@ class Variable(ArrayLike):
                     f"{self.aggregation}."
                 )
             delta = self._combine_slices(communicator, delta)
-        values = jnp.asarray(delta.values).astype(self.dtype)
-        raw = self._write(apply(raw.at[jnp.asarray(delta.indices)], values))
+        values, indices = jnp.asarray(delta.values).astype(self.dtype), jnp.asarray(delta.indices)
+        if current_capture() is None:
+            values, indices = (self._placement.beside(x, self._has_components) for x in (values, indices))
+        raw = self._write(apply(raw.at[indices], values))
         return raw if context.in_replica_function() else self
 
     def _combine_slices(self, communicator: Communicator, delta: IndexedSlices) -> IndexedSlices:
@@ -359,21 +368,32 @@ class Variable(ArrayLike):
 def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
     with jax_compat.outside_traces():
         value = initial_value() if callable(initial_value) else initial_value
-        if isinstance(value, ArrayLike):
-            value = value.as_array()
-        if isinstance(value, jax_compat.Tracer):
+        array = _as_array(value, f"The initial value of variable {name!r} must be")
+        if isinstance(array, jax_compat.Tracer):
             raise VariableError(
                 f"The initial value of variable {name!r} is computed in a function that is being traced. A variable "
                 f"is made once, before the program runs: compute its initial value outside, or give a function "
                 f"of no arguments that computes it from constants."
             )
-        try:
-            return jnp.asarray(value, dtype=dtype)
-        except TypeError as error:
-            raise VariableError(
-                f"The initial value of variable {name!r} must be an array, a number, or a function that returns "
-                f"one; got {type(value).__name__}."
-            ) from error
+        return array if dtype is None else jnp.asarray(array, dtype=dtype)
+
+
+def _as_array(value: Any, what: str) -> Any:
+    try:
+        return jnp.asarray(value.as_array() if isinstance(value, ArrayLike) else value)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ReplicaxError):
+            raise
+        raise VariableError(
+            f"{what} an array or a number (or, when it is made, a function that returns one); got "
+            f"{type(value).__name__}."
+        ) from error
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether an array of ``shape`` can be repeated to ``target``."""
+    missing = len(target) - len(shape)
+    return missing >= 0 and all(s in (1, t) for s, t in zip(shape, target[missing:], strict=True))
 
 
 def _communicator() -> Communicator | None:

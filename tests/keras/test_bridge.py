@@ -1,0 +1,245 @@
+"""The bridge to Keras: what it replaces, that it goes away, and what it refuses."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax._src.errors import KerasLossError
+from replicax._src.keras import bridge
+
+
+def in_a_process_of_its_own(program, **environment):
+    """Runs Python code with a fresh JAX and Keras, and gives what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+FUNCTIONS_OF_KERAS = """
+    def functions():
+        import keras
+        classes = [keras.Variable, keras.StatelessScope, keras.optimizers.Optimizer,
+                   keras.optimizers.LossScaleOptimizer, keras.losses.Loss]
+        found = [keras.metrics.Metric]
+        for cls in found:
+            found.extend(cls.__subclasses__())
+        return {(cls, name): value for cls in classes + found for name, value in vars(cls).items()
+                if callable(value)}
+"""
+
+
+def test_keras_is_untouched_until_a_strategy_runs_and_after_uninstall():
+    """Importing replicax and making a strategy replaces nothing; uninstalling gives back the very functions."""
+    program = (
+        FUNCTIONS_OF_KERAS
+        + """
+    import keras
+    import numpy as np
+    before = functions()
+    import replicax as rx
+    strategy = rx.OneDeviceStrategy("cpu:0")
+    assert functions() == before
+    with strategy.scope():
+        layer = keras.layers.Dense(1)
+        metric = keras.metrics.Mean()
+    strategy.run(lambda x: (layer(x), metric.update_state(x))[0], args=(np.ones((1, 2)),))
+    changed = {key for key, value in functions().items() if before.get(key) is not value}
+    assert changed, "the bridge replaced nothing"
+    from replicax._src.keras import bridge
+    bridge.uninstall()
+    assert functions() == before
+    bridge.install()
+    again = {key for key, value in functions().items() if before.get(key) is not value}
+    bridge.uninstall()
+    assert functions() == before
+    print(len(changed), sorted(f"{c.__name__}.{n}" for c, n in changed if not issubclass(c, keras.metrics.Metric)))
+    """
+    )
+    printed = in_a_process_of_its_own(program)
+    for name in ("Variable.__init__", "Optimizer.apply", "LossScaleOptimizer.apply", "Loss.__call__"):
+        assert name in printed
+
+
+def test_replicax_does_not_import_keras():
+    program = """
+    import sys
+    import replicax as rx
+    rx.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(1.0,))
+    print([name for name in ("keras", "tensorflow", "torch", "flax", "optax") if name in sys.modules])
+    """
+    assert in_a_process_of_its_own(program).strip() == "[]"
+
+
+def test_keras_on_another_backend_is_refused():
+    program = """
+    import keras
+    assert keras.backend.backend() == "numpy"
+    import replicax as rx
+    from replicax._src.errors import KerasBackendError
+    try:
+        rx.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(1.0,))
+    except KerasBackendError as error:
+        print(error)
+    """
+    printed = in_a_process_of_its_own(program, KERAS_BACKEND="numpy")
+    assert "'numpy'" in printed
+    assert "KERAS_BACKEND=jax" in printed
+
+
+def test_without_the_private_name_the_public_way_is_used(monkeypatch):
+    """``variable._value`` is only for speed."""
+    from replicax._src.keras import capture
+
+    monkeypatch.setattr(capture.accessor, "_is_fast", False)
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        variable = keras.Variable(1.0, dtype="float32")
+        seed = keras.random.SeedGenerator(1)
+
+    def step():
+        variable.assign_add(2.0)
+        return keras.random.uniform((), seed=seed)
+
+    drawn = [strategy.run(step) for _ in range(2)]
+    assert float(variable.value) == 5.0
+    assert len({float(v) for d in drawn for v in d.values}) == 4
+
+
+def test_the_fast_way_works_with_this_keras():
+    """Says when Keras has renamed ``_value``: the bridge then still works, 4 µs a variable slower."""
+    variable = keras.Variable(1.0, dtype="float32")
+    accessor = type(bridge.keras_capture.accessor)()
+    accessor.set([variable], [jnp.float32(2.0)])
+    assert [float(v) for v in accessor.get([variable])] == [2.0]
+    assert float(variable.value) == 2.0
+    assert accessor._is_fast
+
+
+# --- losses that would be R times too large -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+LABELS = np.asarray([0, 1], "int32")
+LOGITS = np.asarray([[1.0, 2.0], [0.5, 0.0]], "float32")
+
+
+def under_a_tape(loss_object):
+    def step(x):
+        with rx.GradientTape() as tape:
+            tape.watch(x)
+            loss = loss_object(LABELS, x)
+        return tape.gradient(loss, x)
+
+    return step
+
+
+def under_jax_grad(loss_object):
+    return jax.grad(lambda x: jnp.sum(loss_object(LABELS, x)))
+
+
+def in_jit_under_jax_grad(loss_object):
+    return jax.grad(jax.jit(lambda x: jnp.sum(loss_object(LABELS, x))))
+
+
+def in_scan_under_jax_grad(loss_object):
+    def total(x):
+        return jax.lax.scan(lambda c, _: (c + jnp.sum(loss_object(LABELS, x)), None), 0.0, length=1)[0]
+
+    return jax.grad(total)
+
+
+DIFFERENTIATED = pytest.mark.parametrize(
+    "differentiate", [under_a_tape, under_jax_grad, in_jit_under_jax_grad, in_scan_under_jax_grad]
+)
+
+
+@DIFFERENTIATED
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "mean_with_sample_weight"])
+def test_a_mean_loss_that_is_differentiated_is_refused_with_the_lines_to_write(
+    strategy, differentiate, reduction
+):
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    with pytest.raises(KerasLossError) as caught:
+        strategy.run(differentiate(loss_object), args=(LOGITS,))
+    message = str(caught.value)
+    assert "loss_object = keras.losses.SparseCategoricalCrossentropy(..., reduction=None)" in message
+    assert "loss = rx.nn.compute_average_loss(loss_object(labels, predictions))" in message
+    assert "2 times too large" in message
+    assert f"called at {__file__}:" in message
+
+
+@DIFFERENTIATED
+@pytest.mark.parametrize("reduction", [None, "none", "sum"])
+def test_other_reductions_are_allowed(strategy, differentiate, reduction):
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    gradient = strategy.run(differentiate(loss_object), args=(LOGITS,))
+    expected = jax.grad(
+        lambda x: jnp.sum(keras.losses.sparse_categorical_crossentropy(LABELS, x, from_logits=True))
+    )(LOGITS)
+    np.testing.assert_allclose(gradient.values[0], expected, rtol=1e-5)
+
+
+def test_a_mean_loss_is_allowed_in_evaluation(strategy):
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    value = strategy.run(lambda x: loss_object(LABELS, x), args=(LOGITS,))
+    np.testing.assert_allclose(value.values[0], loss_object(LABELS, LOGITS), rtol=1e-6)
+
+
+def test_a_mean_loss_is_allowed_after_the_tape_and_with_one_replica(strategy):
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(x):
+        with rx.GradientTape() as tape:
+            tape.watch(x)
+            y = x * 2
+        return tape.gradient(y, x), loss_object(LABELS, y)
+
+    strategy.run(step, args=(LOGITS,))
+    gradient = rx.OneDeviceStrategy("cpu:0").run(under_a_tape(loss_object), args=(LOGITS,))
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: loss_object(LABELS, x))(LOGITS), rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_a_mean_loss_in_inner_functions_of_an_evaluation_is_allowed(strategy, wrap):
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @wrap
+    def evaluate(x):
+        return jax.lax.scan(lambda total, _: (total + loss_object(LABELS, x), None), 0.0, length=2)[0]
+
+    value = strategy.run(evaluate, args=(LOGITS,))
+    np.testing.assert_allclose(value.values[0], 2 * loss_object(LABELS, LOGITS), rtol=1e-6)
+
+
+def test_a_mean_loss_beside_a_stop_gradient_is_allowed(strategy):
+    """Its value weighs another loss, and is not differentiated."""
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    gradient = strategy.run(
+        jax.grad(lambda x: jnp.sum(x) * jax.lax.stop_gradient(loss_object(LABELS, jax.lax.stop_gradient(x)))),
+        args=(LOGITS,),
+    )
+    np.testing.assert_allclose(gradient.values[0], np.full((2, 2), loss_object(LABELS, LOGITS)), rtol=1e-6)
+
+
+def test_losses_outside_replica_functions_are_keras_own():
+    loss_object = keras.losses.MeanSquaredError()
+    gradient = jax.grad(lambda x: loss_object(jnp.zeros(2), x))(jnp.asarray([1.0, 2.0]))
+    np.testing.assert_allclose(gradient, [1.0, 2.0])

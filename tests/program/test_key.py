@@ -1,0 +1,495 @@
+"""The cache of programs: what counts as the same function, what is traced again, what is freed."""
+
+import functools
+import gc
+import logging
+import types
+import weakref
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+
+
+@pytest.fixture
+def strategy():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+class Traces:
+    """Counts how often the function that calls it is traced."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self):
+        self.count += 1
+
+
+def first(result):
+    return np.asarray(result.values[0] if isinstance(result, rx.PerReplica) else result)
+
+
+# --- functions ----------------------------------------------------------------------------------------
+
+NOTEBOOK_CELL = """
+def step(x):
+    traces()
+    return model(x)
+"""
+
+
+def test_defining_a_function_again_after_a_global_has_changed(strategy):
+    """A notebook: the step is defined again, equal to the last letter, after ``model = build()``."""
+    notebook = types.ModuleType("notebook")
+    notebook.traces = Traces()
+    results = []
+    for scale in (1.0, 2.0, 3.0):
+        notebook.model = lambda x, scale=scale: x * scale
+        exec(NOTEBOOK_CELL, notebook.__dict__)
+        results += [float(first(strategy.run(notebook.step, args=(jnp.float32(5.0),)))) for _ in range(2)]
+    assert results == [5.0, 5.0, 10.0, 10.0, 15.0, 15.0]
+    assert notebook.traces.count == 3
+
+
+def test_a_changed_global_object_is_noticed_without_defining_anew(strategy):
+    notebook = types.ModuleType("notebook")
+    notebook.traces = Traces()
+    exec(NOTEBOOK_CELL, notebook.__dict__)
+    for layer in (keras.layers.Dense(1), keras.layers.Dense(2)):
+        layer.build((None, 3))
+        notebook.model = layer
+        assert first(strategy.run(notebook.step, args=(jnp.ones((4, 3)),))).shape == (4, layer.units)
+    assert notebook.traces.count == 2
+
+
+FACTOR = 1.0
+OFFSETS = {"a": 1.0}
+
+
+def scaled(x):
+    return x * FACTOR
+
+
+def calls_scaled(x):
+    return scaled(x) + 1
+
+
+def test_a_changed_global_number_is_noticed_also_in_functions_that_are_called(strategy, monkeypatch):
+    x = jnp.float32(3.0)
+    assert float(first(strategy.run(calls_scaled, args=(x,)))) == 4.0
+    monkeypatch.setattr("builtins.print", print)  # names that are no globals of ours do no harm
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    assert float(first(strategy.run(calls_scaled, args=(x,)))) == 7.0
+    assert strategy.runner.num_programs == 2
+
+
+def test_fresh_lambdas_are_one_program(strategy):
+    traces = Traces()
+    for value in range(4):
+        result = strategy.run(lambda x: (traces(), x * 2)[1], args=(jnp.float32(value),))
+        assert float(first(result)) == 2 * value
+    assert traces.count == 1
+    assert strategy.runner.num_programs == 1
+
+
+def test_lambdas_of_other_code_are_other_programs(strategy):
+    x = jnp.float32(3.0)
+    results = [strategy.run(fn, args=(x,)) for fn in (lambda x: x + 1, lambda x: x + 2, lambda x: x - 1)]
+    assert [float(first(r)) for r in results] == [4.0, 5.0, 2.0]
+
+
+def test_changed_defaults_are_noticed(strategy):
+    def make(factor, offset):
+        def step(x, factor=factor, *, offset=offset):
+            return x * factor + offset
+
+        return step
+
+    x = jnp.float32(3.0)
+    for factor, offset in ((1.0, 0.0), (2.0, 0.0), (2.0, 1.0), (1.0, 0.0)):
+        assert float(first(strategy.run(make(factor, offset), args=(x,)))) == 3 * factor + offset
+    assert strategy.runner.num_programs == 3
+
+
+def test_changed_closures_are_noticed(strategy):
+    def make(name, number, items):
+        return lambda x: x * number + len(name) + sum(items)
+
+    x = jnp.float32(3.0)
+    items = [1]
+    for name, number in (("a", 1), ("ab", 1), ("ab", 2)):
+        assert float(first(strategy.run(make(name, number, items), args=(x,)))) == 3 * number + len(name) + 1
+
+
+def test_python_state_that_a_function_changes_is_traced_anew_and_reported(strategy, caplog):
+    """Slow, but never stale: each value of the counter is another constant of the program."""
+    count = 0
+
+    def step(x):
+        nonlocal count
+        count += 1
+        return x + count
+
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        results = [float(first(strategy.run(step, args=(jnp.float32(1.0),)))) for _ in range(6)]
+    assert results == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert "'count' is another object or value" in caplog.text
+
+
+class Trainer:
+    def __init__(self, factor):
+        self.factor = factor
+        self.traces = Traces()
+
+    def step(self, x):
+        self.traces()
+        return x * self.factor
+
+    def __call__(self, x):
+        return self.step(x)
+
+
+@pytest.mark.parametrize(
+    "method", [lambda trainer: trainer.step, lambda trainer: trainer], ids=["method", "callable"]
+)
+def test_bound_methods_and_callables_belong_to_their_object(strategy, method):
+    x = jnp.float32(3.0)
+    trainers = [Trainer(1.0), Trainer(2.0)]
+    results = [float(first(strategy.run(method(t), args=(x,)))) for t in trainers * 2]
+    assert results == [3.0, 6.0, 3.0, 6.0]
+    assert [t.traces.count for t in trainers] == [1, 1]
+
+
+def test_partials_are_compared_by_what_they_hold(strategy):
+    traces = Traces()
+
+    def step(x, factor, offset=0):
+        traces()
+        return x * factor + offset
+
+    x = jnp.float32(3.0)
+    for factor, offset in ((1, 0), (1, 0), (2, 0), (2, 5), (2, 5)):
+        result = strategy.run(functools.partial(step, factor=factor, offset=offset), args=(x,))
+        assert float(first(result)) == 3 * factor + offset
+    assert traces.count == 3
+
+
+def test_functions_made_by_rx_function_are_seen_through(strategy):
+    @rx.function
+    def inner(x):
+        return x * 2
+
+    x = jnp.float32(3.0)
+    assert float(first(strategy.run(inner, args=(x,)))) == 6.0
+    assert float(first(strategy.run(lambda x: inner(x) + 1, args=(x,)))) == 7.0
+
+
+def test_recursive_functions_have_a_key(strategy):
+    def power(x, n):
+        return x if n == 1 else x * power(x, n - 1)
+
+    assert float(first(strategy.run(power, args=(jnp.float32(2.0), 5)))) == 32.0
+
+
+def even(x, n):
+    return x if n == 0 else odd(x + 1, n - 1)
+
+
+def odd(x, n):
+    return even(x * 2, n - 1)
+
+
+def test_mutually_recursive_functions_have_a_key(strategy):
+    assert float(first(strategy.run(even, args=(jnp.float32(1.0), 4)))) == 10.0
+    assert float(first(strategy.run(even, args=(jnp.float32(1.0), 4)))) == 10.0
+    assert strategy.runner.num_programs == 1
+
+
+# --- arguments ----------------------------------------------------------------------------------------
+
+
+def test_numbers_are_told_apart_by_type(strategy):
+    """``1 == 1.0 == True``, but their programs have other dtypes."""
+    x = jnp.asarray([1, 2], jnp.bfloat16)
+    results = [
+        strategy.run(lambda x, a: x * a, args=(x, a)) for a in (1, 1.0, True, np.float32(1), np.int32(1))
+    ]
+    assert [str(first(r).dtype) for r in results] == [
+        "bfloat16",
+        "bfloat16",
+        "bfloat16",
+        "float32",
+        "bfloat16",
+    ]
+    kinds = [
+        strategy.run(lambda x, a: (x, type(a).__name__)[1], args=(x, a)) for a in (1, 1.0, True, None, "1")
+    ]
+    assert kinds == ["int", "float", "bool", "NoneType", "str"]
+
+
+def test_enums_and_strings_select_programs(strategy):
+    result = lambda op: float(  # noqa: E731
+        first(
+            strategy.run(
+                lambda x, op: rx.get_replica_context().all_reduce(op, x), args=(jnp.float32(2.0), op)
+            )
+        )
+    )
+    assert [result("SUM"), result("MEAN"), result(rx.ReduceOp.SUM), result("SUM")] == [4.0, 2.0, 4.0, 4.0]
+
+
+def test_a_changing_float_is_traced_at_most_twice(strategy):
+    """A learning rate: a constant at first, an input from its second value on."""
+    traces = Traces()
+
+    def step(x, rate):
+        traces()
+        return x * rate
+
+    x = jnp.asarray(3.0, jnp.bfloat16)
+    for rate in (0.5, 0.25, 0.125, 2.0, 0.5):
+        result = first(strategy.run(step, args=(x, rate)))
+        assert (float(result), str(result.dtype)) == (3 * rate, "bfloat16")
+    assert traces.count == 2
+
+
+def test_a_float_that_never_changes_stays_a_python_number(strategy):
+    def step(x, rate):
+        return x if rate > 0.1 else -x
+
+    for _ in range(3):
+        assert float(first(strategy.run(step, args=(jnp.float32(3.0), 0.5)))) == 3.0
+
+
+def test_changing_ints_are_constants(strategy):
+    def step(x, n):
+        return sum(x for _ in range(n))
+
+    assert [float(first(strategy.run(step, args=(jnp.float32(3.0), n)))) for n in (1, 2, 1)] == [
+        3.0,
+        6.0,
+        3.0,
+    ]
+    assert strategy.runner.num_programs == 2
+
+
+def test_other_shapes_dtypes_and_structures_are_other_programs(strategy):
+    traces = Traces()
+
+    def step(nest):
+        traces()
+        return jax.tree_util.tree_map(lambda x: x + 1, nest)
+
+    arguments = [
+        {"a": jnp.ones(2)},
+        {"a": jnp.ones(3)},
+        {"a": jnp.ones(2, "int32")},
+        {"b": jnp.ones(2)},
+        (jnp.ones(2),),
+        {"a": np.ones(2, "float32")},  # as the first
+    ]
+    for argument in arguments:
+        strategy.run(step, args=(argument,))
+    assert traces.count == 5
+
+
+def test_per_replica_and_plain_arrays_are_other_programs(strategy):
+    own = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+    fn = lambda x: rx.get_replica_context().all_reduce("SUM", x)  # noqa: E731
+    assert [float(first(strategy.run(fn, args=(x,)))) for x in (jnp.float32(1.0), own)] == [2.0, 1.0]
+
+
+def test_x64_is_part_of_the_key(strategy):
+    fn = lambda: jnp.ones(()) * 2  # noqa: E731
+    dtypes = [first(strategy.run(fn)).dtype]
+    with jax.enable_x64(True):
+        dtypes.append(first(strategy.run(fn)).dtype)
+    dtypes.append(first(strategy.run(fn)).dtype)
+    assert dtypes == ["float32", "float64", "float32"]
+
+
+# --- arrays in closures -------------------------------------------------------------------------------
+
+
+def test_closure_arrays_become_inputs(strategy):
+    traces = Traces()
+
+    def step(x):
+        traces()
+        return jnp.sum(x * 2)
+
+    for value in (1.0, 2.0, 3.0):
+        x = jnp.full(4, value)
+        assert float(first(strategy.run(lambda: step(x)))) == 8 * value  # noqa: B023
+    assert traces.count == 1
+
+
+def test_closure_values_of_all_kinds_become_inputs(strategy):
+    traces = Traces()
+    for value in (1.0, 2.0):
+        array = np.full(2, value, "float32")
+        own = strategy.experimental_distribute_values_from_function(
+            lambda context, value=value: np.float32(value * context.replica_id_in_sync_group)
+        )
+        shared = strategy.replicate(jnp.float32(value))
+        batch = {"x": array, "y": (array, own)}
+
+        def step(array=None):
+            traces()
+            return jnp.sum(batch["x"]) + jnp.sum(batch["y"][0]) + batch["y"][1] + shared + own  # noqa: B023
+
+        result = strategy.run(step)
+        assert [float(v) for v in result.values] == [5 * value, 7 * value]
+    assert traces.count == 1
+
+
+def test_a_closure_array_of_another_shape_is_another_program(strategy):
+    for size in (2, 3):
+        x = jnp.ones(size)
+        assert float(first(strategy.run(lambda: jnp.sum(x)))) == size  # noqa: B023
+    assert strategy.runner.num_programs == 2
+
+
+def test_a_random_key_in_a_closure_is_an_input(strategy):
+    traces = Traces()
+    drawn = set()
+    for seed in (0, 1):
+        key = jax.random.key(seed)
+
+        def step():
+            traces()
+            return jax.random.uniform(key, ())  # noqa: B023
+
+        drawn.add(float(first(strategy.run(step))))
+    assert len(drawn) == 2
+    assert traces.count == 1
+
+
+def test_a_numpy_array_changed_in_place_is_not_a_stale_constant(strategy):
+    x = np.ones(2, "float32")
+    results = []
+    for value in (1.0, 2.0):
+        x[:] = value
+        results.append(float(first(strategy.run(lambda: jnp.sum(x * 2)))))
+    assert results == [4.0, 8.0]
+
+
+# --- rx.function --------------------------------------------------------------------------------------
+
+
+def test_rx_function_follows_the_same_rules(strategy):
+    traces = Traces()
+
+    @rx.function
+    def step(x, rate):
+        traces()
+        return strategy.reduce("SUM", strategy.run(lambda x: x * rate, args=(x,)), axis=None)
+
+    results = [float(step(jnp.float32(3.0), rate)) for rate in (1.0, 2.0, 4.0)]
+    assert results == [6.0, 12.0, 24.0]
+    assert traces.count == 2
+
+
+# --- what is freed ------------------------------------------------------------------------------------
+
+
+def trained_model(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD()
+
+    def step(x):
+        with rx.GradientTape() as tape:
+            loss = jnp.mean(model(x) ** 2)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        )
+        return loss
+
+    strategy.run(step, args=(jnp.ones((2, 2)),))
+    return model, step
+
+
+def test_programs_are_freed_when_their_model_dies(strategy):
+    for _ in range(3):
+        model, step = trained_model(strategy)
+        reference = weakref.ref(model)
+        assert strategy.runner.num_programs == 1
+        del model, step
+        gc.collect()
+        assert reference() is None
+        assert strategy.runner.num_programs == 0
+
+
+def test_programs_of_a_method_are_freed_with_its_object(strategy):
+    trainer = Trainer(2.0)
+    strategy.run(trainer.step, args=(jnp.float32(3.0),))
+    assert strategy.runner.num_programs == 1
+    reference = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert reference() is None
+    assert strategy.runner.num_programs == 0
+
+
+def test_a_new_object_at_the_address_of_a_dead_one_is_not_taken_for_it(strategy):
+    x = jnp.float32(1.0)
+    for factor in range(20):
+        trainer = Trainer(float(factor))
+        assert float(first(strategy.run(trainer.step, args=(x,)))) == factor
+        del trainer
+
+
+def test_static_arguments_are_compared_by_identity_and_let_go(strategy):
+    traces = Traces()
+
+    def step(x, config):
+        traces()
+        return x * config.factor
+
+    configs = [Trainer(2.0), Trainer(3.0)]
+    results = [float(first(strategy.run(step, args=(jnp.float32(2.0), c)))) for c in configs * 2]
+    assert results == [4.0, 6.0, 4.0, 6.0]
+    assert traces.count == 2
+    del configs
+    gc.collect()
+    assert strategy.runner.num_programs == 0
+
+
+# --- retracing is reported ----------------------------------------------------------------------------
+
+
+def test_a_retrace_in_a_hot_loop_is_reported_once_with_the_reason(strategy, caplog):
+    def step(x):
+        return jnp.sum(x)
+
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        for size in range(1, 9):
+            strategy.run(step, args=(jnp.ones(size),))
+    (record,) = [r for r in caplog.records if "traced" in r.getMessage()]
+    message = record.getMessage()
+    assert "step" in message
+    assert "float32[4] became float32[5]" in message
+
+
+def test_a_model_made_anew_in_each_step_is_reported_by_name(strategy, caplog):
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        for _ in range(7):
+            helper = Trainer(1.0)
+            strategy.run(lambda x: helper.step(x), args=(jnp.float32(1.0),))  # noqa: B023
+    (record,) = [r for r in caplog.records if "traced" in r.getMessage()]
+    assert "'helper' is another object" in record.getMessage()
+
+
+def test_a_steady_loop_reports_nothing(strategy, caplog):
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        for rate in np.linspace(0.1, 0.9, 9):
+            strategy.run(lambda x, rate: x * rate, args=(jnp.ones(2), float(rate)))
+    assert not [r for r in caplog.records if "traced" in r.getMessage()]

@@ -1,0 +1,275 @@
+"""``Strategy.reduce`` and ``gather``, number by number, eagerly and inside ``rx.function`` and ``merge_call``.
+
+The expected numbers are TensorFlow's (measured on 2.21, or asserted by its tests) or NumPy's.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax import errors
+
+
+@pytest.fixture(scope="module")
+def two():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def distribute(strategy, *rows, dtype=np.float32):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: np.asarray(rows[context.replica_id_in_sync_group], dtype)
+    )
+
+
+def outside(strategy, call, values):
+    return call(strategy, values)
+
+
+def in_scope(strategy, call, values):
+    with strategy.scope():
+        return call(strategy, values)
+
+
+def in_function(strategy, call, values):
+    return rx.function(lambda v: call(strategy, v))(values)
+
+
+def in_merge_call(strategy, call, values):
+    def step(x):
+        return rx.get_replica_context().merge_call(call, (x,))
+
+    return strategy.experimental_local_results(strategy.run(step, (values,)))[-1]
+
+
+WHERE = [outside, in_scope, in_function, in_merge_call]
+
+
+# From the documentation of tf.distribute.Strategy.reduce, and measured.
+@pytest.mark.parametrize(
+    ("op", "axis", "expected"),
+    [
+        ("SUM", None, [4, 6, 8, 10]),
+        ("MEAN", None, [2, 3, 4, 5]),
+        ("SUM", 0, 28),
+        ("MEAN", 0, 3.5),
+        ("SUM", -1, 28),
+        ("MEAN", (0,), 3.5),
+        ("SUM", [0], 28),
+        ("SUM", (), [4, 6, 8, 10]),
+    ],
+)
+@pytest.mark.parametrize("where", WHERE)
+def test_tensorflows_example(two, op, axis, expected, where):
+    values = distribute(two, [0, 1, 2, 3], [4, 5, 6, 7])
+    result = where(two, lambda s, v: s.reduce(op, v, axis=axis), values)
+    np.testing.assert_allclose(np.asarray(result), expected)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("rows", "op", "expected"),
+    [
+        (([0, 1, 2, 3], [4, 5]), "MEAN", 2.5),
+        (([0, 1, 2, 3], [4, 5]), "SUM", 15),
+        (([1, 2], []), "MEAN", 1.5),
+        (([1, 2], []), "SUM", 3),
+        (([], []), "MEAN", np.nan),
+        (([], []), "SUM", 0),
+    ],
+)
+def test_ragged(two, where, rows, op, expected):
+    result = where(two, lambda s, v: s.reduce(op, v, axis=0), distribute(two, *rows))
+    np.testing.assert_allclose(np.asarray(result), expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, (0, 1), (0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("where", [outside, in_function, in_merge_call])
+def test_axes_of_larger_values(two, axis, op, where):
+    rows = np.random.default_rng(0).normal(size=(2, 2, 3, 4)).astype(np.float32)
+    axes = (0, *(a % 3 + 1 for a in np.atleast_1d(axis)))
+    expected = rows.sum(axes) if op == "SUM" else rows.mean(axes)
+    result = where(two, lambda s, v: s.reduce(op, v, axis=axis), distribute(two, *rows))
+    np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ragged_in_another_dim_than_the_axis(two):
+    values = distribute(two, np.ones((2, 3)), np.ones((2, 1)))
+    assert float(two.reduce("SUM", values, axis=(0, 1))) == 8.0
+    with pytest.raises(errors.ReductionError, match="different shapes"):
+        two.reduce("SUM", values, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "total", "mean"),
+    [
+        (np.int32, "int32", "float32"),
+        (np.uint8, "uint8", "float32"),
+        (np.float16, "float16", "float16"),
+        (np.float32, "float32", "float32"),
+        (jnp.bfloat16, "bfloat16", "bfloat16"),
+        (np.complex64, "complex64", "complex64"),
+    ],
+)
+@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize("where", [outside, in_merge_call])
+def test_dtypes(two, dtype, total, mean, axis, where):
+    values = distribute(two, [1, 2], [4, 6], dtype=dtype)
+    summed = where(two, lambda s, v: s.reduce("SUM", v, axis=axis), values)
+    averaged = where(two, lambda s, v: s.reduce("MEAN", v, axis=axis), values)
+    assert (str(summed.dtype), str(averaged.dtype)) == (total, mean)
+    expected = ([5, 8], [2.5, 4.0]) if axis is None else (13, 3.25)  # as TensorFlow, whose dtype is float64
+    np.testing.assert_allclose(np.asarray(summed).astype(np.complex64), expected[0])
+    np.testing.assert_allclose(np.asarray(averaged).astype(np.complex64), expected[1])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_nests(two, where):
+    values = {"a": distribute(two, 1, 2), "b": [distribute(two, [1, 1], [2, 2]), None]}
+    result = where(two, lambda s, v: s.reduce("SUM", v, axis=None), values)
+    assert float(result["a"]) == 3.0
+    assert np.asarray(result["b"][0]).tolist() == [3.0, 3.0]
+    assert result["b"][1] is None
+
+
+def test_plain_values_with_one_replica():
+    one = rx.OneDeviceStrategy("cpu:3")
+    x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    for strategy in (one, rx.get_strategy()):
+        for op in ("mean", "MEAN", "sum", "SUM", rx.ReduceOp.SUM):
+            assert strategy.reduce(op, 1.0, axis=None) == 1.0
+        assert strategy.reduce("MEAN", x, axis=0).tolist() == [2.0, 3.0]
+        assert float(strategy.reduce("MEAN", x, axis=(0, 1))) == 2.5
+        assert strategy.reduce("SUM", x, axis=0).tolist() == [4.0, 6.0]
+        assert float(strategy.reduce("SUM", x, axis=(0, 1))) == 10.0
+        assert strategy.reduce("SUM", {"a": x}, axis=None)["a"] is x
+
+
+def test_mean_of_plain_and_replicated_values(two):
+    assert float(two.reduce("MEAN", 3.0, axis=None)) == 3.0
+    assert float(two.reduce("MEAN", jnp.float32(3), axis=None)) == 3.0
+    assert np.asarray(two.reduce("MEAN", two.replicate(jnp.ones(2)), axis=None)).tolist() == [1.0, 1.0]
+
+
+def test_results_are_on_all_worker_devices(two):
+    result = two.reduce("SUM", distribute(two, 1, 2), axis=None)
+    assert result.devices() == set(two.extended.worker_devices)
+    assert result.sharding.is_fully_replicated
+
+
+def test_reduction_is_compiled_once(two):
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        names = []
+        import logging
+
+        patch.setattr(logging.getLogger("jax"), "propagate", False)
+        handler = logging.Handler()
+        handler.emit = lambda record: names.append(record.getMessage())
+        logging.getLogger("jax").addHandler(handler)
+        try:
+            for i in range(4):
+                two.reduce("SUM", distribute(two, [i, 1, 7, 2], [2, 3, 4, 5]), axis=0)
+                two.gather(distribute(two, [i, 1, 7, 2], [2, 3, 4, 5]), axis=0)
+        finally:
+            logging.getLogger("jax").removeHandler(handler)
+    compiled = [name for name in names if name.startswith("Finished XLA compilation")]
+    assert len(compiled) <= 2, compiled
+
+
+# --- gather -------------------------------------------------------------------------------------------
+
+# TensorFlow's GatherTest: what every replica gives, the axis.
+GATHERED = [
+    ([1, 2, 3], 0),
+    ([[1, 2, 3]], 0),
+    ([[1, 2, 3]], 1),
+    ([[[1, 2], [1, 2]]], 0),
+    ([[[1, 2], [1, 2]]], 1),
+    ([[[1, 2], [1, 2]]], 2),
+    ([[[1, 2], [1, 2]]], -1),
+]
+
+
+@pytest.mark.parametrize(("rows", "axis"), GATHERED)
+@pytest.mark.parametrize("where", WHERE)
+def test_gather(two, rows, axis, where):
+    first, second = np.array(rows), np.array(rows) * 10
+    result = where(two, lambda s, v: s.gather(v, axis=axis), distribute(two, first, second))
+    assert np.asarray(result).tolist() == np.concatenate([first, second], axis=axis).tolist()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("shapes", "axis"), [(((1, 1), (2, 1)), 0), (((1, 1), (1, 2)), 1), (((0, 2), (3, 2)), 0), (((2,), (0,)), 0)]
+)
+def test_gather_of_ragged_values(two, where, shapes, axis):
+    rows = [np.full(shape, r + 1.0) for r, shape in enumerate(shapes)]
+    result = where(two, lambda s, v: s.gather(v, axis=axis), distribute(two, *rows))
+    assert np.asarray(result).tolist() == np.concatenate(rows, axis=axis).tolist()
+
+
+def test_gather_keeps_dtypes_bools_included(two):
+    for dtype in (np.bool_, np.int8, np.float16):
+        result = two.gather(distribute(two, [0, 1], [1, 0], dtype=dtype), axis=0)
+        assert result.dtype == dtype
+        assert result.tolist() == [0, 1, 1, 0]
+
+
+def test_gather_of_nests_and_equal_and_plain_values(two):
+    values = {"a": distribute(two, [1], [2]), "b": (distribute(two, [3], [4]),)}
+    result = two.gather(values, axis=0)
+    assert (result["a"].tolist(), result["b"][0].tolist()) == ([1, 2], [3, 4])
+    same = two.run(lambda: jnp.array([5.0, 6.0]))
+    assert two.gather(same, axis=0).tolist() == [5, 6, 5, 6]
+    plain = jnp.ones(2)
+    assert two.gather(plain, axis=0) is plain
+    assert rx.OneDeviceStrategy("cpu:0").gather(plain, axis=0) is plain
+
+
+# --- reduce_to, batch_reduce_to, broadcast_to ---------------------------------------------------------
+
+
+def test_reduce_to_a_device(two):
+    result = two.extended.reduce_to("SUM", distribute(two, 1, 2), destinations="/cpu:5")
+    assert result.devices() == {jax.devices()[5]}
+    assert float(result) == 3.0
+
+
+def test_reduce_to_where_a_value_is(two):
+    values = distribute(two, 1, 2)
+    with two.scope():
+        v = rx.Variable(0.0)
+    for destinations in (values, v):
+        result = two.extended.reduce_to("MEAN", values, destinations)
+        assert isinstance(result, rx.Mirrored)
+        assert float(np.asarray(result)) == 1.5
+    with pytest.raises(errors.InvalidArgumentError, match=r"one device, variable or per-replica value, got a list"):
+        two.extended.reduce_to("SUM", values, ["cpu:0", "cpu:1"])
+
+
+def test_batch_reduce_to(two):
+    pairs = [(distribute(two, 1, 2), "cpu:0"), (distribute(two, [3, 4], [5, 6]), "cpu:1")]
+    first, second = two.extended.batch_reduce_to(rx.ReduceOp.SUM, pairs)
+    assert (float(first), second.tolist()) == (3.0, [8.0, 10.0])
+    assert (first.devices(), second.devices()) == ({jax.devices()[0]}, {jax.devices()[1]})
+
+
+def test_broadcast_to(two):
+    value = two.extended.broadcast_to(jnp.ones(2), destinations=two.extended.worker_devices)
+    assert isinstance(value, rx.Mirrored)
+    assert [component.tolist() for component in value.values] == [[1.0, 1.0]] * 2
+
+
+def test_replica_context_all_gather_errors(two):
+    def gather(x, axis):
+        return rx.get_replica_context().all_gather(x, axis)
+
+    with pytest.raises(errors.ReductionError, match="Cannot gather scalars"):
+        two.run(gather, (distribute(two, 1, 2), 0))
+    with pytest.raises(errors.ReductionError, match="Dimension 1 in both shapes must be equal"):
+        two.run(gather, (distribute(two, np.ones((1, 2)), np.ones((1, 3))), 0))
+    slices = rx.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (3, 2))
+    with pytest.raises(NotImplementedError, match="all_gather does not support IndexedSlices"):
+        two.run(lambda: gather(slices, 0))

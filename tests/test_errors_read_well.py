@@ -1,0 +1,811 @@
+"""Bad input gets an error of the right type that says what was got, what is allowed and what to do.
+
+Each test reads the message as a person would, and looks that nothing was lost: the contexts are clean, the
+state is as it was, and the next call works.
+"""
+
+import os
+import subprocess
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax import errors
+
+
+@pytest.fixture(params=["mirrored", "central_storage"])
+def strategy(request):
+    if request.param == "mirrored":
+        return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    return rx.CentralStorageStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.fixture(autouse=True)
+def contexts_are_clean_afterwards(request):
+    yield
+    assert not rx.has_strategy()
+    assert not rx.in_cross_replica_context()
+    assert rx.get_replica_context() is not None
+
+
+def message(error_type, call, *says):
+    """The message of the error that ``call`` raises, having checked that it says all of ``says``."""
+    with pytest.raises(error_type) as caught:
+        call()
+    assert type(caught.value) is error_type, f"{type(caught.value)} is a subclass"
+    text = str(caught.value)
+    missing = [word for word in says if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+    return text
+
+
+def values_of(strategy):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: np.arange(2.0, dtype=np.float32) + context.replica_id_in_sync_group
+    )
+
+
+# --- devices ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rx.MirroredStrategy(["cpu:0", "cpu:9"]),
+        lambda: rx.OneDeviceStrategy("cpu:9"),
+        lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:9"]),
+        lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:9"),
+    ],
+    ids=["mirrored", "one_device", "central_storage", "parameter_device"],
+)
+def test_device_that_does_not_exist(make):
+    message(
+        errors.DeviceError, make, "'cpu:9' does not exist", "8 cpu device(s)", "cpu:0, cpu:1", "set_local_devices(n)"
+    )
+
+
+def test_device_of_another_kind():
+    message(errors.DeviceError, lambda: rx.OneDeviceStrategy("/gpu:0"), "'/gpu:0' does not exist", "0 gpu device(s)")
+    message(errors.DeviceError, lambda: rx.OneDeviceStrategy("cpu zero"), "'cpu zero' is not a device", "'cpu:0'")
+    message(errors.DeviceError, lambda: rx.MirroredStrategy([0, 1]), "0 is not a device", "jax.Device")
+
+
+@pytest.mark.parametrize("devices", [["cpu:1", "cpu:1"], ["/cpu:1", "/device:CPU:1"], ["cpu:1", "jax"]])
+def test_device_that_repeats(devices):
+    devices = [jax.devices()[1] if device == "jax" else device for device in devices]
+    for kind in (rx.MirroredStrategy, rx.CentralStorageStrategy):
+        message(errors.DeviceError, lambda: kind(devices), "No duplicates allowed", "cpu:1", "set_local_devices(n)")
+
+
+def test_no_devices():
+    message(errors.DeviceError, lambda: rx.MirroredStrategy([]), "`devices` is empty", "at least one")
+
+
+# --- arguments of run ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [3, "x", {"x": 1}, None], ids=repr)
+def test_args_are_no_list(strategy, args):
+    message(
+        errors.InvalidArgumentError,
+        lambda: strategy.run(lambda x: x, args=args),
+        "positional args must be a list or tuple",
+        str(type(args)),
+        "args=(value,)",
+    )
+    assert issubclass(errors.InvalidArgumentError, ValueError)  # TensorFlow's type
+
+
+def test_args_is_an_array(strategy):
+    message(
+        errors.InvalidArgumentError,
+        lambda: strategy.run(lambda x: x, args=jnp.ones(2)),
+        "positional args must be a list or tuple",
+        "args=(value,)",
+    )
+
+
+def test_other_arguments_of_run(strategy):
+    invalid = errors.InvalidArgumentError
+    message(invalid, lambda: strategy.run(3), "needs a function", "3")
+    message(invalid, lambda: strategy.run(lambda: None, kwargs=[1]), "kwargs must be a dict", "list")
+    message(invalid, lambda: strategy.run(lambda: None, options={"eager": True}), "rx.RunOptions", "dict")
+    message(
+        invalid,
+        lambda: strategy.experimental_distribute_values_from_function(lambda _: "text"),
+        "'text'",
+        "array or a number",
+    )
+    message(
+        invalid,
+        lambda: strategy.experimental_distribute_values_from_function(
+            lambda c: [1.0] * (1 + c.replica_id_in_sync_group)
+        ),
+        "differ in structure",
+        "same nest",
+    )
+    message(
+        invalid,
+        lambda: strategy.experimental_distribute_values_from_function(
+            lambda c: np.zeros((1,) * (1 + c.replica_id_in_sync_group))
+        ),
+        "one rank and one dtype",
+        "(1,)",
+        "(1, 1)",
+    )
+
+
+def ragged(strategy, *sizes):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: np.ones(sizes[context.replica_id_in_sync_group], np.float32)
+    )
+
+
+def test_replicas_that_return_different_structures(strategy):
+    message(
+        errors.StructureError,
+        lambda: strategy.run(lambda x: [x] * x.shape[0], (ragged(strategy, 1, 2),)),
+        "different structures on different replicas",
+        "Return the same structure on all",
+    )
+    message(
+        errors.StructureError,
+        lambda: strategy.run(lambda x: "short" if x.shape[0] < 2 else "long", (ragged(strategy, 1, 2),)),
+        "'short'",
+        "'long'",
+        "Return arrays where replicas differ",
+    )
+
+
+def test_replicas_that_do_not_communicate_alike(strategy):
+    def step(x):
+        return rx.get_replica_context().all_reduce("SUM", jnp.sum(x)) if x.shape[0] > 1 else jnp.sum(x)
+
+    with pytest.raises(errors.StructureError) as caught:
+        strategy.run(step, (ragged(strategy, 1, 2),))
+    assert "collectives" in str(caught.value) or "exchanges" in str(caught.value)
+
+
+# --- reduce and gather --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_reduce_of_a_plain_value(strategy, axis):
+    message(
+        errors.ReductionError,
+        lambda: strategy.reduce("SUM", jnp.array([3.0, 4.0]), axis=axis),
+        "non-DistributedValues value",
+        "3.",
+        "cannot be reduced with the given reduce op ReduceOp.SUM",
+        "strategy.run",
+    )
+    assert float(strategy.reduce("MEAN", 3.0, axis=None)) == 3.0
+
+
+def test_reduce_of_a_mirrored_variable(strategy):
+    with strategy.scope():
+        v = rx.Variable(2.0, name="weights")
+    message(errors.ReductionError, lambda: strategy.reduce("SUM", v, axis=None), "'weights'", "mirrored", "MEAN")
+    assert float(strategy.reduce("MEAN", v, axis=None)) == 2.0
+
+
+def test_reduce_of_a_replicated_value(strategy):
+    text = message(
+        errors.ReductionError,
+        lambda: strategy.reduce("SUM", strategy.replicate(jnp.ones(2)), axis=None),
+        "Mirrored",
+        "cannot be reduced",
+    )
+    assert "ReduceOp.SUM" in text
+
+
+def test_reduce_of_other_things(strategy):
+    values = values_of(strategy)
+    reduction = errors.ReductionError
+    flags = strategy.run(lambda x: x > 1, (values,))
+    message(reduction, lambda: strategy.reduce("SUM", flags, axis=None), "bool", "sums and means need numbers")
+    message(
+        reduction,
+        lambda: strategy.reduce("SUM", ragged(strategy, 1, 2), axis=None),
+        "different shapes",
+        "(1,)",
+        "(2,)",
+        "axis=0",
+    )
+    message(reduction, lambda: strategy.reduce("SUM", values, axis=1), "Invalid reduction dimension 1", "1 dim(s)")
+    message(reduction, lambda: strategy.reduce("SUM", values, axis=-2), "Invalid reduction dimension -2")
+    message(reduction, lambda: strategy.reduce("SUM", "text", axis=None), "cannot be reduced", "'text'")
+    message(TypeError, lambda: strategy.reduce("SUM", values, axis=0.5), "axis must be None, an int", "0.5")
+    invalid = errors.InvalidArgumentError
+    message(invalid, lambda: strategy.reduce("MAX", values, axis=None), "'MAX' is not a valid ReduceOp", "SUM, MEAN")
+    with pytest.raises(TypeError, match="axis"):
+        strategy.reduce("SUM", values)
+
+
+def test_gather_of_what_cannot_be_joined(strategy):
+    reduction = errors.ReductionError
+    values = values_of(strategy)
+    scalars = strategy.run(lambda x: x[0], (values,))
+    message(reduction, lambda: strategy.gather(scalars, axis=0), "Cannot gather scalars", "value[None]")
+    message(reduction, lambda: strategy.gather(values, axis=1), "axis is 1", "1 dim(s)")
+    message(reduction, lambda: strategy.gather(values, axis=None), "axis must be an int", "None")
+    shapes = strategy.experimental_distribute_values_from_function(
+        lambda c: np.ones((2, 1 + c.replica_id_in_sync_group))
+    )
+    message(reduction, lambda: strategy.gather(shapes, axis=0), "Dimension 1", "[1, 2]", "axis 0")
+    slices = rx.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (3, 2))
+    message(errors.UnsupportedError, lambda: strategy.gather(slices, axis=0), "IndexedSlices", ".values and .indices")
+
+
+def test_collectives_of_what_cannot_be_reduced(strategy):
+    def all_reduce(value):
+        return lambda: strategy.run(lambda: rx.get_replica_context().all_reduce("SUM", value))
+
+    message(errors.ReductionError, all_reduce("text"), "Cannot reduce str", "numbers")
+    message(errors.ReductionError, all_reduce(jnp.array([True])), "bool", "astype")
+    message(
+        errors.InvalidArgumentError,
+        lambda: strategy.run(lambda: rx.get_replica_context().all_reduce("MIN", 1.0)),
+        "'MIN' is not a valid ReduceOp",
+    )
+
+
+# --- PerReplica is not a number -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        float,
+        int,
+        bool,
+        len,
+        list,
+        np.asarray,
+        jnp.asarray,
+        lambda x: x + 1,
+        lambda x: 1 - x,
+        lambda x: -x,
+        lambda x: x @ x,
+        lambda x: x > 0,
+        lambda x: x[0],
+        lambda x: f"{x:.3f}",
+    ],
+)
+def test_per_replica_used_as_a_number(strategy, use):
+    values = strategy.run(lambda x: jnp.sum(x), (values_of(strategy),))
+    message(
+        errors.PerReplicaUseError,
+        lambda: use(values),
+        "PerReplica object while not inside a replica context",
+        "strategy.reduce(",
+        "experimental_local_results",
+        "strategy.run(fn, args=(value,))",
+        "array(1., dtype=float32)",  # it shows what it holds
+        "array(3., dtype=float32)",
+    )
+
+
+@pytest.mark.parametrize("use", [jnp.sum, jnp.sqrt, lambda x: jnp.where(x > 0, x, 0)])
+def test_per_replica_given_to_jax(strategy, use):
+    values = strategy.run(lambda x: jnp.sum(x), (values_of(strategy),))
+    with pytest.raises(errors.PerReplicaUseError, match="strategy.reduce"):
+        use(values)
+
+
+def test_unreplicate_of_what_differs(strategy):
+    message(errors.PerReplicaUseError, lambda: strategy.unreplicate({"x": values_of(strategy)}), "2 components")
+
+
+# --- the right call in the wrong context --------------------------------------------------------------
+
+
+def test_cross_replica_calls_in_a_replica_function(strategy):
+    values = values_of(strategy)
+    cross = errors.CrossReplicaContextError
+    for call in (
+        lambda: strategy.reduce("SUM", values, axis=None),
+        lambda: strategy.run(lambda: None),
+        lambda: strategy.scope().__enter__(),
+        lambda: strategy.experimental_distribute_values_from_function(lambda c: 1),
+    ):
+        message(
+            cross,
+            lambda call=call: strategy.run(call),
+            "Method requires being in cross-replica context",
+            "get_replica_context().merge_call()",
+            "all_reduce",
+        )
+    message(cross, lambda: strategy.run(lambda: strategy.gather(values, axis=0)), "all_gather()")
+    message(
+        cross,
+        lambda: strategy.run(lambda: strategy.extended.reduce_to("SUM", values, "cpu:0")),
+        "reduce_to requires cross-replica context",
+        "all_reduce()",
+    )
+    assert issubclass(cross, RuntimeError)
+
+
+def test_iterating_a_dataset_in_a_replica_function(strategy):
+    dataset = strategy.experimental_distribute_dataset([np.ones(4, np.float32)])
+    text = "next(iterator) should be called from outside of replica_fn"
+    message(errors.CrossReplicaContextError, lambda: strategy.run(lambda: next(iter(dataset))), text, "args=(batch,)")
+
+
+def test_collectives_outside_of_a_replica_function(strategy):
+    with strategy.scope():
+        assert rx.get_replica_context() is None  # so that calling all_reduce on it cannot be missed
+    message(
+        errors.ReplicaContextError,
+        lambda: in_scope(strategy, lambda: rx.nn.compute_average_loss(jnp.ones(2))),
+        "cross replica context",
+        "strategy.run",
+        "global_batch_size",
+    )
+    message(
+        errors.ReplicaContextError,
+        lambda: in_scope(strategy, lambda: rx.nn.scale_regularization_loss(1.0)),
+        "cross replica context",
+        "strategy.run",
+    )
+
+
+def in_scope(strategy, call):
+    with strategy.scope():
+        return call()
+
+
+def test_a_kept_replica_context(strategy):
+    kept = []
+    strategy.run(lambda: kept.append(rx.get_replica_context()))
+    context = kept[0]
+    for call in (
+        lambda: context.all_reduce("SUM", jnp.ones(2)),
+        lambda: context.all_gather(jnp.ones(2), axis=0),
+        lambda: context.merge_call(lambda strategy: None),
+        lambda: context.replica_id_in_sync_group,
+    ):
+        for where in (call, lambda call=call: in_scope(strategy, call), lambda call=call: strategy.run(call)):
+            message(
+                errors.ReplicaContextError,
+                where,
+                "outside of its replica function",
+                "rx.get_replica_context() again",
+                "in merge_call use strategy.reduce",
+            )
+
+
+def test_collectives_in_merge_call(strategy):
+    def step():
+        context = rx.get_replica_context()
+        return context.merge_call(lambda strategy: context.all_reduce("SUM", jnp.ones(2)))
+
+    message(errors.ReplicaContextError, lambda: strategy.run(step), "`all_reduce`", "in merge_call use strategy.reduce")
+
+
+def test_run_in_merge_call(strategy):
+    def merge(strategy):
+        strategy.run(lambda: None)
+
+    message(
+        errors.CrossReplicaContextError,
+        lambda: strategy.run(lambda: rx.get_replica_context().merge_call(merge)),
+        "strategy.run was called in merge_call",
+        "after run",
+    )
+
+
+# --- mixing strategies --------------------------------------------------------------------------------
+
+
+def test_scope_of_another_strategy(strategy):
+    other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    for call in (other.scope().__enter__, lambda: other.run(lambda: None), lambda: other.reduce("MEAN", 1.0, axis=None)):
+        message(
+            errors.MixedStrategiesError,
+            lambda call=call: in_scope(strategy, call),
+            "Mixing different tf.distribute.Strategy objects",
+            repr(strategy),
+            repr(other),
+            "Leave the scope",
+        )
+    message(errors.MixedStrategiesError, lambda: strategy.run(lambda: other.run(lambda: None)), "Mixing different")
+
+
+def test_default_scope_in_another(strategy):
+    default = rx.get_strategy()
+    message(errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not nest", repr(strategy))
+
+
+def test_variable_under_two_strategies(strategy):
+    def nested():
+        with rx.get_strategy().scope(), strategy.scope():
+            rx.Variable(1.0)
+
+    message(errors.MixedStrategiesError, nested, "Mixing different", repr(strategy))
+
+
+def test_set_strategy_in_a_scope(strategy):
+    text = "Must not be called inside a `tf.distribute.Strategy` scope"
+    for value in (strategy, None):
+        message(
+            errors.ScopeNestingError,
+            lambda value=value: in_scope(strategy, lambda: rx.experimental_set_strategy(value)),
+            text,
+            "leave",
+        )
+
+
+def test_values_of_another_strategy(strategy):
+    other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    mixed = errors.MixedStrategiesError
+    message(mixed, lambda: strategy.run(lambda x: x, (values_of(other),)), "PerReplica of 3 components", "2 replicas")
+    message(
+        mixed,
+        lambda: strategy.run(lambda x: x, (other.replicate(jnp.ones(2)),)),
+        "Mirrored value over 3 devices",
+        "2 replicas",
+    )
+
+
+# --- variables made in another scope ------------------------------------------------------------------
+
+
+def make_variable(kind, strategy):
+    with strategy.scope():
+        if kind == "rx":
+            return rx.Variable(1.0, name="weights")
+        return keras.Variable(1.0, name="weights")
+
+
+@pytest.mark.parametrize("kind", ["rx", "keras"])
+def test_variable_of_another_strategy_in_run(strategy, kind):
+    other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    v = make_variable(kind, other)
+    for use in (lambda: v + 1.0, lambda: v.assign_add(1.0), lambda: v.value):
+        message(
+            errors.MixedStrategiesError,
+            lambda use=use: strategy.run(use),
+            "weights",
+            "was made in the scope of",
+            repr(other),
+            repr(strategy),
+            "Make it in that strategy's scope",
+        )
+    assert float(v.value) == 1.0
+    other.run(lambda: v.assign_add(1.0))
+    assert float(v.value) == 2.0
+
+
+def test_variable_of_another_strategy_in_scope(strategy):
+    other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    v = make_variable("rx", other)
+    message(errors.MixedStrategiesError, lambda: in_scope(strategy, v.read_value), "'weights'", repr(other))
+    message(errors.MixedStrategiesError, lambda: in_scope(strategy, lambda: v.assign(2.0)), "'weights'")
+    message(
+        errors.VariableError,
+        lambda: strategy.extended.update(v, lambda v: v.assign(1.0)),
+        "'weights' is not a variable made in the scope of",
+        "with strategy.scope()",
+    )
+    message(
+        errors.VariableError,
+        lambda: in_scope(strategy, lambda: strategy.extended.colocate_vars_with(v).__enter__()),
+        "`colocate_vars_with`",
+        "'weights'",
+    )
+    assert float(v.value) == 1.0
+
+
+def test_variable_made_outside_works_everywhere(strategy):
+    v = rx.Variable(1.0)
+    k = keras.Variable(1.0)
+    strategy.run(lambda: (v.assign_add(1.0), k.assign_add(1.0)) and None)
+    assert (float(v.value), float(k.value)) == (2.0, 2.0)
+
+
+# --- tracers ------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_leaked_out_of_run(strategy):
+    kept = []
+    strategy.run(lambda x: kept.append(x * 2), (jnp.ones(2),))
+
+    def use():
+        return kept[0] + 1
+
+    text = message(errors.TraceError, lambda: strategy.run(use), "another, finished, trace", "Return it", "rx.Variable")
+    assert f"{__file__}:{use.__code__.co_firstlineno + 1} in use" in text
+    message(errors.TraceError, lambda: strategy.run(lambda x: x, (kept[0],)), "tracer as an argument", "Return it")
+
+
+def test_run_inside_jax_jit(strategy):
+    message(
+        errors.TraceError,
+        lambda: jax.jit(lambda x: strategy.run(lambda y: y, (x,)))(jnp.ones(2)),
+        "tracer as an argument",
+        "rx.function",
+    )
+
+
+@pytest.mark.parametrize("kind", ["rx", "keras"])
+def test_variable_assigned_inside_jax_jit(strategy, kind):
+    v = make_variable(kind, strategy)
+
+    @jax.jit
+    def outside_of_replicax(x):
+        v.assign(x)
+        return x
+
+    with pytest.raises(errors.TraceError) as caught:
+        outside_of_replicax(jnp.float32(3))
+        strategy.run(lambda: v.assign_add(1.0))
+    assert "weights" in str(caught.value)
+    assert "strategy.run, rx.function or plain Python" in str(caught.value)
+    v.assign(1.0)
+    strategy.run(lambda: v.assign_add(1.0))
+    assert float(v.value) == 2.0
+
+
+def test_variable_assigned_inside_a_scan(strategy):
+    v = make_variable("rx", strategy)
+
+    def body(carry, _):
+        v.assign_add(1.0)
+        return carry, None
+
+    text = message(
+        errors.TraceError,
+        lambda: strategy.run(lambda: jax.lax.scan(body, 0.0, None, length=3)[0]),
+        "'weights'",
+        "scan",
+        "assign it outside",
+        "rx.cond",
+    )
+    assert f"{__file__}:{body.__code__.co_firstlineno + 1} in body" in text
+    assert float(v.value) == 1.0
+
+
+# --- Python conditions on traced values ---------------------------------------------------------------
+
+
+def on_replica_id(x):
+    if rx.get_replica_context().replica_id_in_sync_group == 0:
+        return x
+    return -x
+
+
+def on_argument(x):
+    while jnp.sum(x) > 0:
+        x = x - 1
+    return x
+
+
+def convert(x):
+    return float(x[0])
+
+
+def to_numpy(x):
+    return np.asarray(x)
+
+
+@pytest.mark.parametrize("fn", [on_replica_id, on_argument, convert, to_numpy])
+def test_condition_on_a_traced_value(strategy, fn):
+    text = message(
+        errors.TracedConditionError,
+        lambda: strategy.run(fn, (jnp.ones(2),)),
+        "traced once",
+        "jnp.where",
+        "rx.cond",
+        "RunOptions(eager=True)",
+    )
+    assert f"{__file__}:{fn.__code__.co_firstlineno + 1} in {fn.__name__}" in text
+
+
+# --- divergence ---------------------------------------------------------------------------------------
+
+
+def test_mirrored_variable_that_would_diverge(strategy):
+    v = make_variable("rx", strategy)
+
+    def step():
+        v.assign_add(rx.get_replica_context().replica_id_in_sync_group.astype(jnp.float32))
+
+    text = message(
+        errors.DivergenceError, lambda: strategy.run(step), "'weights'", "mirrored", "all_reduce", "aggregation="
+    )
+    assert f"{__file__}:{step.__code__.co_firstlineno + 1} in step" in text
+    assert float(v.value) == 1.0
+
+
+def test_collective_under_a_condition_that_differs(strategy):
+    def branch(x):
+        return rx.get_replica_context().all_reduce("SUM", x)
+
+    def step(x):
+        replica_id = rx.get_replica_context().replica_id_in_sync_group
+        return jax.lax.cond(replica_id == 0, branch, lambda x: x, x)
+
+    text = message(errors.DivergentCollectiveError, lambda: strategy.run(step, (jnp.ones(2),)), "differs")
+    assert os.path.basename(__file__) in text
+
+
+# --- an exception inside the replica function ---------------------------------------------------------
+
+
+class Mine(Exception):
+    pass
+
+
+def deep_inside():
+    raise Mine("from deep inside")
+
+
+@pytest.mark.parametrize("how", ["run", "function", "merge_call", "scan", "method"])
+def test_exception_in_the_replica_function(strategy, how):
+    with strategy.scope():
+        v = rx.Variable(1.0)
+        on_read = rx.Variable(1.0, synchronization="ON_READ", aggregation="MEAN")
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
+        optimizer = keras.optimizers.Adam(0.1)
+        metric = keras.metrics.Mean()
+    optimizer.build(model.trainable_variables)
+    fail = []
+
+    def step(x):
+        v.assign_add(1.0)
+        on_read.assign_add(1.0)
+        with rx.GradientTape() as tape:
+            loss = jnp.sum(model(x, training=True) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        metric.update_state(loss)
+        if fail and how == "merge_call":
+            rx.get_replica_context().merge_call(lambda strategy: deep_inside())
+        elif fail and how == "scan":
+            jax.lax.scan(lambda c, _: deep_inside(), 0.0, None, length=2)
+        elif fail:
+            deep_inside()
+        return loss
+
+    class Trainer:
+        def step(self, x):
+            return step(x)
+
+    batch = strategy.experimental_distribute_values_from_function(lambda c: np.ones((2, 2), np.float32))
+    trainer = Trainer()
+    target = trainer.step if how == "method" else step
+    run = lambda: strategy.run(target, (batch,))
+    if how == "function":
+        traced = rx.function(lambda x: strategy.run(step, (x,)))
+        run = lambda: traced(batch)
+
+    run()
+    everything = [*model.variables, *optimizer.variables, *metric.variables]
+    held = lambda: [np.array(x.value) for x in (v, on_read, *everything)]
+    before = held()
+    fail.append(True)
+    new = jnp.ones((2, 3))  # another signature, so that it is traced again
+    batch = strategy.experimental_distribute_values_from_function(lambda c: np.ones((3, 2), np.float32))
+    del new
+    with pytest.raises(Mine, match="from deep inside") as caught:
+        run()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[-1].name == "deep_inside"
+    assert frames[-1].filename == __file__
+    assert "step" in [frame.name for frame in frames]
+    assert not rx.has_strategy()
+    assert not rx.in_cross_replica_context()
+    for old, new in zip(before, held(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    fail.clear()
+    run()
+    assert float(v.value) == 3.0
+    assert float(on_read.value) == 3.0
+    assert int(optimizer.iterations.value) == 2
+
+
+def test_exception_while_a_lazy_model_is_built(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(2)])
+    fail = [True]
+
+    def step(x):
+        out = model(x)
+        if fail:
+            deep_inside()
+        return out
+
+    with pytest.raises(Mine):
+        strategy.run(step, (jnp.ones((2, 2)),))
+    fail.clear()
+    result = strategy.run(step, (jnp.ones((2, 2)),))
+    expected = np.ones((2, 2)) @ np.asarray(model.layers[0].kernel.value)
+    for component in strategy.experimental_local_results(result):
+        np.testing.assert_allclose(component, expected, rtol=1e-6)
+
+
+def test_base_exceptions_leave_contexts_clean(strategy):
+    def step():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        strategy.run(step)
+    assert not rx.in_cross_replica_context()
+    assert float(strategy.reduce("SUM", strategy.run(lambda: jnp.float32(1)), axis=None)) == 2.0
+
+
+# --- in processes of their own ------------------------------------------------------------------------
+
+
+def in_process(program, **environment):
+    clean = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**clean, **environment},
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_device_count_set_after_the_backend_started():
+    program = """
+import jax.numpy as jnp, replicax as rx
+jnp.ones(3).block_until_ready()
+try:
+    rx.config.set_local_devices(4)
+except rx.errors.BackendStartedError as error:
+    print(error)
+rx.config.set_local_devices(1)  # what it has is no error
+print(rx.MirroredStrategy().num_replicas_in_sync)
+"""
+    text, count = in_process(program, JAX_PLATFORMS="cpu").splitlines()
+    for words in ("set_local_devices(4)", "already started with 1 CPU device", "before anything uses JAX"):
+        assert words in text
+    assert "JAX_NUM_CPU_DEVICES=4" in text
+    assert count == "1"
+
+
+def test_device_count_that_is_none():
+    for value in (0, -1, 2.0, True, "2"):
+        message(errors.DeviceError, lambda value=value: rx.config.set_local_devices(value), repr(value), "at least 1")
+
+
+KERAS_PROGRAM = """
+import keras, replicax as rx
+strategy = rx.OneDeviceStrategy("cpu:0")
+try:
+    with strategy.scope():
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+except rx.errors.KerasBackendError as error:
+    print(error)
+    print(rx.has_strategy())
+"""
+
+
+def test_keras_on_another_backend():
+    text, left = in_process(KERAS_PROGRAM, KERAS_BACKEND="numpy").splitlines()
+    for words in ("Keras runs on the 'numpy' backend", "replicax needs 'jax'", "KERAS_BACKEND=jax", "before"):
+        assert words in text
+    assert left == "False"
+    assert in_process(KERAS_PROGRAM, KERAS_BACKEND="jax") == ""
+
+
+# --- words --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_is_a_replicax_error_with_a_docstring(name):
+    error = getattr(errors, name)
+    assert issubclass(error, errors.ReplicaxError)
+    assert error.__doc__

@@ -1,0 +1,101 @@
+"""Device names, the mesh of replicas, and the number of virtual devices."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import replicax as rx
+from replicax._src.topology import REPLICA_AXIS, Topology, device_name, resolve_device, resolve_devices
+from replicax.errors import DeviceError
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu:3",
+        "CPU:3",
+        "/cpu:3",
+        "/CPU:3",
+        "/device:CPU:3",
+        "device:cpu:3",
+        "/job:localhost/replica:0/task:0/device:CPU:3",
+        "/job:worker/replica:0/task:1/device:CPU:3",
+        "/task:0/cpu:3",
+        "/replica:0/task:0/cpu:3",
+    ],
+)
+def test_names_that_tensorflow_accepts(name):
+    assert resolve_device(name) is jax.devices("cpu")[3]
+
+
+def test_a_name_without_an_index_is_the_first():
+    assert resolve_device("cpu") is resolve_device("/device:CPU") is jax.devices("cpu")[0]
+
+
+def test_a_device_stands_for_itself():
+    device = jax.devices("cpu")[5]
+    assert resolve_device(device) is device
+    assert device_name(device) == "cpu:5"
+
+
+@pytest.mark.parametrize("name", ["", "cpu:", "cpu:-1", "cpu:x", ":0", "cpu:0:1", "/job:x", None, 3, b"cpu:0"])
+def test_what_is_no_name(name):
+    with pytest.raises(DeviceError):
+        resolve_device(name)
+
+
+def test_all_devices_are_the_default():
+    assert resolve_devices(None) == jax.local_devices()
+    assert rx.MirroredStrategy().num_replicas_in_sync == 8
+    assert rx.CentralStorageStrategy().num_replicas_in_sync == 8
+
+
+def test_one_device_is_a_list_of_one():
+    assert resolve_devices("cpu:2") == resolve_devices(("cpu:2",)) == [jax.devices()[2]]
+    assert rx.MirroredStrategy("cpu:2").extended.worker_devices == (jax.devices()[2],)
+
+
+def test_replicas_are_in_the_order_of_the_devices():
+    devices = [jax.devices()[i] for i in (4, 1, 6)]
+    topology = Topology.of(devices)
+    assert topology.num_replicas == 3
+    assert topology.is_cpu
+    assert topology.mesh.axis_names == (REPLICA_AXIS,)
+    assert list(topology.mesh.devices) == devices
+    assert topology.replicated.is_fully_replicated
+    placed = jax.device_put(jax.numpy.arange(3.0)[:, None], topology.per_replica)
+    assert {shard.device: float(shard.data[0, 0]) for shard in placed.addressable_shards} == {
+        device: float(r) for r, device in enumerate(devices)
+    }
+
+
+def test_central_storage_holds_variables_on_the_cpu_or_where_it_is_told():
+    cpu = jax.devices("cpu")
+    assert rx.CentralStorageStrategy(["cpu:2", "cpu:3"]).extended.parameter_devices == (cpu[0],)
+    assert rx.CentralStorageStrategy(["cpu:2"]).extended.parameter_devices == (cpu[2],)
+    chosen = rx.CentralStorageStrategy(["cpu:2", "cpu:3"], parameter_device="/cpu:5")
+    assert chosen.extended.parameter_devices == (cpu[5],)
+    assert chosen.extended.worker_devices == (cpu[2], cpu[3])
+
+
+def test_setting_the_number_of_devices_that_there_are_is_no_error():
+    rx.config.set_local_devices(8)
+    assert len(jax.local_devices()) == 8
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "16"), ("64", "64")])
+def test_the_thread_pool_is_enlarged_unless_it_was_chosen(given, expected):
+    program = (
+        "import os, replicax as rx; before = os.environ.get('PJRT_NPROC'); rx.config.set_local_devices(3);"
+        "print(before, os.environ['PJRT_NPROC'], rx.MirroredStrategy().num_replicas_in_sync)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}
+    if given is not None:
+        environment["PJRT_NPROC"] = given
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
+    assert process.stdout.split() == [str(given), expected, "3"]
