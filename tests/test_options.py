@@ -43,6 +43,10 @@ def test_run_options():
     )
     assert (options.experimental_xla_options, options.eager, options.donate_args) == (None, False, ())
     assert rx.RunOptions(donate_args=[0, 2]).donate_args == (0, 2)
+    assert rx.RunOptions(donate_args=1).donate_args == (1,)
+    for wrong in ("state", (True,), ("x",), (0.0,)):
+        with pytest.raises(InvalidArgumentError, match=r"takes positions in args, such as \(0,\)"):
+            rx.RunOptions(donate_args=wrong)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.eager = True
     with pytest.raises(InvalidArgumentError, match="does not pad to powers of two"):

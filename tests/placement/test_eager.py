@@ -942,7 +942,12 @@ CASES = {
 UNEVEN = ("sgd", "batch normalisation", "dropout")
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("adam with clipping", "adamw with averages")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES]
+)
 def test_training(strategy, name):
     layers, optimizer, options = CASES[name]
     batches = [batch(strategy, (3, 2) if name in UNEVEN else (3, 3))]
@@ -957,7 +962,7 @@ def test_training_with_an_empty_replica(strategy):
     assert_alike(eager, trained(strategy, None, layers, optimizer, batches, num_steps=2))
 
 
-@pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU])
+@pytest.mark.parametrize("layer", [keras.layers.LSTM, pytest.param(keras.layers.GRU, marks=pytest.mark.long)])
 def test_recurrent_layers(strategy, layer):
     rng = np.random.default_rng(0)
     x = per_replica(strategy, *(rng.normal(size=(2, 3, 4)).astype(np.float32) for _ in range(2)))

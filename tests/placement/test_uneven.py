@@ -221,7 +221,7 @@ def step_of(num_replicas):
     return step
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(num_rows=st.integers(0, 12), num_replicas=st.integers(1, 4))
 def test_sums_means_and_gradients_for_any_sizes(num_rows, num_replicas):
     """Sums over rows, the mean loss and its gradient, and the mean over rows, for N rows over R replicas."""
@@ -368,6 +368,22 @@ def test_an_all_reduce_of_the_ragged_dim_is_refused_and_says_what_to_do():
         strategy.run(lambda x: rx.get_replica_context().all_reduce("SUM", x), args=(rows((2, 1)),))
     assert "(2,)" in str(caught.value)
     assert "(1,)" in str(caught.value)
+
+
+def test_a_gradient_that_is_summed_for_one_size_is_summed_for_all():
+    """Otherwise the replicas would not meet in the same collectives."""
+    strategy = mirrored(2)
+    optimizer = keras.optimizers.SGD(1.0)
+    with strategy.scope():
+        weight = keras.Variable(10.0, dtype="float32")
+        optimizer.build([weight])
+
+    def step(x):
+        total = rx.get_replica_context().all_reduce("SUM", jnp.sum(x))
+        optimizer.apply([total if x.shape[0] > 1 else jnp.zeros(())], [weight])
+
+    strategy.run(step, args=(rows((2, 1)),))
+    assert float(weight.value) == 10.0 - (0 + 1 + 2)
 
 
 def test_python_that_branches_on_the_batch_around_a_collective_is_refused():

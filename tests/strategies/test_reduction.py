@@ -125,6 +125,15 @@ def test_dtypes(two, dtype, total, mean, axis, where):
     np.testing.assert_allclose(np.asarray(averaged).astype(np.complex64), expected[1])
 
 
+@pytest.mark.parametrize("where", [outside, in_merge_call])
+def test_means_of_small_integers_do_not_overflow(two, where):
+    values = distribute(two, [200, 200], [250, 150], dtype=np.uint8)
+    assert float(where(two, lambda s, v: s.reduce("MEAN", v, axis=0), values)) == 200.0
+    assert np.asarray(where(two, lambda s, v: s.reduce("MEAN", v, axis=None), values)).tolist() == [225.0, 175.0]
+    means = two.run(lambda x: rx.get_replica_context().all_reduce("MEAN", x), (values,))
+    assert means.values[0].tolist() == [225.0, 175.0]
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_nests(two, where):
     values = {"a": distribute(two, 1, 2), "b": [distribute(two, [1, 1], [2, 2]), None]}

@@ -109,7 +109,12 @@ class RunOptions:
                 f"RunOptions(experimental_xla_options=…) must be a mapping from the names of XLA compiler "
                 f"options to values, got {type(options).__name__}."
             )
-        object.__setattr__(self, "donate_args", tuple(self.donate_args))
+        positions = (self.donate_args,) if isinstance(self.donate_args, int) else tuple(self.donate_args)
+        if any(isinstance(position, bool) or not isinstance(position, int) for position in positions):
+            raise InvalidArgumentError(
+                f"RunOptions(donate_args=…) takes positions in args, such as (0,), got {self.donate_args!r}."
+            )
+        object.__setattr__(self, "donate_args", positions)
 
 
 @dataclass(frozen=True)

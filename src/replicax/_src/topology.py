@@ -118,7 +118,7 @@ def resolve_devices(devices: Sequence[str | Device] | str | Device | None) -> li
     """
     if devices is None:
         return local_devices()
-    given: list[Any] = [devices] if isinstance(devices, (str, jax.Device)) else list(devices)
+    given: Any = [devices] if isinstance(devices, (str, jax.Device)) else devices
     resolved = [resolve_device(device) for device in given]
     if not resolved:
         raise DeviceError("`devices` is empty; name at least one, or leave it out for all of this machine.")

@@ -67,7 +67,7 @@ class CrossDeviceOps:
     ) -> Any:
         """To override: reduces one value."""
         del destinations, options
-        components = [in_replica.reducible(v) for v in _components(per_replica_value)]
+        components = [in_replica.reducible(v, reduce_op) for v in _components(per_replica_value)]
         total = functools.reduce(jnp.add, components)
         return in_replica.mean_of_sum(total, len(components)) if reduce_op is ReduceOp.MEAN else total
 
@@ -174,7 +174,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
         del destinations, options
-        components = [in_replica.reducible(v) for v in _components(per_replica_value)]
+        components = [in_replica.reducible(v, reduce_op) for v in _components(per_replica_value)]
         total = self._accumulate(list(components))
         return in_replica.mean_of_sum(total, len(components)) if reduce_op is ReduceOp.MEAN else total
 

@@ -168,7 +168,7 @@ def all_reduce(
     leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=_is_slices)
     results = list(leaves)
     dense = [i for i, leaf in enumerate(leaves) if not _is_slices(leaf)]
-    arrays = [reducible(leaves[i]) for i in dense]
+    arrays = [reducible(leaves[i], op) for i in dense]
     for i, total in zip(dense, communicator.sum(arrays, options), strict=True):
         results[i] = mean_of_sum(total, communicator.num_replicas) if op is ReduceOp.MEAN else total
     for i, leaf in enumerate(leaves):
@@ -185,8 +185,8 @@ def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlic
     return IndexedSlices(values, indices, slices.dense_shape)
 
 
-def reducible(value: Any) -> Any:
-    """``value`` as an array that can be summed.
+def reducible(value: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
+    """``value`` as an array that can be summed; for a mean, in a dtype that the sum of small integers fits in.
 
     Raises:
       ReductionError: It is not numeric, or it is bool.
@@ -201,7 +201,8 @@ def reducible(value: Any) -> Any:
             f"Cannot reduce {kind}: sums and means need numbers. Convert it first, for example "
             f"value.astype(jnp.int32)."
         )
-    return array
+    is_small = jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize < 4
+    return array.astype(jnp.int32) if op is ReduceOp.MEAN and is_small else array
 
 
 def mean_of_sum(total: Any, count: Any) -> Any:

@@ -211,7 +211,7 @@ class SlotGroup:
 
     def store(self, values: Sequence[Any], sums: Sequence[Any]) -> None:
         """Gives the variables what the program wrote."""
-        shown = list(values) if self._summed else values
+        shown = list(values)
         for i, total in zip(self._summed, sums, strict=True):
             self.slots[i].components = values[i]
             shown[i] = total

@@ -50,7 +50,7 @@ class Leaf(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "static":
             return repr(self.value[1]) if isinstance(self.value, tuple) else repr(self.value)
-        return f"{jax.numpy.dtype(self.dtype).name}{list(self.shape)}"
+        return f"{self.dtype}{list(self.shape)}"
 
 
 def array_leaf(array: Any) -> Leaf:

@@ -68,8 +68,16 @@ def _reduce_leaf(
         raise ReductionError(_plain_text("A non-DistributedValues value", value, op))
     if axes is None:
         return value
-    array = in_replica.reducible(value)
-    return _finish(op, jnp.sum(array, axis=_checked(axes, array.ndim)), _count(array.shape, axes))
+    return _reduce_array(op, value, axes)
+
+
+def _reduce_array(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> Any:
+    array = in_replica.reducible(value, op)
+    return _finish(op, _sum(array, _checked(axes, array.ndim)), _count(array.shape, axes))
+
+
+def _sum(array: Any, axes: tuple[int, ...]) -> Any:
+    return jnp.sum(array, axis=axes, dtype=array.dtype)
 
 
 def _plain_text(what: str, value: Any, op: ReduceOp) -> str:
@@ -92,7 +100,7 @@ def _reduce_variable(topology: Topology, op: ReduceOp, variable: Any, axes: tupl
     array = jnp.asarray(variable.value)
     if axes is None:
         return array
-    return _finish(op, jnp.sum(array, axis=_checked(axes, array.ndim)), _count(array.shape, axes))
+    return _reduce_array(op, array, axes)
 
 
 def _on_one_device(values: Sequence[Any]) -> list[Any]:
@@ -107,14 +115,14 @@ def _reduce_local(
     axes: tuple[int, ...] | None,
 ) -> Any:
     """In ``merge_call``: over replicas by a collective."""
-    array = in_replica.reducible(local)
+    array = in_replica.reducible(local, op)
 
     def total(values: list[Any]) -> list[Any]:
         return communicator.sum(values) if ops is None else ops.sum_in_replica(communicator, values, None)
 
     if axes is None:
         return _finish(op, total([array])[0], communicator.num_replicas)
-    summed = jnp.sum(array, axis=_checked(axes, array.ndim))
+    summed = _sum(array, _checked(axes, array.ndim))
     if op is ReduceOp.SUM:
         return total([summed])[0]
     count = jnp.full((), _count(array.shape, axes), jnp.float32)
@@ -182,13 +190,14 @@ def _compute(
     array: Any,
 ) -> Any:
     """The reduction of the stored form of a PerReplica: [R, ...], or [...] where all are equal."""
+    array = in_replica.reducible(array, op)
     if axes is None:
         if is_equal:
             return _finish(op, array * jnp.asarray(num_replicas, array.dtype), num_replicas)
-        return _finish(op, jnp.sum(array, axis=0, dtype=array.dtype), num_replicas)
+        return _finish(op, _sum(array, (0,)), num_replicas)
     if shapes is not None:
         parts = [cut(array[r], shape) for r, shape in enumerate(shapes)]
-        sums = [jnp.sum(p, axis=axes, dtype=p.dtype) for p in parts]
+        sums = [_sum(part, axes) for part in parts]
         if len({s.shape for s in sums}) > 1:
             raise ReductionError(
                 f"The components have different shapes {list(shapes)} in other dims than axis {axes}: their sums "
@@ -196,9 +205,9 @@ def _compute(
             )
         return _finish(op, functools.reduce(jnp.add, sums), sum(_count(s, axes) for s in shapes))
     if is_equal:
-        local = jnp.sum(array, axis=axes, dtype=array.dtype) * jnp.asarray(num_replicas, array.dtype)
+        local = _sum(array, axes) * jnp.asarray(num_replicas, array.dtype)
         return _finish(op, local, num_replicas * _count(array.shape, axes))
-    total = jnp.sum(array, axis=(0, *(a + 1 for a in axes)), dtype=array.dtype)
+    total = _sum(array, (0, *(a + 1 for a in axes)))
     return _finish(op, total, num_replicas * _count(array.shape[1:], axes))
 
 
@@ -209,7 +218,7 @@ def _reduce_through(
     components = [np.asarray(v) if not isinstance(v, jax_compat.Tracer) else v for v in value.values]
     if axes is None:
         return ops.reduce(op, _Components(components))
-    sums = _Components([jnp.sum(jnp.asarray(c), axis=axes) for c in components])
+    sums = _Components([_sum(in_replica.reducible(c, op), axes) for c in components])
     total = ops.reduce(ReduceOp.SUM, sums)
     return _finish(op, total, sum(_count(c.shape, axes) for c in components))
 

@@ -371,7 +371,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, DistributedValues) or hasattr(value, "assign")
 
 
-def _reference_counts(arrays: list[Any]) -> list[int]:
+def _reference_counts(arrays: Sequence[Any]) -> list[int]:
     return list(map(sys.getrefcount, arrays))
 
 

@@ -173,6 +173,11 @@ class Strategy:
             raise InvalidArgumentError(f"kwargs must be a dict of keyword arguments, got {type(kwargs)}.")
         if options is not None and not isinstance(options, RunOptions):
             raise InvalidArgumentError(f"options must be an rx.RunOptions, got {type(options)}.")
+        if options is not None and any(not -len(args) <= i < len(args) for i in options.donate_args):
+            raise InvalidArgumentError(
+                f"RunOptions(donate_args={options.donate_args}) names positions in args, of which there are "
+                f"{len(args)}. Give those of the arguments that the program may overwrite."
+            )
         with context.Scope(self):
             if options is not None and options.eager:
                 return run_eagerly(self, fn, args, kwargs or {})

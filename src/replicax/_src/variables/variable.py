@@ -429,4 +429,5 @@ def _make_slot(variable: Any, num_replicas: int) -> Slot | None:
 slot_makers.append(_make_slot)
 
 # In functions of JAX a variable is its value.
-jax.tree_util.register_pytree_node(Variable, lambda v: ((v.read_value(),), None), lambda _, values: values[0])
+_as_its_value: Any = lambda _, values: values[0]  # noqa: E731
+jax.tree_util.register_pytree_node(Variable, lambda v: ((v.read_value(),), None), _as_its_value)
