@@ -117,7 +117,9 @@ def test_merge_call_is_cross_replica_context(strategy):
     seen = []
 
     def merge(current, text, number):
-        seen.append((current is strategy, rx.get_replica_context(), rx.in_cross_replica_context(), text, number))
+        seen.append(
+            (current is strategy, rx.get_replica_context(), rx.in_cross_replica_context(), text, number)
+        )
         with strategy.scope():  # its own scope may be entered
             seen.append(rx.get_strategy() is strategy)
 

@@ -142,6 +142,17 @@ def test_cond_works_in_a_function_and_in_plain_python():
     assert int(v.value) == 2
 
 
+def test_a_branch_may_return_nothing(strategy):
+    with strategy.scope():
+        v = rx.Variable(0.0)
+
+    def step(x):
+        return rx.cond(x > 0, lambda: v.assign_add(x), lambda: None)
+
+    assert strategy.run(step, (np.float32(2.0),)) is None
+    assert float(v.value) == 2.0
+
+
 def test_nested_conditions(strategy):
     with strategy.scope():
         v = rx.Variable(0.0)

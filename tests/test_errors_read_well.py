@@ -66,13 +66,25 @@ def values_of(strategy):
 )
 def test_device_that_does_not_exist(make):
     message(
-        errors.DeviceError, make, "'cpu:9' does not exist", "8 cpu device(s)", "cpu:0, cpu:1", "set_local_devices(n)"
+        errors.DeviceError,
+        make,
+        "'cpu:9' does not exist",
+        "8 cpu device(s)",
+        "cpu:0, cpu:1",
+        "set_local_devices(n)",
     )
 
 
 def test_device_of_another_kind():
-    message(errors.DeviceError, lambda: rx.OneDeviceStrategy("/gpu:0"), "'/gpu:0' does not exist", "0 gpu device(s)")
-    message(errors.DeviceError, lambda: rx.OneDeviceStrategy("cpu zero"), "'cpu zero' is not a device", "'cpu:0'")
+    message(
+        errors.DeviceError,
+        lambda: rx.OneDeviceStrategy("/gpu:0"),
+        "'/gpu:0' does not exist",
+        "0 gpu device(s)",
+    )
+    message(
+        errors.DeviceError, lambda: rx.OneDeviceStrategy("cpu zero"), "'cpu zero' is not a device", "'cpu:0'"
+    )
     message(errors.DeviceError, lambda: rx.MirroredStrategy([0, 1]), "0 is not a device", "jax.Device")
 
 
@@ -80,7 +92,13 @@ def test_device_of_another_kind():
 def test_device_that_repeats(devices):
     devices = [jax.devices()[1] if device == "jax" else device for device in devices]
     for kind in (rx.MirroredStrategy, rx.CentralStorageStrategy):
-        message(errors.DeviceError, lambda: kind(devices), "No duplicates allowed", "cpu:1", "set_local_devices(n)")
+        message(
+            errors.DeviceError,
+            lambda kind=kind: kind(devices),
+            "No duplicates allowed",
+            "cpu:1",
+            "set_local_devices(n)",
+        )
 
 
 def test_no_devices():
@@ -191,7 +209,9 @@ def test_reduce_of_a_plain_value(strategy, axis):
 def test_reduce_of_a_mirrored_variable(strategy):
     with strategy.scope():
         v = rx.Variable(2.0, name="weights")
-    message(errors.ReductionError, lambda: strategy.reduce("SUM", v, axis=None), "'weights'", "mirrored", "MEAN")
+    message(
+        errors.ReductionError, lambda: strategy.reduce("SUM", v, axis=None), "'weights'", "mirrored", "MEAN"
+    )
     assert float(strategy.reduce("MEAN", v, axis=None)) == 2.0
 
 
@@ -209,7 +229,9 @@ def test_reduce_of_other_things(strategy):
     values = values_of(strategy)
     reduction = errors.ReductionError
     flags = strategy.run(lambda x: x > 1, (values,))
-    message(reduction, lambda: strategy.reduce("SUM", flags, axis=None), "bool", "sums and means need numbers")
+    message(
+        reduction, lambda: strategy.reduce("SUM", flags, axis=None), "bool", "sums and means need numbers"
+    )
     message(
         reduction,
         lambda: strategy.reduce("SUM", ragged(strategy, 1, 2), axis=None),
@@ -218,12 +240,19 @@ def test_reduce_of_other_things(strategy):
         "(2,)",
         "axis=0",
     )
-    message(reduction, lambda: strategy.reduce("SUM", values, axis=1), "Invalid reduction dimension 1", "1 dim(s)")
+    message(
+        reduction, lambda: strategy.reduce("SUM", values, axis=1), "Invalid reduction dimension 1", "1 dim(s)"
+    )
     message(reduction, lambda: strategy.reduce("SUM", values, axis=-2), "Invalid reduction dimension -2")
     message(reduction, lambda: strategy.reduce("SUM", "text", axis=None), "cannot be reduced", "'text'")
     message(TypeError, lambda: strategy.reduce("SUM", values, axis=0.5), "axis must be None, an int", "0.5")
     invalid = errors.InvalidArgumentError
-    message(invalid, lambda: strategy.reduce("MAX", values, axis=None), "'MAX' is not a valid ReduceOp", "SUM, MEAN")
+    message(
+        invalid,
+        lambda: strategy.reduce("MAX", values, axis=None),
+        "'MAX' is not a valid ReduceOp",
+        "SUM, MEAN",
+    )
     with pytest.raises(TypeError, match="axis"):
         strategy.reduce("SUM", values)
 
@@ -240,7 +269,12 @@ def test_gather_of_what_cannot_be_joined(strategy):
     )
     message(reduction, lambda: strategy.gather(shapes, axis=0), "Dimension 1", "[1, 2]", "axis 0")
     slices = rx.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (3, 2))
-    message(errors.UnsupportedError, lambda: strategy.gather(slices, axis=0), "IndexedSlices", ".values and .indices")
+    message(
+        errors.UnsupportedError,
+        lambda: strategy.gather(slices, axis=0),
+        "IndexedSlices",
+        ".values and .indices",
+    )
 
 
 def test_collectives_of_what_cannot_be_reduced(strategy):
@@ -295,12 +329,13 @@ def test_per_replica_used_as_a_number(strategy, use):
 @pytest.mark.parametrize("use", [jnp.sum, jnp.sqrt, lambda x: jnp.where(x > 0, x, 0)])
 def test_per_replica_given_to_jax(strategy, use):
     values = strategy.run(lambda x: jnp.sum(x), (values_of(strategy),))
-    with pytest.raises(errors.PerReplicaUseError, match="strategy.reduce"):
-        use(values)
+    message(errors.PerReplicaUseError, lambda: use(values), "strategy.reduce(", "experimental_local_results")
 
 
 def test_unreplicate_of_what_differs(strategy):
-    message(errors.PerReplicaUseError, lambda: strategy.unreplicate({"x": values_of(strategy)}), "2 components")
+    message(
+        errors.PerReplicaUseError, lambda: strategy.unreplicate({"x": values_of(strategy)}), "2 components"
+    )
 
 
 # --- the right call in the wrong context --------------------------------------------------------------
@@ -335,7 +370,12 @@ def test_cross_replica_calls_in_a_replica_function(strategy):
 def test_iterating_a_dataset_in_a_replica_function(strategy):
     dataset = strategy.experimental_distribute_dataset([np.ones(4, np.float32)])
     text = "next(iterator) should be called from outside of replica_fn"
-    message(errors.CrossReplicaContextError, lambda: strategy.run(lambda: next(iter(dataset))), text, "args=(batch,)")
+    message(
+        errors.CrossReplicaContextError,
+        lambda: strategy.run(lambda: next(iter(dataset))),
+        text,
+        "args=(batch,)",
+    )
 
 
 def test_collectives_outside_of_a_replica_function(strategy):
@@ -386,7 +426,12 @@ def test_collectives_in_merge_call(strategy):
         context = rx.get_replica_context()
         return context.merge_call(lambda strategy: context.all_reduce("SUM", jnp.ones(2)))
 
-    message(errors.ReplicaContextError, lambda: strategy.run(step), "`all_reduce`", "in merge_call use strategy.reduce")
+    message(
+        errors.ReplicaContextError,
+        lambda: strategy.run(step),
+        "`all_reduce`",
+        "in merge_call use strategy.reduce",
+    )
 
 
 def test_run_in_merge_call(strategy):
@@ -406,7 +451,11 @@ def test_run_in_merge_call(strategy):
 
 def test_scope_of_another_strategy(strategy):
     other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    for call in (other.scope().__enter__, lambda: other.run(lambda: None), lambda: other.reduce("MEAN", 1.0, axis=None)):
+    for call in (
+        other.scope().__enter__,
+        lambda: other.run(lambda: None),
+        lambda: other.reduce("MEAN", 1.0, axis=None),
+    ):
         message(
             errors.MixedStrategiesError,
             lambda call=call: in_scope(strategy, call),
@@ -415,12 +464,16 @@ def test_scope_of_another_strategy(strategy):
             repr(other),
             "Leave the scope",
         )
-    message(errors.MixedStrategiesError, lambda: strategy.run(lambda: other.run(lambda: None)), "Mixing different")
+    message(
+        errors.MixedStrategiesError, lambda: strategy.run(lambda: other.run(lambda: None)), "Mixing different"
+    )
 
 
 def test_default_scope_in_another(strategy):
     default = rx.get_strategy()
-    message(errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not nest", repr(strategy))
+    message(
+        errors.ScopeNestingError, lambda: in_scope(strategy, default.scope), "Must not nest", repr(strategy)
+    )
 
 
 def test_variable_under_two_strategies(strategy):
@@ -445,7 +498,12 @@ def test_set_strategy_in_a_scope(strategy):
 def test_values_of_another_strategy(strategy):
     other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     mixed = errors.MixedStrategiesError
-    message(mixed, lambda: strategy.run(lambda x: x, (values_of(other),)), "PerReplica of 3 components", "2 replicas")
+    message(
+        mixed,
+        lambda: strategy.run(lambda x: x, (values_of(other),)),
+        "PerReplica of 3 components",
+        "2 replicas",
+    )
     message(
         mixed,
         lambda: strategy.run(lambda x: x, (other.replicate(jnp.ones(2)),)),
@@ -506,7 +564,7 @@ def test_variable_of_another_strategy_in_scope(strategy):
 def test_variable_made_outside_works_everywhere(strategy):
     v = rx.Variable(1.0)
     k = keras.Variable(1.0)
-    strategy.run(lambda: (v.assign_add(1.0), k.assign_add(1.0)) and None)
+    strategy.run(lambda: [x.assign_add(1.0) for x in (v, k)])
     assert (float(v.value), float(k.value)) == (2.0, 2.0)
 
 
@@ -520,9 +578,13 @@ def test_a_value_that_leaked_out_of_run(strategy):
     def use():
         return kept[0] + 1
 
-    text = message(errors.TraceError, lambda: strategy.run(use), "another, finished, trace", "Return it", "rx.Variable")
+    text = message(
+        errors.TraceError, lambda: strategy.run(use), "another, finished, trace", "Return it", "rx.Variable"
+    )
     assert f"{__file__}:{use.__code__.co_firstlineno + 1} in use" in text
-    message(errors.TraceError, lambda: strategy.run(lambda x: x, (kept[0],)), "tracer as an argument", "Return it")
+    message(
+        errors.TraceError, lambda: strategy.run(lambda x: x, (kept[0],)), "tracer as an argument", "Return it"
+    )
 
 
 def test_run_inside_jax_jit(strategy):
@@ -543,11 +605,11 @@ def test_variable_assigned_inside_jax_jit(strategy, kind):
         v.assign(x)
         return x
 
-    with pytest.raises(errors.TraceError) as caught:
-        outside_of_replicax(jnp.float32(3))
+    def use():
+        outside_of_replicax(jnp.float32(3))  # ours refuse here; Keras's notices nothing
         strategy.run(lambda: v.assign_add(1.0))
-    assert "weights" in str(caught.value)
-    assert "strategy.run, rx.function or plain Python" in str(caught.value)
+
+    message(errors.TraceError, use, "weights", "strategy.run, rx.function or plain Python")
     v.assign(1.0)
     strategy.run(lambda: v.assign_add(1.0))
     assert float(v.value) == 2.0
@@ -618,7 +680,12 @@ def test_mirrored_variable_that_would_diverge(strategy):
         v.assign_add(rx.get_replica_context().replica_id_in_sync_group.astype(jnp.float32))
 
     text = message(
-        errors.DivergenceError, lambda: strategy.run(step), "'weights'", "mirrored", "all_reduce", "aggregation="
+        errors.DivergenceError,
+        lambda: strategy.run(step),
+        "'weights'",
+        "mirrored",
+        "all_reduce",
+        "aggregation=",
     )
     assert f"{__file__}:{step.__code__.co_firstlineno + 1} in step" in text
     assert float(v.value) == 1.0
@@ -652,7 +719,9 @@ def test_exception_in_the_replica_function(strategy, how):
     with strategy.scope():
         v = rx.Variable(1.0)
         on_read = rx.Variable(1.0, synchronization="ON_READ", aggregation="MEAN")
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2), keras.layers.BatchNormalization()]
+        )
         optimizer = keras.optimizers.Adam(0.1)
         metric = keras.metrics.Mean()
     optimizer.build(model.trainable_variables)
@@ -681,19 +750,21 @@ def test_exception_in_the_replica_function(strategy, how):
     batch = strategy.experimental_distribute_values_from_function(lambda c: np.ones((2, 2), np.float32))
     trainer = Trainer()
     target = trainer.step if how == "method" else step
-    run = lambda: strategy.run(target, (batch,))
-    if how == "function":
-        traced = rx.function(lambda x: strategy.run(step, (x,)))
-        run = lambda: traced(batch)
+    traced = rx.function(lambda x: strategy.run(step, (x,)))
+
+    def run():
+        return traced(batch) if how == "function" else strategy.run(target, (batch,))
 
     run()
     everything = [*model.variables, *optimizer.variables, *metric.variables]
-    held = lambda: [np.array(x.value) for x in (v, on_read, *everything)]
+
+    def held():
+        return [np.array(x.value) for x in (v, on_read, *everything)]
+
     before = held()
     fail.append(True)
-    new = jnp.ones((2, 3))  # another signature, so that it is traced again
+    # Another signature, so that it is traced again.
     batch = strategy.experimental_distribute_values_from_function(lambda c: np.ones((3, 2), np.float32))
-    del new
     with pytest.raises(Mine, match="from deep inside") as caught:
         run()
     frames = traceback.extract_tb(caught.value.__traceback__)
@@ -745,7 +816,9 @@ def test_base_exceptions_leave_contexts_clean(strategy):
 
 
 def in_process(program, **environment):
-    clean = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     process = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -778,7 +851,12 @@ print(rx.MirroredStrategy().num_replicas_in_sync)
 
 def test_device_count_that_is_none():
     for value in (0, -1, 2.0, True, "2"):
-        message(errors.DeviceError, lambda value=value: rx.config.set_local_devices(value), repr(value), "at least 1")
+        message(
+            errors.DeviceError,
+            lambda value=value: rx.config.set_local_devices(value),
+            repr(value),
+            "at least 1",
+        )
 
 
 KERAS_PROGRAM = """

@@ -37,7 +37,10 @@ def test_members_are_tensorflows():
 
 def test_run_options():
     options = rx.RunOptions()
-    assert (options.experimental_enable_dynamic_batch_size, options.experimental_bucketizing_dynamic_shape) == (
+    assert (
+        options.experimental_enable_dynamic_batch_size,
+        options.experimental_bucketizing_dynamic_shape,
+    ) == (
         True,
         False,
     )
@@ -104,7 +107,9 @@ def test_input_context():
 
 def test_enums_are_accepted_as_strings_where_they_are_used():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
-    values = strategy.experimental_distribute_values_from_function(lambda c: float(c.replica_id_in_sync_group))
+    values = strategy.experimental_distribute_values_from_function(
+        lambda c: float(c.replica_id_in_sync_group)
+    )
     for op in ("sum", "Sum", "SUM", rx.ReduceOp.SUM):
         assert float(strategy.reduce(op, values, axis=None)) == 1.0
     with strategy.scope():

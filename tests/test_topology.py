@@ -41,7 +41,9 @@ def test_a_device_stands_for_itself():
     assert device_name(device) == "cpu:5"
 
 
-@pytest.mark.parametrize("name", ["", "cpu:", "cpu:-1", "cpu:x", ":0", "cpu:0:1", "/job:x", None, 3, b"cpu:0"])
+@pytest.mark.parametrize(
+    "name", ["", "cpu:", "cpu:-1", "cpu:x", ":0", "cpu:0:1", "/job:x", None, 3, b"cpu:0"]
+)
 def test_what_is_no_name(name):
     with pytest.raises(DeviceError):
         resolve_device(name)
@@ -96,6 +98,11 @@ def test_the_thread_pool_is_enlarged_unless_it_was_chosen(given, expected):
     if given is not None:
         environment["PJRT_NPROC"] = given
     process = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, env=environment
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=environment,
     )
     assert process.stdout.split() == [str(given), expected, "3"]

@@ -42,7 +42,9 @@ OPS = {
     "hierarchical, 0 packs": lambda: rx.HierarchicalCopyAllReduce(num_packs=0),
     "one device": rx.ReductionToOneDevice,
     "one device, named": lambda: rx.ReductionToOneDevice(reduce_to_device="cpu:0"),
-    "one device, own sum": lambda: rx.ReductionToOneDevice(accumulation_fn=lambda values: jnp.sum(jnp.stack(values), 0)),
+    "one device, own sum": lambda: rx.ReductionToOneDevice(
+        accumulation_fn=lambda values: jnp.sum(jnp.stack(values), 0)
+    ),
     "base class": rx.CrossDeviceOps,
     "own": Own,
 }
@@ -163,7 +165,9 @@ def test_called_directly(name):
 @pytest.mark.parametrize("kind", [rx.NcclAllReduce, rx.HierarchicalCopyAllReduce])
 @pytest.mark.parametrize("num_packs", [-1, 1.5, True, "2"])
 def test_bad_num_packs(kind, num_packs):
-    with pytest.raises(ValueError, match=f"{kind.__name__}: num_packs must be an int of at least 0, got {num_packs!r}"):
+    with pytest.raises(
+        ValueError, match=f"{kind.__name__}: num_packs must be an int of at least 0, got {num_packs!r}"
+    ):
         kind(num_packs=num_packs)
 
 

@@ -253,7 +253,10 @@ def test_reduce_with_empty_replicas(strategy, num_replicas):
 
 
 def test_reduce_maps_over_nests(strategy, num_replicas):
-    nest = {"a": per_replica(strategy, lambda r: np.float32(r)), "b": [per_replica(strategy, lambda r: np.float32(1))]}
+    nest = {
+        "a": per_replica(strategy, lambda r: np.float32(r)),
+        "b": [per_replica(strategy, lambda r: np.float32(1))],
+    }
     result = strategy.reduce("SUM", nest, axis=None)
     assert float(result["a"]) == sum(range(num_replicas))
     assert float(result["b"][0]) == num_replicas
@@ -301,7 +304,9 @@ def test_values_from_function(strategy, num_replicas):
     values = strategy.experimental_distribute_values_from_function(make)
     assert seen == [(r, num_replicas) for r in range(num_replicas)]
     assert isinstance(values["x"], rx.PerReplica) == (num_replicas > 1)
-    assert local(strategy, strategy.run(lambda v: v["x"] * 2, (values,))) == [2.0 * r for r in range(num_replicas)]
+    assert local(strategy, strategy.run(lambda v: v["x"] * 2, (values,))) == [
+        2.0 * r for r in range(num_replicas)
+    ]
 
 
 # --- collectives inside run ---------------------------------------------------------------------------
@@ -318,7 +323,9 @@ def test_all_reduce(strategy, num_replicas):
     ids = sum(range(num_replicas))
     assert local(strategy, total) == [[ids, num_replicas + ids]] * num_replicas
     assert local(strategy, nest["n"]) == [num_replicas] * num_replicas
-    np.testing.assert_allclose(local(strategy, mean), [[ids / num_replicas, 1 + ids / num_replicas]] * num_replicas)
+    np.testing.assert_allclose(
+        local(strategy, mean), [[ids / num_replicas, 1 + ids / num_replicas]] * num_replicas
+    )
 
 
 def test_all_reduce_of_indexed_slices(strategy, num_replicas):
@@ -374,7 +381,9 @@ def test_gradient_of_all_reduce(strategy, num_replicas):
         return jax.grad(lambda x: rx.get_replica_context().all_reduce(op, x * scale))(jnp.float32(1))
 
     # The gradient of an all-reduce is the all-reduce of the gradients, which are 1 on every replica.
-    assert local(strategy, strategy.run(step, ("SUM",))) == [num_replicas * (r + 1.0) for r in range(num_replicas)]
+    assert local(strategy, strategy.run(step, ("SUM",))) == [
+        num_replicas * (r + 1.0) for r in range(num_replicas)
+    ]
     assert local(strategy, strategy.run(step, ("MEAN",))) == [r + 1.0 for r in range(num_replicas)]
 
 
@@ -384,7 +393,10 @@ def test_gradient_of_all_reduce(strategy, num_replicas):
 def test_variables_live_on_the_parameter_devices(strategy, named):
     with strategy.scope():
         v = rx.Variable(jnp.ones(2))
-    step = lambda: v.assign_add(jnp.ones(2))
+
+    def step():
+        v.assign_add(jnp.ones(2))
+
     if named[0] == "default":
         assert v.distribute_strategy is strategy
         return
@@ -397,7 +409,11 @@ def test_variables_live_on_the_parameter_devices(strategy, named):
 
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
-    [("SUM", lambda n: n * (n + 1) / 2), ("MEAN", lambda n: (n + 1) / 2), ("ONLY_FIRST_REPLICA", lambda n: 1.0)],
+    [
+        ("SUM", lambda n: n * (n + 1) / 2),
+        ("MEAN", lambda n: (n + 1) / 2),
+        ("ONLY_FIRST_REPLICA", lambda n: 1.0),
+    ],
 )
 def test_assignments_are_aggregated(strategy, num_replicas, aggregation, expected):
     with strategy.scope():
@@ -432,7 +448,9 @@ def test_keras_model_trains_alike_everywhere(strategy):
         return loss
 
     dataset = strategy.experimental_distribute_dataset([(features, labels)])
-    losses = [float(strategy.reduce("SUM", strategy.run(step, (b,)), axis=None)) for _ in range(3) for b in dataset]
+    losses = [
+        float(strategy.reduce("SUM", strategy.run(step, (b,)), axis=None)) for _ in range(3) for b in dataset
+    ]
 
     weights, bias, expected = np.ones((2, 1)), 0.0, []  # the same in NumPy
     for _ in range(3):

@@ -17,7 +17,9 @@ POOL_OF_TWO = {"PJRT_NPROC": "2"}  # what JAX itself chooses on two cores
 
 
 def run_here(num_devices, mode, **environment):
-    clean = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     process = subprocess.run(
         [sys.executable, __file__, str(num_devices), mode],
         capture_output=True,

@@ -4,6 +4,7 @@ Each case is a function of a strategy, run in a Python process of its own (a mis
 fault), on one device, on several, and with central storage. What it returns is printed there and compared here.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -40,11 +41,22 @@ def case(expects, on=tuple(STRATEGIES)):
     return register
 
 
+@pytest.fixture(scope="module")
+def processes(request):
+    """The finished process of each case that is to be tested; two run at a time."""
+    names = [item.callspec.params["name"] for item in request.session.items if item.function is test_donation]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        yield {name: pool.submit(run_in_process, name) for name in names}
+
+
+def run_in_process(name):
+    command = [sys.executable, __file__, name]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_donation(name):
-    process = subprocess.run(
-        [sys.executable, __file__, name], capture_output=True, text=True, timeout=120, check=False
-    )
+def test_donation(name, processes):
+    process = processes[name].result()
     assert process.returncode == 0, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
     printed = [json.loads(line) for line in process.stdout.splitlines()]
     _, expects, on = CASES[name]
@@ -56,7 +68,9 @@ def main(name):
     fn, _, on = CASES[name]
     for label in on:
         result = fn(STRATEGIES[label]())
-        print(json.dumps([label, jax.tree_util.tree_map(lambda x: np.asarray(x).tolist(), result)]), flush=True)
+        print(
+            json.dumps([label, jax.tree_util.tree_map(lambda x: np.asarray(x).tolist(), result)]), flush=True
+        )
 
 
 # --- helpers of the cases -----------------------------------------------------------------------------
@@ -339,7 +353,7 @@ def a_variables_value_as_an_argument(strategy):
     return results
 
 
-@case(expects=[1.0, 2.0, 3.0])
+@case(expects=[1.0, 4.0])
 def a_variables_value_replicated_and_donated(strategy):
     (v,) = variables(strategy, 1)
     add_one(strategy, [v])
@@ -351,7 +365,8 @@ def a_variables_value_replicated_and_donated(strategy):
         return state / 2
 
     out = strategy.run(step, (state,), options=options)
-    return [own(strategy, out)[0], first(strategy.replicate(jnp.full(3, 2.0)).as_array()), first(v.value)]
+    add_one(strategy, [v])
+    return [own(strategy, out)[0], first(v.value)]
 
 
 @case(expects=[0.0, 4.0, 3.0])
@@ -384,7 +399,7 @@ def error_of(call):
     return "no error"
 
 
-@case(expects=[2.0, 3.0, 2.0, "DonatedError"])
+@case(expects=[2.0, 3.0, 2.0])
 def parts_taken_out_before_donation_stay(strategy):
     options = rx.RunOptions(donate_args=(0,))
     made = strategy.run(lambda x: (x * 2, x * 3), (jnp.ones(3),))
@@ -394,8 +409,7 @@ def parts_taken_out_before_donation_stay(strategy):
     twin = jax.tree_util.tree_map(lambda leaf: leaf, made[1])  # another value, the same array
     host = np.asarray(values[0])
     strategy.run(lambda s: [x + 1 for x in s], (list(made),), options=options)
-    again = error_of(lambda: strategy.run(lambda x: x, (made[1],)))
-    return [np.asarray(values[0])[0], np.asarray(twin)[0], host[0], again]
+    return [np.asarray(values[0])[0], np.asarray(twin)[0], host[0]]
 
 
 @case(expects=[1.0, 3.0])

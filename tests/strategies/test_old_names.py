@@ -18,7 +18,9 @@ def strategy(request):
 
 
 def rows(strategy, value):
-    return [x for part in strategy.experimental_local_results(value) for x in np.asarray(part).ravel().tolist()]
+    return [
+        x for part in strategy.experimental_local_results(value) for x in np.asarray(part).ravel().tolist()
+    ]
 
 
 def test_unwrap_and_group(strategy):
@@ -63,7 +65,10 @@ def test_input_fn_iterator_per_replica(strategy):
 @pytest.mark.parametrize("name", ["experimental_make_numpy_dataset", "make_experimental_numpy_dataset"])
 def test_numpy_dataset(strategy, name):
     dataset = getattr(strategy, name)((np.arange(4.0), [[1, 2], [3, 4], [5, 6], [7, 8]])).batch(2)
-    seen = [tuple(rows(strategy, part) for part in batch) for batch in strategy.experimental_distribute_dataset(dataset)]
+    seen = [
+        tuple(rows(strategy, part) for part in batch)
+        for batch in strategy.experimental_distribute_dataset(dataset)
+    ]
     assert seen == [([0, 1], [1, 2, 3, 4]), ([2, 3], [5, 6, 7, 8])]
     again = strategy.extended.experimental_make_numpy_dataset(np.arange(3)).batch(3)
     assert [rows(strategy, b) for b in strategy.experimental_distribute_dataset(again)] == [[0, 1, 2]]
@@ -75,7 +80,9 @@ def test_datasets_from_function_under_its_older_name(strategy):
 
 
 def test_call_for_each_replica(strategy):
-    result = strategy.extended.call_for_each_replica(lambda x, y: x + y, args=[jnp.float32(1)], kwargs={"y": 2.0})
+    result = strategy.extended.call_for_each_replica(
+        lambda x, y: x + y, args=[jnp.float32(1)], kwargs={"y": 2.0}
+    )
     assert rows(strategy, result) == [3.0] * strategy.num_replicas_in_sync
 
 
@@ -96,11 +103,18 @@ def test_extended_properties_and_small_methods(strategy):
     assert extended.read_var(v) == 1.0
     assert extended.value_container(v) is v
     assert extended.non_slot_devices([v]) == extended.parameter_devices
-    assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (False, False)
-    assert (extended.experimental_should_init, extended.should_checkpoint, extended.should_save_summary) == (True,) * 3
+    assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (
+        False,
+        False,
+    )
+    assert (extended.experimental_should_init, extended.should_checkpoint, extended.should_save_summary) == (
+        True,
+    ) * 3
     calls = []
     assert extended.update_non_slot(None, lambda x: calls.append(x) or x, args=(3,)) == 3
-    assert extended.update_non_slot(None, lambda x: x, (3,), group=False) == (3,) * strategy.num_replicas_in_sync
+    assert (
+        extended.update_non_slot(None, lambda x: x, (3,), group=False) == (3,) * strategy.num_replicas_in_sync
+    )
     assert calls == [3]
 
 
@@ -123,7 +137,10 @@ def test_logical_devices(strategy):
 @pytest.mark.parametrize(
     ("call", "instead"),
     [
-        (lambda s: s.configure(session_config=None), ["TF_CONFIG", "cluster resolver", "set_local_devices(n)"]),
+        (
+            lambda s: s.configure(session_config=None),
+            ["TF_CONFIG", "cluster resolver", "set_local_devices(n)"],
+        ),
         (lambda s: s.configure(None, {"worker": []}, "worker", 0), ["TF_CONFIG"]),
         (lambda s: s.update_config_proto(None), ["jax.config.update", "experimental_xla_options"]),
     ],

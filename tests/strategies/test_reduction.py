@@ -129,7 +129,10 @@ def test_dtypes(two, dtype, total, mean, axis, where):
 def test_means_of_small_integers_do_not_overflow(two, where):
     values = distribute(two, [200, 200], [250, 150], dtype=np.uint8)
     assert float(where(two, lambda s, v: s.reduce("MEAN", v, axis=0), values)) == 200.0
-    assert np.asarray(where(two, lambda s, v: s.reduce("MEAN", v, axis=None), values)).tolist() == [225.0, 175.0]
+    assert np.asarray(where(two, lambda s, v: s.reduce("MEAN", v, axis=None), values)).tolist() == [
+        225.0,
+        175.0,
+    ]
     means = two.run(lambda x: rx.get_replica_context().all_reduce("MEAN", x), (values,))
     assert means.values[0].tolist() == [225.0, 175.0]
 
@@ -211,7 +214,8 @@ def test_gather(two, rows, axis, where):
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    ("shapes", "axis"), [(((1, 1), (2, 1)), 0), (((1, 1), (1, 2)), 1), (((0, 2), (3, 2)), 0), (((2,), (0,)), 0)]
+    ("shapes", "axis"),
+    [(((1, 1), (2, 1)), 0), (((1, 1), (1, 2)), 1), (((0, 2), (3, 2)), 0), (((2,), (0,)), 0)],
 )
 def test_gather_of_ragged_values(two, where, shapes, axis):
     rows = [np.full(shape, r + 1.0) for r, shape in enumerate(shapes)]
@@ -254,7 +258,9 @@ def test_reduce_to_where_a_value_is(two):
         result = two.extended.reduce_to("MEAN", values, destinations)
         assert isinstance(result, rx.Mirrored)
         assert float(np.asarray(result)) == 1.5
-    with pytest.raises(errors.InvalidArgumentError, match=r"one device, variable or per-replica value, got a list"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"one device, variable or per-replica value, got a list"
+    ):
         two.extended.reduce_to("SUM", values, ["cpu:0", "cpu:1"])
 
 

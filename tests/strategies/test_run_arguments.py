@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import time
 
 import jax
 import jax.numpy as jnp
@@ -113,13 +114,18 @@ def test_numpy_scalars_inside_objects_arrays_of_objects_and_strings(two):
 def test_prng_keys(two):
     key = jax.random.key(0)
     expected = np.asarray(jax.random.normal(key, (2,)))
-    for result in (two.run(lambda k: jax.random.normal(k, (2,)), (key,)), two.run(lambda: jax.random.normal(key, (2,)))):
+    for result in (
+        two.run(lambda k: jax.random.normal(k, (2,)), (key,)),
+        two.run(lambda: jax.random.normal(key, (2,))),
+    ):
         np.testing.assert_allclose(local(two, result), [expected, expected], rtol=1e-6)
 
 
 def test_arrays_from_anywhere(two):
     far = jax.device_put(jnp.float32(3), jax.devices()[7])
-    everywhere = jax.device_put(jnp.float32(4), jax.NamedSharding(jax.sharding.Mesh(jax.devices(), "x"), jax.P()))
+    everywhere = jax.device_put(
+        jnp.float32(4), jax.NamedSharding(jax.sharding.Mesh(jax.devices(), "x"), jax.P())
+    )
     other = rx.OneDeviceStrategy("cpu:5").run(lambda: jnp.float32(5))
     assert local(two, two.run(lambda a, b, c: a + b + c, (far, everywhere, other))) == [12.0, 12.0]
     assert local(two, two.run(lambda: far + 1)) == [4.0, 4.0]
@@ -153,7 +159,14 @@ def test_kinds_of_functions(two):
             return x * cls.scale
 
     model, x = Model(), jnp.float32(1)
-    functions = [model.method, model, Model.static, Model.cls, functools.partial(model.method, x), jax.jit(model)]
+    functions = [
+        model.method,
+        model,
+        Model.static,
+        Model.cls,
+        functools.partial(model.method, x),
+        jax.jit(model),
+    ]
     arguments = [(x,), (x,), (x,), (x,), (), (x,)]
     results = [local(two, two.run(fn, args))[0] for fn, args in zip(functions, arguments, strict=True)]
     assert results == [3.0, 6.0, 1.0, 3.0, 3.0, 6.0]
@@ -210,8 +223,7 @@ def test_a_learning_rate_that_changes_is_an_input_after_two_values(two):
 
 
 def test_types_of_scalars_are_told_apart(two):
-    step = lambda x: jnp.asarray(x)
-    dtypes = [str(two.run(step, (x,)).dtype) for x in (1, True, 1.0, np.float16(1), np.int8(1), 1j)]
+    dtypes = [str(two.run(jnp.asarray, (x,)).dtype) for x in (1, True, 1.0, np.float16(1), np.int8(1), 1j)]
     assert dtypes == ["int32", "bool", "float32", "float16", "int8", "complex64"]
 
 
@@ -234,7 +246,12 @@ def test_what_a_closure_holds_is_part_of_the_program(two):
         return lambda x: x * scale + offset
 
     x = jnp.float32(1)
-    assert [local(two, two.run(make(a, b), (x,)))[0] for a, b in ((2, 1), (3, 1), (2, 5), (2, 1))] == [3, 4, 7, 3]
+    assert [local(two, two.run(make(a, b), (x,)))[0] for a, b in ((2, 1), (3, 1), (2, 5), (2, 1))] == [
+        3,
+        4,
+        7,
+        3,
+    ]
 
 
 factor = 2.0
@@ -272,7 +289,9 @@ def test_objects_of_one_class_are_different_programs(two):
         return x * model.scale
 
     x = jnp.float32(1)
-    results = [local(two, two.run(step, (Model(scale), x)))[0] for scale in (1, 2, 3)]  # freed at once: ids repeat
+    results = [
+        local(two, two.run(step, (Model(scale), x)))[0] for scale in (1, 2, 3)
+    ]  # freed at once: ids repeat
     assert results == [1.0, 2.0, 3.0]
 
 
@@ -318,11 +337,11 @@ def test_sizes_that_differ_come_back_per_replica(two):
 
 
 def test_nothing_is_blocked(two):
-    """``run`` gives back arrays that are computed later."""
-    import time
-
     x = jnp.ones((600, 600))
-    heavy = lambda x: jax.lax.fori_loop(0, 60, lambda _, y: y @ x / 600, x)
+
+    def heavy(x):
+        return jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 600, x)
+
     jax.block_until_ready(two.run(heavy, (x,)).array)
     start = time.perf_counter()
     result = two.run(heavy, (x,))
@@ -338,5 +357,7 @@ def test_donated_positions(two):
     assert local(two, first) == [1.0, 2.0]
     with pytest.raises(errors.DonatedError):
         second.values
-    with pytest.raises(errors.InvalidArgumentError, match=r"donate_args=\(3,\)\) names positions in args, of which.*1"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"donate_args=\(3,\)\) names positions in args, of which.*1"
+    ):
         two.run(lambda a: a, (first,), options=rx.RunOptions(donate_args=(3,)))

@@ -28,7 +28,7 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
       *operands: Arrays, or nests of them.
 
     Returns:
-      What the function that was taken returns.
+      What the function that was taken returns; None if one of the two returns nothing.
 
     Raises:
       DivergentCollectiveError: A collective in a branch, and a condition that differs between replicas.
@@ -48,14 +48,15 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
     if not isinstance(capture, Capture):
         return jax.lax.cond(pred, true_fn, false_fn, *operands)
     written: dict[int, tuple[Any, str]] = {}
-    for fn in (true_fn, false_fn):
-        _find_writes(capture, fn, operands, written)
+    results = [_find_writes(capture, fn, operands, written) for fn in (true_fn, false_fn)]
+    is_for_effect = any(not jax.tree_util.tree_leaves(result) for result in results)
     variables = [variable for variable, _ in written.values()]
 
     def threaded(fn: BranchFunction) -> BranchFunction:
         def branch_function(*values: Any) -> tuple[Any, list[Any]]:
             with capture.branch():
                 result = _arrays(fn(*values))
+                result = None if is_for_effect else result
                 return result, [capture.read(v) for v in variables]
 
         return branch_function
@@ -69,16 +70,17 @@ def cond(pred: Any, true_fn: BranchFunction, false_fn: BranchFunction, *operands
 
 def _find_writes(
     capture: Capture, fn: BranchFunction, operands: tuple[Any, ...], written: dict[int, tuple[Any, str]]
-) -> None:
-    """Traces a branch abstractly, to learn which variables it assigns."""
+) -> Any:
+    """Traces a branch abstractly, to learn which variables it assigns; gives the shapes of its result."""
 
-    def probe(*values: Any) -> None:
+    def probe(*values: Any) -> Any:
         with capture.branch() as branch:
-            fn(*values)
+            result = _arrays(fn(*values))
             for key, (variable, _, line) in branch.writes.items():
                 written.setdefault(key, (variable, line))
+            return result
 
-    jax.eval_shape(probe, *operands)
+    return jax.eval_shape(probe, *operands)
 
 
 def _arrays(result: Any) -> Any:

@@ -6,6 +6,7 @@ It holds small functions with stable meanings; the rest of replicax calls these.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -253,6 +254,15 @@ def abstractify(value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return shaped(value.shape, value.dtype, getattr(value, "weak_type", False))
     return jax.typeof(value)
+
+
+_epochs = itertools.count()
+
+
+def forgetting_inner_traces() -> Any:
+    """A context in which JAX does not find what it remembers of functions traced before it: the axis names are part
+    of its keys, and this adds one. No public name does so in the middle of a trace (jax 0.10 to 0.12)."""
+    return _private_core.ExtendAxisEnvNdContextManager([(f"replicax_epoch_{next(_epochs)}", 1)])
 
 
 def is_typed_key(dtype: Any) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax.numpy as jnp
+import numpy as np
 
+from replicax._src import jax_compat
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator
 from replicax._src.errors import InvalidArgumentError
@@ -43,9 +45,8 @@ class CrossDeviceOps:
           [...], the sum or mean over replicas.
         """
         op = ReduceOp.parse(reduce_op)
-        return self.reduce_implementation(
-            op, per_replica_value, destinations, options or CommunicationOptions()
-        )
+        value = Gathered.of(per_replica_value)
+        return self.reduce_implementation(op, value, destinations, options or CommunicationOptions())
 
     def batch_reduce(
         self,
@@ -55,7 +56,7 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Reduces several per-replica values at once, given with their destinations."""
         op = ReduceOp.parse(reduce_op)
-        pairs = list(value_destination_pairs)
+        pairs = [(Gathered.of(value), destinations) for value, destinations in value_destination_pairs]
         return list(self.batch_reduce_implementation(op, pairs, options or CommunicationOptions()))
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
@@ -92,17 +93,25 @@ class CrossDeviceOps:
         self, communicator: Communicator, values: Sequence[Any], options: CommunicationOptions | None
     ) -> list[Any]:
         """The sums over replicas of a replica's arrays, in a program."""
-        pairs = [(_Gathered(communicator.components(v)), None) for v in values]
+        pairs = [(Gathered(communicator.components(v)), None) for v in values]
         return self.batch_reduce(ReduceOp.SUM, pairs, options)
 
 
-class _Gathered(DistributedValues):
-    """All replicas' components, as every replica has gathered them."""
+class Gathered(DistributedValues):
+    """All replicas' components in one place, where they can be computed with."""
 
     __slots__ = ("_components",)
 
     def __init__(self, components: Sequence[Any]):
         self._components = tuple(components)
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The components of a per-replica value, brought from their devices to the default one."""
+        if not isinstance(value, DistributedValues) or isinstance(value, cls):
+            return value
+        values = value.values
+        return cls([v if isinstance(v, jax_compat.Tracer) else jnp.asarray(np.asarray(v)) for v in values])
 
     @property
     def values(self) -> tuple[Any, ...]:

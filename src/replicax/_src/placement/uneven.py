@@ -51,7 +51,9 @@ def trace_uneven(
     sums: list[bool] | None = None
     for _ in range(_MAX_ROUNDS):
         attempts = [
-            _attempt(trace, v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums)
+            _attempt(
+                trace, v, functools.partial(Uneven, variant_of_replica, known, rows_of_replica[first]), sums
+            )
             for v, first in ((v, variant_of_replica.index(v)) for v in range(max(variant_of_replica) + 1))
         ]
         seen = [list(column) for column in zip(*(a.seen for a in attempts), strict=False)]

@@ -120,6 +120,8 @@ class Capture:
         self.trace: Any = None
         self._tape_traces: dict[int, Any] = {}
         self._branches: list[Branch] = []
+        self._forgotten = contextlib.ExitStack()
+        self._is_remembered = False  # an inner function has read a variable since JAX was last made to forget
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -128,9 +130,19 @@ class Capture:
             self.trace = trace
         _stack().append(self)
         try:
-            yield
+            with self._forgotten:
+                yield
         finally:
             _stack().pop()
+
+    def _forget_inner_traces(self) -> None:
+        """Makes JAX trace anew the functions (jit, scan, checkpoint) that have read a variable in this trace.
+
+        What JAX remembers of them holds the values read then, and a tape opened since has not seen the reads.
+        """
+        if self._is_remembered:
+            self._is_remembered = False
+            self._forgotten.enter_context(jax_compat.forgetting_inner_traces())
 
     def use_strategy(self, strategy: Any) -> None:
         """``run`` of ``strategy`` is called in this (cross-replica) function."""
@@ -161,6 +173,9 @@ class Capture:
     def read(self, variable: Any) -> Any:
         """The variable's value at this point of the function, as one replica (or all) see it."""
         entry = self._entry(variable)
+        with jax_compat.take_current_trace() as trace:
+            if trace is not self.trace:
+                self.read_in_inner_trace = self._is_remembered = True
         for branch in reversed(self._branches):
             if id(variable) in branch.writes:
                 return branch.writes[id(variable)][1]
@@ -202,6 +217,7 @@ class Capture:
         entry.current = value
         entry.written = True
         entry.line = line
+        self._forget_inner_traces()
 
     def sharing_of(self, variable: Any) -> Sharing:
         """How the replicas share a variable."""
@@ -222,8 +238,6 @@ class Capture:
             shape = slot.shape
             if not self.is_replica and slot.sharing.is_per_replica:
                 shape = (slot.num_replicas, *shape)
-            with jax_compat.take_current_trace() as trace:
-                self.read_in_inner_trace |= trace is not self.trace
             with jax_compat.set_current_trace(self.trace):
                 value = placeholder_p.bind(index=len(self.entries), shape=tuple(shape), dtype=slot.dtype)
             entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
@@ -237,6 +251,7 @@ class Capture:
 
     def begin_recording(self, tape: GradientTape, tape_id: int) -> None:
         """Marks in the trace where a tape starts to record."""
+        self._forget_inner_traces()
         with jax_compat.take_current_trace() as trace:
             self._tape_traces[tape_id] = trace
         region_p.bind(tape=tape_id, begins=True)

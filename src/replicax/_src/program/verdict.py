@@ -192,7 +192,10 @@ def is_call(eqn: Any) -> bool:
 
 def is_call_with_collective(eqn: Any) -> bool:
     """Whether an equation calls a function in which replicas must meet."""
-    return is_call(eqn) and has_replica_collective(jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])[0]) is not None
+    return (
+        is_call(eqn)
+        and has_replica_collective(jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])[0]) is not None
+    )
 
 
 def collective_axes(eqn: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.collectives import in_replica
-from replicax._src.collectives.cross_device import CrossDeviceOps
+from replicax._src.collectives.cross_device import CrossDeviceOps, Gathered
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
 from replicax._src.context import LocalPerReplica
 from replicax._src.errors import ReductionError, UnsupportedError
@@ -215,28 +215,11 @@ def _reduce_through(
     ops: CrossDeviceOps, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None
 ) -> Any:
     """A user's cross-device operations see the components."""
-    components = [np.asarray(v) if not isinstance(v, jax_compat.Tracer) else v for v in value.values]
     if axes is None:
-        return ops.reduce(op, _Components(components))
-    sums = _Components([_sum(in_replica.reducible(c, op), axes) for c in components])
-    total = ops.reduce(ReduceOp.SUM, sums)
-    return _finish(op, total, sum(_count(c.shape, axes) for c in components))
-
-
-class _Components(DistributedValues):
-    """Components as a tuple of host or traced arrays."""
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: Sequence[Any]):
-        self._values = tuple(jnp.asarray(v) for v in values)
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        return self._values
-
-    def as_array(self) -> Any:
-        raise ReductionError("A CrossDeviceOps got per-replica values: use value.values.")
+        return ops.reduce(op, value)
+    components = [in_replica.reducible(component, op) for component in Gathered.of(value).values]
+    total = ops.reduce(ReduceOp.SUM, Gathered([_sum(component, axes) for component in components]))
+    return _finish(op, total, sum(_count(component.shape, axes) for component in components))
 
 
 def _finish(op: ReduceOp, total: Any, count: Any) -> Any:
