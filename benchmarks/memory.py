@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import jax
-import models
 import numpy as np
 
+import models
 import replicax as rx
 
 SIZES = (64, 256, 256, 10)
@@ -19,7 +19,9 @@ def main() -> None:
     for sizes in (SIZES, LARGE):
         hand = _peak(_hand_written(strategy, sizes))
         ours = _peak(_run(strategy, sizes))
-        print(f"  {'-'.join(map(str, sizes)):18} by hand {hand:>12,}   strategy.run {ours:>12,}   × {ours / hand:.3f}")
+        print(
+            f"  {'-'.join(map(str, sizes)):18} by hand {hand:>12,}   strategy.run {ours:>12,}   × {ours / hand:.3f}"
+        )
     _count_compilations(strategy)
 
 
@@ -70,8 +72,12 @@ def _count_compilations(strategy: rx.Strategy) -> None:
         total.assign_add(x.sum())
 
     print("\nCompilations")
-    print(f"  ten calls of one signature: {compilations([lambda v=v: strategy.run(step, (v,)) for v in values])}")
-    print(f"  ten more of a second one:   {compilations([lambda v=v: strategy.run(step, (v,)) for v in wide])}")
+    print(
+        f"  ten calls of one signature: {compilations([lambda v=v: strategy.run(step, (v,)) for v in values])}"
+    )
+    print(
+        f"  ten more of a second one:   {compilations([lambda v=v: strategy.run(step, (v,)) for v in wide])}"
+    )
     print(
         "  ten lambdas made anew:      "
         f"{compilations([lambda v=v: strategy.run(lambda: step(v)) for v in values])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ def initial_state(sizes: Sequence[int]) -> dict[str, Any]:
     """Parameters and the state of Adam."""
     rng = np.random.default_rng(0)
     params = []
-    for n, m in zip(sizes[:-1], sizes[1:], strict=True):
+    for n, m in itertools.pairwise(sizes):
         params += [rng.normal(size=(n, m), scale=0.05).astype(np.float32), np.zeros(m, np.float32)]
     zeros = [np.zeros_like(p) for p in params]
     rate = np.float32(LEARNING_RATE)
@@ -112,7 +113,5 @@ def hand_written_step(mesh: Any, rows: int) -> Callable[..., Any]:
         return {"params": params, "m": m, "v": v, "count": count, "rate": state["rate"]}, loss[None]
 
     whole, row = PartitionSpec(), PartitionSpec("replica")
-    placed = jax.shard_map(
-        step, mesh=mesh, in_specs=(whole, row), out_specs=(whole, row), check_vma=False
-    )
+    placed = jax.shard_map(step, mesh=mesh, in_specs=(whole, row), out_specs=(whole, row), check_vma=False)
     return jax.jit(placed, donate_argnums=0)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-import rounds
 
 import replicax as rx
+import rounds
 
 
 def main(num_rounds: int) -> None:
@@ -16,7 +16,9 @@ def main(num_rounds: int) -> None:
     strategy = rx.MirroredStrategy()
     for count in (20, 1000):
         timings = rounds.compare(contestants(strategy, count), rounds=num_rounds, steps=50)
-        rounds.report(f"A program that only adds to {count} variables [10]", timings, "compiled program alone")
+        rounds.report(
+            f"A program that only adds to {count} variables [10]", timings, "compiled program alone"
+        )
         added = timings["strategy.run"].median - timings["compiled program alone"].median
         best = timings["strategy.run"].best - timings["compiled program alone"].best
         print(f"  run adds {added * 1e6:.0f} µs (medians), {best * 1e6:.0f} µs (best rounds)")

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import keras
-import models
-import rounds
 
+import models
 import replicax as rx
+import rounds
 
 SIZES, ROWS = (64, 256, 256, 10), 128
 
@@ -60,7 +60,11 @@ def keras_fit():
         keras.distribution.set_distribution(distribution)
         try:
             model.fit(
-                features.repeat(steps, axis=0), labels.repeat(steps, axis=0), batch_size=ROWS, shuffle=False, verbose=0
+                features.repeat(steps, axis=0),
+                labels.repeat(steps, axis=0),
+                batch_size=ROWS,
+                shuffle=False,
+                verbose=0,
             )
         finally:
             keras.distribution.set_distribution(None)
@@ -74,7 +78,11 @@ class TensorFlowWorker:
     def __init__(self, python: str):
         script = Path(__file__).parent / "tensorflow_step.py"
         self._process = subprocess.Popen(
-            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         self._ask({"sizes": SIZES, "rows": ROWS})
 
@@ -92,7 +100,9 @@ class TensorFlowWorker:
                 return json.loads(line)
             if time.monotonic() > deadline:
                 break
-        raise SystemExit(f"The TensorFlow process ended or did not answer ({sys.executable} asked it for {message}).")
+        raise SystemExit(
+            f"The TensorFlow process ended or did not answer ({sys.executable} asked it for {message})."
+        )
 
     def close(self) -> None:
         """Ends the process."""

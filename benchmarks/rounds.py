@@ -53,7 +53,9 @@ def compare(
 def report(title: str, timings: Mapping[str, Timing], baseline: str) -> None:
     """Prints medians with spread, and each contestant relative to ``baseline``, pair by pair of rounds."""
     print(f"\n{title}")
-    print(f"  {'':34} {'median':>9} {'best':>9} {'worst':>9}   µs per step; × {baseline}: median of pairs, best/best")
+    print(
+        f"  {'':34} {'median':>9} {'best':>9} {'worst':>9}   µs per step; × {baseline}: median of pairs, best/best"
+    )
     base = timings[baseline]
     for name, timing in timings.items():
         pairs = [a / b for a, b in zip(timing.seconds, base.seconds, strict=True)]

@@ -20,6 +20,7 @@ rx.config.set_local_devices(2)
 
 import jax
 import keras
+
 import memory
 import models
 import overhead

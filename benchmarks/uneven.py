@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import models
-import rounds
-
 import replicax as rx
+import rounds
 
 SIZES = (64, 256, 256, 10)
 

@@ -20,8 +20,8 @@ from replicax._src.errors import (
     ScopeNestingError,
     StructureError,
     TapeError,
-    TraceError,
     TracedConditionError,
+    TraceError,
     UnsupportedError,
     VariableError,
 )

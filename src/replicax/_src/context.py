@@ -117,7 +117,9 @@ def in_cross_replica_context() -> bool:
 def in_replica_function() -> bool:
     """Whether the caller is inside a function that ``Strategy.run`` runs, and not in its ``merge_call``."""
     top = _top()
-    return top is not None and top.replica_context is not None and top.replica_context.communicator is not None
+    return (
+        top is not None and top.replica_context is not None and top.replica_context.communicator is not None
+    )
 
 
 def in_update() -> bool:

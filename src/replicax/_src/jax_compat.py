@@ -241,7 +241,9 @@ def source_primitive(name: str, abstract_eval: Callable[..., Any]) -> Any:
 
 def is_untyped_constant(value: Any) -> bool:
     """Whether a tracer is a Python number that a trace holds as a literal: each use makes another one of it."""
-    return isinstance(value, Tracer) and value.weak_type and isinstance(getattr(value, "val", None), jex.Literal)
+    return (
+        isinstance(value, Tracer) and value.weak_type and isinstance(getattr(value, "val", None), jex.Literal)
+    )
 
 
 def shaped(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:

@@ -107,7 +107,7 @@ def _wrapped_loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = current_capture()
         if capture is None or (capture.num_replicas or 1) == 1 or self.reduction not in _MEANS:
             return original(self, *args, **kwargs)
-        error = _mean_loss_error(self, capture.num_replicas)
+        error = _mean_loss_error(self, capture.num_replicas or 1)
         if capture.tapes:
             raise error
         return _not_differentiable(original(self, *args, **kwargs), error)

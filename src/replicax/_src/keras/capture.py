@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 
-import keras
 from replicax._src import context
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
 from replicax._src.program.capture import Capture, current_capture
