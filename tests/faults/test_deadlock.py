@@ -12,6 +12,8 @@ import sys
 import numpy as np
 import pytest
 
+from replicax._src.placement.spmd import _InFlight as InFlight
+
 STEPS = 2000
 POOL_OF_TWO = {"PJRT_NPROC": "2"}  # what JAX itself chooses on two cores
 
@@ -52,6 +54,24 @@ def test_backend_that_started_first_works_with_one_warning():
     assert "before JAX is first used" in warning
     assert "set_local_devices" in warning
     assert "PJRT_NPROC=16" in warning
+
+
+@pytest.mark.parametrize(("pool", "limit"), [("16", 4), ("64", 4), ("2", 1), ("", 1)])
+def test_number_of_programs_in_flight(monkeypatch, pool, limit):
+    monkeypatch.setenv("PJRT_NPROC", pool)
+    waited = []
+
+    class Token:
+        def __init__(self, number):
+            self.number = number
+
+        def block_until_ready(self):
+            waited.append(self.number)
+
+    in_flight = InFlight()
+    for number in range(10):
+        in_flight.add(Token(number))
+        assert waited == list(range(number + 1 - limit))  # the oldest, as soon as there are too many
 
 
 # --- in the process -----------------------------------------------------------------------------------
