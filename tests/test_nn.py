@@ -47,7 +47,11 @@ def test_regularisation_is_shared(strategy):
         ({"per_example_loss": np.float32(1.0)}, rx.errors.InvalidArgumentError, "one loss per example"),
         ({"per_example_loss": np.ones(2), "global_batch_size": -1}, rx.errors.InvalidArgumentError, "-1"),
         ({"per_example_loss": np.ones(2), "global_batch_size": 1.5}, rx.errors.InvalidArgumentError, "int"),
-        ({"per_example_loss": np.ones(2), "global_batch_size": [2]}, rx.errors.InvalidArgumentError, "scalar"),
+        (
+            {"per_example_loss": np.ones(2), "global_batch_size": [2]},
+            rx.errors.InvalidArgumentError,
+            "scalar",
+        ),
     ],
 )
 def test_bad_arguments_say_what_to_do(arguments, error, words):

@@ -99,7 +99,9 @@ def test_state_split_outside_the_loop():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     model, _ = make()
     graph, state = nnx.split(model)
-    state = strategy.replicate(jax.tree_util.tree_map(lambda a: a, nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    state = strategy.replicate(
+        jax.tree_util.tree_map(lambda a: a, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    )
 
     def forward(state, x):
         return jnp.sum(x @ state["first"]["kernel"])

@@ -5,6 +5,7 @@ The expected numbers are TensorFlow's (measured on 2.21, or asserted by its test
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
@@ -288,3 +289,16 @@ def test_replica_context_all_gather_errors(two):
     slices = rx.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (3, 2))
     with pytest.raises(NotImplementedError, match="all_gather does not support IndexedSlices"):
         two.run(lambda: gather(slices, 0))
+
+
+def test_local_results_of_indexed_slices_and_keras_variables():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        kernel = keras.Variable(np.array([1.0, 2.0], "float32"))
+    replica_id = lambda: rx.get_replica_context().replica_id_in_sync_group  # noqa: E731
+    slices = strategy.run(lambda: rx.IndexedSlices(jnp.ones((1, 2)) * replica_id(), jnp.array([0]), (3, 2)))
+    first, second = strategy.experimental_local_results(slices)
+    assert (first.values.tolist(), second.values.tolist()) == ([[0.0, 0.0]], [[1.0, 1.0]])
+    assert second.dense_shape == (3, 2)
+    strategy.run(lambda: kernel.assign_add(np.ones(2, "float32")))
+    assert [c.tolist() for c in strategy.experimental_local_results(kernel)] == [[2.0, 3.0]] * 2

@@ -15,7 +15,7 @@ from replicax._src import context, jax_compat
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
-from replicax._src.placement.spmd import SlotGroup, explained_loss, in_flight
+from replicax._src.placement.spmd import ProgramState
 from replicax._src.program import key
 from replicax._src.program.cache import (
     FunctionPrograms,
@@ -26,7 +26,7 @@ from replicax._src.program.cache import (
     static_leaf,
 )
 from replicax._src.program.capture import current_capture
-from replicax._src.program.program import Variant, has_callback, trace_variant
+from replicax._src.program.program import Variant, check_no_leaks, has_callback, trace_variant
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
 from replicax._src.strategies.extended import owner_of
@@ -187,6 +187,7 @@ def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf]) -> _Pla
         is_row: list[bool] = []
         try:
             variant = _trace_at(fn, tree, described, home, is_row)
+            check_no_leaks(variant)
             return _PlacedCode(variant, home.strategy or context.get_strategy(), is_row)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
@@ -232,14 +233,13 @@ class _PlacedCode:
         slots = [entry.slot for entry in variant.entries]
         self._donates = not has_callback(variant.jaxpr)
         written = [entry.slot for entry in variant.written]
-        changed = {id(s) for s in written}
-        self._written = SlotGroup(written, strategy.variable_placement)
-        self._read = SlotGroup([s for s in slots if id(s) not in changed], strategy.variable_placement)
-        loaded = [*self._written.slots, *self._read.slots]
-        from_loaded = _positions(loaded, slots)
-        to_written = _positions(written, self._written.slots)
-        summed = [i for i, s in enumerate(self._written.slots) if s.sharing is Sharing.SUMMED]
+        self._state = ProgramState(slots, written, strategy.variable_placement)
+        written_slots = self._state.written.slots
+        from_loaded = _positions(self._state.slots, slots)
+        to_written = _positions(written, written_slots)
+        summed = [i for i, s in enumerate(written_slots) if s.sharing is Sharing.SUMMED]
         jaxpr, num_arrays = variant.jaxpr, variant.num_arrays
+        needs_token = topology.is_cpu and topology.num_replicas > 1
 
         def body(written_state: list[Any], read_state: list[Any], consts: list[Any], args: list[Any]):
             state = [*written_state, *read_state]
@@ -250,7 +250,7 @@ class _PlacedCode:
                 writes,
                 [jnp.sum(writes[i], axis=0, dtype=writes[i].dtype) for i in summed],
                 outs,
-                jnp.int8(0),
+                [jnp.int8(0)] if needs_token else [],
             )
 
         row, whole = topology.per_replica, topology.replicated
@@ -258,14 +258,16 @@ class _PlacedCode:
             body,
             donate_argnums=(0,) if self._donates else (),
             out_shardings=(
-                [row if s.sharing.is_per_replica else whole for s in self._written.slots],
+                [row if s.sharing.is_per_replica else whole for s in written_slots],
                 [whole] * len(summed),
                 [row if is_one else whole for is_one in is_row],
-                whole,
+                [whole] if needs_token else [],
             ),
         )
         self._consts = jax.device_put(variant.consts, whole)
-        self._needs_token = topology.is_cpu and topology.num_replicas > 1
+        # Whole results go where the strategy keeps variables, so that plain code can compute with both.
+        self._home = strategy.variable_placement.parameter_device
+        self._is_row = list(is_row)
 
     def __call__(self, args: Sequence[Any]) -> Any:
         mesh_devices = set(self._topology.devices)
@@ -275,15 +277,14 @@ class _PlacedCode:
             else a
             for a in args
         ]
-        written = self._written.load(for_donation=self._donates)
-        read = self._read.load(for_donation=False)
-        with explained_loss(written):
-            new, sums, outs, token = self._compiled(written, read, self._consts, args)
-        if not self._donates:
-            jax.block_until_ready((new, outs))
-        self._written.store(new, sums)
-        if self._needs_token:
-            in_flight.add(token)
+        outs = self._state.run(
+            lambda written, read: self._compiled(written, read, self._consts, args), self._donates
+        )
+        if self._home is not None:
+            outs = [
+                o if is_one else jax.device_put(o, self._home)
+                for o, is_one in zip(outs, self._is_row, strict=True)
+            ]
         remaining = iter(outs)
         leaves = [next(remaining) if o.is_array else o.value for o in self._variant.outputs]
         return jax.tree_util.tree_unflatten(self._variant.tree, leaves)

@@ -133,7 +133,8 @@ def equation_line(eqn: Any) -> str:
     frames = [f for f in frames if is_user_code(f.file_name)] or frames
     if not frames:
         return UNKNOWN
-    return f"{frames[0].file_name}:{frames[0].start_line} in {frames[0].function_name}"
+    name = frames[0].function_name.rsplit(".", 1)[-1]
+    return f"{frames[0].file_name}:{frames[0].start_line} in {name}"
 
 
 def is_differentiated(eqn: Any) -> bool:

@@ -23,7 +23,15 @@ from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import packed_sum
 from replicax._src.placement.uneven import UnevenEvaluator
 from replicax._src.program.program import ReplicaProgram
-from replicax._src.program.slots import Sharing, Slot, adopt, own_copy, spread_sum
+from replicax._src.program.slots import (
+    Sharing,
+    Slot,
+    adopt,
+    check_no_tracer,
+    own_copy,
+    spread_sum,
+    state_lock,
+)
 from replicax._src.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
 from replicax._src.variables.placement import VariablePlacement
 
@@ -194,6 +202,8 @@ class SlotGroup:
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
         """Copies the variables from the device that holds them all to the devices that compute."""
         whole, row = self._topology.replicated, self._topology.per_replica
+        for slot, value in zip(self.slots, values, strict=True):
+            check_no_tracer(slot, value)
         for i in self._summed:
             if self.slots[i].placed is not values[i]:
                 self.slots[i].components = spread_sum(jnp.asarray(values[i]), self._topology)
@@ -244,6 +254,50 @@ def explained_loss(donated: Sequence[Any]) -> Iterator[None]:
         raise
 
 
+class ProgramState:
+    """The variables that one compiled program writes and those that it only reads."""
+
+    def __init__(self, slots: Sequence[Slot], written: Sequence[Slot], placement: VariablePlacement):
+        changed = {id(s) for s in written}
+        self.written = SlotGroup(written, placement)
+        self.read = SlotGroup([s for s in slots if id(s) not in changed], placement)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots, in the order in which a program takes them: the written ones, then the others."""
+        return [*self.written.slots, *self.read.slots]
+
+    def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
+        """The values of both groups."""
+        return self.written.load(for_donation=for_donation), self.read.load(for_donation=False)
+
+    def run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
+        """Gives the state to a program and stores what it returns.
+
+        Args:
+          execute: Takes the written and the read state; returns the new state, the sums that SUMMED variables
+            show, the results, and the tokens to wait for.
+          donates: The program owns the written state. One that calls back into Python does not: it commits when
+            it has finished, and the state is free meanwhile, for a callback may read it.
+        """
+        if donates:
+            with state_lock:
+                written, read = self.load(for_donation=True)
+                with explained_loss(written):
+                    new, sums, outs, tokens = execute(written, read)
+                self.written.store(new, sums)
+        else:
+            with state_lock:
+                written, read = self.load(for_donation=False)
+            new, sums, outs, tokens = execute(written, read)
+            jax.block_until_ready((new, outs))
+            with state_lock:
+                self.written.store(new, sums)
+        for token in tokens:
+            in_flight.add(token)
+        return outs
+
+
 class Launcher:
     """A compiled program with the state that it reads and writes.
 
@@ -269,10 +323,7 @@ class Launcher:
         self._is_row = list(is_row)
         self._donated_args = list(donated)
         self._donates = not program.has_callbacks
-        written = [program.slots[i] for i in program.written]
-        changed = {id(s) for s in written}
-        self._written = SlotGroup(written, placement)
-        self._read = SlotGroup([s for s in program.slots if id(s) not in changed], placement)
+        self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement)
         self._needs_token = program.has_collectives and topology.is_cpu and topology.num_replicas > 1
         self.consts = [jax.device_put(v.consts, topology.replicated) for v in program.variants]
         self.placed = self._place(rows_of_replica)
@@ -282,12 +333,12 @@ class Launcher:
     @property
     def state_slots(self) -> tuple[list[Slot], list[Slot]]:
         """The slots written and those only read, in the order in which ``placed`` takes them."""
-        return self._written.slots, self._read.slots
+        return self.state.written.slots, self.state.read.slots
 
     def lower(self, args: Sequence[Any]) -> Any:
         """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it, with the state as it is now."""
         given, kept = self._split(args)
-        written, read = self._written.load(for_donation=False), self._read.load(for_donation=False)
+        written, read = self.state.load(for_donation=False)
         return self.compiled.lower(written, read, self.consts, given, kept)
 
     def _place(self, rows: Sequence[int] | None) -> Callable[..., Any]:
@@ -295,14 +346,14 @@ class Launcher:
         arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
         program, single = self.program, self._topology.num_replicas == 1
         body = replica_body(program, self._topology, rows)
-        loaded = [*self._written.slots, *self._read.slots]
+        loaded, written_slots = self.state.slots, self.state.written.slots
         position = {id(s): i for i, s in enumerate(loaded)}
         from_loaded = [position[id(s)] for s in program.slots]
         order = {id(program.slots[i]): n for n, i in enumerate(program.written)}
-        to_written = [order[id(s)] for s in self._written.slots]
+        to_written = [order[id(s)] for s in written_slots]
         summed = [s for s in (program.slots[i] for i in program.written) if s.sharing is Sharing.SUMMED]
         sum_order = {id(s): n for n, s in enumerate(summed)}
-        to_sums = [sum_order[id(s)] for s in self._written.slots if s.sharing is Sharing.SUMMED]
+        to_sums = [sum_order[id(s)] for s in written_slots if s.sharing is Sharing.SUMMED]
         given, kept = self._split(self._is_row)
 
         def on_device(written, read, consts, given_args, kept_args):
@@ -315,8 +366,7 @@ class Launcher:
             outs, writes, sums = body(consts, [state[i] for i in from_loaded], args)
             writes = [writes[i] for i in to_written]
             writes = [
-                w[None] if s.sharing.is_per_replica else w
-                for s, w in zip(self._written.slots, writes, strict=True)
+                w[None] if s.sharing.is_per_replica else w for s, w in zip(written_slots, writes, strict=True)
             ]
             outs = [o if same else o[None] for o, same in zip(outs, out_same, strict=True)]
             token = [jnp.zeros((), jnp.int8)] if self._needs_token else []
@@ -325,7 +375,7 @@ class Launcher:
         out_same = [single or same for same in program.same_outputs]
         state_specs = [
             [_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots]
-            for g in (self._written, self._read)
+            for g in (self.state.written, self.state.read)
         ]
         return jax_compat.shard_map(
             on_device,
@@ -358,14 +408,7 @@ class Launcher:
         Returns:
           The array outputs: whole where proven the same (or R is 1), else rows [R, ...].
         """
-        written = self._written.load(for_donation=self._donates)
-        read = self._read.load(for_donation=False)
         given, kept = self._split(args) if any(self._donated_args) else ([], args)
-        with explained_loss(written):
-            new, sums, outs, token = self.compiled(written, read, self.consts, given, kept)
-        if not self._donates:
-            jax.block_until_ready((new, outs))
-        self._written.store(new, sums)
-        if token:
-            in_flight.add(token[0])
-        return outs
+        return self.state.run(
+            lambda written, read: self.compiled(written, read, self.consts, given, kept), self._donates
+        )

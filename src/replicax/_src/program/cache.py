@@ -5,6 +5,7 @@ Also says once, with the reason, when a function is traced again and again.
 
 from __future__ import annotations
 
+import collections
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from replicax._src.program import key
 
 log = logging.getLogger("replicax")
 _TRACES_BEFORE_WARNING = 5
+_MAX_VERSIONS = 16  # of one function, with other closures or globals
 T = TypeVar("T")
 
 
@@ -140,6 +142,7 @@ class ProgramCache(Generic[T]):
 
     def __init__(self) -> None:
         self._functions: dict[Any, FunctionPrograms[T]] = {}
+        self._versions: dict[Any, collections.deque[Any]] = {}
         self._num_traces: dict[Any, int] = {}
         self._last: dict[Any, tuple[Any, Sequence[Leaf]]] = {}
 
@@ -155,8 +158,16 @@ class ProgramCache(Generic[T]):
             key.function_key(fn, objects)
             programs = FunctionPrograms[T]()
             self._functions[fn_key] = programs
+            self._forget_old_versions(fn, fn_key)
             programs.anchors = key.Anchors(objects, lambda: self._functions.pop(fn_key, None))
         return programs
+
+    def _forget_old_versions(self, fn: Callable[..., Any], fn_key: Any) -> None:
+        # A program holds its variables; where a variable itself is in the key nothing else would let go of both.
+        versions = self._versions.setdefault(getattr(fn, "__code__", type(fn)), collections.deque())
+        versions.append(fn_key)
+        if len(versions) > _MAX_VERSIONS:
+            self._functions.pop(versions.popleft(), None)
 
     def report_trace(self, fn: Callable[..., Any], described: Sequence[Leaf]) -> None:
         """Counts a trace of ``fn``; warns once when there are many."""

@@ -217,11 +217,7 @@ def _explained():
             f"print; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
         ) from error
     except jax.errors.UnexpectedTracerError as error:
-        raise TraceError(
-            f"At {user_line_of(error)} a value is used that was computed in another, finished, trace: it was "
-            f"stored in an object, a list or a global while a function was traced. Return it from the function "
-            f"instead, or assign it to an rx.Variable."
-        ) from error
+        raise _leaked(user_line_of(error)) from error
 
 
 def _resolve(traced: _Traced, rewriter: Rewriter, arg_verdicts: Sequence[Verdict]) -> Variant:
@@ -351,6 +347,27 @@ class ReplicaProgram:
                     f"optimizer's apply (or rx.optax.aggregate_gradients()), which sums them. If you know that "
                     f"the value is the same on all replicas, say so with rx.assert_same(value)."
                 )
+
+
+def check_no_leaks(variant: Variant) -> None:
+    """Refuses a function that closes over tracers, in the outermost trace.
+
+    Raises:
+      TraceError: Naming the user's line that computes with one.
+    """
+    for var, value in zip(variant.jaxpr.invars, variant.consts, strict=False):
+        if isinstance(value, jax_compat.Tracer):
+            users = [e for e in variant.jaxpr.eqns if any(a is var for a in e.invars)]
+            line = jax_compat.equation_line(users[0]) if users else "an unknown line"
+            raise _leaked(line)
+
+
+def _leaked(line: str) -> TraceError:
+    return TraceError(
+        f"At {line} a value is used that was computed in another, finished, trace: it was "
+        f"stored in an object, a list or a global while a function was traced. Return it from the function "
+        f"instead, or assign it to an rx.Variable."
+    )
 
 
 def has_callback(jaxpr: Any) -> bool:

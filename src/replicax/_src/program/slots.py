@@ -6,6 +6,7 @@ A slot joins one variable to one strategy's devices. Nothing here traces or runs
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.errors import TraceError
 from replicax._src.topology import Topology
+
+# Held while a program takes the state and gives it back, so that threads neither donate one array twice nor read
+# one that is being donated. Reads of rx.Variable take it; reads of Keras variables cannot.
+state_lock = threading.RLock()
 
 
 class Sharing(enum.Enum):
@@ -123,17 +128,26 @@ def own_copy(value: Any, sharding: Any) -> jax.Array:
     return jax.device_put(copy, sharding)
 
 
-def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
-    """Takes over a value that no program of ours wrote, and gives the variable the placed copy.
+def check_no_tracer(slot: Slot, value: Any) -> None:
+    """Raises unless a variable holds an array.
 
     Raises:
-      TraceError: The variable holds a tracer of a trace that has ended.
+      TraceError: It holds a tracer of a trace that has ended.
     """
     if isinstance(value, jax_compat.Tracer):
         raise TraceError(
             f"Variable {slot.name!r} holds a tracer: it was assigned inside a function that JAX traced "
             f"without replicax (jax.jit, jax.grad, …). Assign it in strategy.run, rx.function or plain Python."
         )
+
+
+def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
+    """Takes over a value that no program of ours wrote, and gives the variable the placed copy.
+
+    Raises:
+      TraceError: The variable holds a tracer of a trace that has ended.
+    """
+    check_no_tracer(slot, value)
     if slot.sharing is Sharing.COMPONENTS:
         placed = own_copy(value, topology.per_replica)
     else:

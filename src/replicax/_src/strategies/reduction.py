@@ -277,20 +277,34 @@ def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: A
     )
 
 
-def _has_values(value: Any) -> bool:
-    """Whether a value has a component per replica: DistributedValues, and variables of ours."""
-    return isinstance(value, DistributedValues) or (hasattr(value, "assign") and hasattr(value, "values"))
-
-
 def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
     """``Strategy.experimental_local_results``."""
     num_replicas = topology.num_replicas
-    if isinstance(value, DistributedValues) or (num_replicas > 1 and _has_values(value)):
-        return value.values
-    if num_replicas == 1 or not isinstance(value, (tuple, list, dict)):
+    if num_replicas == 1:
+        return value.values if isinstance(value, DistributedValues) else (value,)
+    if _has_components(value):
+        return _components_of(value, num_replicas)
+    if not isinstance(value, (tuple, list, dict, IndexedSlices)):
         return (value,)
-    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=_is_leaf)
-    per_leaf = [leaf.values if _has_values(leaf) else (leaf,) * num_replicas for leaf in leaves]
+    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=_has_components)
+    per_leaf = [_components_of(leaf, num_replicas) for leaf in leaves]
     return tuple(
         jax.tree_util.tree_unflatten(tree, [values[r] for values in per_leaf]) for r in range(num_replicas)
     )
+
+
+def _has_components(value: Any) -> bool:
+    return isinstance(value, DistributedValues) or hasattr(value, "assign")
+
+
+def _components_of(leaf: Any, num_replicas: int) -> tuple[Any, ...]:
+    """What each replica has of a leaf: components, copies of a variable, or the same value."""
+    if isinstance(leaf, DistributedValues) or hasattr(leaf, "values"):
+        return leaf.values
+    if hasattr(leaf, "assign"):  # a variable of Keras
+        held = leaf.value
+        shards = [] if isinstance(held, jax_compat.Tracer) else held.addressable_shards
+        if len(shards) == num_replicas:
+            return tuple(jnp.copy(s.data) for s in sorted(shards, key=lambda s: s.replica_id))
+        return (held,) * num_replicas
+    return (leaf,) * num_replicas

@@ -38,7 +38,7 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import Capture, Uneven, current_capture
 from replicax._src.program.modules import Close, enter_modules, open_modules
-from replicax._src.program.program import ReplicaProgram, Variant, trace_variant
+from replicax._src.program.program import ReplicaProgram, Variant, check_no_leaks, trace_variant
 from replicax._src.program.rewrite import SumGradients
 from replicax._src.program.slots import own_copy
 from replicax._src.program.verdict import Verdict
@@ -297,6 +297,9 @@ class Runner:
         else:
             program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
         program.check_synchronised()
+        if current_capture() is None:
+            for variant in program.variants:
+                check_no_leaks(variant)
         launcher = Launcher(
             program,
             self._strategy.variable_placement,

@@ -15,7 +15,7 @@ from replicax._src.collectives.in_replica import Communicator, IndexedSlices
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._src.program.capture import current_capture
-from replicax._src.program.slots import Sharing, Slot, slot_makers
+from replicax._src.program.slots import Sharing, Slot, slot_makers, state_lock
 from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike, DistributedValues, PerReplica
 from replicax._src.variables.placement import VariablePlacement
@@ -153,7 +153,10 @@ class Variable(ArrayLike):
         """As stored: whole, or this replica's component, or in cross-replica code all components [R, ...]."""
         context.check_strategy_of(self._strategy, f"variable {self.name!r}")
         capture = current_capture()
-        return self._value if capture is None else capture.read(self)
+        if capture is not None:
+            return capture.read(self)
+        with state_lock:  # or another thread's step might be donating it
+            return self._value
 
     def _aggregate(self, raw: Any) -> Any:
         op = self._aggregation_op("read")
