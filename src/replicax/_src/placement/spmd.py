@@ -7,12 +7,11 @@ are evaluated by ``uneven.py`` inside the same ``shard_map``.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -148,6 +147,8 @@ def _weight(rows_of_replica: Sequence[int] | None, num_replicas: int, index: Any
     return jnp.asarray(rows_of_replica, jnp.float32)[index], float(max(sum(rows_of_replica), 1))
 
 
+_placed = operator.attrgetter("placed")
+
 # --- launching ----------------------------------------------------------------------------------------
 
 
@@ -183,7 +184,7 @@ class SlotGroup:
         values = self._held()
         if self._parameter_device is not None:
             return self._fetch(values)
-        if not all(map(operator.is_, values, [s.placed for s in self.slots])):
+        if not all(map(operator.is_, values, map(_placed, self.slots))):
             for i, slot in enumerate(self.slots):
                 if slot.placed is not values[i]:
                     adopt(slot, values[i], self._topology)
@@ -240,18 +241,13 @@ class SlotGroup:
             slot.placed = value
 
 
-@contextlib.contextmanager
-def explained_loss(donated: Sequence[Any]) -> Iterator[None]:
+def _note_loss(error: BaseException, donated: Sequence[Any]) -> None:
     """Says, when a program fails after it was given the state, that the state is lost."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if any(value.is_deleted() for value in donated):
-            error.add_note(
-                "The program failed after it had been given the variables' memory, so their values are lost. Make the "
-                "variables again, or restore them from a checkpoint."
-            )
-        raise
+    if any(value.is_deleted() for value in donated):
+        error.add_note(
+            "The program failed after it had been given the variables' memory, so their values are lost. Make the "
+            "variables again, or restore them from a checkpoint."
+        )
 
 
 class ProgramState:
@@ -269,7 +265,8 @@ class ProgramState:
 
     def load(self, *, for_donation: bool) -> tuple[list[Any], list[Any]]:
         """The values of both groups."""
-        return self.written.load(for_donation=for_donation), self.read.load(for_donation=False)
+        written = self.written.load(for_donation=for_donation)
+        return written, self.read.load(for_donation=False) if self.read.slots else []
 
     def run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
         """Gives the state to a program and stores what it returns.
@@ -283,8 +280,11 @@ class ProgramState:
         if donates:
             with state_lock:
                 written, read = self.load(for_donation=True)
-                with explained_loss(written):
+                try:
                     new, sums, outs, tokens = execute(written, read)
+                except jax.errors.JaxRuntimeError as error:
+                    _note_loss(error, written)
+                    raise
                 self.written.store(new, sums)
         else:
             with state_lock:
@@ -322,6 +322,7 @@ class Launcher:
         self._topology = topology
         self._is_row = list(is_row)
         self._donated_args = list(donated)
+        self._donates_args = any(donated)
         self._donates = not program.has_callbacks
         self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement)
         self._needs_token = program.has_collectives and topology.is_cpu and topology.num_replicas > 1
@@ -408,7 +409,7 @@ class Launcher:
         Returns:
           The array outputs: whole where proven the same (or R is 1), else rows [R, ...].
         """
-        given, kept = self._split(args) if any(self._donated_args) else ([], args)
+        given, kept = self._split(args) if self._donates_args else ([], args)
         return self.state.run(
             lambda written, read: self.compiled(written, read, self.consts, given, kept), self._donates
         )

@@ -106,6 +106,7 @@ class FunctionPrograms(Generic[T]):
 
     def __init__(self) -> None:
         self.anchors: Any = None
+        self.shallow: dict[Any, T] = {}  # by a signature that is quick to make; the runner's affair
         self._programs: dict[Any, tuple[T, Any]] = {}
         self._traced_floats: set[int] = set()
         self._static_floats: dict[int, float] = {}

@@ -7,7 +7,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -42,6 +41,7 @@ from replicax._src.program.program import ReplicaProgram, Variant, check_no_leak
 from replicax._src.program.rewrite import SumGradients
 from replicax._src.program.slots import own_copy
 from replicax._src.program.verdict import Verdict
+from replicax._src.topology import Topology
 from replicax._src.values import (
     DistributedValues,
     Mirrored,
@@ -50,16 +50,55 @@ from replicax._src.values import (
 )
 
 
-@dataclass
 class PlacedFunction:
-    """A function traced, compiled and ready, with the shape of its results."""
+    """A function traced, compiled and ready, and how its results become values."""
 
-    launcher: Launcher
-    output_shapes: list[tuple[tuple[int, ...], ...] | None]
+    def __init__(self, launcher: Launcher, topology: Topology):
+        program = launcher.program
+        num_replicas = topology.num_replicas
+        self.launcher = launcher
+        self._num_replicas = num_replicas
+        self._tree = program.variants[0].tree
+        # For each leaf the Python value, or None and how the array is made a PerReplica.
+        self._leaves: list[tuple[bool, Any, bool]] = []
+        index = 0
+        for position, output in enumerate(program.variants[0].outputs):
+            if output.is_array:
+                shapes = _output_shapes(program, index)
+                self._leaves.append((True, shapes, program.same_outputs[index]))
+                index += 1
+            else:
+                self._leaves.append((False, _static_output(program, topology, position), False))
 
-    @property
-    def program(self) -> ReplicaProgram:
-        return self.launcher.program
+    def wrap(self, arrays: Sequence[Any], close: Close | None = None) -> Any:
+        """The results of a call as ``run`` returns them."""
+        remaining = iter(arrays)
+        num_replicas = self._num_replicas
+        if num_replicas == 1:
+            leaves = [next(remaining) if is_array else value for is_array, value, _ in self._leaves]
+        else:
+            leaves = [
+                PerReplica(next(remaining), num_replicas, value, is_equal, True) if is_array else value
+                for is_array, value, is_equal in self._leaves
+            ]
+        result = jax.tree_util.tree_unflatten(self._tree, leaves)
+        return result if close is None else close(result)
+
+
+def _static_output(program: ReplicaProgram, topology: Topology, position: int) -> Any:
+    values = [v.outputs[position].value for v in program.variants]
+    if all((type(v) is type(values[0]) and v is values[0]) or v == values[0] for v in values):
+        return values[0]
+    by_replica = [values[v] for v in program.variant_of_replica]
+    if all(isinstance(v, (bool, int, float)) for v in by_replica):
+        return per_replica_from_components(topology, by_replica)
+    raise StructureError(
+        f"The replica function returns {values[0]!r} on one replica and {values[1]!r} on another. Return "
+        f"arrays where replicas differ."
+    )
+
+
+DEFAULT_OPTIONS = RunOptions()
 
 
 class Runner:
@@ -93,6 +132,13 @@ class Runner:
         ensure_bridges()
         fn = key.unwrap(fn)
         cells = key.lifted_cells(fn)
+        is_plain = not (kwargs or cells or options is not DEFAULT_OPTIONS)
+        if is_plain and current_capture() is None:
+            found = self._shallow(args)
+            if found is not None:
+                placed = self._cache.programs_of(fn).shallow.get(found[0])
+                if placed is not None:
+                    return placed.wrap(placed.launcher(found[1]))
         nest = (tuple(args), dict(kwargs), cells)
         opened, close = open_modules(nest)
         leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=_is_leaf)
@@ -106,7 +152,7 @@ class Runner:
             described, arrays = self._describe(leaves, None, is_traced=True)
             donated = [False] * len(arrays)
             placed = self._trace(fn, tree, described, donated, options, close is not None)
-            return self._wrap(placed, self._run_inline(placed, outer, arrays), close)
+            return placed.wrap(self._run_inline(placed, outer, arrays), close)
         programs = self._cache.programs_of(fn)
         described, arrays = self._describe(leaves, programs, is_traced=False)
         donated = self._donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
@@ -123,18 +169,59 @@ class Runner:
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
             self._last = placed
+        if is_plain and close is None:
+            found = self._shallow(args)
+            if found is not None:
+                programs.shallow[found[0]] = placed
         if options.donate_args:
             arrays = self._give_away(leaves, arrays, donated, described)
         results = placed.launcher(arrays)
         if options.donate_args and self._topology.num_replicas == 1:
             for array in results:
                 self.owned(array)
-        return self._wrap(placed, results, close)
+        return placed.wrap(results, close)
 
     def owned(self, array: Any) -> Any:
         """Remembers that ``array`` is in buffers that nobody else holds; returns it."""
         self._owned[id(array)] = array
         return array
+
+    def _shallow(self, args: Sequence[Any]) -> tuple[Any, list[Any]] | None:
+        """The signature and the arrays of the arguments that loops mostly have: placed values, or tuples of such.
+
+        For everything else None: ``_describe`` knows it all, and takes longer.
+        """
+        signature: list[Any] = [jax_state()]
+        arrays: list[Any] = []
+        for arg in args:
+            if type(arg) is tuple:
+                signature.append(len(arg))
+                is_known = all(self._add_shallow(leaf, signature, arrays) for leaf in arg)
+            else:
+                is_known = self._add_shallow(arg, signature, arrays)
+            if not is_known:
+                return None
+        return tuple(signature), arrays
+
+    def _add_shallow(self, leaf: Any, signature: list[Any], arrays: list[Any]) -> bool:
+        kind = type(leaf)
+        if kind is PerReplica:
+            is_row = not leaf.is_equal
+            mark: Any = (leaf.shapes, is_row)
+        elif kind is Mirrored:
+            is_row, mark = False, None
+        else:
+            return False
+        if leaf.num_replicas != self._topology.num_replicas:
+            return False
+        array = leaf.stored
+        wanted = self._topology.per_replica if is_row else self._topology.replicated
+        sharding = getattr(array, "sharding", None)
+        if sharding is not wanted and sharding != wanted:
+            return False
+        signature.append((array.shape, array.dtype, mark))
+        arrays.append(array)
+        return True
 
     # --- arguments ------------------------------------------------------------------------------------
 
@@ -262,7 +349,7 @@ class Runner:
             assert capture is not None
             communicator = TracedCommunicator(capture, self._topology.is_cpu)
             replica = ReplicaContext(self._strategy, None, communicator)
-            with context.replica_context(self._strategy, replica):
+            with context.Scope(self._strategy), context.replica_context(self._strategy, replica):
                 nest, finish = enter_modules(opened, has_modules)
                 args, kwargs, cells = nest
                 result = key.with_cells(fn, cells)(*args, **kwargs)
@@ -308,9 +395,7 @@ class Runner:
             rows,
             dict(options.experimental_xla_options or {}) or None,
         )
-        return PlacedFunction(
-            launcher, [_output_shapes(program, i) for i in range(len(program.same_outputs))]
-        )
+        return PlacedFunction(launcher, self._topology)
 
     # --- running --------------------------------------------------------------------------------------
 
@@ -328,38 +413,6 @@ class Runner:
         for slot, value in zip(written, new, strict=True):
             outer.write(slot.variable, value)
         return outs
-
-    def _wrap(self, placed: PlacedFunction, arrays: Sequence[Any], close: Close | None) -> Any:
-        program = placed.program
-        num_replicas = self._topology.num_replicas
-        variant = program.variants[0]
-        arrays_left = iter(enumerate(arrays))
-        leaves = []
-        for position, output in enumerate(variant.outputs):
-            if not output.is_array:
-                leaves.append(self._static_output(program, position))
-                continue
-            index, array = next(arrays_left)
-            if num_replicas == 1:
-                leaves.append(array)
-            else:
-                shapes = placed.output_shapes[index]
-                is_equal = program.same_outputs[index]
-                leaves.append(PerReplica(array, num_replicas, shapes, is_equal, is_ours=True))
-        result = jax.tree_util.tree_unflatten(variant.tree, leaves)
-        return result if close is None else close(result)
-
-    def _static_output(self, program: ReplicaProgram, position: int) -> Any:
-        values = [v.outputs[position].value for v in program.variants]
-        if all((type(v) is type(values[0]) and v is values[0]) or v == values[0] for v in values):
-            return values[0]
-        by_replica = [values[v] for v in program.variant_of_replica]
-        if all(isinstance(v, (bool, int, float)) for v in by_replica):
-            return per_replica_from_components(self._topology, by_replica)
-        raise StructureError(
-            f"The replica function returns {values[0]!r} on one replica and {values[1]!r} on another. Return "
-            f"arrays where replicas differ."
-        )
 
 
 def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...], ...] | None:

@@ -26,7 +26,7 @@ from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, own_copy
 from replicax._src.strategies import datasets, reduction
 from replicax._src.strategies.extended import StrategyExtended
-from replicax._src.strategies.running import Runner
+from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.topology import Topology, device_name
 from replicax._src.values import DistributedValues, Mirrored
 from replicax._src.variables.placement import VariablePlacement
@@ -178,10 +178,11 @@ class Strategy:
                 f"RunOptions(donate_args={options.donate_args}) names positions in args, of which there are "
                 f"{len(args)}. Give those of the arguments that the program may overwrite."
             )
-        with context.Scope(self):
-            if options is not None and options.eager:
+        context.check_may_enter(self)
+        if options is not None and options.eager:
+            with context.Scope(self):
                 return run_eagerly(self, fn, args, kwargs or {})
-            return self.runner.run(fn, args, kwargs or {}, options or _DEFAULT_OPTIONS)
+        return self.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
 
     # --- combining ------------------------------------------------------------------------------------
 
@@ -450,9 +451,6 @@ class Strategy:
     def __repr__(self) -> str:
         names = ", ".join(device_name(d) for d in self.topology.devices)
         return f"<{type(self).__name__} on {names}>"
-
-
-_DEFAULT_OPTIONS = RunOptions()
 
 
 def _forbid_iteration_while_tracing() -> None:
