@@ -24,7 +24,7 @@ from replicax._src.errors import (
     ScopeNestingError,
 )
 from replicax._src.options import CommunicationOptions, ReduceOp
-from replicax._src.values import DistributedValues, PerReplica
+from replicax._src.values import DistributedValues, PerReplica, is_value
 
 
 class StrategyLike(Protocol):
@@ -396,11 +396,11 @@ class ReplicaContext:
         wrapped, kw = tuple(args), dict(kwargs or {})
         if communicator is not None and communicator.num_replicas > 1:
             wrapped, kw = jax.tree_util.tree_map(
-                lambda leaf: _as_cross_replica(leaf, communicator), (wrapped, kw), is_leaf=_is_whole
+                lambda leaf: _as_cross_replica(leaf, communicator), (wrapped, kw), is_leaf=is_value
             )
         with merge_context(self._strategy, communicator):
             result = merge_fn(self._strategy, *wrapped, **kw)
-        return jax.tree_util.tree_map(_as_local, result, is_leaf=_is_whole)
+        return jax.tree_util.tree_map(_as_local, result, is_leaf=is_value)
 
     def _check_here(self, what: str) -> None:
         """Raises unless the caller is in the replica function that this is the context of."""
@@ -416,10 +416,6 @@ class ReplicaContext:
 
     def __repr__(self) -> str:
         return f"ReplicaContext({self._strategy!r})"
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, DistributedValues) or hasattr(value, "assign")
 
 
 def _as_cross_replica(leaf: Any, communicator: Communicator) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.program.capture import Capture, current_capture
 from replicax._src.program.markers import assert_same_p
+from replicax._src.values import is_variable
 
 BranchFunction = Callable[..., Any]
 
@@ -86,9 +87,9 @@ def _find_writes(
 def _arrays(result: Any) -> Any:
     """What a branch returns, variables as their values."""
     return jax.tree_util.tree_map(
-        lambda leaf: leaf.value if hasattr(leaf, "assign") else leaf,
+        lambda leaf: leaf.value if is_variable(leaf) else leaf,
         result,
-        is_leaf=lambda leaf: hasattr(leaf, "assign"),
+        is_leaf=is_variable,
     )
 
 

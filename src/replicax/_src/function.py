@@ -30,7 +30,7 @@ from replicax._src.program.program import Variant, check_no_leaks, has_callback,
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
 from replicax._src.strategies.extended import owner_of
-from replicax._src.values import PerReplica
+from replicax._src.values import DistributedValues, PerReplica, is_value, is_variable
 
 log = logging.getLogger("replicax")
 _ITERATED = (DistributedDataset, DistributedIterator)
@@ -95,7 +95,7 @@ class Function:
         ensure_bridges()
         fn = self.python_function
         nest = (args, kwargs, key.lifted_cells(fn))
-        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=lambda leaf: hasattr(leaf, "assign"))
+        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
         if any(isinstance(leaf, _ITERATED) for leaf in leaves):
             return self._run_as_python(args, kwargs)
         programs = self._cache.programs_of(fn)
@@ -185,16 +185,22 @@ def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf]) -> _Pla
     home = _Home()
     while True:
         is_row: list[bool] = []
+        is_plain: list[bool] = []
         try:
-            variant = _trace_at(fn, tree, described, home, is_row)
+            variant = _trace_at(fn, tree, described, home, is_row, is_plain)
             check_no_leaks(variant)
-            return _PlacedCode(variant, home.strategy or context.get_strategy(), is_row)
+            return _PlacedCode(variant, home.strategy or context.get_strategy(), is_row, is_plain)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
 
 
 def _trace_at(
-    fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], home: _Home, is_row: list[bool]
+    fn: Callable[..., Any],
+    tree: Any,
+    described: Sequence[Leaf],
+    home: _Home,
+    is_row: list[bool],
+    is_plain: list[bool],
 ) -> Variant:
     inputs = [leaf for leaf in described if leaf.kind != "static"]
 
@@ -203,13 +209,16 @@ def _trace_at(
         leaves = [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in described]
         args, kwargs, cells = jax.tree_util.tree_unflatten(tree, leaves)
         result = key.with_cells(fn, cells)(*args, **kwargs)
-        values = jax.tree_util.tree_leaves(
-            result, is_leaf=lambda x: isinstance(x, PerReplica) or hasattr(x, "assign")
-        )
+        values = jax.tree_util.tree_leaves(result, is_leaf=is_value)
         is_row[:] = [
             isinstance(value, PerReplica) and not value.is_equal
             for value in values
-            if isinstance(value, PerReplica) or key.is_array(value)
+            if isinstance(value, DistributedValues) or key.is_array(value)
+        ]
+        is_plain[:] = [
+            key.is_array(value)
+            for value in values
+            if isinstance(value, DistributedValues) or key.is_array(value)
         ]
         return result
 
@@ -227,7 +236,7 @@ def _trace_at(
 class _PlacedCode:
     """A traced function, compiled for the devices of its strategy."""
 
-    def __init__(self, variant: Variant, strategy: Any, is_row: Sequence[bool]):
+    def __init__(self, variant: Variant, strategy: Any, is_row: Sequence[bool], is_plain: Sequence[bool]):
         self._variant = variant
         self._topology = topology = strategy.topology
         slots = [entry.slot for entry in variant.entries]
@@ -265,9 +274,9 @@ class _PlacedCode:
             ),
         )
         self._consts = jax.device_put(variant.consts, whole)
-        # Whole results go where the strategy keeps variables, so that plain code can compute with both.
+        # Plain results go where the strategy keeps variables, so that plain code can compute with both.
         self._home = strategy.variable_placement.parameter_device
-        self._is_row = list(is_row)
+        self._is_plain = list(is_plain)
 
     def __call__(self, args: Sequence[Any]) -> Any:
         mesh_devices = set(self._topology.devices)
@@ -282,8 +291,8 @@ class _PlacedCode:
         )
         if self._home is not None:
             outs = [
-                o if is_one else jax.device_put(o, self._home)
-                for o, is_one in zip(outs, self._is_row, strict=True)
+                jax.device_put(o, self._home) if is_one else o
+                for o, is_one in zip(outs, self._is_plain, strict=True)
             ]
         remaining = iter(outs)
         leaves = [next(remaining) if o.is_array else o.value for o in self._variant.outputs]

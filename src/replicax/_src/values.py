@@ -338,9 +338,18 @@ def per_replica_from_components(topology: Topology, components: Sequence[Any]) -
     return PerReplica(array, topology.num_replicas, shapes if len(set(shapes)) > 1 else None)
 
 
-def is_distributed(value: Any) -> bool:
-    """Whether a value is a DistributedValues: a leaf, for those who walk nests of values."""
-    return isinstance(value, DistributedValues)
+# The classes whose objects are variables: ours, and those of the frameworks whose bridge is installed.
+variable_types: list[type] = []
+
+
+def is_variable(value: Any) -> bool:
+    """Whether a value is a variable, ours or a framework's: a leaf, for those who walk nests."""
+    return isinstance(value, tuple(variable_types))
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value is a DistributedValues or a variable: a leaf, for those who walk nests."""
+    return isinstance(value, DistributedValues) or is_variable(value)
 
 
 # Who flattens a value may keep its array: `array`, not `stored`.

@@ -22,6 +22,7 @@ from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture, user_line
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import slot_makers
+from replicax._src.values import variable_types
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _originals: list[tuple[type, str, Any]] = []
@@ -46,6 +47,7 @@ def install() -> None:
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
     _replace(keras.losses.Loss, "__call__", _wrapped_loss_call)
     slot_makers.insert(0, keras_capture.make_slot)
+    variable_types.append(keras.Variable)
     trace_scopes.append(_scope)
     thread_states.append(carry_state)
 
@@ -60,6 +62,7 @@ def uninstall() -> None:
             setattr(owner, name, original)
     if keras_capture.make_slot in slot_makers:
         slot_makers.remove(keras_capture.make_slot)
+        variable_types.remove(keras.Variable)
         trace_scopes.remove(_scope)
         thread_states.remove(carry_state)
 

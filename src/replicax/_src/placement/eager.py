@@ -43,6 +43,7 @@ from replicax._src.values import (
     Mirrored,
     PerReplica,
     cut,
+    is_value,
     per_replica_from_components,
 )
 
@@ -92,7 +93,7 @@ def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwar
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, DistributedValues) or hasattr(value, "assign")
+    return is_value(value)
 
 
 @dataclass(frozen=True)

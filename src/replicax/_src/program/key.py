@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.values import DistributedValues
+from replicax._src.values import DistributedValues, is_value
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _LIBRARY = tuple(
@@ -104,7 +104,7 @@ def _cell_key(cell: types.CellType, anchors: list[Any] | None, above: tuple[int,
     except ValueError:
         return "empty"
     if is_lifted(content):
-        leaves, tree = jax.tree_util.tree_flatten(content, is_leaf=_is_leaf)
+        leaves, tree = jax.tree_util.tree_flatten(content, is_leaf=is_value)
         return (tree, *(array_key(leaf) for leaf in leaves))
     return _key(content, anchors, above)
 
@@ -135,16 +135,12 @@ def _is_numeric(dtype: Any) -> bool:
     return not isinstance(dtype, np.dtype) or dtype.kind in "biufcV"  # typed random keys; V: bfloat16 and kin
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, DistributedValues) or hasattr(value, "assign")
-
-
 def is_lifted(content: Any) -> bool:
     """Whether the content of a closure cell becomes an input: arrays, or tuples and dicts of nothing else."""
     if is_array(content) or isinstance(content, DistributedValues):
         return True
     if type(content) in (tuple, dict) and content:
-        leaves = jax.tree_util.tree_leaves(content, is_leaf=_is_leaf)
+        leaves = jax.tree_util.tree_leaves(content, is_leaf=is_value)
         return bool(leaves) and all(is_array(x) or isinstance(x, DistributedValues) for x in leaves)
     return False
 

@@ -30,7 +30,7 @@ from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict, analyse, has_replica_collective
 from replicax._src.topology import REPLICA_AXIS
 from replicax._src.user_code import user_line_of
-from replicax._src.values import DistributedValues
+from replicax._src.values import DistributedValues, is_value, is_variable
 
 TraceScope = Callable[[Capture], contextlib.AbstractContextManager]
 # Each framework (Keras) adds a context that is entered around every trace.
@@ -100,11 +100,7 @@ class _Traced:
 
 def is_output_leaf(value: Any) -> bool:
     """Leaves of what a function returns: values that are not nests although JAX might see one in them."""
-    return isinstance(value, DistributedValues) or hasattr(value, "assign")
-
-
-def _is_variable(value: Any) -> bool:
-    return hasattr(value, "assign")
+    return is_value(value)
 
 
 def trace_variant(
@@ -176,7 +172,7 @@ def _trace(call: Callable[[list[Any]], Any], avals: Sequence[Any], capture: Capt
     def body(*tracers: Any) -> list[Any]:
         with capture.tracing():
             returned = call(list(tracers))
-            is_leaf = is_output_leaf if capture.is_replica else _is_variable
+            is_leaf = is_output_leaf if capture.is_replica else is_variable
             leaves, captured["tree"] = jax.tree_util.tree_flatten(returned, is_leaf=is_leaf)
             outputs = [_output(leaf) for leaf in leaves]
             captured["outputs"] = [Output(o.is_array, None if o.is_array else o.value) for o in outputs]

@@ -14,6 +14,7 @@ from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError, TapeError
 from replicax._src.options import UnconnectedGradients
 from replicax._src.program.capture import current_capture
+from replicax._src.values import is_variable
 
 _ids = itertools.count()
 _NOT_RECORDED = "differentiable sources are variables and arrays of a floating or complex dtype"
@@ -122,7 +123,7 @@ class GradientTape:
                     f"tape.watch got the constant {leaf}, whose dtype is Python's: each use of it is another constant. "
                     f"Give it a dtype, for example jnp.float32(number)."
                 )
-            if id(leaf) not in self._watched and self._is_recording and not _is_variable(leaf):
+            if id(leaf) not in self._watched and self._is_recording and not is_variable(leaf):
                 self._capture.watch(self._id, leaf)
             self._watched[id(leaf)] = leaf
 
@@ -143,7 +144,7 @@ class GradientTape:
 
     def _readings(self, source: Any) -> list[Any]:
         """The arrays whose gradients, added, are the gradient of ``source``."""
-        if _is_variable(source):
+        if is_variable(source):
             is_read = id(source) in self._reads and self._is_watched_variable(source)
             values = self._reads[id(source)][1] if is_read else []
         else:
@@ -152,7 +153,7 @@ class GradientTape:
 
     def _watched_values(self) -> list[Any]:
         """The arrays from which everything that the tape can differentiate by is computed."""
-        values = [leaf for leaf in self._watched.values() if not _is_variable(leaf)]
+        values = [leaf for leaf in self._watched.values() if not is_variable(leaf)]
         for variable, readings in self._reads.values():
             if self._is_watched_variable(variable):
                 values += readings
@@ -200,13 +201,13 @@ class GradientTape:
         self, capture: Any, target: Any, sources: Any, seeds: Any, unconnected: UnconnectedGradients
     ) -> Any:
         self._was_used = True
-        leaves, tree = jax.tree_util.tree_flatten(sources, is_leaf=_is_variable)
+        leaves, tree = jax.tree_util.tree_flatten(sources, is_leaf=is_variable)
         readings = [self._readings(leaf) for leaf in leaves]
         targets = [jnp.asarray(t) for t in _leaves(target)]
         seed_leaves = _seeds(seeds, target, len(targets))
         flat = [value for values in readings for value in values]
         derived = [
-            not _is_variable(leaf) and id(leaf) not in self._watched
+            not is_variable(leaf) and id(leaf) not in self._watched
             for leaf, values in zip(leaves, readings, strict=True)
             for _ in values
         ]
@@ -233,13 +234,8 @@ class GradientTape:
         return jax.tree_util.tree_unflatten(tree, results)
 
 
-def _is_variable(value: Any) -> bool:
-    """Variables, ours and Keras's, are leaves: they know how to be assigned."""
-    return hasattr(value, "assign") and hasattr(value, "trainable")
-
-
 def _leaves(nest: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves(nest, is_leaf=_is_variable)
+    return jax.tree_util.tree_leaves(nest, is_leaf=is_variable)
 
 
 def _seeds(seeds: Any, target: Any, num_targets: int) -> list[Any]:

@@ -15,7 +15,7 @@ from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.strategies import reduction
 from replicax._src.topology import resolve_device
-from replicax._src.values import DistributedValues, Mirrored, PerReplica
+from replicax._src.values import Mirrored, PerReplica, is_value
 
 
 @final
@@ -236,7 +236,7 @@ def owner_of(variable: Any) -> Any:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, (DistributedValues, IndexedSlices)) or hasattr(value, "assign")
+    return isinstance(value, IndexedSlices) or is_value(value)
 
 
 def _has_per_replica(nest: Any) -> bool:

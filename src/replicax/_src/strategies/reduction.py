@@ -19,11 +19,11 @@ from replicax._src.errors import ReductionError, UnsupportedError
 from replicax._src.options import ReduceOp
 from replicax._src.placement.spmd import in_flight
 from replicax._src.topology import Topology
-from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value, is_variable
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (DistributedValues, IndexedSlices)) or hasattr(value, "assign")
+    return isinstance(value, IndexedSlices) or is_value(value)
 
 
 def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: Any, axis: Any) -> Any:
@@ -58,7 +58,7 @@ def _reduce_leaf(
         return _reduce_local(value.communicator, ops, op, value.local, axes)
     if isinstance(value, PerReplica):
         return _reduce_per_replica(topology, ops, op, value, axes)
-    if hasattr(value, "assign"):
+    if is_variable(value):
         return _reduce_variable(topology, op, value, axes)
     if isinstance(value, Mirrored):
         if op is ReduceOp.SUM and topology.num_replicas > 1:
@@ -282,26 +282,22 @@ def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
     num_replicas = topology.num_replicas
     if num_replicas == 1:
         return value.values if isinstance(value, DistributedValues) else (value,)
-    if _has_components(value):
+    if is_value(value):
         return _components_of(value, num_replicas)
     if not isinstance(value, (tuple, list, dict, IndexedSlices)):
         return (value,)
-    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=_has_components)
+    leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=is_value)
     per_leaf = [_components_of(leaf, num_replicas) for leaf in leaves]
     return tuple(
         jax.tree_util.tree_unflatten(tree, [values[r] for values in per_leaf]) for r in range(num_replicas)
     )
 
 
-def _has_components(value: Any) -> bool:
-    return isinstance(value, DistributedValues) or hasattr(value, "assign")
-
-
 def _components_of(leaf: Any, num_replicas: int) -> tuple[Any, ...]:
     """What each replica has of a leaf: components, copies of a variable, or the same value."""
     if isinstance(leaf, DistributedValues) or hasattr(leaf, "values"):
         return leaf.values
-    if hasattr(leaf, "assign"):  # a variable of Keras
+    if is_variable(leaf):  # of Keras
         held = leaf.value
         shards = [] if isinstance(held, jax_compat.Tracer) else held.addressable_shards
         if len(shards) == num_replicas:

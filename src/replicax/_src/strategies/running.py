@@ -46,6 +46,7 @@ from replicax._src.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    is_value,
     per_replica_from_components,
 )
 
@@ -141,7 +142,7 @@ class Runner:
                     return placed.wrap(placed.launcher(found[1]))
         nest = (tuple(args), dict(kwargs), cells)
         opened, close = open_modules(nest)
-        leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=_is_leaf)
+        leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
         outer = current_capture()
         if outer is not None:
             if outer.is_replica:
@@ -292,7 +293,7 @@ class Runner:
             chosen = position in options.donate_args or position - len(args) in options.donate_args
             flags += [
                 chosen and (isinstance(leaf, DistributedValues) or self._is_plain_state(leaf))
-                for leaf in jax.tree_util.tree_leaves(arg, is_leaf=_is_leaf)
+                for leaf in jax.tree_util.tree_leaves(arg, is_leaf=is_value)
                 if isinstance(leaf, DistributedValues) or key.is_array(leaf)
             ]
         num_arrays = sum(leaf.kind != "static" for leaf in described)
@@ -421,10 +422,6 @@ def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...]
         return None
     program.same_outputs[index] = False
     return tuple(shapes[v] for v in program.variant_of_replica)
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, DistributedValues) or hasattr(value, "assign")
 
 
 def _reference_counts(arrays: Sequence[Any]) -> list[int]:

@@ -28,7 +28,7 @@ from replicax._src.strategies import datasets, reduction
 from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.topology import Topology, device_name
-from replicax._src.values import DistributedValues, Mirrored
+from replicax._src.values import DistributedValues, Mirrored, is_value
 from replicax._src.variables.placement import VariablePlacement
 
 
@@ -263,7 +263,7 @@ class Strategy:
         """
 
         def copy(leaf: Any) -> Any:
-            if isinstance(leaf, DistributedValues) or hasattr(leaf, "assign"):
+            if is_value(leaf):
                 leaf = leaf.as_array() if isinstance(leaf, DistributedValues) else leaf.value
             if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
                 raise InvalidArgumentError(
@@ -274,9 +274,7 @@ class Strategy:
                 return self.runner.owned(array)
             return Mirrored(array, self.num_replicas_in_sync, is_ours=True)
 
-        return jax.tree_util.tree_map(
-            copy, tree, is_leaf=lambda x: isinstance(x, DistributedValues) or hasattr(x, "assign")
-        )
+        return jax.tree_util.tree_map(copy, tree, is_leaf=is_value)
 
     def unreplicate(self, tree: Any) -> Any:
         """One plain array for each replicated leaf of a nest, the reverse of ``replicate``.

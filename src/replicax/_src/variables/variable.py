@@ -17,7 +17,7 @@ from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchro
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import Sharing, Slot, slot_makers, state_lock
 from replicax._src.user_code import user_line
-from replicax._src.values import ArrayLike, DistributedValues, PerReplica
+from replicax._src.values import ArrayLike, DistributedValues, PerReplica, variable_types
 from replicax._src.variables.placement import VariablePlacement
 
 _SUMMED_ASSIGN_ADD = (
@@ -430,6 +430,7 @@ def _make_slot(variable: Any, num_replicas: int) -> Slot | None:
 
 
 slot_makers.append(_make_slot)
+variable_types.append(Variable)
 
 # In functions of JAX a variable is its value.
 _as_its_value: Any = lambda _, values: values[0]  # noqa: E731
