@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from replicax._src import context, jax_compat
 from replicax._src.bridges import ensure_bridges
-from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
+from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, UnsupportedError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.placement.spmd import ProgramState
 from replicax._src.program import key
@@ -26,6 +26,7 @@ from replicax._src.program.cache import (
     static_leaf,
 )
 from replicax._src.program.capture import current_capture
+from replicax._src.program.modules import open_modules
 from replicax._src.program.program import Variant, check_no_leaks, has_callback, trace_variant
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
@@ -103,6 +104,11 @@ class Function:
         signature = (tree, tuple(described), context.get_strategy(), jax_state())
         placed = programs.get(signature)
         if placed is None:
+            if open_modules((args, kwargs))[1] is not None:
+                raise UnsupportedError(
+                    "rx.function got an nnx module as an argument, which its trace could not update. Pass the module's "
+                    "state as arrays (nnx.split), or call strategy.run with the module outside of rx.function."
+                )
             try:
                 placed = _trace(fn, tree, described)
             except _IteratesDataset:

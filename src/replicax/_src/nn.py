@@ -53,8 +53,9 @@ def compute_average_loss(
     else:
         size = _checked_size(global_batch_size)
     total = jnp.sum(loss)
-    size = jnp.asarray(size).astype(dtype)
-    return jnp.where(size == 0, jnp.zeros_like(total), total / jnp.where(size == 0, 1, size))
+    size = jnp.asarray(size).astype(jnp.promote_types(dtype, jnp.float32))  # half precision cannot count
+    share = total / jnp.where(size == 0, 1, size)
+    return jnp.where(size == 0, 0, share).astype(dtype)
 
 
 def _global_size(local_size: int) -> Any:

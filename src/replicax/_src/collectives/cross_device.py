@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +15,7 @@ from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import CommunicationOptions, ReduceOp
+from replicax._src.program.markers import reduced_p
 from replicax._src.values import DistributedValues
 
 
@@ -196,7 +198,8 @@ def reduce_in_replica(
     options: CommunicationOptions | None,
 ) -> Any:
     """``all_reduce`` through a strategy's cross-device operations."""
-    return in_replica.all_reduce(_Through(ops, communicator), op, value, options)
+    reduced = in_replica.all_reduce(_Through(ops, communicator), op, value, options)
+    return jax.tree_util.tree_map(reduced_p.bind, reduced)
 
 
 @final

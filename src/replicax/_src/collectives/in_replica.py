@@ -209,6 +209,8 @@ def mean_of_sum(total: Any, count: Any) -> Any:
     """A sum divided by a count; integers become the default floating type."""
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         total = total.astype(jnp.result_type(float))
+    if total.dtype.itemsize < 4:  # half precision counts neither to 257 (bfloat16) nor to 65536 (float16)
+        return (total.astype(jnp.float32) / count).astype(total.dtype)
     return total / jnp.asarray(count, total.dtype)
 
 

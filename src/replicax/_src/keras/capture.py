@@ -98,6 +98,8 @@ def write(capture: Capture, variable: Any, value: Any) -> None:
     sharing = capture.sharing_of(variable)
     if sharing is Sharing.SEED and capture.is_replica:
         value = shared_seed(value, _communicator().replica_id())
+    elif sharing is Sharing.SUMMED and context.merge_communicator() is not None:
+        value = jnp.where(_communicator().replica_id() == 0, value, jnp.zeros_like(value))
     elif sharing is Sharing.SUMMED and not capture.is_replica:
         value = jnp.zeros_like(capture.read(variable)).at[0].set(value)
     capture.write(variable, value)

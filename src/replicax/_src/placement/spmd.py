@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import packed_sum
+from replicax._src.errors import TraceError
 from replicax._src.placement.uneven import UnevenEvaluator
 from replicax._src.program.program import ReplicaProgram
 from replicax._src.program.slots import (
@@ -277,6 +278,11 @@ class ProgramState:
           donates: The program owns the written state. One that calls back into Python does not: it commits when
             it has finished, and the state is free meanwhile, for a callback may read it.
         """
+        if not jax_compat.is_evaluating():
+            raise TraceError(
+                "strategy.run (or an rx.function) was called inside a function that JAX traces by itself (jax.jit, "
+                "jax.grad, jax.vmap, …), which knows nothing of variables. Use rx.function instead of jax.jit."
+            )
         if donates:
             with state_lock:
                 written, read = self.load(for_donation=True)

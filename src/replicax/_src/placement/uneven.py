@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.errors import StructureError
 from replicax._src.program.capture import Uneven
-from replicax._src.program.numbering import number_constant, number_of, number_values
+from replicax._src.program.numbering import number_constant, number_of, number_params, number_values
 from replicax._src.program.program import ReplicaProgram, Variant
 from replicax._src.program.rewrite import evaluate_inlined
 from replicax._src.program.verdict import (
@@ -231,7 +231,7 @@ class UnevenEvaluator:
         """
         self._run_shared(envs, pieces)
         own = [
-            [e for e in piece.eqns if not all(v in shared for v in e.outvars)]
+            [e for e in piece.eqns if not _is_all_shared(e, shared)]
             for piece, shared in zip(pieces, self._shared, strict=True)
         ]
         wanted = list(zip(*(piece.wanted for piece in pieces), strict=True))
@@ -257,7 +257,7 @@ class UnevenEvaluator:
         """Evaluates what all variants compute alike, and tells every variant's environment."""
         made: dict[Any, Any] = {}
         for eqn in pieces[0].eqns:
-            if all(v in self._shared[0] for v in eqn.outvars):
+            if _is_all_shared(eqn, self._shared[0]):
                 values = jax_compat.bind_equation(eqn, [_read(envs[0], a) for a in eqn.invars])
                 envs[0].update(zip(eqn.outvars, values, strict=True))
                 made.update((self._shared[0][v], x) for v, x in zip(eqn.outvars, values, strict=True))
@@ -308,6 +308,11 @@ class UnevenEvaluator:
         return results[: len(wanted)]
 
 
+def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:
+    """Whether all variants evaluate an equation alike; what has only an effect stays with its replica."""
+    return bool(eqn.outvars) and all(v in shared for v in eqn.outvars)
+
+
 class _Piece:
     """The equations of one variant between two cuts.
 
@@ -332,7 +337,13 @@ def _is_cut(eqn: Any) -> bool:
 def _check_same_collective(a: Any, b: Any) -> None:
     shapes = [[v.aval.shape for v in eqn.invars] for eqn in (a, b)]
     if a.primitive.name == b.primitive.name and shapes[0] == shapes[1]:
-        return
+        if not jax_compat.sub_jaxprs(a) or number_params(a) == number_params(b):
+            return
+        raise StructureError(
+            f"The scan, loop or condition at {jax_compat.equation_line(a)} has a collective inside and computes "
+            f"something else for another local batch size (it uses x.shape[0], perhaps): it can only be one for all "
+            f"replicas. Compute what depends on the local batch size before it."
+        )
     raise StructureError(
         f"The collective at {jax_compat.equation_line(a)} is {a.primitive.name} of shapes {shapes[0]} for one "
         f"local batch size and {b.primitive.name} of shapes {shapes[1]} for another. Replicas can only "

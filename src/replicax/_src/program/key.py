@@ -39,6 +39,8 @@ def function_key(fn: Callable[..., Any], anchors: list[Any] | None = None) -> Ha
     Args:
       anchors: Where to append the objects that the key names by identity.
     """
+    if type(fn) is types.FunctionType:
+        return _python_function_key(fn, anchors, (id(fn),), frozenset(lifted_cells(fn)))
     return _key(fn, anchors, ())
 
 
@@ -51,7 +53,9 @@ def _key(value: Any, anchors: list[Any] | None, above: tuple[int, ...]) -> Hasha
             return "itself"
         return _python_function_key(value, anchors, (*above, id(value)))
     if kind is types.ModuleType:
-        return "module"
+        if anchors is not None:
+            anchors.append(value)
+        return ("module", id(value))
     if kind is tuple:
         return (tuple, *(_key(item, anchors, above) for item in value))
     if kind is types.MethodType:
@@ -74,8 +78,12 @@ def _key(value: Any, anchors: list[Any] | None, above: tuple[int, ...]) -> Hasha
 
 
 def _python_function_key(
-    fn: types.FunctionType, anchors: list[Any] | None, above: tuple[int, ...]
+    fn: types.FunctionType,
+    anchors: list[Any] | None,
+    above: tuple[int, ...],
+    lifted: frozenset[str] = frozenset(),
 ) -> Hashable:
+    """``lifted``: cells whose contents become inputs of the program, so that only their shapes count."""
     code = fn.__code__
     if _is_library(code.co_filename):
         if anchors is not None:
@@ -88,7 +96,7 @@ def _python_function_key(
         parts.append(tuple((k, _key(v, anchors, above)) for k, v in fn.__kwdefaults__.items()))
     if fn.__closure__:
         parts.extend(
-            (name, _cell_key(cell, anchors, above))
+            (name, _cell_key(cell, anchors, above, name in lifted))
             for name, cell in zip(code.co_freevars, fn.__closure__, strict=True)
         )
     scope = fn.__globals__
@@ -98,12 +106,14 @@ def _python_function_key(
     return tuple(parts)
 
 
-def _cell_key(cell: types.CellType, anchors: list[Any] | None, above: tuple[int, ...]) -> Hashable:
+def _cell_key(
+    cell: types.CellType, anchors: list[Any] | None, above: tuple[int, ...], is_lifted_cell: bool
+) -> Hashable:
     try:
         content = cell.cell_contents
     except ValueError:
         return "empty"
-    if is_lifted(content):
+    if is_lifted_cell:
         leaves, tree = jax.tree_util.tree_flatten(content, is_leaf=is_value)
         return (tree, *(array_key(leaf) for leaf in leaves))
     return _key(content, anchors, above)

@@ -58,6 +58,9 @@ aggregate_p = jax_compat.marker_primitive(
     linear=True,
 )
 
+# What an all_reduce of the user's gave: reduced, whatever cross-device operations computed it.
+reduced_p = jax_compat.identity_primitive("replicax_reduced")
+
 # A user vouches that a value is the same on all replicas.
 assert_same_p = jax_compat.identity_primitive("replicax_assert_same")
 

@@ -48,13 +48,14 @@ def _number(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
         else:
             # Nested tuples would grow with the depth of the computation: keep their hash.
             operands = tuple(number_of(env, a) for a in eqn.invars)
-            base = hash((eqn.primitive.name, operands, _number_params(eqn)))
+            base = hash((eqn.primitive.name, operands, number_params(eqn)))
         for position, var in enumerate(eqn.outvars):
             env[var] = (base, position, tuple(var.aval.shape))
     return env
 
 
-def _number_params(eqn: Any) -> Any:
+def number_params(eqn: Any) -> Any:
+    """A hashable for the parameters of an equation, jaxprs among them by what they compute."""
     if is_call(eqn):  # the function that is called is what counts, not its rules for derivatives
         return _number_param(jax_compat.sub_jaxprs(eqn)[0])
     return tuple(sorted((name, _number_param(value)) for name, value in eqn.params.items()))

@@ -48,6 +48,7 @@ _KEEPS_REDUCED = frozenset(
         "abs",
         "add",
         "add_any",
+        "scatter-add",
         "and",
         "atan2",
         "cbrt",
@@ -226,6 +227,9 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
             f"condition the same on all replicas (reduce it with all_reduce first), move the collective out of "
             f"the condition, or use jnp.where."
         )
+    if name == "replicax_reduced":
+        is_users = inputs[0].is_same and not jax_compat.is_differentiated(eqn)
+        return [Verdict.REDUCED if is_users else join(inputs)] * count
     if name in _SPECIAL:
         return [_SPECIAL[name](inputs)] * count
     if name in _COLLECTIVES or name == "axis_index":
@@ -240,7 +244,8 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
         return [Verdict.DIFFERS] * count
     worst = max(inputs, default=Verdict.SAME)
     if worst.is_same:
-        keeps = name in _KEEPS_REDUCED and Verdict.REDUCED in inputs
+        # What JAX's differentiation computes from reduced values is a gradient that has not been reduced.
+        keeps = Verdict.REDUCED in inputs and name in _KEEPS_REDUCED and not jax_compat.is_differentiated(eqn)
         return [Verdict.REDUCED if keeps else Verdict.SAME] * count
     keeps = worst is Verdict.SHIFTED and name in _KEEPS_SHIFTED and inputs.count(Verdict.SHIFTED) == 1
     return [Verdict.SHIFTED if keeps else Verdict.DIFFERS] * count

@@ -16,6 +16,7 @@ from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.strategies import reduction
 from replicax._src.topology import resolve_device
 from replicax._src.values import Mirrored, PerReplica, is_value
+from replicax._src.variables.variable import Variable
 
 
 @final
@@ -172,7 +173,9 @@ class StrategyExtended:
             )
         strategy = self._strategy
         given = (tuple(args), dict(kwargs or {}))
-        if context.merge_communicator() is None and _has_per_replica(given):
+        has_components = isinstance(var, Variable) and var.has_components
+        is_outside = context.merge_communicator() is None and not context.in_replica_function()
+        if is_outside and (has_components or _has_per_replica(given)):
             result = strategy.run(lambda given: self._update(var, fn, given), args=(given,))
             return result if group else strategy.experimental_local_results(result)
         result = self._update(var, fn, given)

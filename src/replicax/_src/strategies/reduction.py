@@ -20,6 +20,7 @@ from replicax._src.options import ReduceOp
 from replicax._src.placement.spmd import in_flight
 from replicax._src.topology import Topology
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value, is_variable
+from replicax._src.variables.variable import Variable
 
 
 def _is_leaf(value: Any) -> bool:
@@ -89,7 +90,7 @@ def _plain_text(what: str, value: Any, op: ReduceOp) -> str:
 
 
 def _reduce_variable(topology: Topology, op: ReduceOp, variable: Any, axes: tuple[int, ...] | None) -> Any:
-    if getattr(variable, "_has_components", False):
+    if isinstance(variable, Variable) and variable.has_components:
         value = PerReplica(jnp.stack(_on_one_device(variable.values)), topology.num_replicas)
         return _reduce_per_replica(topology, None, op, value, axes)
     if op is ReduceOp.SUM and topology.num_replicas > 1:
@@ -190,6 +191,9 @@ def _compute(
     array: Any,
 ) -> Any:
     """The reduction of the stored form of a PerReplica: [R, ...], or [...] where all are equal."""
+    if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
+        wide = _compute(op, num_replicas, is_equal, shapes, axes, array.astype(jnp.float32))
+        return wide.astype(array.dtype)  # the mean of half precision fits where its sum may not
     array = in_replica.reducible(array, op)
     if axes is None:
         if is_equal:

@@ -22,6 +22,7 @@ from replicax._src.errors import (
     MixedStrategiesError,
     StructureError,
     TraceError,
+    UnsupportedError,
 )
 from replicax._src.options import ReduceOp, RunOptions
 from replicax._src.placement.spmd import Launcher
@@ -150,6 +151,11 @@ class Runner:
                     "strategy.run was called in merge_call, whose function is part of a replica program that is being "
                     "traced. Do that work in the replica function, or after run."
                 )
+            if close is not None:
+                raise UnsupportedError(
+                    "strategy.run got an nnx module inside rx.function, whose trace could not update it. Call "
+                    "strategy.run outside of rx.function, or pass the module's state as arrays (nnx.split)."
+                )
             described, arrays = self._describe(leaves, None, is_traced=True)
             donated = [False] * len(arrays)
             placed = self._trace(fn, tree, described, donated, options, close is not None)
@@ -161,7 +167,7 @@ class Runner:
             tree,
             tuple(described),
             tuple(donated),
-            id(options.experimental_xla_options),
+            tuple(sorted((options.experimental_xla_options or {}).items())),
             jax_state(),
         )
         placed = programs.get(signature)

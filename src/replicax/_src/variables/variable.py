@@ -91,7 +91,7 @@ class Variable(ArrayLike):
             self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1
         )
         with jax_compat.outside_traces():
-            parts = self._sum_parts(value) if self._has_components else None
+            parts = self._initial_components(value) if self._has_components else None
             self._value = self._placement.place(value, parts)
 
     # --- reading --------------------------------------------------------------------------------------
@@ -127,6 +127,11 @@ class Variable(ArrayLike):
             raw = self._raw()
             return tuple(raw) if self._has_components else (raw,) * self._placement.num_replicas
         return self._placement.components(self._value, self._has_components)
+
+    @property
+    def has_components(self) -> bool:
+        """Whether each replica has a value of its own (ON_READ, several replicas)."""
+        return self._has_components
 
     @property
     def ndim(self) -> int:
@@ -295,7 +300,7 @@ class Variable(ArrayLike):
             value = jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
         self._write(combine(raw, value))
 
-    def _sum_parts(self, value: Any) -> Any:
+    def _initial_components(self, value: Any) -> Any:
         """Components at creation: each replica starts from the initial value."""
         return jnp.broadcast_to(value, (self._placement.num_replicas, *self.shape))
 
