@@ -2,7 +2,7 @@
 
 Three contexts, per thread, as in tf.distribute: the default one (no strategy), cross-replica context (in a
 strategy's scope, or in ``merge_call``), and replica context (in a function that ``Strategy.run`` runs).
-Strategies are known here only as a Protocol.
+Strategies are only passed through: nothing here depends on what they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 
@@ -25,19 +25,6 @@ from replicax._src.errors import (
 )
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.values import DistributedValues, PerReplica, is_value
-
-
-class StrategyLike(Protocol):
-    """What contexts know of a strategy."""
-
-    is_default: bool
-
-    @property
-    def num_replicas_in_sync(self) -> int: ...
-
-    def reduce_in_replica(
-        self, communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None
-    ) -> Any: ...
 
 
 class _Frame:

@@ -102,13 +102,6 @@ def eval_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return list(jax.core.eval_jaxpr(jaxpr, (), *args))
 
 
-def close(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
-    """A closed jaxpr of one without constvars; ``consts`` must be empty there."""
-    if _ONE_JAXPR_CLASS:
-        return jaxpr
-    return jex.ClosedJaxpr(jaxpr, list(consts))
-
-
 def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Evaluates one equation, keeping the user's file and line for errors and HLO."""
     if params is not None:

@@ -1,6 +1,6 @@
 """Collectives on this replica's own arrays, as JAX primitives over the replica axis.
 
-``Communicator`` is the seam: ``TracedCommunicator`` runs in programs, ``placement/eager.py`` has the one
+``Communicator`` is the seam: ``TracedCommunicator`` runs in programs, ``collectives/eager.py`` has the one
 that meets other threads.
 """
 

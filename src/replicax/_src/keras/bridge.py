@@ -1,4 +1,4 @@
-"""Installs what makes Keras work in traced functions, through public names of Keras only, and removes it.
+"""Installs what makes Keras work in traced functions, through public names of Keras where there are any, and removes it.
 
 Outside of functions that replicax traces, and of scopes, everything behaves as before.
 """

@@ -39,7 +39,7 @@ class Uneven:
 
     Attributes:
       variant_of_replica: The variant that each replica runs.
-      known: For each exchange, the shape in each variant; None in the first round.
+      known: For each exchange, the shape in each variant, as far as earlier rounds have learnt them.
       rows: The local batch size of this variant.
       seen: The shapes of this variant's exchanges, in order.
     """

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.values import DistributedValues, is_value
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
@@ -236,10 +235,3 @@ def difference(old: Hashable, new: Hashable, path: str = "") -> str | None:
             if found:
                 return found
     return f"{path!r} is another object or value" if path else "its code changed"
-
-
-def describe(value: Any) -> str:
-    """A short word for an argument in messages about retracing."""
-    if isinstance(value, jax_compat.Tracer) or is_array(value):
-        return f"{value.dtype}{list(value.shape)}"
-    return repr(value)

@@ -114,6 +114,7 @@ class Runner:
         self._strategy = strategy
         self._topology = strategy.topology
         self._cache: ProgramCache[PlacedFunction] = ProgramCache()
+        self._last: PlacedFunction | None = None
         # With one replica arrays are plain: those that nobody else holds a buffer of, for donate_args.
         self._owned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -125,6 +126,7 @@ class Runner:
     @property
     def last_launcher(self) -> Launcher:
         """The launcher of the program that was traced last: for looking at what was compiled."""
+        assert self._last is not None, "nothing has been traced yet"
         return self._last.launcher
 
     def run(
