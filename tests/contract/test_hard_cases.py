@@ -170,7 +170,32 @@ def test_run_without_arguments_inside_jax_jit_changes_nothing(strategy):
 
 
 def test_means_of_half_precision_count_in_full(strategy):
-    losses = strategy.run(lambda: rx.nn.compute_average_loss(jnp.ones(257, jnp.bfloat16), global_batch_size=257))
+    losses = strategy.run(
+        lambda: rx.nn.compute_average_loss(jnp.ones(257, jnp.bfloat16), global_batch_size=257)
+    )
     assert float(first(strategy, losses)) == pytest.approx(1.0, rel=1e-2)  # bfloat16 has 8 bits
     x = strategy.experimental_distribute_values_from_function(lambda ctx: np.ones(40000, np.float16))
     assert float(strategy.reduce("mean", x, axis=0)) == pytest.approx(1.0, rel=1e-2)
+
+
+def test_components_of_an_on_read_variable_everywhere(strategy):
+    with strategy.scope():
+        v = rx.Variable([0.0, 0.0], synchronization="ON_READ", aggregation="SUM")
+
+    def step(x):
+        v.assign(jnp.stack([x, x * 10]))
+        context = rx.get_replica_context()
+
+        def scoped(strategy):
+            with strategy.scope():
+                return v.read_value()
+
+        return v.values[1], context.merge_call(scoped)
+
+    x = strategy.experimental_distribute_values_from_function(
+        lambda ctx: np.float32(ctx.replica_id_in_sync_group + 1)
+    )
+    second, total = strategy.run(step, (x,))
+    assert first(strategy, second).tolist() == [2.0, 20.0]
+    assert first(strategy, total).tolist() == [3.0, 30.0]
+    assert np.asarray(rx.function(lambda: strategy.reduce("SUM", v, axis=None))()).tolist() == [3.0, 30.0]

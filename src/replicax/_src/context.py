@@ -146,7 +146,11 @@ class Scope:
         strategy = self._strategy
         check_may_enter(strategy)
         replica = ReplicaContext(strategy, 0) if strategy is _default[0] else None  # it changes nothing
-        _local.frames.append(_Frame(strategy, replica))
+        top = _top()
+        if top is not None and top.strategy is strategy:  # perhaps in merge_call or update: still there
+            _local.frames.append(_Frame(strategy, replica, top.communicator, top.is_update))
+        else:
+            _local.frames.append(_Frame(strategy, replica))
         return strategy
 
     def __exit__(self, *_exc: object) -> None:

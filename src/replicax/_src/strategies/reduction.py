@@ -105,7 +105,7 @@ def _reduce_variable(topology: Topology, op: ReduceOp, variable: Any, axes: tupl
 
 
 def _on_one_device(values: Sequence[Any]) -> list[Any]:
-    return [np.asarray(v) for v in values]
+    return [v if isinstance(v, jax_compat.Tracer) else np.asarray(v) for v in values]
 
 
 def _reduce_local(

@@ -123,8 +123,11 @@ class Variable(ArrayLike):
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """The components on this process's replicas, in replica order: copies on their devices."""
-        if isinstance(self._raw(), jax_compat.Tracer):
-            raw = self._raw()
+        raw = self._raw()
+        communicator = _communicator() or context.merge_communicator()
+        if communicator is not None:  # in a replica function raw is this replica's own
+            return tuple(communicator.components(raw))
+        if isinstance(raw, jax_compat.Tracer):
             return tuple(raw) if self._has_components else (raw,) * self._placement.num_replicas
         return self._placement.components(self._value, self._has_components)
 
