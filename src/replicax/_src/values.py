@@ -20,44 +20,11 @@ from replicax._src import jax_compat
 from replicax._src.errors import DonatedError, PerReplicaUseError
 from replicax._src.topology import Topology
 
-_BINARY = [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "divmod",
-]
 _REFLECTED = [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-    "divmod",
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
 ]
+_BINARY = [*_REFLECTED, "lt", "le", "gt", "ge", "eq", "ne"]
 _UNARY = ["neg", "pos", "abs", "invert"]
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__float__": float,
