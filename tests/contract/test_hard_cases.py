@@ -68,8 +68,10 @@ def test_a_scan_with_a_collective_that_knows_the_local_size_is_refused(strategy)
     (batch,) = list(strategy.experimental_distribute_dataset([np.ones((3, 2), np.float32)]))
 
     def step(x):
+        total, rows = jnp.sum(x, 0), x.shape[0]
+
         def body(carry, _):
-            return carry + rx.get_replica_context().all_reduce("sum", jnp.sum(x, 0) / x.shape[0]), None
+            return carry + rx.get_replica_context().all_reduce("sum", total / rows), None
 
         return jax.lax.scan(body, jnp.zeros(2), None, length=2)[0]
 

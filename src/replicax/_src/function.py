@@ -190,12 +190,11 @@ class _Home:
 def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf]) -> _PlacedCode:
     home = _Home()
     while True:
-        is_row: list[bool] = []
-        is_plain: list[bool] = []
+        kinds: list[str] = []
         try:
-            variant = _trace_at(fn, tree, described, home, is_row, is_plain)
+            variant = _trace_at(fn, tree, described, home, kinds)
             check_no_leaks(variant)
-            return _PlacedCode(variant, home.strategy or context.get_strategy(), is_row, is_plain)
+            return _PlacedCode(variant, home.strategy or context.get_strategy(), kinds)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
 
@@ -205,9 +204,10 @@ def _trace_at(
     tree: Any,
     described: Sequence[Leaf],
     home: _Home,
-    is_row: list[bool],
-    is_plain: list[bool],
+    kinds: list[str],
 ) -> Variant:
+    """Traces the function; ``kinds`` learns of each array that it returns: "row" (a PerReplica, device r holds row
+    r), "whole" (a value that every device holds) or "plain" (an array)."""
     inputs = [leaf for leaf in described if leaf.kind != "static"]
 
     def call(tracers: list[Any]) -> Any:
@@ -216,15 +216,8 @@ def _trace_at(
         args, kwargs, cells = jax.tree_util.tree_unflatten(tree, leaves)
         result = key.with_cells(fn, cells)(*args, **kwargs)
         values = jax.tree_util.tree_leaves(result, is_leaf=is_value)
-        is_row[:] = [
-            isinstance(value, PerReplica) and not value.is_equal
-            for value in values
-            if isinstance(value, DistributedValues) or key.is_array(value)
-        ]
-        is_plain[:] = [
-            key.is_array(value)
-            for value in values
-            if isinstance(value, DistributedValues) or key.is_array(value)
+        kinds[:] = [
+            _kind(value) for value in values if isinstance(value, DistributedValues) or key.is_array(value)
         ]
         return result
 
@@ -239,10 +232,16 @@ def _trace_at(
     )
 
 
+def _kind(value: Any) -> str:
+    if not isinstance(value, DistributedValues):
+        return "plain"
+    return "row" if isinstance(value, PerReplica) and not value.is_equal else "whole"
+
+
 class _PlacedCode:
     """A traced function, compiled for the devices of its strategy."""
 
-    def __init__(self, variant: Variant, strategy: Any, is_row: Sequence[bool], is_plain: Sequence[bool]):
+    def __init__(self, variant: Variant, strategy: Any, kinds: Sequence[str]):
         self._variant = variant
         self._topology = topology = strategy.topology
         slots = [entry.slot for entry in variant.entries]
@@ -275,14 +274,14 @@ class _PlacedCode:
             out_shardings=(
                 [row if s.sharing.is_per_replica else whole for s in written_slots],
                 [whole] * len(summed),
-                [row if is_one else whole for is_one in is_row],
+                [row if kind == "row" else whole for kind in kinds],
                 [whole] if needs_token else [],
             ),
         )
         self._consts = jax.device_put(variant.consts, whole)
         # Plain results go where the strategy keeps variables, so that plain code can compute with both.
         self._home = strategy.variable_placement.parameter_device
-        self._is_plain = list(is_plain)
+        self._kinds = list(kinds)
 
     def __call__(self, args: Sequence[Any]) -> Any:
         mesh_devices = set(self._topology.devices)
@@ -297,8 +296,8 @@ class _PlacedCode:
         )
         if self._home is not None:
             outs = [
-                jax.device_put(o, self._home) if is_one else o
-                for o, is_one in zip(outs, self._is_plain, strict=True)
+                jax.device_put(o, self._home) if kind == "plain" else o
+                for o, kind in zip(outs, self._kinds, strict=True)
             ]
         remaining = iter(outs)
         leaves = [next(remaining) if o.is_array else o.value for o in self._variant.outputs]

@@ -37,12 +37,13 @@ def number_constant(value: Any) -> Any:
     return ("constant", str(array.dtype), array.shape, hash(array.tobytes()))
 
 
-def _number(jaxpr: Any, inputs: Sequence[Any]) -> dict[Any, Any]:
+def _number(jaxpr: Any, inputs: Sequence[Any], *, is_nested: bool = False) -> dict[Any, Any]:
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     num_collectives = 0
     for eqn in jaxpr.eqns:
-        if is_replica_collective(eqn):
-            # Replicas meet here: whatever each gave, all get the same.
+        if is_replica_collective(eqn) and not is_nested:
+            # Replicas meet here, so what each gave does not matter. In a scan or condition it does: there the
+            # equation around it is one for all replicas, and must compute the same for each.
             base: Any = ("collective", num_collectives)
             num_collectives += 1
         else:
@@ -66,7 +67,7 @@ def _number_param(value: Any) -> str:
         inner, consts = jax_compat.inner_jaxpr(value)
         inputs = [("input", i, tuple(v.aval.shape)) for i, v in enumerate(inner.invars)]
         opened = jax_compat.rebuild(inner, invars=[*inner.constvars, *inner.invars], keep_constvars=False)
-        numbers = _number(opened, [*map(number_constant, consts), *inputs])
+        numbers = _number(opened, [*map(number_constant, consts), *inputs], is_nested=True)
         return str(hash(tuple(number_of(numbers, a) for a in opened.outvars)))
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(_number_param(v) for v in value) + ")"

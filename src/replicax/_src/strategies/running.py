@@ -428,7 +428,7 @@ def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...]
     shapes = [tuple(v.jaxpr.outvars[index].aval.shape) for v in program.variants]
     if len(set(shapes)) == 1:
         return None
-    program.same_outputs[index] = False
+    assert not program.same_outputs[index], "outputs of different shapes were taken for the same"
     return tuple(shapes[v] for v in program.variant_of_replica)
 
 
