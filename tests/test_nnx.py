@@ -95,6 +95,15 @@ def test_gradients_that_were_not_summed_are_an_error_and_the_module_is_left_alon
     np.testing.assert_array_equal(before[0], after[0])
 
 
+def test_donation_beside_a_module_is_refused_and_nothing_is_given_away():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    model, _ = make()
+    state = strategy.replicate(np.ones((2, 3), "f"))
+    with pytest.raises(rx.errors.UnsupportedError, match=r"nnx\.split"):
+        strategy.run(lambda m, x: m(x), (model, state), options=rx.RunOptions(donate_args=(1,)))
+    assert np.asarray(state).tolist() == np.ones((2, 3)).tolist()
+
+
 def test_state_split_outside_the_loop():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     model, _ = make()

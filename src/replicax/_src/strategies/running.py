@@ -145,6 +145,11 @@ class Runner:
                     return placed.wrap(placed.launcher(found[1]))
         nest = (tuple(args), dict(kwargs), cells)
         opened, close = open_modules(nest)
+        if close is not None and options.donate_args:
+            raise UnsupportedError(
+                "RunOptions(donate_args=…) does not go with nnx modules as arguments, whose arrays the modules hold. Leave "
+                "it out, or pass the module's state as arrays (nnx.split)."
+            )
         leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
         outer = current_capture()
         if outer is not None:
