@@ -5,22 +5,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS_VENV := .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.installed
 LINTED := $(wildcard src tests examples benchmarks)
 
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint format bench clean
+.PHONY: help demo test test-long test-peers lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
 	@echo "make test       run the tests, without the long ones"
 	@echo "make test-long  run all the tests"
+	@echo "make test-peers run the tests with TensorFlow, torch and Hugging Face datasets (tests/peers)"
 	@echo "make lint       check the format, lint, check the types"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
-	@echo "make clean      remove .venv and everything that was built or cached"
+	@echo "make clean      remove .venv, .venv-peers and everything that was built or cached"
 
 demo: $(STAMP)
 	@echo "demo: examples/digits.py"
@@ -33,6 +36,10 @@ test: $(STAMP)
 test-long: $(STAMP)
 	@echo "test-long: pytest, all tests"
 	@$(BIN)/python -m pytest -q
+
+test-peers: $(PEERS_STAMP)
+	@echo "test-peers: pytest tests/peers"
+	@$(PEERS_VENV)/bin/python -m pytest -q tests/peers
 
 lint: $(STAMP)
 	@echo "lint: ruff format --check, ruff check, pyright"
@@ -50,15 +57,23 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/run.py
 
 clean:
-	@echo "clean: removing .venv, build outputs and caches"
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@echo "clean: removing .venv, .venv-peers, build outputs and caches"
+	@rm -rf $(VENV) $(PEERS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-$(STAMP): requirements.lock pyproject.toml
+# $(call install,environment,lock file)
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "replicax needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "setup: installing requirements.lock into $(VENV) (a few minutes, the first time)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q --disable-pip-version-check -r requirements.lock
-	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "setup: installing $(2) into $(1) (a few minutes, the first time)"
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/pip install -q --disable-pip-version-check -r $(2)
+	@$(1)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+endef
+
+$(STAMP): requirements.lock pyproject.toml
+	$(call install,$(VENV),requirements.lock)
+
+$(PEERS_STAMP): peers.lock pyproject.toml
+	$(call install,$(PEERS_VENV),peers.lock)

@@ -10,6 +10,7 @@ import sys
 import traceback
 
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -371,7 +372,7 @@ def test_iterating_a_dataset_in_a_replica_function(strategy):
     dataset = strategy.experimental_distribute_dataset([np.ones(4, np.float32)])
     text = "next(iterator) should be called from outside of replica_fn"
     message(
-        errors.CrossReplicaContextError,
+        errors.IterationContextError,
         lambda: strategy.run(lambda: next(iter(dataset))),
         text,
         "args=(batch,)",
@@ -877,6 +878,106 @@ def test_keras_on_another_backend():
         assert words in text
     assert left == "False"
     assert in_process(KERAS_PROGRAM, KERAS_BACKEND="jax") == ""
+
+
+# --- data ---------------------------------------------------------------------------------------------
+
+
+ROWS_OF_DIFFERENT_LENGTHS = np.array([np.arange(2), np.arange(3)], dtype=object)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error_type", "says"),
+    [
+        ([np.float32(1.5)], errors.UnbatchedDatasetError, ("Call the `batch` method", "across 2 replicas")),
+        ([(np.ones(4), np.ones(5))], errors.InconsistentRowsError, ("[0]: (4,), [1]: (5,)",)),
+        (
+            [np.array(["a", "b"])],
+            errors.UnsupportedElementError,
+            ("dtype <U1", "no device holds text", "token ids"),
+        ),
+        (
+            [ROWS_OF_DIFFERENT_LENGTHS],
+            errors.UnsupportedElementError,
+            ("rows of different lengths", "pad them"),
+        ),
+        (
+            [jax.experimental.sparse.BCOO.fromdense(jnp.eye(3))],
+            errors.UnsupportedElementError,
+            ("a sparse BCOO of shape (3, 3)", ".todense()"),
+        ),
+        ([{"x": None}], errors.UnsupportedElementError, ("no array",)),
+    ],
+)
+def test_bad_batches(strategy, dataset, error_type, says):
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    message(error_type, lambda: next(iterator), *says)
+
+
+def test_unbatched_arrays(strategy):
+    rows = rx.data.from_arrays(np.ones((4, 2)))
+    message(
+        errors.UnbatchedDatasetError,
+        lambda: strategy.experimental_distribute_dataset(rows),
+        "Call the `batch` method",
+    )
+
+
+@pytest.mark.parametrize("dataset", [np.ones(4), {"x": np.ones(4)}, "rows", 3, None, lambda: [np.ones(4)]])
+def test_what_is_no_dataset(strategy, dataset):
+    message(
+        errors.UnsupportedSourceError,
+        lambda: strategy.experimental_distribute_dataset(dataset),
+        "no dataset",
+    )
+
+
+def test_a_generator_that_raises(strategy):
+    def batches():
+        yield np.ones(4)
+        raise OSError("shard 7 is gone")
+
+    iterator = iter(strategy.experimental_distribute_dataset(batches()))
+    assert strategy.reduce("SUM", next(iterator), axis=0) == 4
+    with pytest.raises(OSError, match="shard 7 is gone") as caught:
+        next(iterator)
+    assert "in batches\n" in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__notes__ == ["(raised while the dataset was read ahead: a one-shot generator)"]
+
+
+def test_a_closed_iterator(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset([np.ones(4)]))
+    iterator.close()
+    message(errors.ClosedIteratorError, lambda: next(iterator), "was closed", "iter(dataset)")
+
+
+def test_workers_that_do_not_exist():
+    message(
+        errors.InvalidArgumentError,
+        lambda: rx.InputContext(num_input_pipelines=2, input_pipeline_id=2),
+        "input_pipeline_id must be at least 0 and less than num_input_pipelines=2, got 2",
+    )
+    message(
+        errors.InvalidArgumentError,
+        lambda: rx.data.from_arrays(np.ones(4)).shard(2, 2),
+        "index must be at least 0 and less than num_shards=2, got 2",
+        "numbered from 0",
+    )
+
+
+def test_modes_and_policies(strategy):
+    rows = rx.data.from_arrays(np.ones(4)).batch(2)
+    options = rx.InputOptions(experimental_replication_mode="PER_REPLICA")
+    message(
+        errors.UnsupportedError,
+        lambda: strategy.experimental_distribute_dataset(rows, options),
+        "only supported in distribute_datasets_from_function",
+    )
+    message(
+        errors.InvalidArgumentError,
+        lambda: rx.data.DistributeOptions("SOMEHOW"),
+        "allowed are AUTO, FILE, DATA, HINT, OFF",
+    )
 
 
 # --- words --------------------------------------------------------------------------------------------

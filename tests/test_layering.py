@@ -28,6 +28,7 @@ LAYERS = {
     "cluster/tpu": 1,
     "input/split": 1,
     "input/order": 1,
+    "input/autoshard": 1,
     "variables/partitioners": 1,
     "coordinator/closures": 1,
     "ps/messages": 1,
@@ -131,7 +132,8 @@ def imported_files(file: Path, *, with_types: bool = True) -> set[str]:
 
 
 def folder_of(name: str) -> str:
-    return name.rpartition("/")[0]
+    """The folder of ``_src`` that a file is in; its subfolders are parts of it."""
+    return name.partition("/")[0] if "/" in name else ""
 
 
 def may_import(importer: str, imported: str) -> bool:

@@ -1,5 +1,26 @@
-"""Datasets over arrays in memory."""
+"""Datasets over arrays in memory and over files, and how datasets are distributed."""
 
-from replicax._src.input.arrays import ArrayDataset, from_arrays
+from replicax._src.input.arrays import SHARD_HINT, ArrayDataset, from_arrays
+from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
+from replicax._src.input.files.constructors import (
+    from_array_records,
+    from_csv,
+    from_parquet,
+    from_text_lines,
+    from_tfrecords,
+)
+from replicax._src.input.files.dataset import FileDataset
 
-__all__ = ["ArrayDataset", "from_arrays"]
+__all__ = [
+    "SHARD_HINT",
+    "ArrayDataset",
+    "AutoShardPolicy",
+    "DistributeOptions",
+    "FileDataset",
+    "from_array_records",
+    "from_arrays",
+    "from_csv",
+    "from_parquet",
+    "from_text_lines",
+    "from_tfrecords",
+]

@@ -9,10 +9,12 @@ from replicax._src.errors import (
     DivergentCollectiveError,
     DonatedError,
     InvalidArgumentError,
+    IterationContextError,
     KerasBackendError,
     KerasLossError,
     MissingExtraError,
     MixedStrategiesError,
+    OneDeviceDifferenceError,
     PerReplicaUseError,
     ReductionError,
     ReplicaContextError,
@@ -26,17 +28,24 @@ from replicax._src.errors import (
     VariableError,
 )
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
-from replicax._src.input.dataset import EmptyOptionalError, OutOfRangeError
+from replicax._src.input.autoshard import NotEnoughFilesError
+from replicax._src.input.dataset import ClosedIteratorError, EmptyOptionalError, OutOfRangeError
 from replicax._src.input.elements import (
     DatasetLengthError,
     EmptyDatasetError,
+    NotResumableError,
     OneShotSourceError,
-    UnsupportedSourceError,
 )
+from replicax._src.input.files.columns import ColumnError
+from replicax._src.input.files.formats import UnreadableFileError
+from replicax._src.input.files.paths import MissingFileError
+from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import UnbatchedDatasetError
 
 __all__ = [
     "BackendStartedError",
+    "ClosedIteratorError",
+    "ColumnError",
     "ContextError",
     "CrossReplicaContextError",
     "DatasetLengthError",
@@ -48,10 +57,15 @@ __all__ = [
     "EmptyOptionalError",
     "InconsistentRowsError",
     "InvalidArgumentError",
+    "IterationContextError",
     "KerasBackendError",
     "KerasLossError",
     "MissingExtraError",
+    "MissingFileError",
     "MixedStrategiesError",
+    "NotEnoughFilesError",
+    "NotResumableError",
+    "OneDeviceDifferenceError",
     "OneShotSourceError",
     "OutOfRangeError",
     "PerReplicaUseError",
@@ -64,6 +78,7 @@ __all__ = [
     "TraceError",
     "TracedConditionError",
     "UnbatchedDatasetError",
+    "UnreadableFileError",
     "UnsupportedElementError",
     "UnsupportedError",
     "UnsupportedSourceError",

@@ -33,7 +33,7 @@ def lines_of(text: str) -> list[str]:
     return sorted(line.strip() for line in text.strip().splitlines())
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sharp_bits.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/sharp_bits.md", "docs/guides/data.md"])
 def test_listings_print_what_the_page_says(page, tmp_path):
     listings = LISTING.findall((ROOT / page).read_text())
     assert listings

@@ -9,16 +9,34 @@ from replicax._src.input.dataset import DistributedDataset, EmptyOptionalError, 
 from replicax._src.input.elements import EmptyDatasetError, OneShotSourceError
 from replicax._src.input.sources import PerReplicaPulls, open_source
 from replicax._src.input.specs import PerReplicaSpec
-from replicax._src.input.split import split_batch, split_sizes
+from replicax._src.input.split import split_sizes
 
 
-def distribute(dataset, num_replicas=2):
-    """A distributed dataset whose elements are lists: the slices of each replica."""
+class Lists:
+    """Places rows as lists: the slices of each replica."""
 
-    def place(batch):
-        return jax.tree.map(lambda array: [part.tolist() for part in split_batch(array, num_replicas)], batch)
+    def place(self, step):
+        def slices(array):
+            ends = np.cumsum(step.sizes)
+            return [array[end - size : end].tolist() for size, end in zip(step.sizes, ends, strict=True)]
 
-    return DistributedDataset(open_source(dataset, num_replicas=num_replicas), place)
+        return jax.tree.map(slices, step.nest)
+
+    def stack(self, steps, capacity):
+        return [self.place(step) for step in steps], capacity
+
+    def signature(self, step):
+        return step.sizes
+
+
+class PartLists(Lists):
+    def place(self, step):
+        return [part.tolist() for part in step]
+
+
+def distribute(dataset, num_replicas=2, **options):
+    """A distributed dataset whose elements are lists."""
+    return DistributedDataset(open_source(dataset, num_replicas=num_replicas), Lists(), **options)
 
 
 @pytest.fixture
@@ -130,7 +148,7 @@ def test_iterators_are_independent():
 
 def test_pulled_parts():
     pulls = PerReplicaPulls.from_one(grain.MapDataset.range(9).batch(2), 2)
-    distributed = DistributedDataset(pulls, lambda parts: [part.tolist() for part in parts])
+    distributed = DistributedDataset(pulls, PartLists())
     assert list(distributed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]
     assert distributed.num_replicas == 2
 

@@ -1,7 +1,10 @@
+import dataclasses
 import subprocess
 import sys
+from typing import NamedTuple
 
 import grain
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,10 +15,9 @@ from replicax._src.input.elements import (
     DatasetLengthError,
     EmptyDatasetError,
     OneShotSourceError,
-    UnsupportedSourceError,
     element_spec,
-    open_elements,
 )
+from replicax._src.input.opening import UnsupportedSourceError, open_elements
 from replicax._src.input.order import INFINITE
 from replicax._src.input.specs import ArraySpec
 
@@ -172,7 +174,34 @@ def test_what_is_no_element(element):
 
 def test_grain_is_not_imported_for_the_user():
     code = (
-        "import sys; from replicax._src.input.elements import open_elements; open_elements([1]); "
+        "import sys; from replicax._src.input.opening import open_elements; open_elements([1]); "
         "assert 'grain' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@dataclasses.dataclass
+class Example:
+    features: object
+    label: object
+
+
+def test_dataclasses_are_nests():
+    (element,) = open_elements([Example(np.ones((2, 3)), {"y": [np.arange(2)]})]).iterate()
+    assert isinstance(element, Example)
+    assert [leaf.shape for leaf in jax.tree.leaves(element)] == [(2, 3), (2,)]
+    (again,) = open_elements([Example(np.ones(1), np.ones(1))]).iterate()
+    assert len(jax.tree.leaves(again)) == 2
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def test_named_tuples_dicts_and_none_are_nests():
+    (element,) = open_elements([Pair({"x": np.ones((2, 3))}, (np.arange(2), None))]).iterate()
+    assert isinstance(element, Pair)
+    assert element.left["x"].shape == (2, 3)
+    assert element.right[0].tolist() == [0, 1]
+    assert element.right[1] is None

@@ -8,7 +8,6 @@ from replicax._src.input.split import (
     InputContext,
     InputOptions,
     InputReplicationMode,
-    split_batch,
     split_offsets,
     split_sizes,
 )
@@ -49,15 +48,6 @@ def test_offsets_are_where_the_slices_meet(num_rows, num_replicas):
     assert tuple(np.diff(offsets)) == split_sizes(num_rows, num_replicas)
 
 
-@given(st.integers(0, 200), replicas)
-def test_slices_are_contiguous_views(num_rows, num_replicas):
-    batch = np.arange(2 * num_rows).reshape(num_rows, 2)
-    slices = split_batch(batch, num_replicas)
-    np.testing.assert_array_equal(np.concatenate(slices), batch)
-    assert tuple(len(part) for part in slices) == split_sizes(num_rows, num_replicas)
-    assert all(part.base is not None for part in slices)
-
-
 @pytest.mark.parametrize(("num_rows", "num_replicas"), [(-1, 2), (4, 0), (4, -1)])
 def test_impossible_splits(num_rows, num_replicas):
     with pytest.raises(InvalidArgumentError):
@@ -73,6 +63,13 @@ def test_input_context():
         context.get_per_replica_batch_size(13)
     assert str(InputContext(3, 1, 42)) == "tf.distribute.InputContext(input pipeline id 1, total: 3)"
     assert InputContext() == InputContext(1, 0, 1)
+
+
+@pytest.mark.parametrize(("num_pipelines", "index"), [(2, 2), (2, -1), (0, 0)])
+def test_pipelines_that_do_not_exist(num_pipelines, index):
+    text = f"less than num_input_pipelines={num_pipelines}, got {index}"
+    with pytest.raises(InvalidArgumentError, match=text):
+        InputContext(num_pipelines, index)
 
 
 def test_input_options():

@@ -48,6 +48,7 @@ class _Frame:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
+        self.stand_in: tuple[Any, Any] | None = None
 
 
 _local = _Local()
@@ -215,6 +216,30 @@ def strategy_for_new_variable() -> Any:
         if frame.strategy is not _local.frames[-1].strategy:
             raise _mixed(frame.strategy, _local.frames[-1].strategy)
     return get_strategy()
+
+
+def stand_in_of(strategy: Any) -> Any | None:
+    """The parts that ``strategy`` has instead of its own, here; None almost always."""
+    stand_in = _local.stand_in
+    return stand_in[1] if stand_in is not None and stand_in[0] is strategy else None
+
+
+def is_standing_in() -> bool:
+    """Whether some strategy has other parts than its own, here."""
+    return _local.stand_in is not None
+
+
+@contextlib.contextmanager
+def standing_in(strategy: Any, parts: Any) -> Iterator[None]:
+    """Inside, in this thread, ``strategy`` is composed of other parts than its own: fewer replicas, say.
+
+    It stays the same object, so that variables made in its scope are still its own.
+    """
+    before, _local.stand_in = _local.stand_in, (strategy, parts)
+    try:
+        yield
+    finally:
+        _local.stand_in = before
 
 
 @contextlib.contextmanager

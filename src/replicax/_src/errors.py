@@ -10,6 +10,7 @@ Callers catch types, never texts. ``docs/errors.md`` has an entry for each class
     │   └── VariableError                      a variable that cannot be made or used that way
     ├── ContextError (RuntimeError)            the right call in the wrong place
     │   ├── CrossReplicaContextError           needs cross-replica context
+    │   │   └── IterationContextError (ValueError) a distributed dataset iterated in a replica function
     │   ├── ReplicaContextError                needs replica context
     │   ├── MixedStrategiesError               two strategies in one place
     │   └── ScopeNestingError                  scopes or global strategies that do not nest
@@ -24,6 +25,7 @@ Callers catch types, never texts. ``docs/errors.md`` has an entry for each class
     ├── KerasBackendError (RuntimeError)       Keras does not run on JAX
     ├── KerasLossError (ValueError)            a mean loss where it would be R times too large
     ├── DonatedError (RuntimeError)            a value that was given away
+    ├── OneDeviceDifferenceError (AssertionError)  a step differs from the same step on one device
     └── MissingExtraError (ImportError)        an optional dependency is not installed
 """
 
@@ -58,6 +60,10 @@ class ContextError(ReplicaxError, RuntimeError):
 
 class CrossReplicaContextError(ContextError):
     """The call needs cross-replica context: outside ``run``, or in ``merge_call``."""
+
+
+class IterationContextError(CrossReplicaContextError, ValueError):
+    """A distributed dataset was iterated in a replica function; a ValueError too, as in TensorFlow."""
 
 
 class ReplicaContextError(ContextError):
@@ -114,6 +120,10 @@ class KerasLossError(ReplicaxError, ValueError):
 
 class DonatedError(ReplicaxError, RuntimeError):
     """A value was used after it had been given to a program."""
+
+
+class OneDeviceDifferenceError(ReplicaxError, AssertionError):
+    """A step under a strategy differs from the same step on one device."""
 
 
 class MissingExtraError(ReplicaxError, ImportError):

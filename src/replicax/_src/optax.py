@@ -35,7 +35,8 @@ def aggregate_gradients() -> Any:
         capture = current_capture()
         if capture is None or not capture.is_replica:
             return updates, state
-        leaves, tree = jax.tree_util.tree_flatten(updates)
-        return jax.tree_util.tree_unflatten(tree, capture.aggregate(leaves)), state
+        found, tree = jax.tree_util.tree_flatten_with_path(updates)
+        names = [jax.tree_util.keystr(path) for path, _ in found]
+        return tree.unflatten(capture.aggregate([leaf for _, leaf in found], names)), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

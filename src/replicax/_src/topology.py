@@ -38,12 +38,14 @@ class Topology:
       mesh: The mesh over them.
       replicated: The sharding of an array that every device holds whole.
       per_replica: The sharding of an array [R, ...] of which device r holds row r.
+      stacked: The sharding of an array [steps, R, ...] of several such.
     """
 
     devices: tuple[Device, ...]
     mesh: Mesh
     replicated: NamedSharding
     per_replica: NamedSharding
+    stacked: NamedSharding
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Topology:
@@ -54,6 +56,7 @@ class Topology:
             mesh,
             NamedSharding(mesh, PartitionSpec()),
             NamedSharding(mesh, PartitionSpec(REPLICA_AXIS)),
+            NamedSharding(mesh, PartitionSpec(None, REPLICA_AXIS)),
         )
 
     @functools.cached_property

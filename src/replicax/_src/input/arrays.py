@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.input import memory
+from replicax._src.input.autoshard import check_shard
 from replicax._src.input.order import (
     INFINITE,
     Batches,
@@ -19,10 +21,14 @@ from replicax._src.input.order import (
     FirstRows,
     InOrder,
     Order,
+    PassCounter,
     Repeated,
-    Rows,
+    ShardOfBatches,
+    ShardOfRows,
     ShuffledBatches,
     ShuffledRows,
+    parts_of,
+    rebuilt,
 )
 from replicax._src.input.specs import ArraySpec
 
@@ -33,6 +39,13 @@ class UnsupportedElementError(ReplicaxError, TypeError):
 
 class InconsistentRowsError(InvalidArgumentError):
     """The arrays of one batch or dataset have different numbers of rows."""
+
+
+SHARD_HINT: Final = -1
+"""Given to ``ArrayDataset.shard``: the policy HINT says how many shards there are, and which is whose."""
+
+_SHUFFLES = (ShuffledRows, ShuffledBatches)
+_SHARDS = (ShardOfRows, ShardOfBatches)
 
 
 def from_arrays(arrays: Any) -> ArrayDataset:
@@ -76,7 +89,7 @@ class ArrayDataset:
         self._order = order
         self._is_batched = is_batched
         self._static_batch_size = static_batch_size
-        self._pass_numbers = itertools.count()
+        self._passes = PassCounter()
 
     @property
     def is_batched(self) -> bool:
@@ -152,9 +165,29 @@ class ArrayDataset:
             return self._reordered(self._order)
         return self._reordered((FirstBatches if self._is_batched else FirstRows)(self._order, count))
 
+    def shard(self, num_shards: int, index: int) -> ArrayDataset:
+        """Keeps every ``num_shards``-th element from the element ``index`` on: rows, or batches after ``batch``.
+
+        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(n)`` gives each worker rows
+        of its own. Shuffle with a seed, or after, or the workers' shards overlap.
+
+        Args:
+          num_shards: How many parts there are; or ``SHARD_HINT`` twice, for the policy HINT.
+          index: Which part to keep, from 0.
+
+        Raises:
+          InvalidArgumentError: ``index`` is not less than ``num_shards``, or negative.
+        """
+        if num_shards == index == SHARD_HINT:
+            shard: tuple[int | None, int | None] = (None, None)
+        else:
+            shard = (operator.index(num_shards), operator.index(index))
+            check_shard(*shard)
+        return self._reordered((ShardOfBatches if self._is_batched else ShardOfRows)(self._order, *shard))
+
     def __iter__(self) -> Iterator[Any]:
         """Starts again from the first element."""
-        return self._elements(next(self._pass_numbers))
+        return self.elements(self._passes.begin())
 
     def __len__(self) -> int:
         if self.cardinality == INFINITE:
@@ -167,12 +200,76 @@ class ArrayDataset:
     def __repr__(self) -> str:
         return f"ArrayDataset(element_spec={self.element_spec}, cardinality={self.cardinality})"
 
-    def _elements(self, pass_number: int) -> Iterator[Any]:
-        for rows in self._order.blocks((pass_number,)):
-            if self._is_batched:
-                yield self._at(_as_slice(rows))
-            else:
+    # --- for distributed datasets ---------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        """What it is, for people."""
+        num_rows = {len(array) for array in jax.tree.leaves(self._arrays)}.pop()
+        return f"arrays of {num_rows} rows"
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch; None before ``batch``."""
+        sizes = [part.batch_size for part in parts_of(self._order) if isinstance(part, Batches)]
+        return sizes[0] if sizes else None
+
+    def elements(self, pass_number: int, start: int = 0) -> Iterator[Any]:
+        """Yields the elements of the pass with a number, from the element ``start`` on."""
+        for rows in self._order.blocks((pass_number,), start):
+            if not self._is_batched:
                 yield from map(self._at, rows)
+            elif isinstance(rows, range):
+                yield self._at(slice(rows.start, rows.stop, rows.step))
+            else:
+                yield jax.tree.map(lambda array, rows=rows: memory.take(array, rows), self._arrays)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of all shuffles."""
+        return [part.seed for part in parts_of(self._order) if isinstance(part, _SHUFFLES)]
+
+    def begin_pass(self) -> int:
+        """Returns the number of the pass that begins now: each has one of its own, whoever iterates."""
+        return self._passes.begin()
+
+    def continue_from(self, num_passes: int, seeds: Sequence[int]) -> None:
+        """Makes the next pass number ``num_passes``, with shuffles as the ``seeds`` of an equal dataset say."""
+        remaining = iter(seeds)
+
+        def change(order: Order) -> Order:
+            return dataclasses.replace(order, seed=next(remaining)) if isinstance(order, _SHUFFLES) else order
+
+        self._passes.num_begun = num_passes
+        self._order = rebuilt(self._order, change)
+
+    @property
+    def has_hint(self) -> bool:
+        """Whether it has a ``shard(SHARD_HINT, SHARD_HINT)``."""
+        return any(isinstance(part, _SHARDS) and part.index is None for part in parts_of(self._order))
+
+    def with_hint(self, num_shards: int, index: int) -> ArrayDataset:
+        """Returns it with ``shard(num_shards, index)`` for each ``shard(SHARD_HINT, SHARD_HINT)``."""
+
+        def change(order: Order) -> Order:
+            if isinstance(order, _SHARDS) and order.index is None:
+                return dataclasses.replace(order, num_shards=num_shards, index=index)
+            return order
+
+        hinted = self._reordered(rebuilt(self._order, change))
+        hinted._passes = self._passes
+        return hinted
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells it from datasets that have other rows or another order; JSON."""
+        steps = [
+            {"step": type(part).__name__}
+            | {k: v for k, v in vars(part).items() if k not in ("parent", "seed")}
+            for part in parts_of(self._order)
+        ]
+        shapes = [[str(array.dtype), *array.shape[1:]] for array in jax.tree.leaves(self._arrays)]
+        return {"steps": steps, "arrays": shapes}
 
     def _at(self, index: Any) -> Any:
         return jax.tree.map(lambda array: array[index], self._arrays)
@@ -228,11 +325,6 @@ def describe_shapes(nest: Any) -> str:
 
 def _as_host_array(leaf: Any) -> np.ndarray:
     return np.asarray(as_array(leaf))
-
-
-def _as_slice(rows: Rows) -> slice | np.ndarray:
-    """Adjacent rows as a slice, which reads a view."""
-    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
 
 
 def _unsupported_dtype_text(leaf: Any, array: np.ndarray) -> str:

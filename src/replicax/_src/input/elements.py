@@ -1,19 +1,24 @@
-"""What a dataset may be (arrays, grain, anything iterable), read as nests of NumPy and JAX arrays."""
+"""Elements: a dataset of any kind, read as nests of NumPy and JAX arrays. Iterables and iterators are read here,
+other libraries' datasets in ``adapters/``, files in ``files.py``.
+"""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
-from typing import Any, Final, Protocol, final, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import jax
-import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.input.arrays import ArrayDataset, as_array
+from replicax._src.input.arrays import ArrayDataset, UnsupportedElementError, as_array
+from replicax._src.input.autoshard import AutoShardPolicy
 from replicax._src.input.order import INFINITE, Cardinality
-from replicax._src.input.specs import ArraySpec, spec_of
+from replicax._src.input.specs import spec_of
 
 
 class UnsupportedSourceError(ReplicaxError, TypeError):
@@ -32,8 +37,44 @@ class EmptyDatasetError(InvalidArgumentError):
     """A dataset without elements was asked what its elements look like."""
 
 
+class NotResumableError(ReplicaxError, RuntimeError):
+    """A position was asked of a dataset that cannot be continued from one, or a position of another dataset was given."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is known of a dataset beside its elements.
+
+    Attributes:
+      description: What it is, for people: ``"grain.MapDataset"``.
+      is_batched: Its elements are batches, not rows, as far as it can say.
+      batch_size: How many rows an element has (the last may have fewer), where that is known.
+      is_immutable: Nobody writes into the arrays of an element after it was yielded. Else they are copied.
+      policy: The autoshard policy that the dataset itself carries.
+      num_files: How many files it reads; None if it cannot be divided by files.
+      count_files: Returns num_files, where finding out costs something: asked only if there are several workers.
+      of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
+      of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
+    """
+
+    description: str
+    is_batched: bool = True
+    batch_size: int | None = None
+    is_immutable: bool = False
+    policy: AutoShardPolicy | None = None
+    num_files: int | None = None
+    count_files: Callable[[], int | None] | None = None
+    of_files: Callable[[int, int], Elements] | None = None
+    of_hint: Callable[[int, int], Elements] | None = None
+
+
 class Elements(abc.ABC):
     """The elements of one dataset, as nests of NumPy and JAX arrays."""
+
+    @property
+    @abc.abstractmethod
+    def traits(self) -> Traits:
+        """What is known of the dataset."""
 
     @property
     @abc.abstractmethod
@@ -41,7 +82,7 @@ class Elements(abc.ABC):
         """The number of elements, INFINITE, or None if it is not known beforehand."""
 
     @abc.abstractmethod
-    def iterate(self) -> Iterator[Any]:
+    def iterate(self) -> Pass:
         """Starts from the first element.
 
         Raises:
@@ -61,10 +102,114 @@ class Elements(abc.ABC):
         """
 
 
+class Pass(abc.ABC):
+    """One pass through the elements of a dataset."""
+
+    def __iter__(self) -> Pass:
+        return self
+
+    @abc.abstractmethod
+    def __next__(self) -> Any:
+        """Returns the next element."""
+
+    @abc.abstractmethod
+    def get_state(self) -> Any:
+        """Returns what can be written as JSON: where this pass is, after the element that it returned last.
+
+        Raises:
+          NotResumableError: The dataset cannot be continued from a position.
+        """
+
+    @abc.abstractmethod
+    def set_state(self, state: Any) -> None:
+        """Continues where a pass through an equal dataset was, maybe in another process.
+
+        Raises:
+          NotResumableError: The dataset cannot be continued, or the state is of another dataset.
+        """
+
+
+@final
+class StreamPass(Pass):
+    """A pass through elements that come one after the other and can not be returned to.
+
+    Args:
+      reason: Why it cannot be continued from a position, and what to use instead.
+      length: How many elements there must be, if it is known.
+    """
+
+    def __init__(self, elements: Iterator[Any], reason: str, length: Cardinality | None = None):
+        self._elements, self._reason = elements, reason
+        self._count = LengthCheck(length)
+
+    def __next__(self) -> Any:
+        return self._count.next_of(self._elements)
+
+    def get_state(self) -> Any:
+        raise NotResumableError(self._reason)
+
+    def set_state(self, state: Any) -> None:
+        raise NotResumableError(self._reason)
+
+
+@final
+class IndexedPass(Pass):
+    """A pass through elements that have numbers: its state is the number of the next one.
+
+    Args:
+      at: Returns the element with a number, from 0.
+      length: How many elements there are.
+      on_end: Called once, after the last element.
+    """
+
+    def __init__(
+        self, at: Callable[[int], Any], length: Cardinality, on_end: Callable[[], None] = lambda: None
+    ):
+        self._at, self._length, self._on_end = at, length, on_end
+        self._position = 0
+        self._has_ended = False
+
+    def __next__(self) -> Any:
+        if self._position >= self._length:
+            if not self._has_ended:
+                self._has_ended = True
+                self._on_end()
+            raise StopIteration
+        element = self._at(self._position)
+        self._position += 1
+        return element
+
+    def get_state(self) -> Any:
+        return {"position": self._position, "length": _finite(self._length)}
+
+    def set_state(self, state: Any) -> None:
+        check_same_dataset(state, {"length": _finite(self._length)})
+        self._position = int(state["position"])
+        self._has_ended = False
+
+
+def check_same_dataset(state: Any, expected: dict[str, Any]) -> None:
+    """Raises NotResumableError unless a state has a ``position`` and says of the dataset what is expected."""
+    is_state = isinstance(state, dict) and "position" in state
+    got = {name: state.get(name) for name in expected} if is_state else state
+    if not is_state or got != expected:
+        raise NotResumableError(
+            f"The state is not one of this dataset: it says {got}, and the dataset is {expected}. Give the state "
+            "back to the iterator of a dataset that is made in the same way."
+        )
+
+
+def _finite(length: Cardinality) -> int | None:
+    return None if length == INFINITE else int(length)
+
+
 def element_spec(elements: Elements) -> Any:
     """Returns the nest of ArraySpecs that is declared, or else that of the first element."""
     declared = elements.declared_spec()
     return spec_of(elements.first()) if declared is None else declared
+
+
+# --- arrays in memory ---------------------------------------------------------------------------------
 
 
 @final
@@ -75,49 +220,132 @@ class ArrayElements(Elements):
         self._dataset = dataset
 
     @property
+    def traits(self) -> Traits:
+        dataset = self._dataset
+        return Traits(
+            dataset.description,
+            is_batched=dataset.is_batched,
+            batch_size=dataset.batch_size,
+            is_immutable=True,
+            of_hint=(lambda num, index: ArrayElements(dataset.with_hint(num, index)))
+            if dataset.has_hint
+            else None,
+        )
+
+    @property
     def cardinality(self) -> Cardinality | None:
         return self._dataset.cardinality
 
-    def iterate(self) -> Iterator[Any]:
-        return iter(self._dataset)
+    def iterate(self) -> Pass:
+        return _ArrayPass(self._dataset)
 
     def declared_spec(self) -> Any:
         return self._dataset.element_spec
 
     def first(self) -> Any:
         # Of a dataset derived from it, so that looking does not use up an order of its shuffle.
-        return _first(iter(self._dataset.take(1)))
+        return first_element(iter(self._dataset.take(1)))
+
+
+@final
+class _ArrayPass(Pass):
+    """A pass through an ArrayDataset; its state is (pass, position, seeds), so that later passes go on alike."""
+
+    def __init__(self, dataset: ArrayDataset):
+        self._dataset = dataset
+        self._fingerprint = dataset.fingerprint
+        self._begin(dataset.begin_pass(), 0)
+
+    def __next__(self) -> Any:
+        element = next(self._rest)
+        self._position += 1
+        return element
+
+    def get_state(self) -> Any:
+        return {"position": self._position, **self._constant}
+
+    def set_state(self, state: Any) -> None:
+        check_same_dataset(state, self._fingerprint)
+        self._dataset.continue_from(int(state["pass"]) + 1, state["seeds"])
+        self._begin(int(state["pass"]), int(state["position"]))
+
+    def _begin(self, pass_number: int, position: int) -> None:
+        self._position = position
+        self._constant = {"pass": pass_number, "seeds": self._dataset.seeds, **self._fingerprint}
+        self._rest = self._dataset.elements(pass_number, position)
+
+
+# --- iterables and iterators --------------------------------------------------------------------------
 
 
 @final
 class IterableElements(Elements):
-    """The elements of an iterable that starts again each time."""
+    """The elements of an iterable that starts again each time.
+
+    Args:
+      traits: See there.
+      declare_spec: Returns a nest of ArraySpecs, or None.
+      reason: Why it cannot be continued from a position.
+    """
 
     def __init__(
         self,
         iterable: Iterable[Any],
         cardinality: Cardinality | None,
+        traits: Traits,
+        reason: str,
         declare_spec: Callable[[], Any] = lambda: None,
     ):
         self._iterable = iterable
         self._cardinality = cardinality
+        self._traits = traits
+        self._reason = reason
         self._declare_spec = declare_spec
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
 
     @property
     def cardinality(self) -> Cardinality | None:
         return self._cardinality
 
-    def iterate(self) -> Iterator[Any]:
-        elements = map(as_arrays, self._iterable)
-        if self._cardinality is None or self._cardinality == INFINITE:
-            return elements
-        return _counted(elements, int(self._cardinality))
+    def iterate(self) -> Pass:
+        return StreamPass(map(as_arrays, self._iterable), self._reason, self._cardinality)
 
     def declared_spec(self) -> Any:
         return self._declare_spec()
 
     def first(self) -> Any:
-        return _first(map(as_arrays, self._iterable))
+        return first_element(map(as_arrays, self._iterable))
+
+
+@final
+class SequenceElements(Elements):
+    """The elements of a list or another sequence, which are read by their numbers."""
+
+    def __init__(self, sequence: Sequence[Any], traits: Traits):
+        self._sequence, self._traits = sequence, traits
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def cardinality(self) -> Cardinality | None:
+        return len(self._sequence)
+
+    def iterate(self) -> Pass:
+        return IndexedPass(self._at, len(self._sequence))
+
+    def declared_spec(self) -> Any:
+        return None
+
+    def first(self) -> Any:
+        return first_element(map(as_arrays, self._sequence[:1]))
+
+    def _at(self, index: int) -> Any:
+        return as_arrays(self._sequence[index])
 
 
 @final
@@ -125,15 +353,20 @@ class IteratorElements(Elements):
     """The elements of an iterator, which can be gone through once."""
 
     def __init__(self, iterator: Iterator[Any]):
+        self._traits = Traits(f"a one-shot {type(iterator).__name__}")
         self._rest = map(as_arrays, iterator)
         self._peeked: list[Any] = []
         self._is_spent = False
 
     @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
     def cardinality(self) -> Cardinality | None:
         return None
 
-    def iterate(self) -> Iterator[Any]:
+    def iterate(self) -> Pass:
         if self._is_spent:
             raise OneShotSourceError(
                 "This dataset is an iterator (a generator, or an object with __next__), and it has been "
@@ -141,7 +374,11 @@ class IteratorElements(Elements):
                 "again: a list of batches, rx.data.from_arrays(...).batch(n), a grain dataset."
             )
         self._is_spent = True
-        return self._elements()
+        return StreamPass(
+            self._elements(),
+            f"The position of {self._traits.description} cannot be saved or restored: a generator goes through its "
+            "elements once. Use rx.data.from_arrays(...), a grain dataset or a list of batches.",
+        )
 
     def declared_spec(self) -> Any:
         return None
@@ -153,7 +390,7 @@ class IteratorElements(Elements):
                     "This dataset is an iterator that has been iterated, so its first element is gone; ask "
                     "for element_spec before."
                 )
-            self._peeked.append(_first(self._rest))
+            self._peeked.append(first_element(self._rest))
         return self._peeked[0]
 
     def _elements(self) -> Iterator[Any]:
@@ -161,121 +398,84 @@ class IteratorElements(Elements):
         yield from self._rest
 
 
-@runtime_checkable
-class _SupportsArray(Protocol):
-    """Arrays, tensors and tables of any library. They are iterable too, over their rows."""
-
-    def __array__(self) -> Any: ...
-
-
-def open_elements(dataset: Any) -> Elements:
-    """Opens any dataset: an ArrayDataset, a grain dataset, an iterable, or (once) an iterator.
-
-    Raises:
-      UnsupportedSourceError: It is none of these.
-    """
-    if isinstance(dataset, ArrayDataset):
-        return ArrayElements(dataset)
-    _refuse_what_is_no_dataset(dataset)
-    grain = sys.modules.get("grain")  # a grain dataset exists only if the user has imported it
-    if grain is not None and isinstance(dataset, grain.MapDataset):
-        return _open_grain_map(grain, dataset)
-    if grain is not None and isinstance(dataset, grain.IterDataset):
-        return IterableElements(dataset, None, lambda: _grain_spec(grain, dataset))
-    if isinstance(dataset, Iterator):
-        return IteratorElements(dataset)
-    if isinstance(dataset, Iterable):
-        return IterableElements(dataset, _length(dataset))
-    raise UnsupportedSourceError(
-        f"Got {dataset!r} of type {type(dataset).__name__}, which is no dataset. Allowed are "
-        "rx.data.from_arrays(...).batch(n), grain datasets, and iterables of batches (a list, a generator, "
-        "an object with __iter__)."
-    )
-
+# --- elements -----------------------------------------------------------------------------------------
 
 END: Final = object()
 """What ``next(iterator, END)`` returns after the last element; an element can be None."""
 
 
 def as_arrays(element: Any) -> Any:
-    """Returns an element with all its leaves as arrays."""
-    return jax.tree.map(as_array, element)
+    """Returns an element with all its leaves as arrays.
+
+    A dataclass among them becomes known to JAX as a nest of its fields.
+
+    Raises:
+      UnsupportedElementError: There is something in it that is no dense array.
+    """
+    sparse = sys.modules.get("jax.experimental.sparse")
+    if sparse is not None:  # JAX takes its sparse matrices apart, and their parts are no batches
+        jax.tree.map(_refuse_sparse, element, is_leaf=lambda x: isinstance(x, sparse.JAXSparse))
+    return jax.tree.map(_as_array_or_nest, element)
 
 
-def _first(elements: Iterator[Any]) -> Any:
+def _refuse_sparse(leaf: Any) -> None:
+    if type(leaf).__module__.startswith("jax.experimental.sparse"):
+        raise UnsupportedElementError(
+            f"Got a sparse {type(leaf).__name__} of shape {tuple(leaf.shape)}; batches are dense. Convert each "
+            "batch with .todense(), or pass the row numbers and values as arrays of one padded size."
+        )
+
+
+def _as_array_or_nest(leaf: Any) -> Any:
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        jax.tree_util.register_dataclass(type(leaf))
+        return as_arrays(leaf)
+    return as_array(leaf)
+
+
+def first_element(elements: Iterator[Any]) -> Any:
+    """Returns the first element.
+
+    Raises:
+      EmptyDatasetError: There is none.
+    """
     element = next(elements, END)
     if element is END:
         raise EmptyDatasetError("The dataset has no elements, so what they look like is not known.")
     return element
 
 
-def _counted(elements: Iterator[Any], length: int) -> Iterator[Any]:
-    """The elements, as many as were promised: other processes and Keras count on it."""
-    num_elements = 0
-    for num_elements, element in enumerate(elements, start=1):
-        if num_elements > length:
-            raise DatasetLengthError(_length_text(length, "goes on after them"))
-        yield element
-    if num_elements < length:
-        raise DatasetLengthError(_length_text(length, f"ended after {num_elements}"))
+@final
+class LengthCheck:
+    """Counts elements, and refuses a number other than was promised: other processes and Keras count on it.
+
+    Attributes:
+      num_elements: How many there have been.
+    """
+
+    def __init__(self, length: Cardinality | None):
+        self._length = math.inf if length is None else length
+        self._is_known = length is not None and length != INFINITE
+        self.num_elements = 0
+
+    def next_of(self, elements: Iterator[Any]) -> Any:
+        """Returns the next element.
+
+        Raises:
+          DatasetLengthError: There is one too many, or too few.
+        """
+        for element in elements:
+            if self.num_elements >= self._length:
+                raise DatasetLengthError(_length_text(self._length, "goes on after them"))
+            self.num_elements += 1
+            return element
+        if self._is_known and self.num_elements < self._length:
+            raise DatasetLengthError(_length_text(self._length, f"ended after {self.num_elements}"))
+        raise StopIteration
 
 
-def _length_text(length: int, what: str) -> str:
+def _length_text(length: Cardinality, what: str) -> str:
     return (
         f"len() of the dataset says {length} elements, and it {what}. Let __len__ count what __iter__ yields "
         "(batches, not rows), or leave it out; after a filter on a grain.MapDataset, call to_iter_dataset()."
     )
-
-
-def _length(iterable: Iterable[Any]) -> int | None:
-    if not isinstance(iterable, Sized):
-        return None
-    try:
-        return len(iterable)
-    except (TypeError, NotImplementedError):  # torch's and TensorFlow's way to say that it is not known
-        return None
-
-
-def _open_grain_map(grain: Any, dataset: Any) -> Elements:
-    """Reads a ``grain.MapDataset`` in order, in the calling thread.
-
-    Grain's own default, 16 threads, costs ten times as much where elements are cheap to make; to read with
-    threads pass ``dataset.to_iter_dataset(grain.ReadOptions(...))``.
-    """
-    num_elements = len(dataset)
-    cardinality = INFINITE if num_elements == sys.maxsize else num_elements  # repeat() for ever
-    ordered = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
-    return IterableElements(ordered, cardinality, lambda: _grain_spec(grain, dataset))
-
-
-def _grain_spec(grain: Any, dataset: Any) -> Any:
-    """The nest of ArraySpecs that grain infers, or None where a map function does not say."""
-    try:
-        specs = grain.experimental.get_element_spec(dataset)
-    except (ValueError, NotImplementedError):
-        return None
-    return jax.tree.map(lambda spec: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype)), specs)
-
-
-def _refuse_what_is_no_dataset(dataset: Any) -> None:
-    name = type(dataset).__name__
-    if isinstance(dataset, _SupportsArray):
-        raise UnsupportedSourceError(
-            f"Got {name}, an array and no dataset: arrays need a batch size: use "
-            "rx.data.from_arrays(x).batch(n)."
-        )
-    if isinstance(dataset, tuple | Mapping):
-        raise UnsupportedSourceError(
-            f"Got a {name}, which is a nest and no dataset: arrays need a batch size: use "
-            "rx.data.from_arrays(x).batch(n). A series of batches is given as a list."
-        )
-    if dataset is None or isinstance(dataset, str | bytes | bytearray | Set | int | float | complex):
-        raise UnsupportedSourceError(
-            f"Got {dataset!r} of type {name}, which is no dataset: use rx.data.from_arrays(x).batch(n), a "
-            "grain dataset, or an iterable of batches."
-        )
-    if callable(dataset) and not isinstance(dataset, Iterable):
-        raise UnsupportedSourceError(
-            f"Got {dataset!r}, which can be called and is no dataset: call it and pass what it returns, or "
-            "use strategy.distribute_datasets_from_function."
-        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 import numpy as np
@@ -23,6 +24,18 @@ INFINITE: Final[float] = math.inf
 """The cardinality of what never ends."""
 
 
+@dataclass
+class PassCounter:
+    """Numbers the passes over a dataset, which may be in the hands of several who iterate it."""
+
+    num_begun: int = 0
+
+    def begin(self) -> int:
+        """Returns the number of the pass that begins now."""
+        self.num_begun += 1
+        return self.num_begun - 1
+
+
 class Order(abc.ABC):
     """A sequence of elements, which are rows, or (from ``Batches`` on) batches of rows."""
 
@@ -32,92 +45,107 @@ class Order(abc.ABC):
         """The number of elements, or INFINITE."""
 
     @abc.abstractmethod
-    def blocks(self, path: Path) -> Iterator[Rows]:
-        """Yields row numbers: of one batch each, or of any number of rows where these are the elements."""
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        """Yields row numbers: of one batch each, or of any number of rows where these are the elements.
+
+        Args:
+          path: See above.
+          start: The first element to yield; the epochs before it are not walked through.
+        """
 
 
 @final
+@dataclass(frozen=True)
 class InOrder(Order):
     """The rows as they stand."""
 
-    def __init__(self, num_rows: int):
-        self._num_rows = num_rows
+    num_rows: int
 
     @property
     def length(self) -> Cardinality:
-        return self._num_rows
+        return self.num_rows
 
-    def blocks(self, path: Path) -> Iterator[Rows]:
-        yield range(self._num_rows)
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        yield range(min(start, self.num_rows), self.num_rows)
 
 
 @final
+@dataclass(frozen=True)
 class ShuffledRows(Order):
     """All rows of a finite order in random order, a new one for each path if ``reshuffle``."""
 
-    def __init__(self, parent: Order, seed: int, reshuffle: bool):
-        self._parent, self._seed, self._reshuffle = parent, seed, reshuffle
+    parent: Order
+    seed: int
+    reshuffle: bool
 
     @property
     def length(self) -> Cardinality:
-        return self._parent.length
+        return self.parent.length
 
-    def blocks(self, path: Path) -> Iterator[Rows]:
-        rows = _concatenate(self._parent.blocks(path))
-        yield _generator(self._seed, path, self._reshuffle).permutation(rows)
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        rows = _concatenate(self.parent.blocks(path))
+        yield _generator(self.seed, path, self.reshuffle).permutation(rows)[start:]
 
 
 @final
+@dataclass(frozen=True)
 class ShuffledBatches(Order):
     """All batches of a finite order in random order; the rows of a batch stay together."""
 
-    def __init__(self, parent: Order, seed: int, reshuffle: bool):
-        self._parent, self._seed, self._reshuffle = parent, seed, reshuffle
+    parent: Order
+    seed: int
+    reshuffle: bool
 
     @property
     def length(self) -> Cardinality:
-        return self._parent.length
+        return self.parent.length
 
-    def blocks(self, path: Path) -> Iterator[Rows]:
-        batches = list(self._parent.blocks(path))
-        for index in _generator(self._seed, path, self._reshuffle).permutation(len(batches)):
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        batches = list(self.parent.blocks(path))
+        for index in _generator(self.seed, path, self.reshuffle).permutation(len(batches))[start:]:
             yield batches[index]
 
 
 @final
+@dataclass(frozen=True)
 class Repeated(Order):
     """An order ``count`` times over, or for ever if that is None."""
 
-    def __init__(self, parent: Order, count: int | None):
-        self._parent, self._count = parent, count
+    parent: Order
+    count: int | None
 
     @property
     def length(self) -> Cardinality:
-        if self._parent.length == 0 or self._count == 0:
+        if self.parent.length == 0 or self.count == 0:
             return 0  # never INFINITE * 0
-        return INFINITE if self._count is None else self._parent.length * self._count
+        return INFINITE if self.count is None else self.parent.length * self.count
 
-    def blocks(self, path: Path) -> Iterator[Rows]:
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
         if self.length == 0:
             return  # an empty order repeated for ever ends at once
-        for repetition in itertools.count() if self._count is None else range(self._count):
-            yield from self._parent.blocks((*path, repetition))
+        first, start = (
+            (0, start) if self.parent.length == INFINITE else divmod(start, int(self.parent.length))
+        )
+        for repetition in itertools.count(first) if self.count is None else range(first, self.count):
+            yield from self.parent.blocks((*path, repetition), start)
+            start = 0
 
 
 @final
+@dataclass(frozen=True)
 class FirstRows(Order):
     """The first rows of an order."""
 
-    def __init__(self, parent: Order, count: int):
-        self._parent, self._count = parent, count
+    parent: Order
+    count: int
 
     @property
     def length(self) -> Cardinality:
-        return min(self._parent.length, self._count)
+        return min(self.parent.length, self.count)
 
-    def blocks(self, path: Path) -> Iterator[Rows]:
-        missing = self._count
-        for block in self._parent.blocks(path) if missing else ():
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        missing = max(self.count - start, 0)
+        for block in self.parent.blocks(path, start) if missing else ():
             yield block[:missing]
             missing -= min(missing, len(block))
             if not missing:
@@ -125,39 +153,84 @@ class FirstRows(Order):
 
 
 @final
+@dataclass(frozen=True)
 class FirstBatches(Order):
     """The first batches of an order."""
 
-    def __init__(self, parent: Order, count: int):
-        self._parent, self._count = parent, count
+    parent: Order
+    count: int
 
     @property
     def length(self) -> Cardinality:
-        return min(self._parent.length, self._count)
+        return min(self.parent.length, self.count)
 
-    def blocks(self, path: Path) -> Iterator[Rows]:
-        return itertools.islice(self._parent.blocks(path), self._count)
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        return itertools.islice(self.parent.blocks(path, start), max(self.count - start, 0))
 
 
 @final
-class Batches(Order):
-    """An order of rows cut every ``batch_size`` rows; the last batch may be smaller, or is dropped."""
+@dataclass(frozen=True)
+class ShardOfRows(Order):
+    """Every ``num_shards``-th row of an order, from the row ``index`` on; all if these are to be said later."""
 
-    def __init__(self, rows: Order, batch_size: int, drop_remainder: bool):
-        self._rows, self._batch_size, self._drop_remainder = rows, batch_size, drop_remainder
+    parent: Order
+    num_shards: int | None
+    index: int | None
 
     @property
     def length(self) -> Cardinality:
-        num_rows = self._rows.length
+        return _shard_length(self.parent.length, self.num_shards, self.index)
+
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        step, skip = self.num_shards or 1, self.index or 0
+        skip += start * step
+        position = skip
+        for block in self.parent.blocks(path, skip):
+            if len(block):
+                yield block[skip - position :: step] if skip - position < len(block) else block[:0]
+                position += len(block)
+                skip += -(-max(position - skip, 0) // step) * step
+
+
+@final
+@dataclass(frozen=True)
+class ShardOfBatches(Order):
+    """Every ``num_shards``-th batch of an order, from the batch ``index`` on; all if these are to be said later."""
+
+    parent: Order
+    num_shards: int | None
+    index: int | None
+
+    @property
+    def length(self) -> Cardinality:
+        return _shard_length(self.parent.length, self.num_shards, self.index)
+
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
+        step, skip = self.num_shards or 1, self.index or 0
+        return itertools.islice(self.parent.blocks(path, skip + start * step), 0, None, step)
+
+
+@final
+@dataclass(frozen=True)
+class Batches(Order):
+    """An order of rows cut every ``batch_size`` rows; the last batch may be smaller, or is dropped."""
+
+    parent: Order
+    batch_size: int
+    drop_remainder: bool
+
+    @property
+    def length(self) -> Cardinality:
+        num_rows = self.parent.length
         if num_rows == INFINITE:
             return INFINITE
-        full, remainder = divmod(int(num_rows), self._batch_size)
-        return full + bool(remainder and not self._drop_remainder)
+        full, remainder = divmod(int(num_rows), self.batch_size)
+        return full + bool(remainder and not self.drop_remainder)
 
-    def blocks(self, path: Path) -> Iterator[Rows]:
+    def blocks(self, path: Path, start: int = 0) -> Iterator[Rows]:
         pieces: list[Rows] = []
-        missing = self._batch_size
-        for block in self._rows.blocks(path):
+        missing = self.batch_size
+        for block in self.parent.blocks(path, start * self.batch_size):
             start = 0
             while start < len(block):
                 piece = block[start : start + missing]
@@ -166,9 +239,34 @@ class Batches(Order):
                 missing -= len(piece)
                 if not missing:
                     yield _join(pieces)
-                    pieces, missing = [], self._batch_size
-        if pieces and not self._drop_remainder:
+                    pieces, missing = [], self.batch_size
+        if pieces and not self.drop_remainder:
             yield _join(pieces)
+
+
+def rebuilt(order: Order, change: Callable[[Order], Order]) -> Order:
+    """Returns an order with ``change`` made to it and to all orders that it is made of, the innermost first."""
+    if isinstance(order, InOrder):
+        return change(order)
+    return change(replace(order, parent=rebuilt(order.parent, change)))  # type: ignore[arg-type,attr-defined]
+
+
+def parts_of(order: Order) -> list[Order]:
+    """Returns the orders that an order is made of, itself included, the innermost first."""
+    parts: list[Order] = []
+
+    def note(part: Order) -> Order:
+        parts.append(part)
+        return part
+
+    rebuilt(order, note)
+    return parts
+
+
+def _shard_length(length: Cardinality, num_shards: int | None, index: int | None) -> Cardinality:
+    if length == INFINITE:
+        return INFINITE
+    return len(range(index or 0, int(length), num_shards or 1))
 
 
 def _join(pieces: list[Rows]) -> Rows:

@@ -1,22 +1,47 @@
-"""What one step of a loop takes from a dataset: a global batch, or one element for each replica.
+"""What one step of a loop takes from a dataset: rows of a global batch, or one element for each replica.
 
-Nothing is placed on devices here, and no dataset is opened that ``elements.py`` does not know.
+Nothing is placed on devices here, and no dataset is opened that ``opening.py`` does not know.
 """
 
 from __future__ import annotations
 
+import abc
+import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.arrays import ArrayDataset, common_num_rows
-from replicax._src.input.elements import END, Elements, EmptyDatasetError, element_spec, open_elements
+from replicax._src.input import memory
+from replicax._src.input.arrays import common_num_rows
+from replicax._src.input.autoshard import (
+    AutoShardPolicy,
+    Rows,
+    ShardingDecision,
+    WorkerShare,
+    choose_policy,
+    rows_of_global_batch,
+    rows_of_own_batch,
+)
+from replicax._src.input.elements import (
+    END,
+    Elements,
+    EmptyDatasetError,
+    NotResumableError,
+    Pass,
+    element_spec,
+)
+from replicax._src.input.opening import open_elements
 from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.specs import PerReplicaSpec, is_static, spec_of
+from replicax._src.input.split import split_sizes
+
+log = logging.getLogger("replicax")
 
 
 class UnbatchedDatasetError(InvalidArgumentError):
@@ -31,62 +56,133 @@ class UnbatchedDatasetError(InvalidArgumentError):
         )
 
 
-def open_source(dataset: Any, *, num_replicas: int = 1) -> GlobalBatches:
+@dataclass(frozen=True, slots=True)
+class LocalRows:
+    """What one step feeds to the replicas of this worker, on the host.
+
+    Attributes:
+      arrays: ``[num_rows, ...]``: the rows of all the worker's replicas, one after the other.
+      tree: The structure of the nest that the arrays are the leaves of.
+      sizes: How many rows each replica gets.
+    """
+
+    arrays: list[Any]
+    tree: Any
+    sizes: tuple[int, ...]
+
+    @property
+    def nest(self) -> Any:
+        """The nest of the arrays."""
+        return self.tree.unflatten(self.arrays)
+
+
+class Source(abc.ABC):
+    """The steps of a loop: what a strategy places on its replicas, one step at a time."""
+
+    @property
+    @abc.abstractmethod
+    def num_replicas(self) -> int:
+        """R, over all workers."""
+
+    @property
+    @abc.abstractmethod
+    def cardinality(self) -> Cardinality | None:
+        """The number of steps, INFINITE, or None if it is not known beforehand."""
+
+    @abc.abstractmethod
+    def iterate(self) -> Pass:
+        """Starts from the first step."""
+
+    @abc.abstractmethod
+    def element_spec(self) -> Any:
+        """A nest of PerReplicaSpecs."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, str]:
+        """What it is, for people: names and values, in order."""
+
+
+def open_source(
+    dataset: Any,
+    *,
+    num_replicas: int = 1,
+    share: WorkerShare | None = None,
+    policy: AutoShardPolicy | None = None,
+) -> GlobalBatches:
     """Opens a dataset of global batches.
 
     Args:
       dataset: What ``open_elements`` accepts, each element a nest of arrays ``[global_batch, ...]``.
-      num_replicas: R, which the batches will be cut over.
+      num_replicas: R, which the batches will be cut over, if there is one worker.
+      share: Which worker this is, if there are several.
+      policy: How workers share the dataset; None is what the dataset itself says, or AUTO.
 
     Raises:
-      UnbatchedDatasetError: It is an ArrayDataset without ``batch``.
+      UnbatchedDatasetError: It is a dataset of arrays or files without ``batch``.
       UnsupportedSourceError: It is no dataset.
+      NotEnoughFilesError: The policy FILE, and there are fewer files than workers.
     """
-    if isinstance(dataset, ArrayDataset) and not dataset.is_batched:
-        raise UnbatchedDatasetError(num_replicas)
-    return GlobalBatches(open_elements(dataset), num_replicas)
+    share = share or WorkerShare(num_replicas=num_replicas)
+    elements = open_elements(dataset)
+    traits = elements.traits
+    if not traits.is_batched:
+        raise UnbatchedDatasetError(share.num_replicas)
+    wanted = policy or traits.policy or AutoShardPolicy.AUTO
+    num_files = traits.num_files
+    if traits.count_files is not None and share.num_workers > 1:
+        num_files = traits.count_files()
+    decision = choose_policy(
+        wanted, share, num_files, has_hint=traits.of_hint is not None, source=traits.description
+    )
+    log.info(
+        "Input: %s, worker %d of %d, policy %s: %s.",
+        traits.description,
+        share.worker_index,
+        share.num_workers,
+        decision.policy.name,
+        decision.reason,
+    )
+    if traits.of_hint is not None:
+        is_meant = decision.policy is AutoShardPolicy.HINT
+        num_shards = share.num_workers if is_meant else 1
+        elements = traits.of_hint(num_shards, share.worker_index if is_meant else 0)
+    if decision.policy is AutoShardPolicy.FILE and share.num_workers > 1:
+        assert traits.of_files is not None
+        elements = traits.of_files(share.num_workers, share.worker_index)
+    return GlobalBatches(elements, share, decision)
 
 
-class Source(Protocol):
-    """The steps of a loop: what a strategy places on its replicas, one step at a time."""
+@final
+class GlobalBatches(Source):
+    """Steps that are the worker's rows of batches ``[global_batch, ...]``, to be cut over its replicas."""
+
+    def __init__(self, elements: Elements, share: WorkerShare, decision: ShardingDecision):
+        self._elements, self._share, self._decision = elements, share, decision
+        # With the policy DATA all workers see the same batches; else each has its own.
+        self._is_shared = share.num_workers == 1 or decision.policy is AutoShardPolicy.DATA
 
     @property
-    def num_replicas(self) -> int: ...
+    def num_replicas(self) -> int:
+        return self._share.num_replicas
 
     @property
     def cardinality(self) -> Cardinality | None:
-        """The number of steps, INFINITE, or None if it is not known beforehand."""
-        ...
+        count = self._elements.cardinality
+        return count if self._is_shared or count in (0, INFINITE) else None
 
-    def iterate(self) -> Iterator[Any]:
-        """Starts from the first step."""
-        ...
-
-    def element_spec(self) -> Any:
-        """A nest of PerReplicaSpecs."""
-        ...
-
-
-class GlobalBatches:
-    """Steps that are nests of arrays ``[global_batch, ...]``, to be cut over R replicas."""
-
-    def __init__(self, elements: Elements, num_replicas: int):
-        self._elements = elements
-        self.num_replicas = num_replicas
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return self._elements.cardinality
-
-    def iterate(self) -> Iterator[Any]:
-        """Yields the global batches.
+    def iterate(self) -> Pass:
+        """Yields LocalRows.
 
         Raises:
           UnbatchedDatasetError: An element has a scalar in it.
           InconsistentRowsError: The arrays of an element have different numbers of rows.
           UnsupportedElementError: An element has no array in it, or something that is none.
         """
-        return map(self._checked, self._elements.iterate())
+        elements = self._elements.iterate()
+        is_immutable = self._elements.traits.is_immutable
+        if self._is_shared:
+            return _SharedBatches(elements, self._share, is_immutable)
+        return _OwnBatches(elements, self._share, is_immutable)
 
     def element_spec(self) -> Any:
         specs = element_spec(self._elements)
@@ -94,24 +190,130 @@ class GlobalBatches:
             raise UnbatchedDatasetError(self.num_replicas)
         return jax.tree.map(lambda spec: PerReplicaSpec.of_batch(spec, self.num_replicas), specs)
 
-    def _checked(self, batch: Any) -> Any:
-        if any(array.ndim == 0 for array in jax.tree.leaves(batch)):
-            raise UnbatchedDatasetError(self.num_replicas)
-        common_num_rows(batch)
-        return batch
+    def describe(self) -> dict[str, str]:
+        share, decision = self._share, self._decision
+        return {
+            "source": self._elements.traits.description,
+            "batch": _batch_text(self._batch_size(), share.num_replicas),
+            "policy": f"{decision.policy.name}: {decision.reason}",
+            "shard": f"{share.worker_index} of {share.num_workers}",
+        }
+
+    def _batch_size(self) -> int | None:
+        specs = jax.tree.leaves(self._elements.declared_spec())
+        declared = specs[0].shape[0] if specs and specs[0].shape else None
+        return declared or self._elements.traits.batch_size
 
 
-class PerReplicaPulls:
-    """Steps that are lists of R nests, one per replica, each an element as the dataset yields it.
+def _batch_text(batch_size: int | None, num_replicas: int) -> str:
+    """``9 rows, (3, 2, 2, 2) over 4 replicas``."""
+    if batch_size is None:
+        return f"as they come, cut over {num_replicas} replicas (sizes differ by at most one)"
+    sizes = split_sizes(batch_size, num_replicas)
+    each = f"{sizes[0]} on each of" if sizes[0] == sizes[-1] else f"{sizes} over"
+    return f"{batch_size} rows, {each} {num_replicas} replicas" if num_replicas > 1 else f"{batch_size} rows"
+
+
+@final
+class _SharedBatches(Pass):
+    """This worker's rows of each batch that all workers see."""
+
+    def __init__(self, elements: Pass, share: WorkerShare, is_immutable: bool):
+        self._elements, self._share, self._is_immutable = elements, share, is_immutable
+
+    def __next__(self) -> LocalRows:
+        batch = _Batch(next(self._elements), self._share.num_replicas)
+        return batch.cut(rows_of_global_batch(batch.num_rows, self._share), self._is_immutable)
+
+    def get_state(self) -> Any:
+        return self._elements.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._elements.set_state(state)
+
+
+@final
+class _OwnBatches(Pass):
+    """The steps that each batch of this worker lasts for. Its state also says how many of them were taken."""
+
+    def __init__(self, elements: Pass, share: WorkerShare, is_immutable: bool):
+        self._elements, self._share, self._is_immutable = elements, share, is_immutable
+        self._before: Any = None  # the state before the batch that is being cut
+        self._steps: collections.deque[LocalRows] = collections.deque()
+        self._num_taken = 0
+
+    def __next__(self) -> LocalRows:
+        while not self._steps:
+            with contextlib.suppress(NotResumableError):
+                self._before = self._elements.get_state()
+            self._num_taken = 0
+            batch = _Batch(next(self._elements), self._share.num_replicas)
+            rows_of_steps = rows_of_own_batch(batch.num_rows, self._share)
+            self._steps.extend(batch.cut(rows, self._is_immutable) for rows in rows_of_steps)
+        self._num_taken += 1
+        return self._steps.popleft()
+
+    def get_state(self) -> Any:
+        if not self._steps:
+            return {"taken": 0, "elements": self._elements.get_state()}
+        if self._before is None:
+            self._elements.get_state()  # says why it cannot
+        return {"taken": self._num_taken, "elements": self._before}
+
+    def set_state(self, state: Any) -> None:
+        self._elements.set_state(state["elements"])
+        self._steps.clear()
+        for _ in range(state["taken"]):
+            next(self)
+
+
+class _Batch:
+    """One element of the dataset, whose arrays must have the same number of rows."""
+
+    def __init__(self, element: Any, num_replicas: int):
+        self._arrays, self._tree = jax.tree_util.tree_flatten(element)
+        shapes = [array.shape for array in self._arrays]
+        if not all(shapes):
+            raise UnbatchedDatasetError(num_replicas)
+        self.num_rows = shapes[0][0] if shapes else 0
+        if not shapes or any(shape[0] != self.num_rows for shape in shapes):
+            common_num_rows(element)  # says what is wrong
+
+    def cut(self, rows: Rows, is_immutable: bool) -> LocalRows:
+        """Some of its rows."""
+        arrays = self._arrays
+        if rows.start != 0 or rows.stop != self.num_rows:
+            arrays = [array[rows.start : rows.stop] for array in arrays]
+        if not is_immutable:
+            arrays = list(map(_kept, arrays))
+        return LocalRows(arrays, self._tree, rows.sizes)
+
+
+def _kept(array: Any) -> Any:
+    """An array that stays as it is when the dataset goes on: many write all their batches into one."""
+    return memory.copy(array) if isinstance(array, np.ndarray) else array
+
+
+@final
+class PerReplicaPulls(Source):
+    """Steps that are lists of nests, one per replica of this worker, each an element as the dataset yields it.
 
     At the end of the data replicas for which there is no element get one with 0 rows, so that no row is
     lost. Where elements have one fixed shape (``drop_remainder``, or single rows) a program may rely on
-    it, and an incomplete last step is left out instead. Both are TensorFlow's rules.
+    it, and an incomplete last step is left out instead, with a warning. Both are TensorFlow's rules, the
+    warning excepted.
     """
 
-    def __init__(self, elements_of_replicas: Sequence[Elements]):
-        """Takes the elements of each replica; those that replicas share are dealt out in turn."""
+    def __init__(self, elements_of_replicas: Sequence[Elements], num_replicas: int | None = None):
+        """Takes the elements of each replica; those that replicas share are dealt out in turn.
+
+        Args:
+          elements_of_replicas: For each replica of this worker.
+          num_replicas: R, over all workers, if there are several.
+        """
         self._elements_of_replicas = tuple(elements_of_replicas)
+        self._num_replicas = num_replicas or len(self._elements_of_replicas)
+        self._has_warned = False
 
     @classmethod
     def from_one(cls, dataset: Any, num_replicas: int) -> PerReplicaPulls:
@@ -125,7 +327,7 @@ class PerReplicaPulls:
 
     @property
     def num_replicas(self) -> int:
-        return len(self._elements_of_replicas)
+        return self._num_replicas
 
     @property
     def cardinality(self) -> Cardinality | None:
@@ -138,24 +340,50 @@ class PerReplicaPulls:
             return shortest if shortest == longest or self._is_fixed() else longest
         if known[0] in (0, INFINITE):
             return known[0]
-        full, remainder = divmod(int(known[0]), self.num_replicas)
+        full, remainder = divmod(int(known[0]), len(self._elements_of_replicas))
         return full + bool(remainder and not self._is_fixed())
 
-    def iterate(self) -> Iterator[list[Any]]:
-        """Yields for each step the list of R elements."""
-        iterators = {id(elements): elements.iterate() for elements in self._distinct()}
-        return self._steps([iterators[id(elements)] for elements in self._elements_of_replicas])
+    def iterate(self) -> Pass:
+        """Yields for each step the list of the replicas' elements."""
+        distinct = self._distinct()
+        passes = [elements.iterate() for elements in distinct]
+        numbers = {id(elements): number for number, elements in enumerate(distinct)}
+        of_replicas = [numbers[id(elements)] for elements in self._elements_of_replicas]
+        return _Pulls(passes, of_replicas, distinct, self._warn_of_incomplete_step)
 
     def element_spec(self) -> Any:
         return jax.tree.map(
             lambda spec: PerReplicaSpec.of_replica(spec, self.num_replicas), self._replica_spec()
         )
 
+    def describe(self) -> dict[str, str]:
+        distinct = self._distinct()
+        sources = ", ".join(dict.fromkeys(elements.traits.description for elements in distinct))
+        pulled = "its own dataset" if len(distinct) > 1 else "one dataset in turn"
+        return {
+            "source": f"{sources}, from a function",
+            "batch": f"each of {self.num_replicas} replicas takes one element of {pulled}, as it is",
+            "policy": "OFF: the function makes the shards",
+        }
+
     def _distinct(self) -> list[Elements]:
         return list({id(elements): elements for elements in self._elements_of_replicas}.values())
 
     def _is_fixed(self) -> bool:
         return is_static(self._replica_spec())
+
+    def _warn_of_incomplete_step(self, present: Sequence[Any]) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        num_replicas = len(self._elements_of_replicas)
+        log.warning(
+            "Input: the last step has %s for %d replicas. They have one fixed shape, so the step was left out and they "
+            "are not seen. Make the number of elements a multiple of %d, or batch without drop_remainder.",
+            _count_of(present),
+            num_replicas,
+            num_replicas,
+        )
 
     def _replica_spec(self) -> Any:
         """The nest of ArraySpecs of the first dataset that is not empty."""
@@ -165,19 +393,57 @@ class PerReplicaPulls:
                 return element_spec(elements)
         return element_spec(last)
 
-    def _steps(self, iterators: list[Iterator[Any]]) -> Iterator[list[Any]]:
-        while True:
-            parts = [next(iterator, END) for iterator in iterators]
-            present = [part for part in parts if part is not END]
-            if not present:
-                return
-            if len(present) < len(parts):
-                declared = self._elements_of_replicas[0].declared_spec()
-                if is_static(spec_of(present[0]) if declared is None else declared):
-                    return
-                empty = jax.tree.map(_without_rows, present[0])
-                parts = [empty if part is END else part for part in parts]
-            yield parts
+
+@final
+class _Pulls(Pass):
+    """One pass through the elements of all replicas."""
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        of_replicas: Sequence[int],
+        distinct: Sequence[Elements],
+        on_incomplete: Callable[[Sequence[Any]], None],
+    ):
+        self._passes, self._of_replicas, self._distinct = passes, of_replicas, distinct
+        self._on_incomplete = on_incomplete
+        self._is_immutable = all(elements.traits.is_immutable for elements in distinct)
+
+    def __next__(self) -> list[Any]:
+        parts = [self._pull(self._passes[number]) for number in self._of_replicas]
+        present = [part for part in parts if part is not END]
+        if not present:
+            raise StopIteration
+        if len(present) < len(parts):
+            declared = self._distinct[0].declared_spec()
+            if is_static(spec_of(present[0]) if declared is None else declared):
+                self._on_incomplete(present)
+                raise StopIteration
+            empty = jax.tree.map(_without_rows, present[0])
+            parts = [empty if part is END else part for part in parts]
+        return parts
+
+    def get_state(self) -> Any:
+        return [one.get_state() for one in self._passes]
+
+    def set_state(self, state: Any) -> None:
+        if not isinstance(state, list) or len(state) != len(self._passes):
+            raise NotResumableError(
+                f"The state is not one of this dataset, which is made of {len(self._passes)} datasets: got {state!r}."
+            )
+        for one, its_state in zip(self._passes, state, strict=True):
+            one.set_state(its_state)
+
+    def _pull(self, elements: Pass) -> Any:
+        element = next(elements, END)
+        return element if element is END or self._is_immutable else jax.tree.map(_kept, element)
+
+
+def _count_of(elements: Sequence[Any]) -> str:
+    """``2 elements``, or ``2 elements (8 rows)`` of batches."""
+    firsts = [jax.tree.leaves(element)[0] for element in elements]
+    count = f"{len(elements)} element" + "s" * (len(elements) > 1)
+    return count if firsts[0].ndim == 0 else f"{count} ({sum(len(first) for first in firsts)} rows)"
 
 
 def _without_rows(array: Any) -> Any:

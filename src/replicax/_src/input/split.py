@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import _NamedOption
 
@@ -41,12 +39,6 @@ def split_offsets(num_rows: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def split_batch(batch: np.ndarray, num_replicas: int) -> list[np.ndarray]:
-    """Returns the slices ``[rows_r, ...]`` of one array ``[global_batch, ...]``, as views of it."""
-    offsets = split_offsets(batch.shape[0], num_replicas)
-    return [batch[offsets[replica] : offsets[replica + 1]] for replica in range(num_replicas)]
-
-
 @dataclass(frozen=True)
 class InputContext:
     """What a dataset function may know about the pipeline it is asked to make.
@@ -56,11 +48,21 @@ class InputContext:
       input_pipeline_id: Which of these calls this is, from 0. ``shard(num_input_pipelines,
         input_pipeline_id)`` gives every pipeline its own rows.
       num_replicas_in_sync: R, over all workers.
+
+    Raises:
+      InvalidArgumentError: ``input_pipeline_id`` is not less than ``num_input_pipelines``, or negative.
     """
 
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            raise InvalidArgumentError(
+                f"input_pipeline_id must be at least 0 and less than num_input_pipelines={self.num_input_pipelines}, got "
+                f"{self.input_pipeline_id}. Pipelines are numbered from 0."
+            )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns ``global_batch_size / num_replicas_in_sync``, the batch size of one replica.

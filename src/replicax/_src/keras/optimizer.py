@@ -16,7 +16,8 @@ def wrapped_apply(original: Apply) -> Apply:
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         capture = current_capture()
         if capture is not None and capture.is_replica:
-            grads = aggregated(capture, grads)
+            variables = self._trainable_variables if trainable_variables is None else trainable_variables
+            grads = aggregated(capture, grads, variables)
         return original(self, grads, trainable_variables)
 
     return apply
@@ -33,7 +34,9 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
             self.build(trainable_variables)
         variables = list(trainable_variables or self._trainable_variables)
         if capture.is_replica:
-            grads = aggregated(capture, grads)  # before the finite check, so that all replicas decide alike
+            grads = aggregated(
+                capture, grads, variables
+            )  # before the finite check, so that all replicas decide alike
         state = list(self.variables)
         new_values, new_state = self.stateless_apply(
             [v.value for v in state], list(grads), [v.value for v in variables]
@@ -45,10 +48,14 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
     return apply
 
 
-def aggregated(capture: Capture, gradients: Sequence[Any]) -> list[Any]:
-    """The gradients, those that are there summed over replicas."""
+def aggregated(capture: Capture, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """The gradients (by ``variables``), those that are there summed over replicas."""
     gradients = list(gradients)
+    names = [v.path for v in variables]
     present = [i for i, g in enumerate(gradients) if g is not None]
-    for i, total in zip(present, capture.aggregate([gradients[i] for i in present]), strict=True):
+    given = [gradients[i] for i in present]
+    # The original complains if there are not as many variables as gradients.
+    known = [names[i] if i < len(names) else f"gradient {i}" for i in present]
+    for i, total in zip(present, capture.aggregate(given, known), strict=True):
         gradients[i] = total
     return gradients

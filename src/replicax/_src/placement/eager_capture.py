@@ -241,11 +241,12 @@ class EagerCapture:
         )
         return gradients, {i for i, gradient in enumerate(gradients) if gradient is None}
 
-    def aggregate(self, gradients: Sequence[Any]) -> list[Any]:
+    def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced.
 
         A gradient has been reduced if it came out of a collective, with elementwise work at most since then.
         """
+        del names
         return list(aggregate_p.bind(*gradients)) if gradients else []
 
     def _aggregate(self, gradients: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:

@@ -95,6 +95,7 @@ class Capture:
       entries: By ``id`` of the variable, in the order of discovery.
       tapes: The tapes that are recording now.
       unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
+      on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Capture:
         self.tapes: list[GradientTape] = []
         self.num_gradients = 0
         self.num_aggregated_reads = 0
+        self.on_aggregate: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], None] | None = None
         self.read_in_inner_trace = False
         self.met_unbuilt_variable = False
         self.trace: Any = None
@@ -314,12 +316,15 @@ class Capture:
         )
         return out, {i for i in range(len(sources)) if (ordinal, i) in self.unconnected}
 
-    def aggregate(self, gradients: Sequence[Any]) -> list[Any]:
+    def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced.
 
         Which ones have been is known when the whole function is.
         """
-        return list(aggregate_p.bind(*gradients)) if gradients else []
+        applied = list(aggregate_p.bind(*gradients)) if gradients else []
+        if self.on_aggregate is not None:
+            self.on_aggregate(names, gradients, applied)
+        return applied
 
     @contextlib.contextmanager
     def aggregated_reads(self) -> Iterator[None]:

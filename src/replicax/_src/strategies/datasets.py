@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.input import memory
 from replicax._src.input.arrays import ArrayDataset, from_arrays
+from replicax._src.input.autoshard import DistributeOptions, WorkerShare
 from replicax._src.input.dataset import DistributedDataset
-from replicax._src.input.sources import PerReplicaPulls, open_source
-from replicax._src.input.split import (
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    split_offsets,
-    split_sizes,
-)
+from replicax._src.input.sources import LocalRows, PerReplicaPulls, open_source
+from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.topology import Topology
-from replicax._src.values import PerReplica, per_replica_from_components
+from replicax._src.values import PerReplica, largest_shape, pad, per_replica_from_components
 
 
-def distribute(topology: Topology, dataset: Any) -> DistributedDataset:
+def distribute(
+    topology: Topology, dataset: Any, options: InputOptions, distribute_options: DistributeOptions | None
+) -> DistributedDataset:
     """A dataset whose global batches are cut over the replicas."""
-    source = open_source(dataset, num_replicas=topology.num_replicas)
-    return DistributedDataset(source, functools.partial(place_batch, topology))
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise UnsupportedError(
+            "InputReplicationMode.PER_REPLICA is only supported in distribute_datasets_from_function, which calls a "
+            "function once per replica; experimental_distribute_dataset has one dataset. Leave the mode out."
+        )
+    policy = None if distribute_options is None else distribute_options.auto_shard_policy
+    source = open_source(dataset, share=WorkerShare(num_replicas=topology.num_replicas), policy=policy)
+    return _distributed(source, BatchPlacer(topology), options)
 
 
 def distribute_from_function(
@@ -40,7 +46,23 @@ def distribute_from_function(
         source = PerReplicaPulls.from_each(made)
     else:
         source = PerReplicaPulls.from_one(dataset_fn(InputContext(1, 0, num_replicas)), num_replicas)
-    return DistributedDataset(source, functools.partial(place_parts, topology))
+    return _distributed(source, PartsPlacer(topology), options)
+
+
+def distribute_elements(topology: Topology, elements: Sequence[Any]) -> DistributedDataset:
+    """A dataset of what each of the replicas takes in turn."""
+    return _distributed(
+        PerReplicaPulls.from_one(elements, topology.num_replicas), PartsPlacer(topology), InputOptions()
+    )
+
+
+def _distributed(source: Any, placer: Any, options: InputOptions) -> DistributedDataset:
+    return DistributedDataset(
+        source,
+        placer,
+        buffer_size=options.experimental_per_replica_buffer_size,
+        places_ahead=options.experimental_fetch_to_device,
+    )
 
 
 def from_numpy(numpy_input: Any) -> ArrayDataset:
@@ -51,35 +73,151 @@ def from_numpy(numpy_input: Any) -> ArrayDataset:
     return from_arrays(stacked)
 
 
-def place_batch(topology: Topology, batch: Any) -> Any:
-    """Puts a global batch on the devices, cut by the rule of ``split_sizes``."""
-    return jax.tree_util.tree_map(functools.partial(_place_array, topology), batch)
+@dataclass(frozen=True)
+class Stack:
+    """Several steps on the devices, for one program that takes one after the other.
+
+    Attributes:
+      arrays: [capacity, R, ...], with one replica [capacity, ...].
+      form: What one step of them is: see ``step_of``. Hashable.
+    """
+
+    arrays: Sequence[jax.Array]
+    form: StepForm
 
 
-def _place_array(topology: Topology, array: Any) -> Any:
-    num_replicas = topology.num_replicas
-    if num_replicas == 1:
-        return jax.device_put(array, topology.replicated)
-    if np.ndim(array) == 0:
-        raise InvalidArgumentError(
-            f"A batch holds the scalar {array!r}; every leaf needs the batch as its first dim, to be cut over "
-            f"{num_replicas} replicas."
-        )
-    rows = array.shape[0]
-    if rows % num_replicas == 0:
-        stacked = array.reshape(num_replicas, rows // num_replicas, *array.shape[1:])
-        return PerReplica(jax.device_put(stacked, topology.per_replica), num_replicas)
-    sizes = split_sizes(rows, num_replicas)
-    offsets = split_offsets(rows, num_replicas)
-    parts = [array[start : start + size] for start, size in zip(offsets, sizes, strict=False)]
-    return per_replica_from_components(topology, parts)
+@dataclass(frozen=True)
+class StepForm:
+    """How the arrays of one step become what a step of a loop gets.
+
+    Attributes:
+      tree: The structure of the nest.
+      shapes: For each array the shapes on the replicas where they differ, else None.
+      num_replicas: R.
+    """
+
+    tree: Any
+    shapes: tuple[tuple[tuple[int, ...], ...] | None, ...]
+    num_replicas: int
+
+    def step_of(self, arrays: Sequence[Any]) -> Any:
+        """The nest of PerReplica of arrays [R, ...]; with one replica of the arrays."""
+        if self.num_replicas == 1:
+            return self.tree.unflatten(arrays)
+        values = [PerReplica(a, self.num_replicas, s) for a, s in zip(arrays, self.shapes, strict=True)]
+        return self.tree.unflatten(values)
 
 
-def place_parts(topology: Topology, parts: Sequence[Any]) -> Any:
-    """Puts one element per replica on the devices."""
-    if topology.num_replicas == 1:
-        return jax.tree_util.tree_map(lambda a: jax.device_put(a, topology.replicated), parts[0])
-    return join_components(topology, parts)
+@final
+class BatchPlacer:
+    """Places LocalRows: of each array every replica gets its rows."""
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+
+    def place(self, step: LocalRows) -> Any:
+        """A nest of PerReplica; with one replica of arrays on its device."""
+        topology, sizes = self._topology, step.sizes
+        if topology.num_replicas == 1:
+            return step.tree.unflatten(jax.device_put(step.arrays, topology.replicated))
+        is_even = sizes[0] == sizes[-1]
+        values = [
+            PerReplica(
+                put_rows(topology, _rows_of_replicas(array, sizes)),
+                topology.num_replicas,
+                None if is_even else _shapes(array, sizes),
+            )
+            for array in step.arrays
+        ]
+        return step.tree.unflatten(values)
+
+    def stack(self, steps: Sequence[LocalRows], capacity: int) -> Stack:
+        """Places several steps of one signature."""
+        topology, sizes = self._topology, steps[0].sizes
+        columns = [list(map(np.asarray, column)) for column in zip(*(s.arrays for s in steps), strict=True)]
+        shapes = [None if sizes[0] == sizes[-1] else _shapes(a, sizes) for a in steps[0].arrays]
+        form = StepForm(steps[0].tree, tuple(shapes), topology.num_replicas)
+        if topology.num_replicas == 1:
+            arrays = [memory.stack(column, capacity) for column in columns]
+            return Stack(jax.device_put(arrays, topology.replicated), form)
+        arrays = [memory.stack([_rows_of_replicas(a, sizes) for a in column], capacity) for column in columns]
+        return Stack(jax.device_put(arrays, topology.stacked), form)
+
+    def signature(self, step: LocalRows) -> Hashable:
+        """Equal for steps that can be stacked."""
+        return step.tree, step.sizes, tuple((a.shape, a.dtype) for a in step.arrays)
+
+
+def _shapes(array: Any, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple((size, *array.shape[1:]) for size in sizes)
+
+
+def put_rows(topology: Topology, array: Any) -> jax.Array:
+    """Puts row r of an array [R, ...] on device r.
+
+    ``make_array_from_callback`` takes half the time of ``device_put`` (42 and 78 µs for two arrays of 2 devices,
+    with jax 0.10), and reads each device's part of the array only.
+    """
+    if isinstance(array, jax.Array):
+        return jax.device_put(array, topology.per_replica)
+    return jax.make_array_from_callback(array.shape, topology.per_replica, array.__getitem__)
+
+
+def _rows_of_replicas(array: Any, sizes: tuple[int, ...]) -> Any:
+    """The rows of an array as [R, rows, ...]: those of replica r, and zeros where it has fewer than others."""
+    shape = (len(sizes), max(sizes), *array.shape[1:])
+    if min(sizes) == max(sizes):
+        return array.reshape(shape)
+    stops = list(itertools.accumulate(sizes))
+    parts = [array[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+    if isinstance(array, jax.Array):
+        return jnp.stack([pad(part, shape[1:]) for part in parts])
+    result = memory.empty(shape, array.dtype)
+    for rows, part in zip(result, parts, strict=True):
+        rows[: len(part)], rows[len(part) :] = part, 0
+    return result
+
+
+@final
+class PartsPlacer:
+    """Places lists of one nest for each replica."""
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+
+    def place(self, step: Sequence[Any]) -> Any:
+        """A nest of PerReplica; with one replica of arrays on its device."""
+        if self._topology.num_replicas == 1:
+            return jax.device_put(step[0], self._topology.replicated)
+        return join_components(self._topology, step)
+
+    def stack(self, steps: Sequence[Sequence[Any]], capacity: int) -> Stack:
+        """Places several steps of one signature."""
+        topology = self._topology
+        flat = [[jax.tree_util.tree_flatten(part) for part in parts] for parts in steps]
+        tree = flat[0][0][1]
+        leaves = [[list(map(np.asarray, part)) for part, _ in parts] for parts in flat]
+        shapes: list[Any] = []
+        arrays = []
+        for number in range(tree.num_leaves):
+            its_shapes = tuple(part[number].shape for part in leaves[0])
+            padded = largest_shape(its_shapes)
+            rows = [
+                part[0][number]
+                if topology.num_replicas == 1
+                else np.stack([pad(replica[number], padded) for replica in part])
+                for part in leaves
+            ]
+            arrays.append(memory.stack(rows, capacity))
+            shapes.append(its_shapes if len(set(its_shapes)) > 1 else None)
+        sharding = topology.replicated if topology.num_replicas == 1 else topology.stacked
+        form = StepForm(tree, tuple(shapes), topology.num_replicas)
+        return Stack(jax.device_put(arrays, sharding), form)
+
+    def signature(self, step: Sequence[Any]) -> Hashable:
+        """Equal for steps that can be stacked."""
+        flat = [jax.tree_util.tree_flatten(part) for part in step]
+        return tuple((tree, tuple((a.shape, a.dtype) for a in leaves)) for leaves, tree in flat)
 
 
 def join_components(topology: Topology, nests: Sequence[Any]) -> Any:

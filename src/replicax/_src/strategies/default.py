@@ -24,9 +24,11 @@ class DefaultStrategy(Strategy):
         # Importing replicax must not start JAX's backend: the device is looked up when it is first needed.
         super().__init__(lambda: Topology.of(local_devices()[:1]))
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: Any = None, *, distribute_options: Any = None
+    ) -> Any:
         """Returns ``dataset`` itself."""
-        del options
+        del options, distribute_options
         return dataset
 
     def distribute_datasets_from_function(

@@ -85,6 +85,34 @@ class StrategyExtended:
         """As ``Strategy.run``."""
         return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
 
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[Any, Any], Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``fn(ctx, inputs)`` for each of the next elements, in one compiled program.
+
+        ``fn`` is cross-replica code, which calls ``strategy.run``; what it gives to
+        ``ctx.set_last_step_output(name, output, reduce_op)`` is kept of the last step. See also
+        ``Strategy.run_steps``.
+
+        Args:
+          iterator: ``iter`` of a distributed dataset.
+          iterations: How many elements; fewer are taken where the data ends.
+          initial_loop_values: ``last_step_outputs`` of names that ``fn`` does not set.
+
+        Returns:
+          A MultiStepContext: see its ``last_step_outputs`` and ``non_tensor_outputs``.
+
+        Raises:
+          OutOfRangeError: There is no further element.
+        """
+        context.check_may_enter(self._strategy)
+        initial = dict(initial_loop_values or {})
+        return self._strategy.steps_runner.run_last(fn, iterator, iterations, initial)
+
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
         """As ``Strategy.experimental_make_numpy_dataset``."""
         return self._strategy.experimental_make_numpy_dataset(numpy_input, session)

@@ -93,7 +93,8 @@ def _static_output(program: ReplicaProgram, topology: Topology, position: int) -
         return values[0]
     by_replica = [values[v] for v in program.variant_of_replica]
     if all(isinstance(v, (bool, int, float)) for v in by_replica):
-        return per_replica_from_components(topology, by_replica)
+        with jax_compat.outside_traces():  # rx.function may be tracing
+            return per_replica_from_components(topology, by_replica)
     raise StructureError(
         f"The replica function returns {values[0]!r} on one replica and {values[1]!r} on another. Return "
         f"arrays where replicas differ."
@@ -107,12 +108,13 @@ class Runner:
     """Runs functions on the replicas of one strategy.
 
     Args:
-      strategy: Its ``topology``, ``slots`` and ``reduce_in_replica`` are used.
+      strategy: Its ``slots``, ``variable_placement`` and ``reduce_in_replica`` are used.
+      topology: The replicas' devices.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Any, topology: Topology):
         self._strategy = strategy
-        self._topology = strategy.topology
+        self._topology = topology
         self._cache: ProgramCache[PlacedFunction] = ProgramCache()
         self._last: PlacedFunction | None = None
         # With one replica arrays are plain: those that nobody else holds a buffer of, for donate_args.
@@ -165,7 +167,7 @@ class Runner:
                 )
             described, arrays = self._describe(leaves, None, is_traced=True)
             donated = [False] * len(arrays)
-            placed = self._trace(fn, tree, described, donated, options, close is not None)
+            placed = self._last = self._trace(fn, tree, described, donated, options, close is not None)
             return placed.wrap(self._run_inline(placed, outer, arrays), close)
         programs = self._cache.programs_of(fn)
         described, arrays = self._describe(leaves, programs, is_traced=False)

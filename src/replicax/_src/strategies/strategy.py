@@ -16,7 +16,13 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.collectives import cross_device
 from replicax._src.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from replicax._src.collectives.in_replica import Communicator
-from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, UnsupportedError
+from replicax._src.errors import (
+    CrossReplicaContextError,
+    InvalidArgumentError,
+    IterationContextError,
+    UnsupportedError,
+)
+from replicax._src.input.autoshard import DistributeOptions
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.jax_compat import Device
@@ -26,7 +32,9 @@ from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, own_copy
 from replicax._src.strategies import datasets, reduction
 from replicax._src.strategies.extended import StrategyExtended
+from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
+from replicax._src.strategies.steps import StepsRunner
 from replicax._src.topology import Topology, device_name
 from replicax._src.values import DistributedValues, Mirrored, is_value
 from replicax._src.variables.placement import VariablePlacement
@@ -66,24 +74,40 @@ class Strategy:
     # --- parts, for the rest of replicax --------------------------------------------------------------
 
     @functools.cached_property
+    def _own_parts(self) -> Parts:
+        topology = self._make_topology()
+        placement = VariablePlacement(topology, self._parameter_device)
+        return Parts(topology, placement, SlotTable(topology.num_replicas), Runner(self, topology))
+
+    @property
+    def parts(self) -> Parts:
+        """What the strategy is composed of, here: see ``Parts``."""
+        return context.stand_in_of(self) or self._own_parts
+
+    @property
     def topology(self) -> Topology:
         """The replicas' devices."""
-        return self._make_topology()
+        return self.parts.topology
 
-    @functools.cached_property
+    @property
     def variable_placement(self) -> VariablePlacement:
         """Where variables are kept."""
-        return VariablePlacement(self.topology, self._parameter_device)
+        return self.parts.variable_placement
 
-    @functools.cached_property
+    @property
     def slots(self) -> SlotTable:
         """The variables that this strategy's programs have met."""
-        return SlotTable(self.num_replicas_in_sync)
+        return self.parts.slots
+
+    @property
+    def runner(self) -> FunctionRunner:
+        """What runs functions on the replicas."""
+        return self.parts.runner
 
     @functools.cached_property
-    def runner(self) -> Runner:
-        """What runs functions on the replicas."""
-        return Runner(self)
+    def steps_runner(self) -> StepsRunner:
+        """What runs several steps in one call."""
+        return StepsRunner(self)
 
     @property
     def user_ops(self) -> CrossDeviceOps | None:
@@ -182,7 +206,37 @@ class Strategy:
         if options is not None and options.eager:
             with context.Scope(self):
                 return run_eagerly(self, fn, args, kwargs or {})
-        return self.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
+        return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
+
+    def run_steps(self, fn: Callable[[Any], Any], iterator: DistributedIterator, steps: int) -> Any:
+        """Runs ``fn`` on each of the next batches, in one compiled program: for models whose step is short.
+
+        As ``[run(fn, args=(next(iterator),)) for _ in range(steps)]`` in one call, with the results stacked:
+        variables, gradients and collectives are those of ``steps`` single steps. Where the data ends earlier
+        the batches that are left are run; a batch of another shape is a program of its own.
+
+        Call it in cross-replica context, not inside ``rx.function``. Does not block.
+
+        Args:
+          fn: A replica function of one batch.
+          iterator: ``iter`` of a distributed dataset; the next call goes on after these batches. They are all on
+            the devices at the same time.
+          steps: How many, at least 1. Use one number throughout: each is compiled anew.
+
+        Returns:
+          What ``fn`` returns, every array with the steps as a new first dim: per replica ``[steps, ...]``. Python
+          values as they are.
+
+        Raises:
+          OutOfRangeError: There is no further batch.
+          InvalidArgumentError: ``iterator`` is none, or ``steps`` is less than 1.
+          StructureError: ``fn`` returns something for each row, and the numbers of rows differ; the steps have
+            been run.
+
+        Source: lax.scan over the batches; tf.distribute's experimental_run_steps_on_iterator is the older form.
+        """
+        context.check_may_enter(self)
+        return self.steps_runner.run_all(fn, iterator, steps)
 
     # --- combining ------------------------------------------------------------------------------------
 
@@ -311,25 +365,35 @@ class Strategy:
     # --- data -----------------------------------------------------------------------------------------
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        distribute_options: DistributeOptions | None = None,
     ) -> DistributedDataset:
         """Distributes a dataset of global batches over the replicas.
 
         A batch of B rows is cut into R contiguous slices whose sizes differ by at most one, larger first: no row
-        is dropped, none is seen twice, the last partial batch included.
+        is dropped, none is seen twice, the last partial batch included. A thread reads ahead of the loop.
 
         Args:
-          dataset: Batches [global_batch, ...]: ``rx.data.from_arrays(...).batch(n)``, a grain dataset, or any
-            iterable of (nests of) arrays.
-          options: Accepted for TensorFlow's sake.
+          dataset: Batches [global_batch, ...]: ``rx.data.from_arrays(...).batch(n)``, files (``rx.data``), a grain
+            or tf.data dataset, a torch DataLoader, a Hugging Face dataset, a Keras PyDataset, or any iterable of
+            (nests of) arrays.
+          options: How many elements wait, and where.
+          distribute_options: How workers share the dataset; by default what the dataset says, or AUTO.
 
         Returns:
           An iterable of nests of ``PerReplica``; with one replica of arrays on its device.
 
+        Raises:
+          UnsupportedSourceError: ``dataset`` is none.
+          UnbatchedDatasetError: Its elements are rows; call its ``batch``.
+          NotEnoughFilesError: The policy FILE, and fewer files than workers.
+
         Source: tf.distribute.Strategy.experimental_distribute_dataset.
         """
-        del options
-        return datasets.distribute(self.topology, dataset)
+        return datasets.distribute(self.topology, dataset, options or InputOptions(), distribute_options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -339,7 +403,9 @@ class Strategy:
         Args:
           dataset_fn: Called with an ``InputContext``; once, or once per replica with
             ``InputReplicationMode.PER_REPLICA``.
-          options: ``experimental_replication_mode`` is honoured.
+          options: How often ``dataset_fn`` is called; how many elements wait, and where.
+
+        Source: tf.distribute.Strategy.distribute_datasets_from_function.
         """
         return datasets.distribute_from_function(self.topology, dataset_fn, options or InputOptions())
 
@@ -453,7 +519,7 @@ class Strategy:
 
 def _forbid_iteration_while_tracing() -> None:
     if context.in_replica_function():
-        raise CrossReplicaContextError(
+        raise IterationContextError(
             "next(iterator) should be called from outside of replica_fn: a distributed dataset was iterated inside a "
             "function that strategy.run runs. Take the batch outside and pass it: strategy.run(fn, args=(batch,))."
         )

@@ -1,0 +1,125 @@
+"""keras.utils.PyDataset."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, final
+
+from replicax._src.input.elements import Elements, IndexedPass, Pass, Traits, as_arrays, first_element
+from replicax._src.input.order import INFINITE, Cardinality
+
+log = logging.getLogger("replicax")
+
+
+def open_keras(dataset: Any) -> Elements | None:
+    """Opens a ``keras.utils.PyDataset``; None if it is none.
+
+    With ``workers > 1`` that many threads read batches ahead, in order, at most ``max_queue_size`` of them. Processes
+    are never started, as they would have to be forked from one in which JAX has threads: with
+    ``use_multiprocessing`` threads are used too, and that is logged.
+
+    Its state is the number of the next batch. A dataset that shuffles itself in ``on_epoch_end`` goes on with the
+    order that the new object has: give it the epoch, or a seed for each.
+    """
+    keras = sys.modules.get("keras")
+    if keras is None or not isinstance(dataset, keras.utils.PyDataset):
+        return None
+    if dataset.use_multiprocessing and dataset.workers > 0:
+        log.warning(
+            "Input: %s has use_multiprocessing=True; its %d workers are threads of this process here. To read in "
+            "processes, use a grain dataset or a torch DataLoader.",
+            type(dataset).__name__,
+            dataset.workers,
+        )
+    return PyDatasetElements(dataset)
+
+
+@final
+class PyDatasetElements(Elements):
+    """The elements of a PyDataset: a list of arrays is made a tuple, as Keras does."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    @property
+    def traits(self) -> Traits:
+        dataset = self._dataset
+        threads = _num_threads(dataset)
+        read = f" (read by {threads} threads)" if threads else ""
+        return Traits(f"the PyDataset {type(dataset).__name__}{read}")
+
+    @property
+    def cardinality(self) -> Cardinality | None:
+        num_batches = self._dataset.num_batches
+        return INFINITE if num_batches is None else int(num_batches)
+
+    def iterate(self) -> Pass:
+        """Starts an epoch: ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last."""
+        length = self.cardinality
+        assert length is not None
+        return IndexedPass(_Epoch(self._dataset, length).at, length, self._dataset.on_epoch_end)
+
+    def declared_spec(self) -> Any:
+        return None
+
+    def first(self) -> Any:
+        """Returns the first batch; it belongs to no epoch."""
+        return first_element(_batch(self._dataset, index) for index in range(bool(self.cardinality)))
+
+
+def _num_threads(dataset: Any) -> int:
+    """How many threads read ahead: Keras starts none for one worker without processes."""
+    workers = dataset.workers
+    return workers if workers > 1 or (workers > 0 and dataset.use_multiprocessing) else 0
+
+
+def _batch(dataset: Any, index: int) -> Any:
+    batch = dataset[index]
+    return as_arrays(tuple(batch) if isinstance(batch, list) else batch)
+
+
+@final
+class _Epoch:
+    """Reads the batches of one epoch."""
+
+    def __init__(self, dataset: Any, length: Cardinality):
+        self._dataset, self._length = dataset, length
+        self._at: Callable[[int], Any] | None = None
+
+    def at(self, index: int) -> Any:
+        """Returns a batch; they are asked for in order, from any first one on."""
+        if self._at is None:
+            self._dataset.on_epoch_begin()
+            self._at = self._reader(index)
+        return self._at(index)
+
+    def _reader(self, first: int) -> Callable[[int], Any]:
+        dataset = self._dataset
+        num_threads = _num_threads(dataset)
+        if not num_threads:
+            return lambda index: _batch(dataset, index)
+        return _ReadAhead(dataset, first, self._length, num_threads, max(1, dataset.max_queue_size)).at
+
+
+@final
+class _ReadAhead:
+    """Batches that threads read before they are asked for, in order. The threads end when it is dropped."""
+
+    def __init__(self, dataset: Any, first: int, length: Cardinality, num_threads: int, depth: int):
+        self._dataset, self._next, self._length, self._depth = dataset, first, length, depth
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-pydataset")
+        self._batches: collections.deque[Future[Any]] = collections.deque()
+
+    def at(self, index: int) -> Any:
+        """Returns the next batch; ``index`` is its number. Blocks until it has been read."""
+        while len(self._batches) < self._depth and self._next < self._length:
+            self._batches.append(self._pool.submit(_batch, self._dataset, self._next))
+            self._next += 1
+        batch = self._batches.popleft().result()
+        if index + 1 == self._length:
+            self._pool.shutdown(wait=False)
+        return batch

@@ -1,0 +1,249 @@
+"""tf.data datasets. Only public TensorFlow is used; files are dealt out by TensorFlow's own ``AutoShardDataset``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+
+from replicax._src.input.arrays import UnsupportedElementError
+from replicax._src.input.autoshard import AutoShardPolicy
+from replicax._src.input.elements import Elements, IterableElements, Traits
+from replicax._src.input.order import INFINITE, Cardinality
+from replicax._src.input.specs import ArraySpec
+
+_NOT_RESUMABLE: Final = (
+    "The position of a tf.data.Dataset cannot be saved or restored here: its iterators can be saved in TensorFlow "
+    "checkpoints only. Save the number of steps and pass dataset.skip(num_steps), if the dataset yields the same "
+    "every time; or use rx.data.from_tfrecords(...), rx.data.from_arrays(...) or a grain dataset."
+)
+_MAX_FILES_COUNTED: Final = 1_000  # of a list of files that repeats for ever, or that a filter went over
+_IGNORE: Final = 1  # tf.data's ExternalStatePolicy: nobody is warned that random states are not in a graph
+
+
+def open_tensorflow(dataset: Any) -> Elements | None:
+    """Opens a ``tf.data.Dataset``; None if it is none.
+
+    Its elements are not copied: they stay in TensorFlow's memory, which is read-only. A generator or
+    ``tf.numpy_function`` must not fill the same array again; TensorFlow too reads ahead of what it yields.
+    ``options().experimental_distribute.auto_shard_policy`` says how workers share it.
+
+    Raises:
+      UnsupportedElementError: Its ``element_spec`` has something that is no dense tensor of numbers.
+    """
+    tf = sys.modules.get("tensorflow")
+    if tf is None or not isinstance(dataset, tf.data.Dataset):
+        return None
+    _check_dense(dataset.element_spec)
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    traits = Traits(
+        "a tf.data.Dataset",
+        is_immutable=True,
+        policy=AutoShardPolicy.parse(policy.name),
+        count_files=lambda: _count_files(dataset),
+        of_files=_shards(dataset, "FILE"),
+        of_hint=_of_hint(dataset, AutoShardPolicy.parse(policy.name)),
+    )
+    return _elements(dataset, traits, _cardinality(dataset))
+
+
+def _elements(dataset: Any, traits: Traits, cardinality: Cardinality | None) -> Elements:
+    numpy_elements = _NumpyElements(dataset)
+    return IterableElements(
+        numpy_elements, cardinality, traits, _NOT_RESUMABLE, lambda: _specs(dataset.element_spec)
+    )
+
+
+@final
+class _NumpyElements:
+    """The elements of a tf.data.Dataset as nests of NumPy arrays."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._dataset.as_numpy_iterator()
+
+
+def _cardinality(dataset: Any) -> Cardinality | None:
+    experimental = sys.modules["tensorflow"].data.experimental
+    count = int(dataset.cardinality())
+    if count == experimental.INFINITE_CARDINALITY:
+        return INFINITE
+    return None if count == experimental.UNKNOWN_CARDINALITY else count
+
+
+# --- what elements look like --------------------------------------------------------------------------
+
+
+def _check_dense(element_spec: Any) -> None:
+    for path, spec in jax.tree_util.tree_leaves_with_path(element_spec):
+        problem = _problem_of(spec)
+        if problem:
+            where = f"The component {jax.tree_util.keystr(path)}" if path else "The element"
+            raise UnsupportedElementError(f"{where} of this tf.data.Dataset is {problem}")
+
+
+def _problem_of(spec: Any) -> str | None:
+    """What is wrong with a component, and what to do; None if it is a dense tensor of numbers, or None."""
+    tf = sys.modules["tensorflow"]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return (
+            f"ragged ({spec}); batches are dense. Before batching use padded_batch(n) in place of ragged_batch(n), "
+            "or after it dataset.map(lambda x: x.to_tensor())."
+        )
+    if isinstance(spec, tf.SparseTensorSpec):
+        return f"sparse ({spec}); batches are dense. Use dataset.map(tf.sparse.to_dense)."
+    if isinstance(spec, tf.TensorSpec):
+        if spec.dtype == tf.string:
+            return (
+                f"text ({spec}), which no device can hold. Turn it into numbers in dataset.map (tf.strings.to_number, "
+                "tf.io.decode_raw, a keras.layers.TextVectorization), or leave it out."
+            )
+        if spec.dtype in (tf.variant, tf.resource) or spec.dtype.is_quantized:
+            return f"of a dtype that no device can hold ({spec}). Convert it in dataset.map, or leave it out."
+        return None
+    if isinstance(spec, type(tf.data.Dataset.from_tensors((0, None)).element_spec[1])):  # the spec of None
+        return None
+    return f"no tensor ({spec}); batches are dense tensors. Make it one in dataset.map, or leave it out."
+
+
+def _specs(element_spec: Any) -> Any:
+    """Returns the nest of ArraySpecs; None if a component does not say how many dims it has."""
+    tf = sys.modules["tensorflow"]
+    leaves, structure = jax.tree.flatten(element_spec)
+    is_tensor = [isinstance(spec, tf.TensorSpec) for spec in leaves]
+    if any(tensor and spec.shape.rank is None for tensor, spec in zip(is_tensor, leaves)):
+        return None
+    return jax.tree.unflatten(
+        structure,
+        [
+            ArraySpec(tuple(spec.shape), np.dtype(spec.dtype.as_numpy_dtype)) if tensor else None
+            for tensor, spec in zip(is_tensor, leaves)
+        ],
+    )
+
+
+# --- shards -------------------------------------------------------------------------------------------
+
+
+_SHARD_TRAITS: Final = Traits("a tf.data.Dataset", is_immutable=True)
+
+
+def _shards(dataset: Any, policy: str) -> Callable[[int, int], Elements]:
+    def of_shard(num_shards: int, index: int) -> Elements:
+        shard = _auto_shard(dataset, num_shards, index, policy)
+        # What it declares may be wrong now (assert_cardinality), and is not asked of a part.
+        return _elements(shard, _SHARD_TRAITS, None)
+
+    return of_shard
+
+
+def _of_hint(dataset: Any, own_policy: AutoShardPolicy) -> Callable[[int, int], Elements] | None:
+    """Returns what replaces its SHARD_HINTs.
+
+    Whether there are any is found out for the policy HINT only: an iterator is made for it, which uses up one order of
+    a shuffle. With other policies TensorFlow itself refuses a SHARD_HINT when the dataset is iterated.
+    """
+    shards = _shards(dataset, "HINT")
+    if own_policy is AutoShardPolicy.HINT:
+        return shards if _has_hint(dataset) else None
+
+    def of_hint(num_shards: int, index: int) -> Elements:
+        if num_shards == 1:
+            return _elements(dataset, _SHARD_TRAITS, _cardinality(dataset))
+        return shards(num_shards, index)
+
+    return of_hint
+
+
+def _auto_shard(dataset: Any, num_shards: int, index: int, policy: str) -> Any:
+    """Returns what TensorFlow leaves to one worker.
+
+    Source: tensorflow/python/data/experimental/ops/distribute.py, ``_AutoShardDataset``.
+    """
+    tf = sys.modules["tensorflow"]
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
+    wanted = dataset.with_options(options)  # what the dataset itself says would win over the argument
+    flat = tf.nest.flatten(dataset.element_spec, expand_composites=True)
+    variant = tf.raw_ops.AutoShardDataset(
+        input_dataset=tf.data.experimental.to_variant(wanted),
+        num_workers=num_shards,
+        index=index,
+        auto_shard_policy=options.experimental_distribute.auto_shard_policy.value,
+        num_replicas=1,
+        output_types=[spec.dtype for spec in flat],
+        output_shapes=[spec.shape for spec in flat],
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec).with_options(dataset.options())
+
+
+def _has_hint(dataset: Any) -> bool:
+    """Whether it has a ``shard(SHARD_HINT, SHARD_HINT)``: TensorFlow then makes no iterator of it."""
+    try:
+        iter(dataset)
+    except sys.modules["tensorflow"].errors.FailedPreconditionError:
+        return True
+    return False
+
+
+def _count_files(dataset: Any) -> int | None:
+    """Returns how many files TensorFlow would deal out to workers; None if it would not.
+
+    In the graph of a dataset that was divided by files, each reader has a ShardDataset before it. What comes before
+    that one is the dataset of the names of the files: it is cut out, and its elements are counted.
+    """
+    tf = sys.modules["tensorflow"]
+    own_policy = dataset.options().experimental_distribute.auto_shard_policy
+    if own_policy == tf.data.experimental.AutoShardPolicy.AUTO and _is_divided_by_rows(dataset):
+        return None
+    try:
+        shard = _auto_shard(dataset, 2, 0, "FILE")
+    except tf.errors.NotFoundError:
+        return None
+    graph = _graph(shard)
+    shards = [node for node in graph.node if node.op == "ShardDataset" and node.attr["require_non_empty"].b]
+    return min((_count_inputs(graph, node) for node in shards), default=None)
+
+
+def _is_divided_by_rows(dataset: Any) -> bool:
+    """Whether the policy AUTO takes every second element: no reader was found. Asking for FILE then logs a page."""
+    count = int(dataset.cardinality())
+    if count < 2:
+        return False
+    return int(_auto_shard(dataset, 2, 0, "AUTO").cardinality()) == -(-count // 2)
+
+
+def _graph(dataset: Any) -> Any:
+    tf = sys.modules["tensorflow"]
+    serialized = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        external_state_policy=_IGNORE,
+        strip_device_assignment=True,
+    )
+    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+
+
+def _count_inputs(graph: Any, shard: Any) -> int:
+    """Returns how many elements come into a ShardDataset of a graph: different ones, where that is not declared."""
+    tf = sys.modules["tensorflow"]
+    cut = type(graph)()
+    cut.CopyFrom(graph)
+    for end in cut.node:
+        if end.op == "_Retval":
+            end.input[0] = shard.input[0]
+    specs = tuple(
+        tf.TensorSpec(tf.TensorShape(shape), tf.dtypes.as_dtype(dtype))
+        for dtype, shape in zip(shard.attr["output_types"].list.type, shard.attr["output_shapes"].list.shape)
+    )
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=cut.SerializeToString())
+    names = tf.data.experimental.from_variant(variant, specs)
+    count = _cardinality(names)
+    if count is not None and count != INFINITE:
+        return int(count)
+    first_components = names.map(lambda *components: components[0]).take(_MAX_FILES_COUNTED)
+    return len({np.asarray(name).tobytes() for name in first_components.as_numpy_iterator()})

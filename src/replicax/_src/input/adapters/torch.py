@@ -1,0 +1,285 @@
+"""torch's DataLoader, and torchdata's StatefulDataLoader, which can be continued from a position."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.input.arrays import UnsupportedElementError
+from replicax._src.input.elements import (
+    Elements,
+    LengthCheck,
+    NotResumableError,
+    Pass,
+    StreamPass,
+    Traits,
+    UnsupportedSourceError,
+    as_arrays,
+    check_same_dataset,
+    first_element,
+)
+from replicax._src.input.order import Cardinality
+from replicax._src.input.specs import spec_of
+
+_NOT_RESUMABLE: Final = (
+    "The position of a torch DataLoader cannot be saved or restored. Use torchdata.stateful_dataloader."
+    "StatefulDataLoader, which takes the same arguments."
+)
+
+
+def open_torch(dataset: Any) -> Elements | None:
+    """Opens a ``torch.utils.data.DataLoader``; None if it is none.
+
+    Its elements are nests as ``collate_fn`` makes them, tensors as NumPy arrays: those on other devices are
+    brought to the host. ``batch_size`` is the global batch size.
+
+    Raises:
+      UnsupportedSourceError: It is a torch Dataset, which needs a DataLoader around it.
+    """
+    data = sys.modules.get("torch.utils.data")
+    if data is None:
+        return None
+    if isinstance(dataset, data.DataLoader):
+        torchdata = sys.modules.get("torchdata.stateful_dataloader")
+        is_stateful = torchdata is not None and isinstance(dataset, torchdata.StatefulDataLoader)
+        return LoaderElements(dataset, is_stateful=is_stateful)
+    if isinstance(dataset, data.Dataset):
+        raise UnsupportedSourceError(
+            f"Got the torch Dataset {type(dataset).__name__}, whose elements are rows. Wrap it: "
+            "torch.utils.data.DataLoader(dataset, batch_size=global_batch_size)."
+        )
+    return None
+
+
+@final
+class LoaderElements(Elements):
+    """The elements of a DataLoader.
+
+    Args:
+      is_stateful: It is a StatefulDataLoader.
+    """
+
+    def __init__(self, loader: Any, *, is_stateful: bool):
+        self._loader, self._is_stateful = loader, is_stateful
+        self._spec: Any = None
+        self._newest: weakref.ref[_StatefulPass] | None = None
+
+    @property
+    def traits(self) -> Traits:
+        loader = self._loader
+        kind = type(loader).__name__
+        size = "no batch_size" if loader.batch_size is None else f"batch_size {loader.batch_size}"
+        workers = f"{loader.num_workers} worker" + "s" * (loader.num_workers != 1)
+        return Traits(f"a torch {kind} ({size}, {workers})")
+
+    @property
+    def cardinality(self) -> Cardinality | None:
+        is_stream = isinstance(self._loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
+        if is_stream and self._loader.num_workers > 1:  # torch only guesses: each worker has a last batch
+            return None
+        try:
+            return len(self._loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def iterate(self) -> Pass:
+        if not self._is_stateful:
+            return StreamPass(map(self._as_seen, self._loader), _NOT_RESUMABLE, self.cardinality)
+        # A StatefulDataLoader knows the position of one iterator. It is used as it is where possible, for the sake
+        # of persistent workers.
+        before = self._newest() if self._newest is not None else None
+        is_free = before is None or before.has_ended
+        new = _StatefulPass(self._loader if is_free else self._twin(), self)
+        self._newest = weakref.ref(new)
+        return new
+
+    def declared_spec(self) -> Any:
+        """What was seen of the first element: to look at it again would start the workers once more."""
+        return self._spec
+
+    def first(self) -> Any:
+        """Looks at the first element; the order of the next pass is what it would have been."""
+        sampler = self._loader.sampler
+        generators = {
+            id(one): one
+            for one in (self._loader.generator, vars(sampler).get("generator"))
+            if one is not None
+        }
+        states = {name: generator.get_state() for name, generator in generators.items()}
+        with sys.modules["torch"].random.fork_rng(devices=[]):
+            element = first_element(map(self._as_seen, self._twin() if self._is_stateful else self._loader))
+        for name, generator in generators.items():
+            generator.set_state(states[name])
+        return element
+
+    def as_seen(self, element: Any) -> Any:
+        """Returns an element of the loader as arrays."""
+        return self._as_seen(element)
+
+    def _as_seen(self, element: Any) -> Any:
+        arrays = as_arrays(jax.tree.map(_as_numpy, element))
+        if self._spec is None:
+            self._spec = spec_of(arrays)
+        return arrays
+
+    def _twin(self) -> Any:
+        """A loader of the same, whose iterators are its own."""
+        twin = copy.copy(self._loader)
+        twin._iterator = None
+        return twin
+
+
+@final
+class _StatefulPass(Pass):
+    """A pass through a StatefulDataLoader; its state is the loader's, and the number of the next element."""
+
+    def __init__(self, loader: Any, elements: LoaderElements):
+        self._loader, self._elements = loader, elements
+        self._count = LengthCheck(elements.cardinality)
+        self._iterator: Iterator[Any] | None = (
+            None  # not before it is needed: set_state would start workers again
+        )
+        self.has_ended = False
+
+    def __next__(self) -> Any:
+        try:
+            return self._elements.as_seen(self._count.next_of(self._started()))
+        except BaseException:
+            self.has_ended = True
+            raise
+
+    def get_state(self) -> Any:
+        self._started()
+        generator = self._loader.generator
+        return {
+            "position": self._count.num_elements,
+            "torch": _as_json(self._loader.state_dict()),
+            # torchdata saves its state before this epoch, and draws once less when it goes on (torchdata 0.11).
+            "generator": None if generator is None else _as_json(generator.get_state()),
+        }
+
+    def set_state(self, state: Any) -> None:
+        check_same_dataset(state, {})
+        self._loader.load_state_dict(_from_json(state["torch"]))
+        self._iterator = iter(self._loader)
+        if state["generator"] is not None and self._loader.generator is not None:
+            self._loader.generator.set_state(_from_json(state["generator"]))
+        self._count.num_elements = int(state["position"])
+
+    def _started(self) -> Iterator[Any]:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return self._iterator
+
+
+# --- tensors ------------------------------------------------------------------------------------------
+
+
+def _as_numpy(leaf: Any) -> Any:
+    """Returns a tensor as a NumPy array, and other mappings (a BatchEncoding) as dicts; all else as it is."""
+    torch = sys.modules["torch"]
+    if isinstance(leaf, Mapping):
+        return {key: jax.tree.map(_as_numpy, leaf[key]) for key in leaf}
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    _check_dense(leaf)
+    tensor = leaf.detach().cpu().resolve_conj().resolve_neg()
+    narrow = _NARROW_FLOATS.get(str(tensor.dtype))
+    if narrow is None:
+        return tensor.numpy()
+    bits = torch.uint8 if tensor.element_size() == 1 else torch.int16
+    return tensor.contiguous().view(bits).numpy().view(narrow)
+
+
+_NARROW_FLOATS: Final[dict[str, Any]] = {
+    "torch.bfloat16": np.dtype(jnp.bfloat16),
+    "torch.float8_e4m3fn": np.dtype(jnp.float8_e4m3fn),
+    "torch.float8_e4m3fnuz": np.dtype(jnp.float8_e4m3fnuz),
+    "torch.float8_e5m2": np.dtype(jnp.float8_e5m2),
+    "torch.float8_e5m2fnuz": np.dtype(jnp.float8_e5m2fnuz),
+}
+"""The dtypes of torch that NumPy alone does not have."""
+
+
+def _check_dense(tensor: Any) -> None:
+    torch = sys.modules["torch"]
+    if tensor.is_nested:
+        raise UnsupportedElementError(
+            f"Got a nested tensor of {tensor.size(0)} rows; batches are dense. Pad it in collate_fn: "
+            "torch.nested.to_padded_tensor(x, 0), or torch.nn.utils.rnn.pad_sequence on the rows."
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedElementError(
+            f"Got a tensor with layout {tensor.layout} of shape {tuple(tensor.shape)}; batches are dense. Convert it "
+            "in collate_fn with x.to_dense()."
+        )
+    if tensor.is_quantized:
+        raise UnsupportedElementError(
+            f"Got a quantized tensor ({tensor.dtype}), which JAX cannot hold. Convert it in collate_fn with "
+            "x.dequantize() or x.int_repr()."
+        )
+
+
+# --- states -------------------------------------------------------------------------------------------
+
+
+def _as_json(value: Any) -> Any:
+    """Returns the state of a loader as JSON: what JSON lacks becomes ``{"__kind__": ...}``."""
+    torch = sys.modules["torch"]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    if isinstance(value, tuple):
+        return {"__kind__": "tuple", "items": [_as_json(item) for item in value]}
+    if isinstance(value, dict):
+        return {"__kind__": "dict", "items": [[_as_json(key), _as_json(item)] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        return {"__kind__": "bytes", "data": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        return {"__kind__": "tensor", **_array_as_json(_as_numpy(value))}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return {"__kind__": "array", **_array_as_json(np.asarray(value))}
+    raise NotResumableError(
+        f"The state of the StatefulDataLoader has {value!r} of type {type(value).__name__} in it, which cannot be "
+        "written as JSON. Let state_dict of the dataset and sampler return numbers, texts, lists, dicts and arrays."
+    )
+
+
+def _array_as_json(array: np.ndarray) -> dict[str, Any]:
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value["__kind__"]
+    if kind == "tuple":
+        return tuple(_from_json(item) for item in value["items"])
+    if kind == "dict":
+        return {_from_json(key): _from_json(item) for key, item in value["items"]}
+    data = base64.b64decode(value["data"])
+    if kind == "bytes":
+        return data
+    array = np.frombuffer(bytearray(data), np.dtype(value["dtype"])).reshape(value["shape"])
+    return _as_tensor(array) if kind == "tensor" else array
+
+
+def _as_tensor(array: np.ndarray) -> Any:
+    torch = sys.modules["torch"]
+    name = array.dtype.name
+    if f"torch.{name}" not in _NARROW_FLOATS:
+        return torch.from_numpy(array)
+    bits = np.uint8 if array.itemsize == 1 else np.int16
+    return torch.from_numpy(array.view(bits)).view(vars(torch)[name])

@@ -1,0 +1,131 @@
+"""The functions that make a FileDataset: one for each format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.files.csv import Csv
+from replicax._src.input.files.dataset import FileDataset
+from replicax._src.input.files.formats import load
+from replicax._src.input.files.parquet import Parquet
+from replicax._src.input.files.paths import Files, resolve_files
+from replicax._src.input.files.records import ArrayRecords, TextLines, TFRecords
+
+
+def from_tfrecords(files: Files) -> FileDataset:
+    """Makes a dataset whose elements are the records of TFRecord files, as ``bytes``.
+
+    ``from_tfrecords("train-*.tfrecord").map(parse).shuffle(10_000, seed=1).batch(128)``, where ``parse`` makes a
+    nest of arrays of one record. Files are read by grain, uncompressed ones only. It notices a file that is cut short,
+    not a changed byte: grain does not check the checksums of records.
+
+    Args:
+      files: A path, a pattern (sorted by name), or a list of these.
+
+    Raises:
+      MissingFileError: There is no such file.
+      MissingExtraError: grain is not installed.
+    """
+    load("grain", "from_tfrecords")
+    return FileDataset(resolve_files(files), TFRecords())
+
+
+def from_array_records(files: Files) -> FileDataset:
+    """Makes a dataset whose elements are the records of ArrayRecord files, as ``bytes``. They are read by grain.
+
+    Use it as ``from_tfrecords``. The number of records is known, and all checksums are checked.
+
+    Args:
+      files: A path, a pattern (sorted by name), or a list of these.
+
+    Raises:
+      MissingFileError: There is no such file.
+      MissingExtraError: grain is not installed.
+    """
+    load("grain", "from_array_records")
+    return FileDataset(resolve_files(files), ArrayRecords())
+
+
+def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
+    """Makes a dataset whose elements are the lines of text files, as ``str`` without their ends.
+
+    Use it as ``from_tfrecords``. Files that are compressed with gzip are recognised.
+
+    Args:
+      files: A path, a pattern (sorted by name), or a list of these.
+      encoding: One in which the byte 10 is always the end of a line: not UTF-16.
+
+    Raises:
+      MissingFileError: There is no such file.
+    """
+    return FileDataset(resolve_files(files), TextLines(encoding))
+
+
+def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileDataset:
+    """Makes a dataset whose elements are the rows of Parquet files, as ``{column: value}``.
+
+    ``from_parquet("part-*.parquet").shuffle(10_000, seed=1).batch(128)`` yields ``{column: array [128, ...]}``. Rows are
+    read and batched as columns, by pyarrow and NumPy; batches may be views that cannot be written to.
+
+    Args:
+      files: A path, a pattern (sorted by name), or a list of these.
+      columns: Which to read; None is all. Numbers and booleans become ``[num_rows]``, lists of a fixed size k
+        ``[num_rows, k]``. Text, lists of varying sizes and null values are refused when they are read.
+
+    Raises:
+      MissingFileError: There is no such file.
+      MissingExtraError: pyarrow is not installed.
+    """
+    load("pyarrow.parquet", "from_parquet")
+    paths = resolve_files(files)
+    return FileDataset(paths, Parquet(paths[0], _names(columns, "columns")))
+
+
+def from_csv(
+    files: Files,
+    columns: Sequence[str] | None = None,
+    *,
+    delimiter: str = ",",
+    column_names: Sequence[str] | None = None,
+    column_dtypes: Mapping[str, Any] | None = None,
+) -> FileDataset:
+    r"""Makes a dataset whose elements are the rows of CSV files, as ``{column: value}``; use it as ``from_parquet``.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "a.csv").write_text("x,y\n1,1\n2,4\n3,9\n")
+    ...     [batch["y"].tolist() for batch in from_csv(f"{folder}/*.csv").batch(2)]
+    [[1, 4], [9]]
+
+    Files that are compressed with gzip are recognised. To go on from a saved position, a file is read from its start.
+
+    Args:
+      files: A path, a pattern (sorted by name), or a list of these.
+      columns: Which to read; None is all.
+      delimiter: Between two values.
+      column_names: The names of all columns, if the files have no header line.
+      column_dtypes: ``{column: dtype}``. The others are inferred from the first lines of the first file that has rows:
+        int64, float64 or bool.
+
+    Raises:
+      MissingFileError: There is no such file.
+      MissingExtraError: pyarrow is not installed.
+    """
+    load("pyarrow.csv", "from_csv")
+    dtypes = tuple((name, np.dtype(dtype).name) for name, dtype in (column_dtypes or {}).items())
+    paths = resolve_files(files)
+    return FileDataset(
+        paths, Csv(paths, _names(columns, "columns"), delimiter, _names(column_names, "column_names"), dtypes)
+    )
+
+
+def _names(names: Sequence[str] | None, argument: str) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"{argument} must be a list of names, or None, got {names!r}.")
+    return tuple(names)

@@ -1,0 +1,99 @@
+"""CSV files, which pyarrow reads."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src.input.files.columns import ColumnError, ColumnReader, Specs, specs_of
+from replicax._src.input.files.formats import FileFormat, FileReader, load, reading
+from replicax._src.input.files.records import is_gzip
+
+
+@final
+@dataclass(frozen=True)
+class Csv(FileFormat):
+    """CSV files, also compressed with gzip.
+
+    The types of all files are those of the first one that has rows, else "5" would be an integer in one file and
+    "5.5" no integer in the next, and workers that read different files would disagree.
+
+    Attributes:
+      files: The files of the whole dataset.
+      columns: Which to read; None is all of them.
+      delimiter: Between two values.
+      column_names: Of all columns, if the files have no header line.
+      column_dtypes: The dtypes of columns that are not to be inferred.
+    """
+
+    files: Sequence[str] = field(repr=False)
+    columns: tuple[str, ...] | None
+    delimiter: str
+    column_names: tuple[str, ...] | None
+    column_dtypes: tuple[tuple[str, str], ...]
+
+    name = "CSV"
+    advice = (
+        "It is damaged, or a line has not as many values as the header. The types of columns are inferred from the first lines of the first "
+        "file; if a later value does not fit, say column_dtypes={name: dtype}."
+    )
+    has_columns = True
+
+    def open(self, path: str, position: Any) -> FileReader:
+        if self._first is None or _is_blank(path):
+            return ColumnReader(path, iter(()), lambda: None, ({}, path))
+        schema, first_file = self._first
+        blocks = self._open(path, {column.name: column.type for column in schema})
+        expected = specs_of(schema, None, first_file)
+        return ColumnReader(path, blocks, blocks.close, (expected, first_file), position=position or 0)
+
+    def count_rows(self, path: str) -> int | None:
+        return 0 if _is_blank(path) else None
+
+    @functools.cached_property
+    def row_spec(self) -> Specs | None:
+        return None if self._first is None else specs_of(self._first[0], None, self._first[1])
+
+    @functools.cached_property
+    def _first(self) -> tuple[Any, str] | None:
+        """The schema of the first file that has rows, and its path."""
+        pa = load("pyarrow", "from_csv")
+        given = {name: pa.from_numpy_dtype(np.dtype(dtype)) for name, dtype in self.column_dtypes}
+        for path in self.files:
+            with reading(path, self):
+                if _is_blank(path):
+                    continue
+                with self._open(path, given) as blocks:
+                    if any(block.num_rows for block in blocks):
+                        return blocks.schema, path
+        return None
+
+    def _open(self, path: str, types: Mapping[str, Any]) -> Any:
+        pa, csv = load("pyarrow", "from_csv"), load("pyarrow.csv", "from_csv")
+        # Else pyarrow takes NaN, which is a number, for a missing value.
+        nulls = [text for text in csv.ConvertOptions().null_values if "nan" not in text.lower()]
+        stream = pa.input_stream(path, compression="gzip" if is_gzip(path) else None)
+        try:
+            return csv.open_csv(
+                stream,
+                csv.ReadOptions(column_names=self.column_names and list(self.column_names)),
+                csv.ParseOptions(delimiter=self.delimiter),
+                csv.ConvertOptions(
+                    column_types=types, null_values=nulls, include_columns=self.columns and list(self.columns)
+                ),
+            )
+        except KeyError as error:
+            raise ColumnError(
+                f"The CSV file {path!r} has not all of the columns {list(self.columns or ())}. Names are those of its "
+                "header line, or column_names."
+            ) from error
+
+
+def _is_blank(path: str) -> bool:
+    with gzip.open(path) if is_gzip(path) else open(path, "rb") as file:
+        return not file.read(1)

@@ -1,0 +1,215 @@
+"""Files of records: TFRecord and ArrayRecord, which grain reads, and lines of text."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import os
+import struct
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, BinaryIO, Final, final
+
+from replicax._src.input.files.chunks import Chunk
+from replicax._src.input.files.formats import REWRITE, FileFormat, FileReader, UnreadableFileError, load
+
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+
+
+def is_gzip(path: str) -> bool:
+    """Whether a file begins as gzip files do; no text does."""
+    with open(path, "rb") as file:
+        return file.read(2) == _GZIP_MAGIC
+
+
+# --- TFRecord -----------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class TFRecords(FileFormat):
+    """TensorFlow's format: length, checksum of the length, bytes, checksum of the bytes.
+
+    grain compares lengths with the size of the file, and checks no checksum. That of the first length is checked
+    here, so that other files are found out.
+
+    Source: https://www.tensorflow.org/tutorials/load_data/tfrecord
+    """
+
+    name = "TFRecord"
+    advice = REWRITE
+    has_columns = False
+
+    def open(self, path: str, position: Any) -> FileReader:
+        _check_first_length(path)
+        iterator = iter(load("grain", "from_tfrecords").experimental.TFRecordIterDataset(path))
+        if position is not None:
+            iterator.set_state(position)
+        return _TFRecordReader(iterator)
+
+    def count_rows(self, path: str) -> int | None:
+        return None
+
+    @property
+    def row_spec(self) -> Any:
+        return None
+
+
+@final
+class _TFRecordReader(FileReader):
+    """Its position is the state of grain's iterator."""
+
+    def __init__(self, iterator: Any):
+        self._iterator = [iterator]  # the only reference: grain closes the file when it goes
+        self._close = weakref.finalize(self, self._iterator.clear)
+
+    def read(self, num_rows: int) -> Chunk:
+        return list(itertools.islice(self._iterator[0], num_rows))
+
+    def tell(self) -> Any:
+        return self._iterator[0].get_state()
+
+    def close(self) -> None:
+        self._close()
+
+
+def _check_first_length(path: str) -> None:
+    with open(path, "rb") as file:
+        header = file.read(12)
+    if not header or (len(header) == 12 and masked_crc32c(header[:8]) == struct.unpack("<I", header[8:])[0]):
+        return
+    if header.startswith(_GZIP_MAGIC):
+        raise UnreadableFileError(
+            f"The TFRecord file {path!r} is compressed with gzip, which grain does not read. Decompress it (gunzip), or "
+            "write it without compression."
+        )
+    raise UnreadableFileError(
+        f"{path!r} is no TFRecord file: the checksum of its first length is wrong (compressed with zlib, cut short, or "
+        "of another format)."
+    )
+
+
+def masked_crc32c(data: bytes) -> int:
+    """Returns the checksum that TFRecords have: CRC-32C, rotated, plus a constant. For a few bytes."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _crc32c_table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@cache
+def _crc32c_table() -> tuple[int, ...]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return tuple(table)
+
+
+# --- ArrayRecord --------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class ArrayRecords(FileFormat):
+    """Records with numbers and checksums, all of which are checked."""
+
+    name = "ArrayRecord"
+    advice = REWRITE
+    has_columns = False
+
+    def open(self, path: str, position: Any) -> FileReader:
+        return _ArrayRecordReader(_source(path), position or 0)
+
+    def count_rows(self, path: str) -> int | None:
+        return len(_source(path))
+
+    @property
+    def row_spec(self) -> Any:
+        return None
+
+
+@final
+class _ArrayRecordReader(FileReader):
+    """Its position is the number of the next record."""
+
+    def __init__(self, source: Any, position: int):
+        self._source, self._position = source, position
+
+    def read(self, num_rows: int) -> Chunk:
+        numbers = range(self._position, min(self._position + num_rows, len(self._source)))
+        self._position = numbers.stop
+        if len(numbers) <= 1:  # several go through a thread
+            return [self._source[number] for number in numbers]
+        return list(self._source.__getitems__(numbers))
+
+    def tell(self) -> Any:
+        return self._position
+
+    def close(self) -> None:
+        self._source.__exit__(None, None, None)
+
+
+def _source(path: str) -> Any:
+    return load("grain", "from_array_records").sources.ArrayRecordDataSource(path)
+
+
+# --- lines of text ------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class TextLines(FileFormat):
+    """Lines of text, without their ends, also compressed with gzip."""
+
+    encoding: str
+
+    name = "text"
+    advice = REWRITE
+    has_columns = False
+
+    def open(self, path: str, position: Any) -> FileReader:
+        file = gzip.open(path, "rb") if is_gzip(path) else open(path, "rb")  # noqa: SIM115 the reader closes it
+        return _LineReader(file, path, self.encoding, position or 0)
+
+    def count_rows(self, path: str) -> int | None:
+        return 0 if os.path.getsize(path) == 0 else None
+
+    @property
+    def row_spec(self) -> Any:
+        return None
+
+
+@final
+class _LineReader(FileReader):
+    """Its position is the byte at which the next line begins, after decompression."""
+
+    def __init__(self, file: BinaryIO | gzip.GzipFile, path: str, encoding: str, position: int):
+        self._file, self._path, self._encoding = file, path, encoding
+        self._close = weakref.finalize(self, file.close)
+        self._position = position
+        file.seek(position)
+
+    def read(self, num_rows: int) -> Chunk:
+        lines = list(itertools.islice(self._file, num_rows))
+        decoded = [self._decoded(line) for line in lines]
+        self._position += sum(map(len, lines))
+        return decoded
+
+    def tell(self) -> Any:
+        return self._position
+
+    def close(self) -> None:
+        self._close()
+
+    def _decoded(self, line: bytes) -> str:
+        try:
+            return line.removesuffix(b"\n").removesuffix(b"\r").decode(self._encoding)
+        except UnicodeDecodeError as error:
+            raise UnreadableFileError(
+                f"The text file {self._path!r} has a line that is no {self._encoding} text: {line[:60]!r} ({error.reason}). "
+                "Give its encoding: from_text_lines(files, encoding='latin-1')."
+            ) from error

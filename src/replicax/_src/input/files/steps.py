@@ -1,0 +1,376 @@
+"""What can be done with a stream of rows: map, filter, shuffle, repeat, take, shard, batch. No files here.
+
+A cursor is read like a file: ``read(n)`` returns n rows, fewer only at the end. So no cursor reads more from
+the one below than it gives, and where it is can be said in a few numbers. From ``Batch`` on rows are batches.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src.input.files.chunks import Chunk, batch_of, cut, join, num_rows_of, rows_of, take
+from replicax._src.input.order import INFINITE, Cardinality, Path
+
+_Function = Callable[[Any], Any]
+
+
+class Cursor(abc.ABC):
+    """A place in a stream of rows."""
+
+    @abc.abstractmethod
+    def read(self, num_rows: int) -> Chunk:
+        """Returns the next rows: fewer only if these are the last, and none ever after."""
+
+    @abc.abstractmethod
+    def get_state(self) -> Any:
+        """Returns where it is, as JSON."""
+
+    @abc.abstractmethod
+    def set_state(self, state: Any) -> None:
+        """Goes where an equal cursor was."""
+
+
+Opener = Callable[[Path], Cursor]
+"""Opens a stream at its start. The path is the number of the pass, then those of the repetitions around it."""
+
+
+class Step(abc.ABC):
+    """One method of a dataset, applied to the stream of rows before it. Its subclasses are frozen dataclasses."""
+
+    @abc.abstractmethod
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        """The number of its rows if there are ``parent`` before it; None if that is not known."""
+
+    @abc.abstractmethod
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        """Opens the stream that it makes."""
+
+
+# --- one row for one row ------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Map(Step):
+    """``function`` of every row."""
+
+    function: _Function
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        return parent
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _MapCursor(parent(path), self.function)
+
+
+@final
+class _MapCursor(Cursor):
+    def __init__(self, parent: Cursor, function: _Function):
+        self._parent, self._function = parent, function
+
+    def read(self, num_rows: int) -> Chunk:
+        return [self._function(row) for row in rows_of(self._parent.read(num_rows))]
+
+    def get_state(self) -> Any:
+        return self._parent.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._parent.set_state(state)
+
+
+# --- fewer rows ---------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Filter(Step):
+    """The rows for which ``predicate`` is true."""
+
+    predicate: _Function
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        return 0 if parent == 0 else None
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _FilterCursor(parent(path), self.predicate)
+
+
+@final
+class _FilterCursor(Cursor):
+    def __init__(self, parent: Cursor, predicate: _Function):
+        self._parent, self._predicate = parent, predicate
+
+    def read(self, num_rows: int) -> Chunk:
+        kept: list[Chunk] = []
+        while num_rows:
+            chunk = self._parent.read(num_rows)
+            passing = [number for number, row in enumerate(rows_of(chunk)) if self._predicate(row)]
+            kept.append(take(chunk, np.asarray(passing, np.intp)))
+            if num_rows_of(chunk) < num_rows:
+                break
+            num_rows -= len(passing)
+        return join(kept)
+
+    def get_state(self) -> Any:
+        return self._parent.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._parent.set_state(state)
+
+
+@final
+@dataclass(frozen=True)
+class Take(Step):
+    """The first ``count`` rows."""
+
+    count: int
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        if parent is None:
+            return None if self.count else 0
+        return min(parent, self.count)
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _TakeCursor(parent(path), self.count)
+
+
+@final
+class _TakeCursor(Cursor):
+    def __init__(self, parent: Cursor, count: int):
+        self._parent, self._left = parent, count
+
+    def read(self, num_rows: int) -> Chunk:
+        num_rows = min(num_rows, self._left)
+        self._left -= num_rows
+        return self._parent.read(num_rows) if num_rows else []
+
+    def get_state(self) -> Any:
+        return {"left": self._left, "of": self._parent.get_state()}
+
+    def set_state(self, state: Any) -> None:
+        self._left = int(state["left"])
+        self._parent.set_state(state["of"])
+
+
+@final
+@dataclass(frozen=True)
+class Shard(Step):
+    """Every ``num_shards``-th row from the row ``index`` on; all if these are to be said later."""
+
+    num_shards: int | None
+    index: int | None
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        if parent is None or parent == INFINITE:
+            return parent
+        return len(range(self.index or 0, int(parent), self.num_shards or 1))
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _ShardCursor(parent(path), self.num_shards or 1, self.index or 0)
+
+
+@final
+class _ShardCursor(Cursor):
+    def __init__(self, parent: Cursor, step: int, skip: int):
+        self._parent, self._step, self._skip = (
+            parent,
+            step,
+            skip,
+        )  # skip: rows of others before the next of ours
+
+    def read(self, num_rows: int) -> Chunk:
+        if not num_rows:
+            return []
+        chunk = self._parent.read(self._skip + (num_rows - 1) * self._step + 1)
+        mine = cut(chunk, slice(self._skip, None, self._step))
+        self._skip = self._step - 1
+        return mine
+
+    def get_state(self) -> Any:
+        return {"skip": self._skip, "of": self._parent.get_state()}
+
+    def set_state(self, state: Any) -> None:
+        self._skip = int(state["skip"])
+        self._parent.set_state(state["of"])
+
+
+# --- shuffle ------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Shuffle(Step):
+    """Each window of ``buffer_size`` adjacent rows in random order, a new one for each path if ``reshuffle``."""
+
+    buffer_size: int
+    seed: int
+    reshuffle: bool
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        return parent
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _ShuffleCursor(
+            parent(path), self.buffer_size, (self.seed, *path) if self.reshuffle else (self.seed,)
+        )
+
+
+@final
+class _ShuffleCursor(Cursor):
+    """Its state is that of the stream before the window, the window's number, and how many rows of it were given:
+    the order of a window follows from the seed, the path and its number.
+    """
+
+    def __init__(self, parent: Cursor, buffer_size: int, seeds: tuple[int, ...]):
+        self._parent, self._buffer_size, self._seeds = parent, buffer_size, seeds
+        self._window: Chunk = []
+        self._number = -1  # of the window that is being given
+        self._given = 0
+        self._before: Any = None
+
+    def read(self, num_rows: int) -> Chunk:
+        pieces: list[Chunk] = []
+        while num_rows:
+            if self._given == num_rows_of(self._window) and not self._fill():
+                break
+            piece = cut(self._window, slice(self._given, self._given + num_rows))
+            pieces.append(piece)
+            self._given += num_rows_of(piece)
+            num_rows -= num_rows_of(piece)
+        return join(pieces)
+
+    def get_state(self) -> Any:
+        if self._given == num_rows_of(self._window):
+            return {"window": self._number, "given": 0, "of": self._parent.get_state()}
+        return {"window": self._number - 1, "given": self._given, "of": self._before}
+
+    def set_state(self, state: Any) -> None:
+        self._parent.set_state(state["of"])
+        self._number, self._window, self._given = int(state["window"]), [], 0
+        if state["given"]:
+            self._fill()
+            self._given = int(state["given"])
+
+    def _fill(self) -> bool:
+        self._before = self._parent.get_state()
+        window = self._parent.read(self._buffer_size)
+        self._window, self._given = [], 0
+        if not num_rows_of(window):
+            return False
+        self._number += 1
+        order = np.random.default_rng((*self._seeds, self._number)).permutation(num_rows_of(window))
+        self._window = take(window, order)
+        return True
+
+
+# --- repeat -------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Repeat(Step):
+    """All rows ``count`` times over, or for ever if that is None."""
+
+    count: int | None
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        if parent == 0 or self.count == 0:
+            return 0  # never INFINITE * 0
+        if self.count is None:
+            return INFINITE
+        return None if parent is None else parent * self.count
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _RepeatCursor(parent, path, self.count)
+
+
+@final
+class _RepeatCursor(Cursor):
+    def __init__(self, parent: Opener, path: Path, count: int | None):
+        self._open, self._path, self._count = parent, path, count
+        self._start(0)
+
+    def read(self, num_rows: int) -> Chunk:
+        pieces: list[Chunk] = []
+        while num_rows and self._count != 0:
+            pieces.append(self._rows.read(num_rows))
+            num_read = num_rows_of(pieces[-1])
+            self._has_rows = self._has_rows or num_read > 0
+            num_rows -= num_read
+            if num_rows and not self._go_on():
+                break
+        return join(pieces)
+
+    def get_state(self) -> Any:
+        return {"repetition": self._repetition, "has_rows": self._has_rows, "of": self._rows.get_state()}
+
+    def set_state(self, state: Any) -> None:
+        self._start(int(state["repetition"]))
+        self._has_rows = bool(state["has_rows"])
+        self._rows.set_state(state["of"])
+
+    def _go_on(self) -> bool:
+        """Starts again; not after the last time, nor if there was no row: for ever would never end."""
+        if not self._has_rows or self._repetition + 1 == self._count:
+            return False
+        self._start(self._repetition + 1)
+        return True
+
+    def _start(self, repetition: int) -> None:
+        self._repetition, self._has_rows = repetition, False
+        self._rows = self._open((*self._path, repetition))
+
+
+# --- batch --------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Batch(Step):
+    """Every ``batch_size`` rows as one nest of arrays; the last batch may be smaller, or is dropped."""
+
+    batch_size: int
+    drop_remainder: bool
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        if parent is None or parent == INFINITE:
+            return parent
+        full, remainder = divmod(int(parent), self.batch_size)
+        return full + bool(remainder and not self.drop_remainder)
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _BatchCursor(parent(path), self.batch_size, self.batch_size if self.drop_remainder else 1)
+
+
+@final
+class _BatchCursor(Cursor):
+    def __init__(self, parent: Cursor, batch_size: int, smallest: int):
+        self._parent, self._batch_size, self._smallest = parent, batch_size, smallest
+
+    def read(self, num_rows: int) -> Chunk:
+        batches: list[Any] = []
+        while len(batches) < num_rows:
+            rows = self._parent.read(self._batch_size)
+            if num_rows_of(rows) < self._smallest:
+                break
+            batches.append(batch_of(rows))
+        return batches
+
+    def get_state(self) -> Any:
+        return self._parent.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._parent.set_state(state)
+
+
+def told_of(step: Step) -> str:
+    """Returns ``shuffle(buffer_size=10, reshuffle=True)``: what tells a step from others, without functions and seed."""
+    fields = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}  # type: ignore[arg-type]
+    told = ["..." if callable(v) else f"{k}={v}" for k, v in fields.items() if k != "seed"]
+    return f"{type(step).__name__.lower()}({', '.join(told)})"

@@ -1,0 +1,48 @@
+"""Host memory that devices can take over without another copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_ALIGNMENT = (
+    64  # bytes; where XLA's CPU client takes a NumPy array as it is, and accelerators' copies are fast
+)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an aligned array with any contents."""
+    dtype = np.dtype(dtype)
+    num_bytes = dtype.itemsize * math.prod(shape)
+    if not num_bytes:
+        return np.empty(shape, dtype)
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def copy(array: np.ndarray) -> np.ndarray:
+    """Returns an aligned copy that nobody else writes into."""
+    result = empty(array.shape, array.dtype)
+    np.copyto(result, array)
+    return result
+
+
+def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns the rows with the given numbers, aligned."""
+    result = empty((len(rows), *array.shape[1:]), array.dtype)
+    return np.take(
+        array, rows, axis=0, out=result, mode="clip"
+    )  # other modes copy once more; numbers are in range
+
+
+def stack(arrays: Sequence[np.ndarray], capacity: int) -> np.ndarray:
+    """Returns arrays of one shape joined along a new first dim of size ``capacity``; what is too much is zero."""
+    result = empty((capacity, *arrays[0].shape), arrays[0].dtype)
+    for number, array in enumerate(arrays):
+        result[number] = array
+    result[len(arrays) :] = 0
+    return result

@@ -1,0 +1,105 @@
+"""What may be given as a dataset: every kind, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from typing import Any, Final, Protocol, runtime_checkable
+
+from replicax._src.input.adapters.grain import open_grain
+from replicax._src.input.adapters.hugging_face import open_hugging_face
+from replicax._src.input.adapters.keras import open_keras
+from replicax._src.input.adapters.tensorflow import open_tensorflow
+from replicax._src.input.adapters.torch import open_torch
+from replicax._src.input.arrays import ArrayDataset
+from replicax._src.input.elements import (
+    ArrayElements,
+    Elements,
+    IterableElements,
+    IteratorElements,
+    SequenceElements,
+    Traits,
+    UnsupportedSourceError,
+)
+from replicax._src.input.files.elements import open_files
+
+_OPENERS: Final[list[Callable[[Any], Elements | None]]] = [
+    open_files,
+    open_grain,
+    open_tensorflow,
+    open_keras,
+    open_hugging_face,  # before torch, one of whose classes is the base of Hugging Face's IterableDataset
+    open_torch,
+]
+"""Each returns None for what it does not know."""
+
+
+def open_elements(dataset: Any) -> Elements:
+    """Opens any dataset: arrays, files, another library's dataset, an iterable, or (once) an iterator.
+
+    Raises:
+      UnsupportedSourceError: It is none of these.
+    """
+    if isinstance(dataset, ArrayDataset):
+        return ArrayElements(dataset)
+    for open_kind in _OPENERS:
+        elements = open_kind(dataset)
+        if elements is not None:
+            return elements
+    _refuse_what_is_no_dataset(dataset)
+    if isinstance(dataset, Iterator):
+        return IteratorElements(dataset)
+    name = type(dataset).__name__
+    if isinstance(dataset, Sequence):
+        return SequenceElements(dataset, Traits(f"a {name} of {len(dataset)} elements"))
+    if isinstance(dataset, Iterable):
+        reason = (
+            f"The position of a {name} cannot be saved or restored: nothing says that its __iter__ yields the same "
+            "again. Use rx.data.from_arrays(...), a grain dataset, or a class with __getitem__ and __len__ that is "
+            "registered as a collections.abc.Sequence."
+        )
+        return IterableElements(dataset, _length(dataset), Traits(f"a {name}"), reason)
+    raise UnsupportedSourceError(
+        f"Got {dataset!r} of type {type(dataset).__name__}, which is no dataset. Allowed are "
+        "rx.data.from_arrays(...).batch(n), grain datasets, tf.data.Dataset, torch's DataLoader, Hugging Face "
+        "datasets, keras.utils.PyDataset, and iterables of batches (a list, a generator, an object with __iter__)."
+    )
+
+
+def _length(iterable: Iterable[Any]) -> int | None:
+    if not isinstance(iterable, Sized):
+        return None
+    try:
+        return len(iterable)
+    except (TypeError, NotImplementedError):  # torch's and TensorFlow's way to say that it is not known
+        return None
+
+
+@runtime_checkable
+class _SupportsArray(Protocol):
+    """Arrays, tensors and tables of any library. They are iterable too, over their rows."""
+
+    def __array__(self) -> Any: ...
+
+
+def _refuse_what_is_no_dataset(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, _SupportsArray):
+        raise UnsupportedSourceError(
+            f"Got {name}, an array and no dataset: arrays need a batch size: use "
+            "rx.data.from_arrays(x).batch(n)."
+        )
+    if isinstance(dataset, tuple | Mapping):
+        raise UnsupportedSourceError(
+            f"Got a {name}, which is a nest and no dataset: arrays need a batch size: use "
+            "rx.data.from_arrays(x).batch(n). A series of batches is given as a list."
+        )
+    if dataset is None or isinstance(dataset, str | bytes | bytearray | Set | int | float | complex):
+        raise UnsupportedSourceError(
+            f"Got {dataset!r} of type {name}, which is no dataset: use rx.data.from_arrays(x).batch(n), a "
+            "grain dataset, or an iterable of batches."
+        )
+    if callable(dataset) and not isinstance(dataset, Iterable):
+        raise UnsupportedSourceError(
+            f"Got {dataset!r}, which can be called and is no dataset: call it and pass what it returns, or "
+            "use strategy.distribute_datasets_from_function."
+        )

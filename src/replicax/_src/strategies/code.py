@@ -1,0 +1,220 @@
+"""Cross-replica code as a program: traced, with the ``run`` and ``reduce`` in it, for the devices of its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import context, jax_compat
+from replicax._src.errors import MixedStrategiesError
+from replicax._src.placement.spmd import ProgramState
+from replicax._src.program import key
+from replicax._src.program.program import Variant, check_no_leaks, has_callback, trace_variant
+from replicax._src.program.slots import Sharing, Slot
+from replicax._src.program.verdict import Verdict
+from replicax._src.strategies.extended import owner_of
+from replicax._src.topology import Topology
+from replicax._src.values import DistributedValues, PerReplica, is_value
+
+
+class _OtherStrategy(BaseException):
+    """The function turned out to belong to another strategy than thought: trace it again."""
+
+    def __init__(self, strategy: Any):
+        self.strategy = strategy
+
+
+class _Home:
+    """The strategy on whose devices a function's program runs: found while it is traced."""
+
+    def __init__(self, strategy: Any = None):
+        self.strategy = strategy
+
+    def use(self, strategy: Any) -> None:
+        """``strategy`` runs something in the function, or owns a variable of it."""
+        if self.strategy is None:
+            self.strategy = strategy
+        elif self.strategy is not strategy and not strategy.is_default:
+            if self.strategy.is_default:
+                raise _OtherStrategy(strategy)
+            raise MixedStrategiesError(
+                f"Mixing different tf.distribute.Strategy objects in one rx.function: {self.strategy!r} is not "
+                f"{strategy!r}. Use one rx.function for each."
+            )
+
+    def slot_of(self, variable: Any) -> Slot:
+        self.use(owner_of(variable) or context.get_strategy())
+        return self.strategy.slots.slot_of(variable)
+
+
+@dataclass(frozen=True)
+class TracedCode:
+    """A cross-replica function, traced.
+
+    Attributes:
+      variant: The trace.
+      strategy: On whose devices it runs.
+      kinds: For each array that it returns "row" (a PerReplica, device r holds row r), "whole" (a value that
+        every device holds) or "plain" (an array).
+    """
+
+    variant: Variant
+    strategy: Any
+    kinds: Sequence[str]
+
+
+def trace_code(call: Callable[[list[Any]], Any], avals: Sequence[Any], strategy: Any = None) -> TracedCode:
+    """Traces cross-replica code.
+
+    Args:
+      call: Calls the code with a list of tracers of ``avals``.
+      strategy: Whose code it is; None finds it out.
+
+    Raises:
+      MixedStrategiesError: It uses two strategies.
+    """
+    home = _Home(strategy)
+    while True:
+        kinds: list[str] = []
+        try:
+            variant = _trace_at(call, avals, home, kinds)
+            check_no_leaks(variant)
+            return TracedCode(variant, home.strategy or context.get_strategy(), kinds)
+        except _OtherStrategy as other:
+            home = _Home(other.strategy)
+
+
+def _trace_at(
+    call: Callable[[list[Any]], Any], avals: Sequence[Any], home: _Home, kinds: list[str]
+) -> Variant:
+    def noting_kinds(tracers: list[Any]) -> Any:
+        result = call(tracers)
+        values = jax.tree_util.tree_leaves(result, is_leaf=is_value)
+        kinds[:] = [
+            _kind(value) for value in values if isinstance(value, DistributedValues) or key.is_array(value)
+        ]
+        return result
+
+    return trace_variant(
+        noting_kinds,
+        avals,
+        [Verdict.SAME] * len(avals),
+        slot_of=home.slot_of,
+        num_replicas=None,
+        sum_gradients=lambda capture: list,
+        on_strategy=home.use,
+    )
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, DistributedValues):
+        return "plain"
+    return "row" if isinstance(value, PerReplica) and not value.is_equal else "whole"
+
+
+@final
+class CodeState:
+    """The variables of traced code: what a program of it takes, evaluates and gives back.
+
+    Attributes:
+      state: Loads and stores them.
+      donates: The program owns the memory of those that it writes.
+      consts: The arrays that the code closes over, on the devices.
+    """
+
+    def __init__(self, code: TracedCode):
+        variant, strategy = code.variant, code.strategy
+        topology = strategy.topology
+        slots = [entry.slot for entry in variant.entries]
+        written = [entry.slot for entry in variant.written]
+        self.state = ProgramState(slots, written, strategy.variable_placement)
+        self.donates = not has_callback(variant.jaxpr)
+        self.consts = jax.device_put(variant.consts, topology.replicated)
+        self._variant = variant
+        self._from_loaded = _positions(self.state.slots, slots)
+        self._to_written = _positions(written, self.state.written.slots)
+        self._summed = [i for i, s in enumerate(self.state.written.slots) if s.sharing is Sharing.SUMMED]
+        row, whole = topology.per_replica, topology.replicated
+        self.shardings = (
+            [row if s.sharing.is_per_replica else whole for s in self.state.written.slots],
+            [whole] * len(self._summed),
+        )
+        """Of the written variables, and of the sums that SUMMED ones show."""
+
+    def evaluate(
+        self, written: Sequence[Any], read: Sequence[Any], consts: Sequence[Any], args: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs the code once in a trace: the new values of the written variables, and the results."""
+        state = [*written, *read]
+        loaded = [state[i] for i in self._from_loaded]
+        outs = jax_compat.eval_jaxpr(self._variant.jaxpr, [*consts, *loaded, *args])
+        num_arrays = self._variant.num_arrays
+        writes = outs[num_arrays:]
+        return [writes[i] for i in self._to_written], outs[:num_arrays]
+
+    def sums(self, written: Sequence[Any]) -> list[Any]:
+        """What SUMMED variables show."""
+        return [jnp.sum(written[i], axis=0, dtype=written[i].dtype) for i in self._summed]
+
+
+@final
+class PlacedCode:
+    """Traced code, compiled for the devices of its strategy."""
+
+    def __init__(self, code: TracedCode):
+        self._code = code
+        self._topology = topology = code.strategy.topology
+        self._variables = variables = CodeState(code)
+        needs_token = topology.is_cpu and topology.num_replicas > 1
+
+        def body(written: list[Any], read: list[Any], consts: list[Any], args: list[Any]):
+            writes, outs = variables.evaluate(written, read, consts, args)
+            return writes, variables.sums(writes), outs, [jnp.int8(0)] if needs_token else []
+
+        row, whole = topology.per_replica, topology.replicated
+        self._compiled = jax.jit(
+            body,
+            donate_argnums=(0,) if variables.donates else (),
+            out_shardings=(
+                *variables.shardings,
+                [row if kind == "row" else whole for kind in code.kinds],
+                [whole] if needs_token else [],
+            ),
+        )
+        # Plain results go where the strategy keeps variables, so that plain code can compute with both.
+        self._home = code.strategy.variable_placement.parameter_device
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        args = on_mesh(args, self._topology)
+        variables, code = self._variables, self._code
+        outs = variables.state.run(
+            lambda written, read: self._compiled(written, read, variables.consts, args), variables.donates
+        )
+        if self._home is not None:
+            outs = [
+                jax.device_put(o, self._home) if kind == "plain" else o
+                for o, kind in zip(outs, code.kinds, strict=True)
+            ]
+        remaining = iter(outs)
+        leaves = [next(remaining) if o.is_array else o.value for o in code.variant.outputs]
+        return jax.tree_util.tree_unflatten(code.variant.tree, leaves)
+
+
+def on_mesh(args: Sequence[Any], topology: Topology) -> list[Any]:
+    """Arguments of a program over all devices: JAX arrays elsewhere are copied to each of them."""
+    mesh_devices = set(topology.devices)
+    return [
+        jax.device_put(a, topology.replicated)
+        if isinstance(a, jax.Array) and a.sharding.device_set != mesh_devices
+        else a
+        for a in args
+    ]
+
+
+def _positions(order: Sequence[Slot], wanted: Sequence[Slot]) -> list[int]:
+    position = {id(slot): i for i, slot in enumerate(order)}
+    return [position[id(slot)] for slot in wanted]

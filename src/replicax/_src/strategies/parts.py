@@ -1,0 +1,46 @@
+"""What a strategy is composed of: devices, where variables live, the slots of its programs, what runs functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from replicax._src.options import RunOptions
+from replicax._src.program.slots import SlotTable
+from replicax._src.topology import Topology
+from replicax._src.variables.placement import VariablePlacement
+
+
+class FunctionRunner(Protocol):
+    """Runs functions on replicas: ``Runner``, or what looks on while one does."""
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
+    ) -> Any:
+        """Runs ``fn`` once per replica; see ``Strategy.run``."""
+        ...
+
+    def owned(self, array: Any) -> Any:
+        """Remembers that nobody else holds the buffers of ``array``; returns it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a strategy.
+
+    While ``context.standing_in`` lasts, a strategy has others in this thread: ``rx.testing`` lets a program meet
+    its strategy as one of a single replica.
+
+    Attributes:
+      topology: The replicas' devices.
+      variable_placement: Where variables are kept.
+      slots: The variables that programs have met.
+      runner: What runs functions on the replicas.
+    """
+
+    topology: Topology
+    variable_placement: VariablePlacement
+    slots: SlotTable
+    runner: FunctionRunner

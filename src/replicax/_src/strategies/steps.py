@@ -1,0 +1,349 @@
+"""Several steps in one call: one program that goes through batches which are on the devices together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import context
+from replicax._src.bridges import ensure_bridges
+from replicax._src.errors import (
+    CrossReplicaContextError,
+    InvalidArgumentError,
+    StructureError,
+    UnsupportedError,
+)
+from replicax._src.input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError, StackedSteps
+from replicax._src.options import ReduceOp
+from replicax._src.program import key
+from replicax._src.program.cache import ProgramCache, array_leaf, jax_state
+from replicax._src.program.capture import current_capture
+from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, trace_code
+from replicax._src.strategies.datasets import Stack, distribute_elements
+from replicax._src.values import Mirrored, PerReplica
+
+
+@final
+class MultiStepContext:
+    """What the function of ``experimental_run_steps_on_iterator`` says of its step, and afterwards what came out.
+
+    Source: tf.distribute's MultiStepContext (TensorFlow 1).
+    """
+
+    def __init__(self, strategy: Any = None, last_step_outputs: dict[str, Any] | None = None):
+        """Private: made by ``experimental_run_steps_on_iterator``."""
+        self._strategy = strategy
+        self._last_step_outputs = dict(last_step_outputs or {})
+        self._non_tensor_outputs: dict[str, Any] = {}
+
+    @property
+    def last_step_outputs(self) -> dict[str, Any]:
+        """By name what the last step gave to ``set_last_step_output``."""
+        return self._last_step_outputs
+
+    @property
+    def non_tensor_outputs(self) -> dict[str, Any]:
+        """By name what was given to ``set_non_tensor_output``."""
+        return self._non_tensor_outputs
+
+    def set_last_step_output(self, name: str, output: Any, reduce_op: ReduceOp | str | None = None) -> None:
+        """Keeps ``output`` of the last step.
+
+        Call it in cross-replica code: with what ``strategy.run`` returned.
+
+        Args:
+          output: Per-replica values, or arrays; a nest of them.
+          reduce_op: How the replicas' values become one; None keeps them as they are.
+
+        Raises:
+          CrossReplicaContextError: In a replica function; return the value from it instead.
+        """
+        if context.in_replica_function():
+            raise CrossReplicaContextError(
+                f"set_last_step_output({name!r}) was called in a replica function. Return the value from that function, "
+                "and give what strategy.run returns to set_last_step_output."
+            )
+        if reduce_op is not None:
+            output = self._strategy.reduce(reduce_op, output, axis=None)
+        self._last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keeps a Python value; the function runs once for all steps, so it is that of any step."""
+        self._non_tensor_outputs[name] = output
+
+
+@final
+class StepLoop:
+    """Traced code that a program runs once for each of several steps, whose inputs are stacked.
+
+    Args:
+      code: Traced over one step's arrays, then other arrays.
+      num_stacked: How many arrays a step has.
+      capacity: For how many steps the stack has room.
+      keeps_all: Give the results of all steps, stacked, else of the last one only.
+    """
+
+    def __init__(self, code: TracedCode, num_stacked: int, capacity: int, *, keeps_all: bool):
+        self._code, self._capacity, self._keeps_all = code, capacity, keeps_all
+        self._topology = topology = code.strategy.topology
+        self._variables = variables = CodeState(code)
+        row = topology.stacked if keeps_all else topology.per_replica
+        shardings = [row if kind == "row" else topology.replicated for kind in code.kinds]
+        avals = [v.aval for v in code.variant.jaxpr.outvars[: len(shardings)]]
+        needs_token = topology.is_cpu and topology.num_replicas > 1
+
+        def body(
+            written: Any, read: Any, consts: Any, stack: Sequence[Any], others: Any, start: Any, stop: Any
+        ):
+            def one_step(index: Any, carry: Any) -> Any:
+                values, kept = carry
+                step = [jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in stack]
+                new, outs = variables.evaluate(values, read, consts, [*step, *others])
+                new = [n.astype(v.dtype) for n, v in zip(new, values, strict=True)]
+                if keeps_all:
+                    outs = [
+                        jax.lax.dynamic_update_index_in_dim(k, o, index, 0)
+                        for k, o in zip(kept, outs, strict=True)
+                    ]
+                outs = [
+                    jax.lax.with_sharding_constraint(o.astype(k.dtype), s)
+                    for o, k, s in zip(outs, kept, shardings, strict=True)
+                ]
+                return new, outs
+
+            room = (capacity,) if keeps_all else ()
+            kept = [
+                jax.lax.with_sharding_constraint(jnp.zeros((*room, *a.shape), a.dtype), s)
+                for a, s in zip(avals, shardings, strict=True)
+            ]
+            values, kept = jax.lax.fori_loop(start, stop, one_step, (list(written), kept))
+            if keeps_all:  # a PerReplica has its replicas first
+                kept = [
+                    jnp.moveaxis(k, 0, 1) if kind == "row" else k
+                    for k, kind in zip(kept, code.kinds, strict=True)
+                ]
+            return values, variables.sums(values), kept, [jnp.int8(0)] if needs_token else []
+
+        out_shardings = [
+            topology.per_replica if kind == "row" else topology.replicated for kind in code.kinds
+        ]
+        self._compiled = jax.jit(
+            body,
+            donate_argnums=(0,) if variables.donates else (),
+            out_shardings=(*variables.shardings, out_shardings, [topology.replicated] if needs_token else []),
+        )
+
+    def __call__(self, stack: Sequence[Any], others: Sequence[Any], start: int, stop: int) -> Any:
+        """Runs the steps ``[start, stop)``; returns their results."""
+        variables, code = self._variables, self._code
+        others = on_mesh(others, self._topology)
+        outs = variables.state.run(
+            lambda written, read: self._compiled(
+                written, read, variables.consts, stack, others, jnp.int32(start), jnp.int32(stop)
+            ),
+            variables.donates,
+        )
+        if self._keeps_all and stop - start < self._capacity:
+            outs = [
+                o[:, start:stop] if kind == "row" else o[start:stop]
+                for o, kind in zip(outs, code.kinds, strict=True)
+            ]
+        remaining = iter(outs)
+        leaves = [next(remaining) if o.is_array else o.value for o in code.variant.outputs]
+        result = jax.tree_util.tree_unflatten(code.variant.tree, leaves)
+        return _with_steps(result, stop - start) if self._keeps_all else result
+
+
+def _with_steps(nest: Any, num_steps: int) -> Any:
+    """Per-replica values whose components have a dim more in front: that of the steps."""
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, PerReplica) or value.shapes is None:
+            return value
+        shapes = tuple((num_steps, *shape) for shape in value.shapes)
+        return PerReplica(value.array, value.num_replicas, shapes, value.is_equal)
+
+    return jax.tree_util.tree_map(changed, nest, is_leaf=_is_distributed)
+
+
+def _is_distributed(value: Any) -> bool:
+    return isinstance(value, (PerReplica, Mirrored))
+
+
+@final
+class StepsRunner:
+    """Runs several steps in one call, for one strategy."""
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._cache: ProgramCache[StepLoop] = ProgramCache()
+
+    def run_all(self, fn: Callable[[Any], Any], iterator: Any, num_steps: int) -> Any:
+        """See ``Strategy.run_steps``."""
+        strategy = self._strategy
+        groups = self._run(
+            fn,
+            iterator,
+            num_steps,
+            lambda replica_fn, step: strategy.run(replica_fn, args=(step,)),
+            keeps_all=True,
+        )
+        return groups[0] if len(groups) == 1 else _joined(groups)
+
+    def run_last(
+        self,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: Any,
+        num_steps: int,
+        initial: dict[str, Any],
+    ) -> MultiStepContext:
+        """See ``StrategyExtended.experimental_run_steps_on_iterator``."""
+        made: list[MultiStepContext] = []
+
+        def one_step(code: Callable[..., Any], step: Any) -> Any:
+            made.append(MultiStepContext(self._strategy))
+            code(made[-1], step)
+            return made[-1].last_step_outputs, _Constant(made[-1].non_tensor_outputs)
+
+        outputs, non_tensor = self._run(fn, iterator, num_steps, one_step, keeps_all=False)[-1]
+        result = MultiStepContext(self._strategy, {**initial, **outputs})
+        for name, value in non_tensor.content.items():
+            result.set_non_tensor_output(name, value)
+        return result
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        num_steps: int,
+        one_step: Callable[..., Any],
+        *,
+        keeps_all: bool,
+    ) -> list[Any]:
+        """Runs up to ``num_steps`` steps; returns the results of each group of steps with the same shapes."""
+        _check(fn, num_steps)
+        if (
+            self._strategy.is_default
+            and isinstance(iterator, Iterator)
+            and not isinstance(iterator, DistributedIterator)
+        ):
+            # The default strategy hands datasets back as they are. Not an element too many is read.
+            elements = list(itertools.islice(iterator, num_steps))
+            iterator = iter(distribute_elements(self._strategy.topology, elements))
+        _check_iterator(iterator)
+        ensure_bridges()
+        fn = key.unwrap(fn)
+        results = []
+        remaining = num_steps
+        while remaining:
+            try:
+                steps = iterator.take_stacked(num_steps, remaining)
+            except StopIteration:
+                break
+            results.append(self._run_group(fn, steps, one_step, keeps_all))
+            remaining -= steps.stop - steps.start
+        if not results:
+            raise OutOfRangeError(
+                "The iterator has no further step. Start again with iter(dataset), or use a dataset that repeats."
+            )
+        return results
+
+    def _run_group(
+        self, fn: Callable[..., Any], steps: StackedSteps, one_step: Callable[..., Any], keeps_all: bool
+    ) -> Any:
+        stack: Stack = steps.value
+        others, tree = jax.tree_util.tree_flatten(key.lifted_cells(fn))
+        programs = self._cache.programs_of(fn)
+        inputs = [array_leaf(a)._replace(shape=a.shape[1:]) for a in stack.arrays]
+        described = [*inputs, *map(array_leaf, others)]
+        topology = self._strategy.topology
+        signature = (stack.form, tuple(described), tree, steps.capacity, keeps_all, topology, jax_state())
+        loop = programs.get(signature)
+        if loop is None:
+
+            def call(tracers: list[Any]) -> Any:
+                cells = tree.unflatten(tracers[len(inputs) :])
+                return one_step(key.with_cells(fn, cells), stack.form.step_of(tracers[: len(inputs)]))
+
+            code = trace_code(call, [leaf.aval() for leaf in described], self._strategy)
+            loop = StepLoop(code, len(inputs), steps.capacity, keeps_all=keeps_all)
+            programs.put(signature, described, loop)
+            self._cache.report_trace(fn, described)
+        return loop(stack.arrays, others, steps.start, steps.stop)
+
+
+@final
+class _Constant:
+    """A Python value among the results of a trace."""
+
+    def __init__(self, content: dict[str, Any]):
+        self.content = content
+
+
+def _check_iterator(iterator: Any) -> None:
+    if isinstance(iterator, DistributedDataset):
+        raise InvalidArgumentError(
+            "Several steps in one call take an iterator, so that the next call goes on after them; got a "
+            "DistributedDataset. Make iterator = iter(dataset) once, and pass that."
+        )
+    if not isinstance(iterator, DistributedIterator):
+        raise InvalidArgumentError(
+            f"Several steps in one call take the iterator of a distributed dataset, got {type(iterator).__name__}. "
+            "Make one with iter(strategy.experimental_distribute_dataset(dataset))."
+        )
+
+
+def _check(fn: Any, num_steps: Any) -> None:
+    if not callable(fn):
+        raise InvalidArgumentError(f"Several steps in one call need a function, got {fn!r}.")
+    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+        raise InvalidArgumentError(f"The number of steps must be an int of at least 1, got {num_steps!r}.")
+    if current_capture() is not None or context.in_replica_function():
+        raise UnsupportedError(
+            "Several steps in one call are a program of their own: call run_steps outside of rx.function and of "
+            "replica functions."
+        )
+
+
+def _joined(groups: Sequence[Any]) -> Any:
+    """The results of groups of steps, one after the other."""
+
+    def join(*values: Any) -> Any:
+        first = values[0]
+        if not (_is_distributed(first) or isinstance(first, jax.Array)):
+            return first
+        if isinstance(first, PerReplica) and not all(v.is_equal == first.is_equal for v in values):
+            values = tuple(_as_rows(v) for v in values)
+            first = values[0]
+        arrays = [v.array if _is_distributed(v) else v for v in values]
+        is_row = isinstance(first, PerReplica) and not first.is_equal
+        step_dim = 1 if is_row else 0
+        shapes = {a.shape[:step_dim] + a.shape[step_dim + 1 :] for a in arrays}
+        if len(shapes) > 1 or (isinstance(first, PerReplica) and any(v.shapes for v in values)):
+            raise StructureError(
+                "The steps ran, and their results cannot be stacked: the batches have different numbers of rows, and "
+                "the function returns something for each row. Return one value for each step (a loss, a sum), or "
+                "call strategy.run for each batch."
+            )
+        joined = jnp.concatenate(arrays, axis=step_dim)
+        if isinstance(first, Mirrored):
+            return Mirrored(joined, first.num_replicas)
+        return (
+            PerReplica(joined, first.num_replicas, None, first.is_equal)
+            if isinstance(first, PerReplica)
+            else joined
+        )
+
+    return jax.tree_util.tree_map(join, *groups, is_leaf=_is_distributed)
+
+
+def _as_rows(value: PerReplica) -> PerReplica:
+    if not value.is_equal:
+        return value
+    return PerReplica(
+        jnp.broadcast_to(value.array, (value.num_replicas, *value.array.shape)), value.num_replicas
+    )

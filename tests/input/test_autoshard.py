@@ -1,0 +1,225 @@
+import logging
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.arrays import SHARD_HINT, from_arrays
+from replicax._src.input.autoshard import (
+    AutoShardPolicy,
+    DistributeOptions,
+    NotEnoughFilesError,
+    WorkerShare,
+    choose_policy,
+    rows_of_global_batch,
+    rows_of_own_batch,
+)
+from replicax._src.input.sources import open_source
+from replicax._src.input.split import split_sizes
+
+WORKERS = range(1, 9)
+POLICY = AutoShardPolicy
+
+
+def shares(num_workers, replicas_per_worker=1):
+    return [
+        WorkerShare(num_workers, worker, num_workers * replicas_per_worker) for worker in range(num_workers)
+    ]
+
+
+def steps_of(dataset, share, policy):
+    """For each step of a worker the rows of each of its replicas."""
+    steps = []
+    for step in open_source(dataset, share=share, policy=policy).iterate():
+        ends = np.cumsum(step.sizes)
+        steps.append([step.nest[e - n : e].tolist() for n, e in zip(step.sizes, ends, strict=True)])
+    return steps
+
+
+@given(st.integers(0, 40), st.sampled_from(WORKERS), st.integers(1, 4))
+def test_a_global_batch_has_one_place_for_each_row(num_rows, num_workers, replicas_per_worker):
+    rows = [rows_of_global_batch(num_rows, share) for share in shares(num_workers, replicas_per_worker)]
+    assert [row for r in rows for row in range(r.start, r.stop)] == list(range(num_rows))
+    assert sum((r.sizes for r in rows), ()) == split_sizes(num_rows, num_workers * replicas_per_worker)
+
+
+@given(st.integers(0, 40), st.sampled_from(WORKERS), st.integers(1, 4))
+def test_a_batch_of_ones_own_is_cut_into_steps(num_rows, num_workers, replicas_per_worker):
+    for share in shares(num_workers, replicas_per_worker):
+        steps = list(rows_of_own_batch(num_rows, share))
+        assert [row for step in steps for row in range(step.start, step.stop)] == list(range(num_rows))
+        assert all(step.stop > step.start for step in steps)
+        assert all(len(step.sizes) == replicas_per_worker for step in steps)
+        sizes = [size for step in steps for size in step.sizes]
+        assert max(sizes, default=0) - min(sizes, default=0) <= 1
+
+
+@given(st.integers(1, 40), st.sampled_from(WORKERS), st.integers(1, 4))
+def test_batches_of_their_own_make_a_global_batch_together(num_rows, num_workers, replicas_per_worker):
+    first = [
+        next(rows_of_own_batch(num_rows, share), None) for share in shares(num_workers, replicas_per_worker)
+    ]
+    if num_rows >= num_workers * replicas_per_worker:
+        assert sum(rows.stop - rows.start for rows in first) == num_rows
+
+
+# tf.data's batch_sizes_for_worker, recorded from TensorFlow 2.21: G, W, R per worker, sizes by worker.
+@pytest.mark.parametrize(
+    ("num_rows", "num_workers", "replicas_per_worker", "sizes"),
+    [
+        (7, 2, 2, [[2, 2, 2, 1], [2, 1, 2, 2]]),
+        (10, 3, 2, [[2, 2, 2, 2, 1, 1], [2, 2, 1, 1, 2, 2], [1, 1, 2, 2, 2, 2]]),
+        (3, 2, 2, [[1, 1, 1, 0], [1, 0, 1, 1]]),
+        (5, 1, 4, [[2, 1, 1, 1]]),
+    ],
+)
+def test_sizes_are_tensorflows(num_rows, num_workers, replicas_per_worker, sizes):
+    for share, expected in zip(shares(num_workers, replicas_per_worker), sizes, strict=True):
+        got = [size for rows in rows_of_own_batch(num_rows, share) for size in rows.sizes]
+        assert got == expected
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize(
+    "dataset", [from_arrays(np.arange(29)).batch(6), grain.MapDataset.range(29).batch(6)]
+)
+def test_data_gives_every_row_to_one_replica(num_workers, dataset):
+    workers = [steps_of(dataset, share, POLICY.DATA) for share in shares(num_workers, 2)]
+    assert {len(steps) for steps in workers} == {5}
+    in_order = [
+        row for step in zip(*workers, strict=True) for worker in step for part in worker for row in part
+    ]
+    assert in_order == list(range(29))
+    for step, num_rows in zip(zip(*workers, strict=True), (6, 6, 6, 6, 5), strict=True):
+        assert tuple(len(part) for worker in step for part in worker) == split_sizes(
+            num_rows, 2 * num_workers
+        )
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_off_leaves_each_worker_its_dataset(num_workers):
+    for share in shares(num_workers, 2):
+        mine = from_arrays(100 * share.worker_index + np.arange(11)).batch(4)
+        rows = [row for step in steps_of(mine, share, POLICY.OFF) for part in step for row in part]
+        assert rows == list(range(100 * share.worker_index, 100 * share.worker_index + 11))
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_hint_is_the_worker(num_workers):
+    hinted = from_arrays(np.arange(23)).shard(SHARD_HINT, SHARD_HINT).batch(4)
+    for share in shares(num_workers):
+        rows = [row for step in steps_of(hinted, share, POLICY.HINT) for part in step for row in part]
+        assert rows == list(range(23))[share.worker_index :: num_workers]
+
+
+def test_hints_mean_nothing_under_other_policies():
+    hinted = from_arrays(np.arange(5)).shard(SHARD_HINT, SHARD_HINT).batch(5)
+    assert steps_of(hinted, WorkerShare(), POLICY.AUTO) == [[[0, 1, 2, 3, 4]]]
+    (first, second) = (steps_of(hinted, share, POLICY.DATA) for share in shares(2))
+    assert [first, second] == [[[[0, 1, 2]]], [[[3, 4]]]]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_shards_of_arrays(num_workers, is_batched):
+    rows = from_arrays(np.arange(23))
+    dataset = rows.batch(2) if is_batched else rows
+    elements = [np.asarray(e).tolist() for e in dataset]
+    for index in range(num_workers):
+        shard = dataset.shard(num_workers, index)
+        assert [np.asarray(e).tolist() for e in shard] == elements[index::num_workers]
+        assert len(shard) == len(elements[index::num_workers])
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(0, 30),
+    st.permutations(["shuffle", "shard", "repeat", "batch", "take"]),
+)
+def test_a_position_is_the_same_as_going_there(num_rows, batch_size, shards, index, repeats, start, steps):
+    dataset = from_arrays(np.arange(num_rows))
+    for step in steps:
+        dataset = {
+            "shuffle": lambda d: d.shuffle(seed=3),
+            "shard": lambda d: d.shard(shards, index % shards),
+            "repeat": lambda d: d.repeat(repeats),
+            "batch": lambda d: d.batch(batch_size),
+            "take": lambda d: d.take(7),
+        }[step](dataset)
+    whole = [element.tolist() for element in dataset.elements(0)]
+    assert [element.tolist() for element in dataset.elements(0, start)] == whole[start:]
+    assert len(dataset) == len(whole)
+
+
+def choose(policy, num_workers=2, num_files=None, has_hint=False):
+    share = WorkerShare(num_workers, 0, num_workers)
+    return choose_policy(POLICY(policy), share, num_files, has_hint=has_hint, source="a list")
+
+
+def test_auto():
+    assert choose("AUTO", num_files=2).policy is POLICY.FILE
+    assert choose("AUTO").policy is POLICY.DATA
+    few = choose("AUTO", num_workers=3, num_files=2)
+    assert few.policy is POLICY.DATA
+    assert "2 files are not enough for 3 workers" in few.reason
+    assert choose("AUTO", num_workers=1, num_files=5).reason == "one worker reads everything"
+
+
+def test_file_needs_files():
+    with pytest.raises(NotEnoughFilesError, match="reads files, got a list"):
+        choose("FILE")
+    with pytest.raises(NotEnoughFilesError, match="each of the 2 workers, got 1"):
+        choose("FILE", num_files=1)
+    assert choose("FILE", num_workers=1).policy is POLICY.FILE
+
+
+def test_hint_without_a_hint():
+    assert "every worker reads everything" in choose("HINT").reason
+    assert "says which part" in choose("HINT", has_hint=True).reason
+
+
+def test_what_was_chosen_is_one_line(caplog):
+    caplog.set_level(logging.INFO, "replicax")
+    source = open_source([np.arange(4)], share=WorkerShare(2, 1, 2))
+    list(source.iterate())
+    list(source.iterate())
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "Input: a list of 1 elements, worker 1 of 2, policy DATA: AUTO: a list of 1 elements has no files, so every worker "
+        "keeps its rows of each global batch."
+    )
+
+
+def test_options():
+    assert DistributeOptions().auto_shard_policy is POLICY.AUTO
+    assert DistributeOptions("data").auto_shard_policy is POLICY.DATA
+    with pytest.raises(InvalidArgumentError, match="allowed are AUTO, FILE, DATA, HINT, OFF"):
+        DistributeOptions("rows")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((2, 2, 2), "worker_index must be at least 0 and less than num_workers=2, got 2"),
+        ((2, -1, 2), "got -1"),
+        ((0, 0, 1), "num_workers must be at least 1"),
+        ((2, 0, 3), "every worker to have the same number of replicas; got num_replicas=3"),
+        ((2, 0, 0), "num_replicas=0"),
+    ],
+)
+def test_impossible_shares(arguments, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        WorkerShare(*arguments)
+
+
+@pytest.mark.parametrize(("num_shards", "index"), [(2, 2), (2, -1), (0, 0), (SHARD_HINT, 0)])
+def test_impossible_shards(num_shards, index):
+    with pytest.raises(InvalidArgumentError, match="num_shards"):
+        from_arrays(np.arange(3)).shard(num_shards, index)

@@ -1,0 +1,296 @@
+"""``strategy.run_steps`` and ``extended.experimental_run_steps_on_iterator``: the same as single steps, in one program."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import replicax as rx
+
+STRATEGIES = {
+    "default": rx.get_strategy,
+    "one device": lambda: rx.OneDeviceStrategy("cpu:1"),
+    "mirrored 2": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored 3": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]),
+    "central storage": lambda: rx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2"),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+def regression(num_rows):
+    features = np.random.default_rng(0).normal(size=(num_rows, 3)).astype(np.float32)
+    return features, features @ np.array([1.0, 2.0, 3.0], np.float32)
+
+
+class Training:
+    """Linear regression; the steps go through the data in order."""
+
+    def __init__(self, strategy, num_rows=26, batch_size=4):
+        self.strategy = strategy
+        with strategy.scope():
+            self.weights = rx.Variable(np.zeros(3, np.float32))
+            self.count = rx.Variable(0, trainable=False, aggregation="ONLY_FIRST_REPLICA")
+            self.seen = rx.Variable(0.0, trainable=False, synchronization="ON_READ", aggregation="SUM")
+        rows = rx.data.from_arrays(regression(num_rows)).batch(batch_size)
+        self.dataset = strategy.experimental_distribute_dataset(rows)
+
+    def step(self, batch):
+        features, labels = batch
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss((features @ self.weights - labels) ** 2)
+        gradient = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, self.weights))
+        self.weights.assign_sub(0.1 * gradient)
+        self.count.assign_add(1)
+        self.seen.assign_add(jnp.float32(labels.shape[0]))
+        return {"loss": loss, "gradient": gradient, "rows": labels.shape[0] > 100, "name": "train"}
+
+    def losses(self, results):
+        """The global loss of each step."""
+        return np.atleast_1d(np.asarray(self.strategy.reduce("SUM", results["loss"], axis=None)))
+
+    def state(self):
+        return self.weights.numpy(), int(self.count.numpy()), float(np.asarray(self.seen.read_value()))
+
+
+def by_single_steps(training):
+    return np.concatenate(
+        [training.losses(training.strategy.run(training.step, args=(batch,))) for batch in training.dataset]
+    )
+
+
+def by_steps(training, steps):
+    iterator, losses = iter(training.dataset), []
+    while True:
+        try:
+            losses.append(training.losses(training.strategy.run_steps(training.step, iterator, steps)))
+        except rx.errors.OutOfRangeError:
+            return np.concatenate(losses)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7, 50])
+def test_as_single_steps(strategy, steps):
+    one, other = Training(strategy), Training(strategy)
+    expected, got = by_single_steps(one), by_steps(other, steps)
+    assert len(got) == 7
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    for wanted, value in zip(one.state(), other.state(), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    assert other.state()[1:] == (7, 26.0)
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
+def test_whatever_the_sizes(num_rows, batch_size, steps):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    one, other = (Training(strategy, num_rows, batch_size) for _ in range(2))
+    np.testing.assert_allclose(by_steps(other, steps), by_single_steps(one), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(other.state()[0], one.state()[0], rtol=1e-5, atol=1e-6)
+
+
+def test_results_have_the_steps_in_front():
+    training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=24)
+    results = training.strategy.run_steps(training.step, iter(training.dataset), 6)
+    assert isinstance(results["loss"], rx.PerReplica)
+    assert [value.shape for value in results["loss"].values] == [(6,), (6,)]
+    assert [value.shape for value in results["gradient"].values] == [(6, 3), (6, 3)]
+    np.testing.assert_array_equal(*results["gradient"].values)
+    assert results["rows"] is False
+    assert results["name"] == "train"
+
+
+def test_results_for_each_row():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(10)).batch(5))
+    results = strategy.run_steps(lambda x: x * 10, iter(dataset), 2)
+    assert [value.tolist() for value in results.values] == [[[0, 10, 20], [50, 60, 70]], [[30, 40], [80, 90]]]
+
+
+def test_rows_of_different_batches_do_not_stack():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        count = rx.Variable(0)
+
+    def step(x):
+        count.assign_add(1)
+        return x
+
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(10)).batch(4))
+    with pytest.raises(rx.errors.StructureError, match="The steps ran, and their results cannot be stacked"):
+        strategy.run_steps(step, iter(dataset), 3)
+    assert int(count.numpy()) == 3
+
+
+def test_a_bounded_number_of_programs():
+    training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=26)
+    for _ in range(3):
+        by_steps(training, 4)
+    # Four full batches, of which one program runs any number, and the last batch, of 2 rows.
+    assert len(training.strategy.steps_runner._cache) == 2
+
+
+def test_the_iterator_goes_on_after_the_steps():
+    training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=24)
+    iterator = iter(training.dataset)
+    training.strategy.run_steps(training.step, iterator, 2)
+    assert iterator.get_state()["elements"]["position"] == 2
+    features, _ = next(iterator)
+    np.testing.assert_array_equal(
+        np.concatenate([np.asarray(v) for v in features.values]), regression(24)[0][8:12]
+    )
+    assert training.losses(training.strategy.run_steps(training.step, iterator, 9)).shape == (3,)
+    with pytest.raises(rx.errors.OutOfRangeError, match="no further step"):
+        training.strategy.run_steps(training.step, iterator, 1)
+
+
+def test_arrays_in_the_closure_are_inputs():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(8.0)).batch(2).repeat())
+    iterator = iter(dataset)
+
+    def total(scale):
+        return strategy.reduce(
+            "SUM", strategy.run_steps(lambda x: jnp.sum(x) * scale, iterator, 4), axis=None
+        )
+
+    assert [float(jnp.sum(total(jnp.float32(scale)))) for scale in (1, 10)] == [28, 280]
+    assert len(strategy.steps_runner._cache) == 1
+
+
+def test_keras():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def make():
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)]
+            )
+            optimizer = keras.optimizers.Adam(0.01)
+            metric = keras.metrics.MeanSquaredError()
+
+        def step(batch):
+            features, labels = batch
+            with rx.GradientTape() as tape:
+                predictions = model(features, training=True)[:, 0]
+                loss = rx.nn.compute_average_loss((predictions - labels) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            metric.update_state(labels, predictions)
+            return loss
+
+        return model, metric, step
+
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(regression(26)).batch(4))
+    model, metric, step = make()
+    for batch in dataset:
+        strategy.run(step, args=(batch,))
+    together, its_metric, its_step = make()
+    strategy.run_steps(its_step, iter(dataset), 7)
+    for one, other in zip(model.weights, together.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(float(its_metric.result()), float(metric.result()), rtol=1e-6)
+
+
+def test_a_function_that_raises_leaves_all_as_it_was():
+    training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=24)
+
+    def broken(batch):
+        training.step(batch)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        training.strategy.run_steps(broken, iter(training.dataset), 2)
+    assert training.state()[1] == 0
+    assert training.strategy.run_steps(training.step, iter(training.dataset), 2)["name"] == "train"
+
+
+def test_an_error_of_the_data_comes_after_the_steps_before_it():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        total = rx.Variable(0.0)
+
+    def batches():
+        yield np.ones(2)
+        yield np.ones(2)
+        raise OSError("disk")
+
+    def step(x):
+        total.assign_add(rx.get_replica_context().all_reduce("SUM", jnp.sum(x)))
+
+    with pytest.raises(OSError, match="disk"):
+        strategy.run_steps(step, iter(strategy.experimental_distribute_dataset(batches())), 10)
+
+
+@pytest.mark.parametrize(
+    ("make_iterator", "steps", "text"),
+    [
+        (lambda dataset: dataset, 2, "Make iterator = iter\\(dataset\\) once"),
+        (lambda dataset: iter([1, 2]), 2, "the iterator of a distributed dataset, got list_iterator"),
+        (iter, 0, "an int of at least 1, got 0"),
+        (iter, 2.0, "got 2.0"),
+        (iter, True, "got True"),
+    ],
+)
+def test_bad_arguments(make_iterator, steps, text):
+    training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    with pytest.raises(rx.errors.InvalidArgumentError, match=text):
+        training.strategy.run_steps(training.step, make_iterator(training.dataset), steps)
+
+
+def test_not_inside_traced_functions():
+    training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    iterator = iter(training.dataset)
+
+    @rx.function
+    def outer():
+        return training.strategy.run_steps(training.step, iterator, 2)
+
+    with pytest.raises(rx.errors.UnsupportedError, match="outside of rx"):
+        outer()
+
+
+# --- the older form -----------------------------------------------------------------------------------
+
+
+def test_older_form(strategy):
+    one, other = Training(strategy, num_rows=24), Training(strategy, num_rows=24)
+    expected = by_single_steps(one)
+
+    def step(ctx, inputs):
+        results = strategy.run(other.step, args=(inputs,))
+        ctx.set_last_step_output("loss", results["loss"], reduce_op=rx.ReduceOp.SUM)
+        ctx.set_last_step_output("raw", results["loss"])
+        ctx.set_non_tensor_output("name", results["name"])
+
+    iterator = iter(other.dataset)
+    ctx = strategy.extended.experimental_run_steps_on_iterator(step, iterator, iterations=4)
+    np.testing.assert_allclose(ctx.last_step_outputs["loss"], expected[3], rtol=1e-6)
+    raw = strategy.reduce("SUM", ctx.last_step_outputs["raw"], axis=None)
+    np.testing.assert_allclose(raw, expected[3], rtol=1e-6)
+    assert ctx.non_tensor_outputs == {"name": "train"}
+    ctx = strategy.extended.experimental_run_steps_on_iterator(
+        step, iterator, 9, initial_loop_values={"loss": 0.0, "other": 5}
+    )
+    np.testing.assert_allclose(ctx.last_step_outputs["loss"], expected[-1], rtol=1e-6)
+    assert ctx.last_step_outputs["other"] == 5
+    np.testing.assert_allclose(other.state()[0], one.state()[0], rtol=1e-6)
+    with pytest.raises(rx.errors.OutOfRangeError):
+        strategy.extended.experimental_run_steps_on_iterator(step, iterator)
+
+
+def test_step_outputs_are_set_in_cross_replica_code():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(4.0)).batch(2))
+
+    def step(ctx, inputs):
+        strategy.run(lambda x: ctx.set_last_step_output("x", jax.numpy.sum(x)), args=(inputs,))
+
+    with pytest.raises(rx.errors.CrossReplicaContextError, match="Return the value from that function"):
+        strategy.extended.experimental_run_steps_on_iterator(step, iter(dataset))
