@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from parity_cases.assigning import EQUAL, METHODS
-from parity_cases.registry import CASES
+from parity_cases.feeding import rows_and_batch
+from parity_cases.registry import CASES, Case
 from parity_cases.scattering import OPERATIONS
 
 
@@ -118,6 +119,62 @@ _differ(
     {"reducing.plain_number[MEAN,0]@S2": 0},
 )
 
+# How a batch of the numbers 0, 1, ... is cut: the rules of both, said again, independent of either program.
+
+BATCHES = [
+    f"feeding.{name}["
+    for name in (
+        "batches",
+        "batches_dropping_remainder",
+        "batches_with_policy",
+        "batches_of_range",
+        "batches_of_files",
+    )
+]
+
+
+def _evenly(num_rows: int, num_replicas: int) -> list[int]:
+    """Section 4 of the design: sizes that differ by at most one, larger first."""
+    return [num_rows // num_replicas + (r < num_rows % num_replicas) for r in range(num_replicas)]
+
+
+def _as_tensorflow(num_rows: int, batch: int, num_replicas: int, policy: str) -> list[int]:
+    """Section 3.1 of the specification: chunks of ceil(B / R), or the places of a full batch, filled in order."""
+    chunk = -(-num_rows // num_replicas)
+    is_by_data = policy in ("AUTO", "DATA")
+    sizes = []
+    for place in [chunk] * num_replicas if is_by_data else _evenly(batch, num_replicas):
+        sizes.append(min(place, num_rows - sum(sizes)))
+    return sizes
+
+
+def _cut_otherwise(case: Case) -> list[list[list[int]]] | None:
+    """What each replica gets at each step; None where TensorFlow gives the same."""
+    rows, batch = rows_and_batch(case.params.get("size", "10/4"))
+    drops = case.params.get("drop_remainder", "dropping" in case.id)
+    policy = case.params.get("policy", "AUTO")
+    if "files" in case.id and policy == "AUTO":
+        policy = "FILE"
+    num_replicas = int(case.on[1:])
+    steps, is_other = [], False
+    for start in range(0, rows - batch + 1 if drops else rows, batch):
+        num_rows = min(batch, rows - start)
+        sizes = _evenly(num_rows, num_replicas)
+        is_other |= sizes != _as_tensorflow(num_rows, batch, num_replicas, policy)
+        stops = [start + sum(sizes[: r + 1]) for r in range(num_replicas)]
+        steps.append([list(range(stop - size, stop)) for stop, size in zip(stops, sizes, strict=True)])
+    return steps if is_other else None
+
+
+_differ(
+    "batch split depends on the policy and may starve replicas: one rule, section 4",
+    {
+        name: gives
+        for name, case in CASES.items()
+        if name.startswith(tuple(BATCHES)) and (gives := _cut_otherwise(case)) is not None
+    },
+)
+
 # Section 2 of the design.
 
 _differ(
@@ -193,6 +250,52 @@ _raises(
     ["reducing.gather_indexed_slices@S2"],
 )
 
+_raises(
+    "not in the table: rows are counted once, so all arrays of a batch have the same number of them; TensorFlow "
+    "cuts each by itself",
+    "ValueError",
+    [f"feeding.arrays_with_different_numbers_of_rows@{on}" for on in ("S1", "S2")],
+)
+_raises(
+    "not in the table: a dataset of rows is refused on one device and where a row is a vector too, as the text of "
+    "TensorFlow's documentation says; it goes on, and cuts the vector",
+    "ValueError",
+    ["feeding.unbatched_on_one_device@S1", "feeding.unbatched_vectors@S2"],
+)
+_raises(
+    "not in the table: what is no dataset is a TypeError; for None TensorFlow's check fails by accident",
+    "TypeError",
+    ["feeding.no_dataset[none]@S2"],
+)
+_raises(
+    "not in the table: InputOptions validates itself; TensorFlow ignores a buffer of none, and where batches are "
+    "cut the place of the dataset",
+    "ValueError",
+    [f"feeding.batches_with_options[{chosen}]@S2" for chosen in ("place", "place_per_replica", "no_buffer")],
+)
+_differ(
+    "not in the table: InputOptions validates itself, before the function is called",
+    {
+        "feeding.from_function_with_options[no_buffer]@S2": {
+            "contexts": [],
+            "given": {"raises": "ValueError", "is_a": []},
+        }
+    },
+)
+_differ(
+    "not in the table: PER_REPLICA under every strategy; TensorFlow ignores it under CentralStorage, and refuses "
+    "it on one device",
+    {
+        "feeding.from_function_with_options[per_replica]@S1": {
+            "contexts": [[1, 0]],
+            "given": [[[0, 1]], [[2, 3]], [[4]]],
+        },
+        "feeding.from_function_with_options[per_replica]@C2": {
+            "contexts": [[2, 0], [2, 1]],
+            "given": [[[0, 1], [1, 2]], [[2, 3], [3, 4]], [[4], []]],
+        },
+    },
+)
 OPEN |= {
     name: "replicax has no checkpoint API yet" for name in CASES if name.startswith("assigning.checkpoint_")
 }

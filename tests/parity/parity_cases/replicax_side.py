@@ -92,6 +92,37 @@ class ReplicaxSide(Side):
         # The function is traced once for all replicas.
         return not made
 
+    def dataset(self, rows: Any) -> Any:
+        return rx.data.from_arrays(rows)
+
+    def range_dataset(self, count: int) -> Any:
+        import grain
+
+        return grain.MapDataset.range(count)
+
+    def line_dataset(self, files: Sequence[str]) -> Any:
+        return rx.data.from_text_lines(files).map(np.int32)
+
+    def batch_dataset(self, batches: Sequence[Any]) -> Any:
+        return list(batches)
+
+    def numpy_dataset(self, rows: Any) -> Any:
+        return self.strategy.extended.experimental_make_numpy_dataset(rows)
+
+    def shuffled(self, dataset: Any, order: str) -> Any:
+        # There is no cache: arrays are in memory, and a kept order is what it keeps.
+        return dataset.shuffle(seed=3, reshuffle_each_iteration=order == "new")
+
+    def distribute(self, dataset: Any, policy: str, options: Any = None) -> Any:
+        sharding = rx.data.DistributeOptions(policy)
+        return self.strategy.experimental_distribute_dataset(dataset, options, distribute_options=sharding)
+
+    def replica_specs(self, distributed: Any) -> Any:
+        def specs(spec: Any) -> Any:
+            return [[np.dtype(spec.dtype).name, *spec.shape]] * spec.num_replicas
+
+        return jax.tree.map(specs, distributed.element_spec)
+
     def read(self, variable: Any) -> Any:
         return np.asarray(variable.read_value() if isinstance(variable, rx.Variable) else variable)
 

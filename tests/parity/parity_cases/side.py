@@ -96,6 +96,40 @@ class Side(abc.ABC):
     def creates_another(self, made: Sequence[Any]) -> bool:
         """Whether a replica function that keeps its variable in ``made`` creates it in this call."""
 
+    # Datasets, made the framework's own way; all have ``batch``, ``repeat``, ``take`` and ``shard``.
+
+    @abc.abstractmethod
+    def dataset(self, rows: Any) -> Any:
+        """A dataset of the rows of a nest of NumPy arrays."""
+
+    @abc.abstractmethod
+    def range_dataset(self, count: int) -> Any:
+        """A dataset of the int32 numbers from 0 to ``count - 1``."""
+
+    @abc.abstractmethod
+    def line_dataset(self, files: Sequence[str]) -> Any:
+        """A dataset of the int32 number on each line of text files."""
+
+    @abc.abstractmethod
+    def batch_dataset(self, batches: Sequence[Any]) -> Any:
+        """A dataset of nests of NumPy arrays as they are, whose first dims may vary."""
+
+    @abc.abstractmethod
+    def numpy_dataset(self, rows: Any) -> Any:
+        """What ``extended.experimental_make_numpy_dataset`` makes."""
+
+    @abc.abstractmethod
+    def shuffled(self, dataset: Any, order: str) -> Any:
+        """The rows of a dataset in a random order: ``new`` or ``kept`` in each epoch, or kept by a ``cache``."""
+
+    @abc.abstractmethod
+    def distribute(self, dataset: Any, policy: str, options: Any = None) -> Any:
+        """``experimental_distribute_dataset`` with an autoshard policy."""
+
+    @abc.abstractmethod
+    def replica_specs(self, distributed: Any) -> Any:
+        """The ``element_spec`` of a distributed dataset; for each array ``[[dtype, *shape] of each replica]``."""
+
     # Said with the above.
 
     def replica_id(self) -> Any:

@@ -117,6 +117,43 @@ class TensorFlowSide(Side):
         # Every replica calls the constructor, once, and gets the same variable.
         return len(made) < self.num_replicas
 
+    def dataset(self, rows: Any) -> Any:
+        return tf.data.Dataset.from_tensor_slices(rows)
+
+    def range_dataset(self, count: int) -> Any:
+        return tf.data.Dataset.range(count, output_type=tf.int32)
+
+    def line_dataset(self, files: Sequence[str]) -> Any:
+        return tf.data.TextLineDataset(files).map(lambda line: tf.strings.to_number(line, tf.int32))
+
+    def batch_dataset(self, batches: Sequence[Any]) -> Any:
+        def spec_of(x: Any) -> Any:
+            return tf.TensorSpec([None, *x.shape[1:]] if x.ndim else [], x.dtype)
+
+        signature = tf.nest.map_structure(spec_of, batches[0])
+        return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+    def numpy_dataset(self, rows: Any) -> Any:
+        with self.strategy.scope():
+            return self.strategy.extended.experimental_make_numpy_dataset(rows)
+
+    def shuffled(self, dataset: Any, order: str) -> Any:
+        whole = int(dataset.cardinality())
+        mixed = dataset.shuffle(whole, seed=3, reshuffle_each_iteration=order != "kept")
+        return mixed.cache() if order == "cached" else mixed
+
+    def distribute(self, dataset: Any, policy: str, options: Any = None) -> Any:
+        sharding = tf.data.Options()
+        sharding.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[policy]
+        return self.strategy.experimental_distribute_dataset(dataset.with_options(sharding), options)
+
+    def replica_specs(self, distributed: Any) -> Any:
+        def specs(spec: Any) -> Any:
+            of_replicas = [spec] if isinstance(spec, tf.TensorSpec) else spec._value_specs
+            return [[one.dtype.name, *one.shape.as_list()] for one in of_replicas]
+
+        return tf.nest.map_structure(specs, distributed.element_spec)
+
     def read(self, variable: Any) -> Any:
         return np.asarray(variable.read_value() if isinstance(variable, tf.Variable) else variable)
 
