@@ -26,6 +26,20 @@ def data(sizes: Sequence[int], rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 def through_run(strategy: rx.Strategy, sizes: Sequence[int], rows: int) -> Callable[[int], None]:
     """A Keras model and optimizer in ``strategy.run``."""
+    step = keras_step(strategy, sizes, rows)
+    batch = distributed_batch(strategy, sizes, rows)
+
+    def run(steps: int) -> None:
+        loss = None
+        for _ in range(steps):
+            loss = strategy.run(step, args=(batch,))
+        jax.block_until_ready(strategy.experimental_local_results(loss))
+
+    return run
+
+
+def keras_step(strategy: rx.Strategy, sizes: Sequence[int], rows: int) -> Callable[[Any], Any]:
+    """A replica function: one training step of a Keras model and optimizer, returning the loss."""
     with strategy.scope():
         keras.utils.set_random_seed(0)
         hidden = [keras.layers.Dense(n, activation="relu") for n in sizes[1:-1]]
@@ -43,15 +57,7 @@ def through_run(strategy: rx.Strategy, sizes: Sequence[int], rows: int) -> Calla
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    batch = distributed_batch(strategy, sizes, rows)
-
-    def run(steps: int) -> None:
-        loss = None
-        for _ in range(steps):
-            loss = strategy.run(step, args=(batch,))
-        jax.block_until_ready(strategy.experimental_local_results(loss))
-
-    return run
+    return step
 
 
 def distributed_batch(strategy: rx.Strategy, sizes: Sequence[int], rows: int) -> Any:

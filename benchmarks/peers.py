@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import keras
 
 import models
 import replicax as rx
 import rounds
+from peer_process import PeerProcess
 
 SIZES, ROWS = (64, 256, 256, 10), 128
 
@@ -26,7 +21,7 @@ def main(num_rounds: int, tensorflow_python: str | None) -> None:
     }
     worker = None
     if tensorflow_python:
-        worker = TensorFlowWorker(tensorflow_python)
+        worker = PeerProcess(tensorflow_python, "tensorflow_step.py", {"sizes": SIZES, "rows": ROWS})
         contestants["TensorFlow MirroredStrategy"] = worker.run
     try:
         timings = rounds.compare(contestants, rounds=num_rounds)
@@ -70,42 +65,3 @@ def keras_fit():
             keras.distribution.set_distribution(None)
 
     return run
-
-
-class TensorFlowWorker:
-    """A process of its own with TensorFlow, which runs steps when told to."""
-
-    def __init__(self, python: str):
-        script = Path(__file__).parent / "tensorflow_step.py"
-        self._process = subprocess.Popen(
-            [python, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._ask({"sizes": SIZES, "rows": ROWS})
-
-    def run(self, steps: int) -> None:
-        """Runs steps and waits."""
-        self._ask({"steps": steps})
-
-    def _ask(self, message: dict) -> dict:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(message), file=self._process.stdin, flush=True)
-        deadline = time.monotonic() + 300
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-            if time.monotonic() > deadline:
-                break
-        raise SystemExit(
-            f"The TensorFlow process ended or did not answer ({sys.executable} asked it for {message})."
-        )
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)

@@ -21,6 +21,7 @@ rx.config.set_local_devices(2)
 import jax
 import keras
 
+import feeding
 import memory
 import models
 import overhead
@@ -48,6 +49,7 @@ SECTIONS = {
     "step": step_time,
     "overhead": lambda arguments: overhead.main(arguments.rounds),
     "uneven": lambda arguments: uneven.main(arguments.rounds),
+    "feeding": lambda arguments: feeding.main(arguments.rounds, arguments.tensorflow, arguments.torch),
     "memory": lambda arguments: memory.main(),
     "peers": lambda arguments: peers.main(arguments.rounds, arguments.tensorflow),
 }
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SECTIONS, help="one section")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default 15)")
     parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow 2.21")
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch 2.13")
     arguments = parser.parse_args()
     print(
         f"jax {jax.__version__}, keras {keras.__version__}, Python {platform.python_version()}, "

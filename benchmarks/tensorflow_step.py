@@ -1,14 +1,14 @@
 """The step of ``models.py`` on TensorFlow's MirroredStrategy; run by ``peers.py`` with a Python that has TensorFlow."""
 
-import json
 import os
-import sys
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
 import numpy as np
 import tensorflow as tf
+
+import peer_process
 
 
 def build(sizes, rows):
@@ -51,17 +51,5 @@ def build(sizes, rows):
     return run
 
 
-def main():
-    """Answers one line of JSON with another."""
-    run = None
-    for line in sys.stdin:
-        message = json.loads(line)
-        if "sizes" in message:
-            run = build(message["sizes"], message["rows"])
-        else:
-            run(message["steps"])
-        print("{}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    peer_process.answer(build)
