@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -66,9 +67,13 @@ def reading(
         rounds.report(f"Reading alone, batch 128 × 64 features and labels, {rows}", timings, "replicax")
         for name, timing in timings.items():
             print(f"  {name}: {BATCH / timing.median:,.0f} rows/s")
-        start = time.process_time()
-        _consume(iterator, 3000)
-        print(f"  replicax: {(time.process_time() - start) / 3000 * 1e6:.0f} µs of CPU per batch")
+        hungry = statistics.median(_cpu_us(iterator, 0.0) for _ in range(num_rounds))
+        waiting = statistics.median(_cpu_us(iterator, 5e-4) for _ in range(num_rounds))
+        sleeping = statistics.median(_cpu_us(itertools.repeat(None), 5e-4) for _ in range(num_rounds))
+        print(
+            f"  replicax: {waiting - sleeping:.0f} µs of CPU per batch where the loop takes one every 0.5 ms,"
+        )
+        print(f"  {hungry:.0f} µs where it waits for each (two threads that wake each other up)")
 
 
 def several_steps(strategy: rx.Strategy, num_rounds: int) -> None:
@@ -127,6 +132,15 @@ def _steps(strategy: rx.Strategy, sizes: Sequence[int], batches: Iterator[Any]) 
 def _consume(iterator: Iterator[Any], count: int) -> None:
     for _ in itertools.islice(iterator, count):
         pass
+
+
+def _cpu_us(iterator: Iterator[Any], pause_s: float, batches: int = 1000) -> float:
+    """CPU time of the process per batch, for a loop that sleeps after each."""
+    start = time.process_time()
+    for _ in itertools.islice(iterator, batches):
+        if pause_s:
+            time.sleep(pause_s)
+    return (time.process_time() - start) / batches * 1e6
 
 
 def _resident_bytes() -> int:

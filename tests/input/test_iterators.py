@@ -323,16 +323,28 @@ def test_print():
             "  policy:   AUTO: one worker reads everything",
             "  shard:    0 of 1",
             "  steps:    3",
-            "  prefetch: 1 waiting on the devices, the next being read",
+            "  prefetch: 16 steps, on the devices",
         ]
     )
     endless = repr(distribute(grain.MapDataset.range(8).batch(4, drop_remainder=True).repeat(), 2))
     assert "a grain.MapDataset" in endless
     assert "4 rows, 2 on each of 2 replicas" in endless
     assert "without end" in endless
+    assert "prefetch: 2 steps, on the devices" in endless
     generator = repr(distribute(iter([])))
     assert "as they come, cut over 2 replicas" in generator
     assert "not known beforehand" in generator
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "buffer_size", "num_ahead"),
+    [(8, 1, 16), (2**17, 1, 4), (2**20, 1, 2), (2**20, 5, 6), (8, 20, 21)],
+)
+def test_small_batches_in_memory_are_read_further_ahead(row_bytes, buffer_size, num_ahead):
+    rows = from_arrays(np.zeros((40, row_bytes // 8)))
+    dataset = distribute(rows.batch(2), buffer_size=buffer_size)
+    assert f"prefetch: {num_ahead} steps" in repr(dataset)
+    assert len(list(dataset)) == 20
 
 
 def test_print_of_datasets_from_functions():

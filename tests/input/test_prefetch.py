@@ -62,6 +62,20 @@ def test_it_reads_ahead_as_far_as_it_may(depth):
     assert source.num_read == depth + 1
 
 
+def test_bursts():
+    source = Counted()
+    items = Prefetcher(source, 6, burst=3)
+    wait_until(lambda: source.num_read == 6)
+    assert [next(items), next(items)] == [0, 1]
+    time.sleep(0.05)
+    assert source.num_read == 6  # the thread sleeps on
+    assert next(items) == 2
+    wait_until(lambda: source.num_read == 9)
+    assert [next(items) for _ in range(20)] == list(range(3, 23))
+    rest, _ = items.close()
+    assert rest == list(range(23, source.num_read))
+
+
 def failing(message):
     yield 1
     yield 2

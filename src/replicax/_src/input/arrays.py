@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -213,6 +214,12 @@ class ArrayDataset:
         """Rows per batch; None before ``batch``."""
         sizes = [part.batch_size for part in parts_of(self._order) if isinstance(part, Batches)]
         return sizes[0] if sizes else None
+
+    @property
+    def row_bytes(self) -> int:
+        """How large one row is, over all arrays."""
+        arrays = jax.tree.leaves(self._arrays)
+        return sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
 
     def elements(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         """Yields the elements of the pass with a number, from the element ``start`` on."""

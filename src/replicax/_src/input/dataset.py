@@ -16,6 +16,12 @@ from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.sources import Source
 
+_GROUPS_AHEAD: Final = 2
+# Where steps are small and quickly read, waking a thread for each costs more than reading it (35 µs and 115 µs in a
+# loop of 1 ms steps): so it reads several at a time.
+_MOST_AHEAD: Final = 16
+_BYTES_AHEAD: Final = 2**20
+
 iteration_guard: Final[list[Callable[[], None]]] = []
 """Called before a distributed dataset is iterated and before each element; they raise to forbid it."""
 
@@ -63,12 +69,15 @@ class DistributedDataset:
         Args:
           source: The steps, as they come from the user's dataset.
           placer: From what the source yields for one step to what one step of the loop gets.
-          buffer_size: How many elements wait.
+          buffer_size: How many elements wait, at least: small ones of arrays in memory are read further ahead.
           places_ahead: They wait on the devices, else on the host.
         """
         self._source = source
         self._placer = placer
-        self._buffer_size = buffer_size
+        self._num_ahead = buffer_size + 1  # one more than may wait is being read
+        step_bytes = source.cheap_step_bytes
+        if step_bytes is not None:
+            self._num_ahead = max(self._num_ahead, min(_MOST_AHEAD, _BYTES_AHEAD // max(step_bytes, 1)))
         self._places_ahead = places_ahead
 
     @property
@@ -122,7 +131,7 @@ class DistributedDataset:
         described = {
             **self._source.describe(),
             "steps": _steps_text(self.cardinality),
-            "prefetch": f"{self._buffer_size} waiting {where}, the next being read",
+            "prefetch": f"{self._num_ahead} steps, {where}",
         }
         lines = [f"  {name + ':':<10}{value}" for name, value in described.items()]
         return "\n".join(["DistributedDataset", *lines])
@@ -310,9 +319,10 @@ class DistributedIterator:
             placed = ((step, placer.place(step.on_host)) for step in self._steps)
         else:
             placed = ((step, None) for step in self._steps)
-        # One more than may wait is being read. JAX's options of this thread (64-bit mode) hold in that one too.
+        depth = self._dataset._num_ahead if not size else min(self._dataset._num_ahead, _GROUPS_AHEAD)
+        # JAX's options of this thread (64-bit mode) hold in that one too.
         options = jax_compat.with_thread_options(jax_compat.thread_options())
-        self._prefetcher = Prefetcher(placed, self._dataset._buffer_size + 1, options)
+        self._prefetcher = Prefetcher(placed, depth, max(depth // 2, 1), options)
 
     def _end_thread(self) -> None:
         """Ends the thread, if there is one; the steps that it has read and that were not taken come next."""

@@ -49,6 +49,7 @@ class Traits:
       description: What it is, for people: ``"grain.MapDataset"``.
       is_batched: Its elements are batches, not rows, as far as it can say.
       batch_size: How many rows an element has (the last may have fewer), where that is known.
+      row_bytes: How large one row is, where all of them are in memory, so that reading costs no more than a copy.
       is_immutable: Nobody writes into the arrays of an element after it was yielded. Else they are copied.
       policy: The autoshard policy that the dataset itself carries.
       num_files: How many files it reads; None if it cannot be divided by files.
@@ -60,6 +61,7 @@ class Traits:
     description: str
     is_batched: bool = True
     batch_size: int | None = None
+    row_bytes: int | None = None
     is_immutable: bool = False
     policy: AutoShardPolicy | None = None
     num_files: int | None = None
@@ -226,6 +228,7 @@ class ArrayElements(Elements):
             dataset.description,
             is_batched=dataset.is_batched,
             batch_size=dataset.batch_size,
+            row_bytes=dataset.row_bytes,
             is_immutable=True,
             of_hint=(lambda num, index: ArrayElements(dataset.with_hint(num, index)))
             if dataset.has_hint

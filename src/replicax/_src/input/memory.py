@@ -11,6 +11,7 @@ import numpy as np
 _ALIGNMENT = (
     64  # bytes; where XLA's CPU client takes a NumPy array as it is, and accelerators' copies are fast
 )
+_SMALL = 64 * 1024  # up to there the devices' own copy is cheaper than an aligned array
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -25,14 +26,18 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def copy(array: np.ndarray) -> np.ndarray:
-    """Returns an aligned copy that nobody else writes into."""
+    """Returns a copy that nobody else writes into, aligned where that pays."""
+    if array.nbytes <= _SMALL:
+        return array.copy()
     result = empty(array.shape, array.dtype)
     np.copyto(result, array)
     return result
 
 
 def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns the rows with the given numbers, aligned."""
+    """Returns the rows with the given numbers, aligned where that pays."""
+    if array.itemsize * math.prod(array.shape[1:]) * len(rows) <= _SMALL:
+        return array[rows]
     result = empty((len(rows), *array.shape[1:]), array.dtype)
     return np.take(
         array, rows, axis=0, out=result, mode="clip"

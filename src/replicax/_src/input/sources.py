@@ -97,6 +97,11 @@ class Source(abc.ABC):
     def element_spec(self) -> Any:
         """A nest of PerReplicaSpecs."""
 
+    @property
+    @abc.abstractmethod
+    def cheap_step_bytes(self) -> int | None:
+        """How large a step is that costs no more than a copy of rows in memory; None of others."""
+
     @abc.abstractmethod
     def describe(self) -> dict[str, str]:
         """What it is, for people: names and values, in order."""
@@ -189,6 +194,13 @@ class GlobalBatches(Source):
         if any(not spec.shape for spec in jax.tree.leaves(specs)):
             raise UnbatchedDatasetError(self.num_replicas)
         return jax.tree.map(lambda spec: PerReplicaSpec.of_batch(spec, self.num_replicas), specs)
+
+    @property
+    def cheap_step_bytes(self) -> int | None:
+        traits = self._elements.traits
+        if traits.row_bytes is None or traits.batch_size is None:
+            return None
+        return traits.row_bytes * traits.batch_size
 
     def describe(self) -> dict[str, str]:
         share, decision = self._share, self._decision
@@ -355,6 +367,10 @@ class PerReplicaPulls(Source):
         return jax.tree.map(
             lambda spec: PerReplicaSpec.of_replica(spec, self.num_replicas), self._replica_spec()
         )
+
+    @property
+    def cheap_step_bytes(self) -> int | None:
+        return None
 
     def describe(self) -> dict[str, str]:
         distinct = self._distinct()

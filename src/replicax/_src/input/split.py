@@ -104,7 +104,8 @@ class InputOptions:
         ``distribute_datasets_from_function``.
       experimental_place_dataset_on_device: Accepted for TensorFlow's sake: datasets are Python here and
         run on the host. Needs ``PER_REPLICA`` and ``experimental_fetch_to_device=False``, as there.
-      experimental_per_replica_buffer_size: How many elements may wait on the devices.
+      experimental_per_replica_buffer_size: How many elements may wait on the devices, at least: small batches
+        of arrays in memory are read further ahead. One more is being read.
     """
 
     experimental_fetch_to_device: bool = True
