@@ -3,7 +3,7 @@
 One training program, and one object, the strategy, that says where it runs. Importing this starts no backend.
 """
 
-from replicax import config, data, errors, experimental, nn, optax
+from replicax import config, data, errors, experimental, nn, optax, testing
 from replicax._src.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -88,5 +88,6 @@ __all__ = [
     "in_cross_replica_context",
     "nn",
     "optax",
+    "testing",
     "value_and_grad",
 ]

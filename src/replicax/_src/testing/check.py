@@ -1,0 +1,178 @@
+"""``check_against_one_device``: one step of a program on a strategy's replicas and on one device, compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.bridges import ensure_bridges
+from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, MixedStrategiesError
+from replicax._src.input.dataset import iteration_guard
+from replicax._src.input.split import split_offsets, split_sizes
+from replicax._src.program.capture import current_capture
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.testing.comparison import Comparison
+from replicax._src.testing.measure import Tolerance, default_rtol
+from replicax._src.testing.observation import on_one_device
+from replicax._src.testing.report import OneDeviceReport
+from replicax._src.testing.runs import Outcome, Side
+from replicax._src.topology import Topology
+from replicax._src.values import DistributedValues, PerReplica, is_value, per_replica_from_components
+
+
+def check_against_one_device(
+    fn: Callable[..., Any],
+    batch: Any,
+    strategy: Strategy,
+    *,
+    args: Sequence[Any] = (),
+    rtol: float | None = None,
+    atol: float = 0.0,
+) -> OneDeviceReport:
+    """Runs one step under ``strategy`` and the same step, on the whole batch, on one device, and compares.
+
+    Compared are what ``fn`` returns, the gradients that optimizers apply (of Keras, or behind
+    ``rx.optax.aggregate_gradients``), and by how much variables change. Both runs start from the variables' values of
+    now and work on copies: afterwards every variable is as it was, also if ``fn`` raises. What ``fn`` makes
+    when it is first called (layers, slots of an optimizer) stays made. On one device ``num_replicas_in_sync`` is 1
+    and an all-reduce changes nothing. Products of matrices are computed in full precision.
+
+    A scalar that replicas return agrees if its sum or its mean over replicas is one device's; arrays ``[rows, ...]``
+    are compared one after the other. Call it in cross-replica context or outside every scope. Blocks.
+
+    Args:
+      fn: A replica function, called as ``strategy.run(fn, args=(batch, *args))``; or a step that calls
+        ``strategy.run`` itself, called as ``fn(distributed_batch, *args)``. Decorated by ``rx.function`` or not.
+      batch: A nest of arrays [global_batch, ...] on the host, cut as a distributed dataset cuts it.
+      strategy: Where ``fn``'s variables live.
+      args: Further arguments, whole on every replica: functional state, as plain arrays or replicated.
+      rtol: What is rounding, relative to the largest magnitude of a value. Default: 1e-5 for float32, 1e-9 for
+        float64, 5e-3 for float16 and 3e-2 for bfloat16, the coarsest that the step computes in.
+      atol: What is rounding, absolute.
+
+    Returns:
+      A report. Print it, look at ``ok`` and ``differences``, or call ``raise_if_different()``.
+
+    Raises:
+      InvalidArgumentError: ``batch`` has scalars, no rows, or arrays with different numbers of rows; ``args`` have
+        per-replica values.
+      CrossReplicaContextError: Called in a replica function.
+      Exception: Whatever ``fn`` raises.
+
+    >>> import jax.numpy as jnp, numpy as np, replicax as rx
+    >>> report = rx.testing.check_against_one_device(lambda x: jnp.sum(x), np.ones((4, 2)), rx.get_strategy())
+    >>> report.ok
+    True
+    """
+    _check_arguments(fn, strategy, args)
+    ensure_bridges()
+    nest, num_rows = _checked_batch(batch)
+    sizes = split_sizes(num_rows, strategy.num_replicas_in_sync)
+    with jax.default_matmul_precision("highest"):
+        sides = Side.of_replicas(strategy, num_rows), Side.of_one_device(strategy, num_rows)
+        given = (_distributed(sides[0].parts.topology, nest, num_rows), *args)
+        step, ours = _run_as_either(fn, strategy, sides[0], given)
+        given = (_distributed(sides[1].parts.topology, nest, num_rows), *on_one_device(args))
+        try:
+            wanted = sides[1].run(step, given)
+        except Exception as error:
+            error.add_note(
+                "This happened when check_against_one_device ran the function over all rows on one device."
+            )
+            raise
+    tolerance = Tolerance(_coarsest(ours, wanted) if rtol is None else rtol, atol)
+    return Comparison(strategy, sizes, ours, wanted, on_one_device(args), tolerance).report()
+
+
+def _run_as_either(
+    fn: Callable[..., Any], strategy: Strategy, side: Side, given: tuple[Any, ...]
+) -> tuple[Callable[..., Any], Outcome]:
+    """Runs ``fn`` as a replica function; or, if it calls ``strategy.run`` itself, as a step."""
+
+    def replicated(*args: Any) -> Any:
+        return strategy.run(fn, args=args)
+
+    try:
+        return replicated, side.run(replicated, given)
+    except (CrossReplicaContextError, MixedStrategiesError) as refused:
+        try:
+            return fn, side.run(fn, given)
+        except Exception:
+            if side.has_run:
+                raise
+            raise refused from None  # a replica function, with a call in it that belongs outside
+
+
+def _check_arguments(fn: Any, strategy: Any, args: Any) -> None:
+    if not callable(fn):
+        raise InvalidArgumentError(
+            f"check_against_one_device needs a replica function, or a step that calls strategy.run, got {fn!r}."
+        )
+    if not isinstance(strategy, Strategy):
+        raise InvalidArgumentError(f"check_against_one_device needs a strategy, got {strategy!r}.")
+    if not isinstance(args, (list, tuple)):
+        raise InvalidArgumentError(
+            f"args must be a list or tuple, got {type(args)}. For one write args=(value,)."
+        )
+    if current_capture() is not None or context.in_replica_function():
+        raise CrossReplicaContextError(
+            "check_against_one_device was called in a function that is being traced. Call it from plain Python."
+        )
+    context.check_may_enter(strategy)
+    for leaf in jax.tree_util.tree_leaves(tuple(args), is_leaf=is_value):
+        if isinstance(leaf, PerReplica) and not leaf.is_equal:
+            raise InvalidArgumentError(
+                "check_against_one_device: args has a per-replica value, of which it is not known what one device would "
+                "have. Give rows of the batch in `batch`, and everything else whole."
+            )
+
+
+def _checked_batch(batch: Any) -> tuple[Any, int]:
+    """The batch with NumPy or JAX arrays as leaves, and its number of rows."""
+    leaves, tree = jax.tree_util.tree_flatten(batch, is_leaf=lambda x: isinstance(x, DistributedValues))
+    if any(isinstance(leaf, (DistributedValues, jax_compat.Tracer)) for leaf in leaves):
+        raise InvalidArgumentError(
+            "check_against_one_device takes the global batch [global_batch, ...] before it is distributed, and cuts it "
+            "itself; got a distributed value. Give what the dataset yields, not what the distributed dataset does."
+        )
+    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
+    rows = {array.shape[0] if array.ndim else 0 for array in arrays}
+    if len(rows) != 1 or 0 in rows:
+        shapes = [tuple(array.shape) for array in arrays]
+        raise InvalidArgumentError(
+            f"check_against_one_device needs a batch of arrays [global_batch, ...] with one number of rows, at least 1; got "
+            f"shapes {shapes}. What has no rows belongs into args=(…)."
+        )
+    return tree.unflatten(arrays), rows.pop()
+
+
+def _distributed(topology: Topology, nest: Any, num_rows: int) -> Any:
+    """The batch as a distributed dataset yields it."""
+    if topology.num_replicas == 1:
+        return jax.device_put(nest, topology.replicated)
+    offsets = split_offsets(num_rows, topology.num_replicas)
+
+    def cut(array: Any) -> PerReplica:
+        return per_replica_from_components(topology, [array[i:j] for i, j in itertools.pairwise(offsets)])
+
+    return jax.tree_util.tree_map(cut, nest)
+
+
+def _coarsest(*outcomes: Outcome) -> float:
+    return max((default_rtol(dtype) for o in outcomes for dtype in o.dtypes), default=default_rtol("float32"))
+
+
+def _forbid_iteration() -> None:
+    if context.is_standing_in():
+        raise InvalidArgumentError(
+            "A distributed dataset was iterated in the function that check_against_one_device runs, so that both runs "
+            "would see other rows. Give the function that takes one batch, and the batch."
+        )
+
+
+iteration_guard.insert(0, _forbid_iteration)

@@ -1,0 +1,114 @@
+"""How far two arrays are apart, and by what factor. Pure NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+# Of the largest magnitude. Sums are taken in another order on several devices, and errors grow on the way.
+_RTOL = {"float64": 1e-9, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+_WIDER_FOR_FACTORS = 100
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What counts as rounding.
+
+    Attributes:
+      rtol: Of the largest magnitude of one device's value.
+      atol: Absolute.
+    """
+
+    rtol: float
+    atol: float
+
+
+def default_rtol(dtype: Any) -> float:
+    """The relative tolerance for what is computed in ``dtype``."""
+    return _RTOL.get(jnp.dtype(dtype).name, 0.0 if not jnp.issubdtype(dtype, jnp.inexact) else 1e-5)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How an array compares with the one that it should be.
+
+    Attributes:
+      is_same: To rounding.
+      has_new_nan: It is nan or inf where the other is not.
+      max_difference, relative_difference, factor: See ``Difference``.
+    """
+
+    is_same: bool
+    has_new_nan: bool
+    max_difference: float
+    relative_difference: float
+    factor: float | None
+
+
+def measure(
+    ours: np.ndarray, wanted: np.ndarray, tolerance: Tolerance, allowance: np.ndarray | float = 0.0
+) -> Measure:
+    """Compares two arrays of one shape.
+
+    Args:
+      allowance: A further absolute tolerance, for each element or for all.
+    """
+    ours, wanted = wide(ours), wide(wanted)
+    if not ours.size:
+        return Measure(True, False, 0.0, 0.0, None)
+    finite = np.isfinite(ours) & np.isfinite(wanted)
+    is_alike = (ours == wanted) | (np.isnan(ours) & np.isnan(wanted))
+    if not np.all(finite | is_alike):
+        return Measure(False, True, np.inf, np.inf, None)
+    ours, wanted = np.where(finite, ours, 0), np.where(finite, wanted, 0)
+    apart = np.abs(ours - wanted)
+    scale, largest = float(np.max(np.abs(wanted))), float(np.max(apart))
+    is_same = bool(np.all(apart <= tolerance.atol + tolerance.rtol * scale + allowance))
+    relative = largest / scale if scale else (np.inf if largest else 0.0)
+    factor = least_squares([(ours, wanted)])
+    fits = factor is not None and np.all(
+        np.abs(ours - factor * wanted)
+        <= tolerance.atol + _WIDER_FOR_FACTORS * tolerance.rtol * np.max(np.abs(ours)) + allowance
+    )
+    return Measure(is_same, False, largest, relative, factor if fits else None)
+
+
+def wide(array: np.ndarray) -> np.ndarray:
+    """In double precision; integers and bools too."""
+    array = np.asarray(array)
+    return array.astype(np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)
+
+
+def least_squares(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float | None:
+    """The number that, times the second ones, comes nearest to the first ones of all pairs of arrays."""
+    wides = [(wide(ours), wide(wanted)) for ours, wanted in pairs]
+    norm = sum(float(np.vdot(wanted, wanted).real) for _, wanted in wides)
+    return sum(float(np.vdot(wanted, ours).real) for ours, wanted in wides) / norm if norm > 0 else None
+
+
+def rounding_of(array: np.ndarray, dtype: Any) -> float:
+    """What a change of ``array`` is uncertain by, because its elements are stored in ``dtype``."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    return 4 * float(jnp.finfo(dtype).eps) * magnitude(array)
+
+
+def noise_of(ours: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """How uncertain each element of two gradients that agree is, of its own magnitude; at most 1.
+
+    Optimizers such as Adam divide by the gradient's own magnitude: rounding in elements that are nearly 0 becomes a
+    step of full size.
+    """
+    ours, wanted = wide(ours), wide(wanted)
+    own = np.abs(wanted)
+    return np.minimum(1.0, 4 * np.abs(ours - wanted) / np.where(own > 0, own, 1e-300))
+
+
+def magnitude(array: np.ndarray) -> float:
+    """The largest finite absolute value; 0 of no elements."""
+    values = np.abs(wide(array))
+    return float(np.max(values, where=np.isfinite(values), initial=0.0))

@@ -1,0 +1,166 @@
+"""Looks on while a strategy runs replica functions: which gradients are applied, and which state is per replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.errors import UnsupportedError
+from replicax._src.options import RunOptions
+from replicax._src.program import key
+from replicax._src.program.capture import Capture, current_capture
+from replicax._src.program.modules import open_modules
+from replicax._src.program.slots import Sharing
+from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
+
+_PER_REPLICA = (Sharing.AVERAGED, Sharing.FIRST)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The gradients that one run gave to optimizers.
+
+    Attributes:
+      names: Of the variables, or where the gradient stands in a nest.
+      values: As applied.
+      weighed: Each replica's share times its part of the batch's rows, summed: what one device has where the shares
+        are means.
+    """
+
+    names: list[str]
+    values: list[Any]
+    weighed: list[Any]
+
+
+@final
+class ObservedRunner:
+    """A runner whose replica functions also return the gradients that they apply.
+
+    Args:
+      runner: Runs them. Only inside a trace.
+      num_rows: B, of the global batch.
+      num_replicas: How many replicas ``runner`` has.
+
+    Attributes:
+      applied: What each run since ``restart`` has applied: values of the trace around it.
+      per_replica_state: Variables that are the same on all replicas after the step only because they were averaged, or
+        the first replica's taken.
+      num_hidden: How many gradients were applied where they could not be looked at (in a scan, in a condition).
+    """
+
+    def __init__(self, runner: Runner, num_rows: int, num_replicas: int):
+        self._runner = runner
+        self._num_replicas = num_replicas
+        self._num_rows = num_rows
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets everything: the function around the runs is traced again."""
+        self.applied: list[Applied] = []
+        self.per_replica_state: list[str] = []
+        self.num_hidden = 0
+        self.num_runs = 0
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
+    ) -> Any:
+        """Runs ``fn`` once per replica, and remembers what it applies."""
+        del options  # memory and compiler options change no numbers
+        self.num_runs += 1
+        fn = key.unwrap(fn)
+        cells = key.lifted_cells(fn)
+        if open_modules((tuple(args), dict(kwargs), cells))[1] is not None:
+            raise UnsupportedError(
+                "check_against_one_device got an nnx module, whose arrays it could not put back. Pass the module's state "
+                "as arrays: nnx.split outside, nnx.merge in the function."
+            )
+        nest = (tuple(args), dict(kwargs), cells)
+        if self._num_replicas == 1:
+            nest = on_one_device(nest)
+        names: list[str] = []
+        hidden: list[int] = []
+
+        def observed(args: Any, kwargs: Any, cells: Any) -> Any:
+            names.clear()
+            hidden.clear()
+            notes = _Notes(self._num_rows, names, hidden)
+            result = key.with_cells(fn, cells)(*args, **kwargs)
+            return result, notes.values, notes.weighed
+
+        result, values, weighed = self._runner.run(observed, nest, {}, DEFAULT_OPTIONS)
+        self.applied.append(Applied(list(names), [_whole(v) for v in values], [_whole(w) for w in weighed]))
+        self.num_hidden += sum(hidden)
+        program = self._runner.last_launcher.program
+        for index, is_same in zip(program.written, program.same_writes, strict=True):
+            slot = program.slots[index]
+            if not is_same and slot.sharing in _PER_REPLICA and program.slots[index].num_replicas > 1:
+                self.per_replica_state.append(slot.name)
+        return result
+
+    def owned(self, array: Any) -> Any:
+        """As the runner's."""
+        return self._runner.owned(array)
+
+
+def _whole(value: Any) -> Any:
+    """What all replicas have, of a value that is the same on all."""
+    if isinstance(value, PerReplica):
+        return value.array if value.is_equal else value.array[0]
+    return value.as_array() if isinstance(value, DistributedValues) else value
+
+
+def on_one_device(nest: Any) -> Any:
+    """Arguments for a single replica: values that several replicas have alike are plain arrays there."""
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, Mirrored) or (isinstance(leaf, PerReplica) and leaf.is_equal):
+            return leaf.stored if isinstance(leaf.stored, jax_compat.Tracer) else on_host(leaf.stored)
+        return leaf
+
+    return jax.tree_util.tree_map(plain, nest, is_leaf=is_value)
+
+
+def on_host(value: Any) -> np.ndarray:
+    """An array as a NumPy one; of a typed random key its words."""
+    if jax_compat.is_typed_key(value.dtype):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+class _Notes:
+    """What one replica function applies, noted while it is traced."""
+
+    def __init__(self, num_rows: int, names: list[str], hidden: list[int]):
+        capture = current_capture()
+        replica = context.get_replica_context()
+        assert capture is not None
+        assert replica is not None
+        self._capture: Capture = capture
+        self._communicator: Any = replica.communicator
+        rows = capture.uneven.rows if capture.uneven is not None else num_rows / (capture.num_replicas or 1)
+        self._part = rows / num_rows
+        self._names, self._hidden = names, hidden
+        self.values: list[Any] = []
+        self.weighed: list[Any] = []
+        capture.on_aggregate = self._note
+
+    def _note(self, names: Sequence[str], gradients: Sequence[Any], applied: Sequence[Any]) -> None:
+        if jax_compat.current_trace() is not self._capture.trace:
+            self._hidden.append(len(applied))
+            return
+        self._names += names
+        self.values += applied
+        if gradients:
+            self.weighed += self._communicator.sum([self._share(g) for g in gradients])
+
+    def _share(self, gradient: Any) -> Any:
+        if self._part:
+            return gradient * jnp.asarray(self._part, gradient.dtype)
+        return jnp.where(jnp.isfinite(gradient), gradient * 0, 0)  # without rows it may be nan

@@ -1,0 +1,237 @@
+"""Runs one step as a pure function of the state, under a strategy or as its only replica. Nothing is assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.errors import MixedStrategiesError
+from replicax._src.options import VariableAggregation
+from replicax._src.placement.spmd import SlotGroup
+from replicax._src.program.program import Variant, check_no_leaks, trace_variant
+from replicax._src.program.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
+from replicax._src.program.verdict import Verdict
+from replicax._src.strategies.parts import Parts
+from replicax._src.strategies.running import Runner
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.testing.observation import Applied, ObservedRunner, on_host
+from replicax._src.topology import Topology
+from replicax._src.values import is_variable
+from replicax._src.variables.placement import VariablePlacement
+from replicax._src.variables.variable import Variable
+
+_RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+
+
+@dataclass(frozen=True)
+class State:
+    """A variable before and after the step, as one device sees it; ``new`` is None where it has no one value."""
+
+    variable: Any
+    name: str
+    old: np.ndarray
+    new: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of the step did, on the host.
+
+    Attributes:
+      result: What the function returned, each array a NumPy one; PerReplica where run returns such.
+      applied: The gradients, of each ``strategy.run``.
+      states: The variables that it assigned, by ``id``.
+      per_replica_state, num_hidden: See ``ObservedRunner``.
+      has_randomness: Random numbers were drawn.
+      dtypes: The floating dtypes that it computes in.
+    """
+
+    result: Any
+    applied: list[Applied]
+    states: dict[int, State]
+    per_replica_state: tuple[str, ...]
+    num_hidden: int
+    has_randomness: bool
+    dtypes: frozenset[Any]
+
+
+class Side:
+    """One of the two ways to run a step: the parts that the strategy has meanwhile, and how state gets to them."""
+
+    def __init__(
+        self, strategy: Strategy, parts: Parts, num_rows: int, load: Callable[[list[Slot]], list[Any]]
+    ):
+        assert isinstance(parts.runner, Runner)
+        self.observed = ObservedRunner(parts.runner, num_rows, parts.topology.num_replicas)
+        self.parts = Parts(parts.topology, parts.variable_placement, parts.slots, self.observed)
+        self._strategy = strategy
+        self._own_slots = strategy.slots
+        self._has_run = False
+        self._load = load
+
+    @classmethod
+    def of_replicas(cls, strategy: Strategy, num_rows: int) -> Side:
+        """The strategy as it is."""
+        parts = strategy.parts
+
+        def load(slots: list[Slot]) -> list[Any]:
+            group = SlotGroup(slots, parts.variable_placement)
+            with state_lock:
+                values = dict(zip(map(id, group.slots), group.load(for_donation=False), strict=True))
+            return [values[id(slot)] for slot in slots]
+
+        return cls(strategy, parts, num_rows, load)
+
+    @classmethod
+    def of_one_device(cls, strategy: Strategy, num_rows: int) -> Side:
+        """The strategy with one replica, on its first device."""
+        own = strategy.parts
+        topology = Topology.of(own.topology.devices[:1])
+        parts = Parts(topology, VariablePlacement(topology), SlotTable(1), Runner(strategy, topology))
+
+        def load(slots: list[Slot]) -> list[Any]:
+            loaded = []
+            for slot in slots:
+                value = _held(own.slots.slot_of(slot.variable))
+                value = jax.device_put(value, topology.replicated)
+                loaded.append(value[None] if slot.sharing.is_per_replica else value)
+            return loaded
+
+        return cls(strategy, parts, num_rows, load)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the step called ``strategy.run``."""
+        return self._has_run or self.observed.num_runs > 0
+
+    def run(self, step: Callable[..., Any], arguments: Any) -> Outcome:
+        """Traces ``step(*arguments)``, cross-replica code, and runs it on copies of the state."""
+        with context.standing_in(self._strategy, self.parts):
+            variant, arrays = self._trace(step, arguments)
+            slots = [entry.slot for entry in variant.entries]
+            olds = {id(s): on_host(_held(self._own_slots.slot_of(s.variable))) for s in slots}
+            results, writes = _evaluate(variant, self._load(slots), arrays, self.parts.topology)
+        names = [a.names for a in self.observed.applied]
+        result, values, weighed = jax.tree_util.tree_unflatten(variant.tree, results)
+        states = {
+            id(entry.slot.variable): State(
+                entry.slot.variable, entry.slot.name, olds[id(entry.slot)], _as_one_device(entry.slot, new)
+            )
+            for entry, new in zip(variant.written, writes, strict=True)
+        }
+        return Outcome(
+            result,
+            [Applied(n, v, w) for n, v, w in zip(names, values, weighed, strict=True)],
+            states,
+            tuple(self.observed.per_replica_state),
+            self.observed.num_hidden,
+            any(eqn.primitive.name in _RANDOM for eqn in _equations(variant.jaxpr)),
+            _dtypes(variant.jaxpr),
+        )
+
+    def _trace(self, step: Callable[..., Any], arguments: Any) -> tuple[Variant, list[Any]]:
+        leaves, tree = jax.tree_util.tree_flatten(arguments, is_leaf=is_variable)
+        is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+        arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
+
+        def call(tracers: list[Any]) -> Any:
+            self.observed.restart()
+            remaining = iter(tracers)
+            given = [next(remaining) if known else leaf for leaf, known in zip(leaves, is_array, strict=True)]
+            result = step(*jax.tree_util.tree_unflatten(tree, given))
+            seen = self.observed.applied
+            return result, [a.values for a in seen], [a.weighed for a in seen]
+
+        variant = trace_variant(
+            call,
+            [jax_compat.shaped(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for a in arrays],
+            [Verdict.SAME] * len(arrays),
+            slot_of=self.parts.slots.slot_of,
+            num_replicas=None,
+            sum_gradients=lambda capture: list,
+            on_strategy=self._check_strategy,
+        )
+        check_no_leaks(variant)
+        return variant, arrays
+
+    def _check_strategy(self, strategy: Any) -> None:
+        self._has_run = True
+        if strategy is not self._strategy:
+            raise MixedStrategiesError(
+                f"check_against_one_device was given {self._strategy!r}, and the function calls run of {strategy!r}. Give "
+                f"the strategy that the function runs on."
+            )
+
+
+def _evaluate(
+    variant: Variant, state: list[Any], args: list[Any], topology: Topology
+) -> tuple[list[Any], list[Any]]:
+    """The leaves that the function returned, on the host, and the new values of the written variables."""
+    mesh_devices = set(topology.devices)
+    args = [
+        a
+        if isinstance(a, jax.Array) and a.sharding.device_set == mesh_devices
+        else jax.device_put(a, topology.replicated)
+        for a in args
+    ]
+    consts = jax.device_put(variant.consts, topology.replicated)
+    program = jax.jit(lambda *inputs: jax_compat.eval_jaxpr(variant.jaxpr, inputs))
+    jax.block_until_ready(state)
+    arrays = jax.block_until_ready(program(*consts, *state, *args))
+    remaining = iter(map(on_host, arrays[: variant.num_arrays]))
+    results = [next(remaining) if output.is_array else output.value for output in variant.outputs]
+    return results, arrays[variant.num_arrays :]
+
+
+def _held(slot: Slot) -> Any:
+    """What the variable holds, as one device would: a copy."""
+    with state_lock:
+        value = slot.accessor.get([slot.variable])[0]
+        check_no_tracer(slot, value)
+        if slot.sharing is Sharing.COMPONENTS:
+            value = _aggregate(slot.variable, on_host(value))[0]
+        return jnp.copy(value)
+
+
+def _as_one_device(slot: Slot, new: Any) -> np.ndarray | None:
+    """The new value of a variable, of several replicas as one device would have it; None if that is not defined."""
+    value = on_host(new)
+    if slot.sharing is Sharing.SUMMED:
+        return value.sum(axis=0, dtype=value.dtype)
+    if slot.sharing is Sharing.COMPONENTS:
+        aggregated, is_defined = _aggregate(slot.variable, value)
+        return aggregated if is_defined else None
+    return value
+
+
+def _aggregate(variable: Variable, components: np.ndarray) -> tuple[np.ndarray, bool]:
+    """One value of components [R, ...], and whether the variable's aggregation defines it."""
+    if variable.aggregation is VariableAggregation.SUM:
+        return components.sum(axis=0, dtype=components.dtype), True
+    if variable.aggregation is VariableAggregation.MEAN:
+        return components.mean(axis=0, dtype=np.float64).astype(components.dtype), True
+    is_defined = variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA or len(components) == 1
+    return components[0], is_defined
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, at any depth."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jax_compat.sub_jaxprs(eqn):
+            yield from _equations(jax_compat.inner_jaxpr(sub)[0])
+
+
+def _dtypes(jaxpr: Any) -> frozenset[Any]:
+    found = {getattr(var.aval, "dtype", None) for eqn in _equations(jaxpr) for var in eqn.outvars}
+    return frozenset(
+        d
+        for d in found
+        if d is not None and not jax_compat.is_typed_key(d) and jnp.issubdtype(d, jnp.inexact)
+    )
