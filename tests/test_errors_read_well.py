@@ -978,6 +978,18 @@ def test_modes_and_policies(strategy):
         lambda: rx.data.DistributeOptions("SOMEHOW"),
         "allowed are AUTO, FILE, DATA, HINT, OFF",
     )
+    message(
+        errors.InvalidArgumentError,
+        lambda: strategy.experimental_distribute_dataset(rows, distribute_options="SOMEHOW"),
+        "allowed are AUTO, FILE, DATA, HINT, OFF",
+    )
+    message(
+        errors.InvalidArgumentError,
+        lambda: strategy.experimental_distribute_dataset(rows, rx.data.DistributeOptions("DATA")),
+        "options must be an rx.InputOptions",
+        "distribute_options=",
+    )
+    assert len(strategy.experimental_distribute_dataset(rows, distribute_options="FILE")) == 2
 
 
 # --- words --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import collections
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, from_arrays
+from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, as_array, from_arrays
 from replicax._src.input.order import INFINITE
 from replicax._src.input.specs import ArraySpec
 
@@ -200,3 +201,34 @@ def test_arrays_with_different_numbers_of_rows():
 def test_what_is_no_array(arrays, text):
     with pytest.raises(UnsupportedElementError, match=text):
         from_arrays(arrays)
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">i4", ">u4", ">f4", ">f8", ">c8", "<i4", "<f2", "?"])
+def test_any_byte_order_is_read_as_what_it_says(dtype):
+    values = np.array([0, 1, 200, 3]).astype(dtype)
+    (batch,) = from_arrays(values).batch(4)
+    assert batch.dtype.isnative
+    assert batch.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (np.ma.masked_array([1.0, 2.0], [True, False]), r"\.filled\(value\)"),
+        (np.zeros(2, np.longdouble), "float64"),
+        (jax.random.split(jax.random.key(0), 2), "jax.random.key_data"),
+    ],
+)
+def test_arrays_that_no_device_can_hold(leaf, text):
+    with pytest.raises(UnsupportedElementError, match=text):
+        as_array(leaf)
+
+
+@pytest.mark.parametrize(
+    "make", [np.asfortranarray, lambda x: x[:, ::2], lambda x: x[::-1], np.ascontiguousarray]
+)
+def test_shuffled_batches_of_any_layout(make):
+    arrays = make(np.arange(4000 * 64).reshape(4000, 64))
+    first, second = from_arrays(arrays).shuffle(seed=1).batch(2000)
+    rows = np.concatenate([first, second])
+    np.testing.assert_array_equal(rows[np.argsort(rows[:, 0])], arrays[np.argsort(arrays[:, 0])])

@@ -17,7 +17,9 @@ from replicax._src.input.autoshard import (
     rows_of_global_batch,
     rows_of_own_batch,
 )
-from replicax._src.input.sources import open_source
+from replicax._src.input.files.constructors import from_text_lines
+from replicax._src.input.opening import open_elements
+from replicax._src.input.sources import PerReplicaPulls, open_source
 from replicax._src.input.split import split_sizes
 
 WORKERS = range(1, 9)
@@ -223,3 +225,41 @@ def test_impossible_shares(arguments, text):
 def test_impossible_shards(num_shards, index):
     with pytest.raises(InvalidArgumentError, match="num_shards"):
         from_arrays(np.arange(3)).shard(num_shards, index)
+
+
+# --- cases recorded from TensorFlow 2.21 with two workers of one replica -------------------------------
+
+
+def rows_of_workers(dataset, policy):
+    """For each worker the rows of each step."""
+    return [[parts[0] for parts in steps_of(dataset, share, policy)] for share in shares(2)]
+
+
+def test_mw_data():
+    first, second = rows_of_workers(from_arrays(np.arange(8)).batch(3), POLICY.DATA)
+    assert first == [[0, 1], [3, 4], [6]]
+    assert second == [[2], [5], [7]]
+
+
+def test_mw_files(tmp_path):
+    for number in range(3):
+        lines = range(3 * number, 3 * number + 3)
+        (tmp_path / f"{number}.txt").write_text("".join(f"{line}\n" for line in lines))
+    dataset = from_text_lines(str(tmp_path / "*.txt")).map(lambda line: np.int32(line)).batch(2)
+    first, second = rows_of_workers(dataset, POLICY.FILE)
+    assert first == [[0], [1], [2], [6], [7], [8]]
+    assert second == [[3], [4], [5]]
+    with pytest.raises(NotEnoughFilesError, match="at least one file for each of the 2 workers, got 1"):
+        rows_of_workers(from_text_lines(str(tmp_path / "0.txt")).map(np.int32).batch(2), POLICY.FILE)
+
+
+def test_mw_fn_partial():
+    batches = from_arrays(np.arange(14)).batch(4)
+    steps = [
+        [
+            parts[0].tolist()
+            for parts in PerReplicaPulls([open_elements(batches.shard(2, worker))], 2).iterate()
+        ]
+        for worker in range(2)
+    ]
+    assert steps == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13]]]

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import signal
 import threading
 import time
 
@@ -95,6 +96,57 @@ def test_seeds_that_were_drawn_are_in_the_position():
     resumed.set_state(state)
     assert list(resumed) == list(iterator)
     assert list(other) == list(first)
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    dataset, twin = (distribute(from_arrays(np.arange(20)).shuffle(seed=3).batch(4)) for _ in range(2))
+    iterator, its_twin = iter(dataset), iter(twin)
+    other = iter(distribute(from_arrays(np.arange(8)).batch(2))).get_state()
+    with pytest.raises(NotResumableError, match="its steps is"):
+        iterator.set_state(other)
+    assert list(iterator) == list(its_twin)
+    assert list(dataset) == list(twin)
+
+
+def test_a_state_of_which_a_part_is_refused_changes_no_shuffle():
+    def make(seed, size):
+        rows = [from_arrays(np.arange(9)).shuffle(seed=seed).batch(2), from_arrays(np.arange(size)).batch(3)]
+        return DistributedDataset(PerReplicaPulls.from_each(rows), PartLists())
+
+    dataset, twin = make(1, 9), make(1, 9)
+    iterator, its_twin = iter(dataset), iter(twin)
+    with pytest.raises(NotResumableError):
+        iterator.set_state(iter(make(2, 10)).get_state())
+    assert list(iterator) == list(its_twin)
+    assert list(dataset) in (
+        list(twin),
+        list(twin),
+    )  # its shuffles are its own; an epoch may have been skipped
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_iterators_are_restored_in_any_order(order):
+    dataset = distribute(from_arrays(np.arange(20)).shuffle(seed=3).batch(4))
+    iterators = [iter(dataset), iter(dataset)]
+    states = [iterator.get_state() for iterator in iterators]
+    expected = [list(iterator) for iterator in iterators]
+    after = list(dataset)
+    again = distribute(from_arrays(np.arange(20)).shuffle(seed=3).batch(4))
+    restored = [iter(again), iter(again)]
+    states = [{**state, "elements": {**state["elements"], "passes": 2}} for state in states]
+    for number in order:
+        restored[number].set_state(states[number])
+    assert [list(iterator) for iterator in restored] == expected
+    assert list(again) == after
+
+
+@pytest.mark.parametrize("position", [-1, 6, "x", None])
+def test_positions_that_are_none(position):
+    iterator = iter(distribute([np.arange(2)] * 5))
+    state = iterator.get_state()
+    with pytest.raises(NotResumableError):
+        iterator.set_state({**state, "elements": {**state["elements"], "position": position}})
+    assert len(list(iterator)) == 5
 
 
 def test_what_was_read_ahead_does_not_count():
@@ -297,18 +349,122 @@ def test_single_steps_and_groups_take_turns_without_losing_one(pause_s):
     assert [row for element in seen for row in element] == list(range(61))
 
 
-def test_an_error_stays_behind_the_steps_before_it():
-    def broken():
-        yield np.arange(2)
-        yield np.arange(2)
-        raise ValueError("late")
+class SlowOrBroken(list):
+    """A list of batches whose elements take a while, or fail the first time."""
 
-    iterator = iter(distribute(broken(), buffer_size=4))
-    next(iterator)
-    time.sleep(0.05)  # the thread has met the error
-    assert taken(iterator, (1, 1)) == [[[0, 1]]]
-    with pytest.raises(ValueError, match="late"):
-        iterator.take_stacked(1, 1)
+    def __init__(self, num_batches, seconds=(), broken=()):
+        super().__init__(np.full(2, number) for number in range(num_batches))
+        self.seconds, self.broken = dict(seconds), set(broken)
+
+    def __getitem__(self, index):
+        if not isinstance(index, slice):
+            time.sleep(self.seconds.get(index, 0))
+            if index in self.broken:
+                self.broken.remove(index)
+                raise OSError(f"element {index}")
+        return super().__getitem__(index)
+
+
+def numbers(steps):
+    return [step[0] for step in steps]
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 5])
+def test_an_error_comes_after_the_steps_before_it_and_the_next_call_goes_on(group_size):
+    iterator = iter(distribute(SlowOrBroken(7, broken=[3])))
+    seen, num_errors = [], 0
+    while True:
+        try:
+            seen += numbers(taken(iterator, (group_size, group_size))[0])
+        except OSError as error:
+            assert str(error) == "element 3"
+            assert seen == [0, 1, 2]
+            num_errors += 1
+        except StopIteration:
+            break
+    assert seen == list(range(7))
+    assert num_errors == 1
+
+
+def test_single_steps_go_on_after_an_error_too():
+    iterator = iter(distribute(SlowOrBroken(6, broken=[2])))
+    assert numbers([next(iterator), next(iterator)]) == [0, 1]
+    with pytest.raises(OSError, match="element 2"):
+        next(iterator)
+    assert iterator.get_state()["elements"]["position"] == 2
+    assert numbers(iterator) == [2, 3, 4, 5]
+
+
+def test_slow_elements_do_not_matter_to_who_changes_from_single_steps_to_groups():
+    iterator = iter(distribute(SlowOrBroken(12, seconds={3: 0.5, 8: 0.5})))
+    assert numbers([next(iterator)]) == [0]
+    seen = [0]
+    for call in ((4, 4), (4, 1), None, (3, 3), None, (2, 2)):
+        seen += numbers([next(iterator)]) if call is None else numbers(taken(iterator, call)[0])
+    assert seen + numbers(iterator) == list(range(12))
+
+
+def test_a_group_need_not_be_full_for_the_thread_to_end(monkeypatch):
+    monkeypatch.setattr("replicax._src.input.prefetch._CLOSE_TIMEOUT_S", 30)
+    with iter(distribute(SlowOrBroken(2000, seconds=dict.fromkeys(range(2000), 0.01)))) as iterator:
+        iterator.take_stacked(20, 20)
+        next(iterator)
+        iterator.take_stacked(1500, 1)  # of what was read as single steps; the thread reads 1500 together now
+        time.sleep(0.3)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5
+    assert_no_thread()
+
+
+def test_an_interrupt_while_waiting_loses_nothing():
+    iterator = iter(distribute(SlowOrBroken(6, seconds={2: 0.6})))
+    assert numbers([next(iterator), next(iterator)]) == [0, 1]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            iterator.take_stacked(2, 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert numbers(iterator) == [2, 3, 4, 5]
+
+
+def test_several_threads_share_an_iterator():
+    iterator = iter(distribute(from_arrays(np.arange(4000)).batch(2)))
+    seen = [[], []]
+    threads = [threading.Thread(target=lambda mine=mine: mine.extend(iterator)) for mine in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert sorted(row for mine in seen for element in mine for row in element) == list(range(4000))
+
+
+def test_closing_wakes_a_thread_that_waits():
+    iterator = iter(distribute(SlowOrBroken(3, seconds={0: 0.5})))
+    errors = []
+
+    def wait():
+        try:
+            next(iterator)
+        except ClosedIteratorError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.1)
+    iterator.close()
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
 # --- what people see ----------------------------------------------------------------------------------

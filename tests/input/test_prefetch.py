@@ -28,6 +28,10 @@ def wait_until(is_true, timeout_s=5):
         time.sleep(0.005)
 
 
+def prefetch(items, depth):
+    return Prefetcher(iter(items), lambda: depth)
+
+
 class Counted:
     """0, 1, 2, ..., and how many have been read."""
 
@@ -44,36 +48,27 @@ class Counted:
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_items_in_order_and_then_the_end(depth):
-    items = Prefetcher(iter(range(20)), depth)
+    items = prefetch(range(20), depth)
     assert list(items) == list(range(20))
     assert list(items) == []
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 16])
 def test_it_reads_ahead_as_far_as_it_may(depth):
     source = Counted()
-    items = Prefetcher(source, depth)
+    items = prefetch(source, depth)
     wait_until(lambda: source.num_read == depth)
     time.sleep(0.05)
     assert source.num_read == depth
-    next(items)
-    wait_until(lambda: source.num_read == depth + 1)
+    num_taken = 0
+    while source.num_read == depth:  # the thread is woken when half of them are gone
+        assert next(items) == num_taken
+        num_taken += 1
+        time.sleep(0.02)
+    assert num_taken == depth - depth // 2
+    wait_until(lambda: source.num_read == depth + num_taken)
     time.sleep(0.05)
-    assert source.num_read == depth + 1
-
-
-def test_bursts():
-    source = Counted()
-    items = Prefetcher(source, 6, burst=3)
-    wait_until(lambda: source.num_read == 6)
-    assert [next(items), next(items)] == [0, 1]
-    time.sleep(0.05)
-    assert source.num_read == 6  # the thread sleeps on
-    assert next(items) == 2
-    wait_until(lambda: source.num_read == 9)
-    assert [next(items) for _ in range(20)] == list(range(3, 23))
-    rest, _ = items.close()
-    assert rest == list(range(23, source.num_read))
+    assert source.num_read == depth + num_taken
 
 
 def failing(message):
@@ -83,7 +78,7 @@ def failing(message):
 
 
 def test_an_error_comes_where_its_item_would_with_the_sources_traceback():
-    items = Prefetcher(failing("row 3 is bad"), 5)
+    items = prefetch(failing("row 3 is bad"), 5)
     assert [next(items), next(items)] == [1, 2]
     with pytest.raises(ValueError, match="row 3 is bad") as caught:
         next(items)
@@ -93,38 +88,75 @@ def test_an_error_comes_where_its_item_would_with_the_sources_traceback():
 
 
 def test_the_thread_ends_when_nobody_holds_it():
-    items = Prefetcher(itertools.count(), 2)
+    items = prefetch(itertools.count(), 2)
     next(items)
     assert len(prefetch_threads()) == 1
     del items
     wait_until(lambda: not prefetch_threads())
 
 
-def test_closing_gives_back_what_was_not_taken():
-    source = Counted()
-    items = Prefetcher(source, 3)
-    assert next(items) == 0
-    wait_until(lambda: source.num_read == 4)
-    rest, error = items.close()
-    assert rest == [1, 2, 3]
-    assert error is None
-    assert not prefetch_threads()
-    assert next(source) == 4  # nothing between was lost
+class Flaky(Counted):
+    """Its element 3 cannot be read the first time."""
+
+    def __next__(self):
+        if self.num_read == 3:
+            self.num_read = 2.5
+            raise OSError("try again")
+        self.num_read = int(self.num_read + 1) if self.num_read != 2.5 else 4
+        return self.num_read - 1
 
 
-def test_closing_keeps_an_error():
-    items = Prefetcher(failing("late"), 5)
-    next(items)
-    wait_until(lambda: not prefetch_threads())
-    rest, error = items.close()
-    assert rest == [2]
-    assert str(error) == "late"
+def test_it_goes_on_after_an_error_if_the_source_does():
+    items = prefetch(Flaky(), 4)
+    assert [next(items) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="try again"):
+        next(items)
+    assert [next(items) for _ in range(3)] == [3, 4, 5]
+    items.close()
 
 
-def test_a_source_that_does_not_return_is_waited_for_no_longer_than_said(monkeypatch):
+def test_an_error_is_not_repeated_before_it_was_taken():
+    class Broken:
+        num_calls = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.num_calls += 1
+            raise ValueError(self.num_calls)
+
+    source = Broken()
+    items = prefetch(source, 8)
+    wait_until(lambda: source.num_calls == 1)
+    time.sleep(0.05)
+    assert source.num_calls == 1
+    for number in (1, 2):
+        with pytest.raises(ValueError, match=str(number)):
+            next(items)
+    items.close()
+
+
+def test_whoever_waits_is_woken_when_it_is_closed():
+    may_go_on = threading.Event()
+    items = prefetch((may_go_on.wait(10) for _ in range(3)), 1)
+    ended = []
+    waiting = threading.Thread(target=lambda: ended.append(list(items)))
+    waiting.start()
+    time.sleep(0.05)
+    threading.Timer(0.1, may_go_on.set).start()
+    items.close()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_a_source_that_does_not_return_is_waited_for_no_longer_than_said(monkeypatch, caplog):
     monkeypatch.setattr("replicax._src.input.prefetch._CLOSE_TIMEOUT_S", 0.1)
     may_go_on = threading.Event()
-    items = Prefetcher((may_go_on.wait(10) for _ in range(3)), 1)
-    with pytest.raises(TimeoutError, match="has not returned its next element"):
-        items.close()
+    items = prefetch((may_go_on.wait(10) for _ in range(3)), 1)
+    start = time.monotonic()
+    items.close()
+    assert time.monotonic() - start < 3
+    assert "has not returned its next element" in caplog.text
     may_go_on.set()
+    assert list(items) == [] or list(items) == []

@@ -1,5 +1,7 @@
 """``strategy.run_steps`` and ``extended.experimental_run_steps_on_iterator``: the same as single steps, in one program."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -127,6 +129,99 @@ def test_rows_of_different_batches_do_not_stack():
     assert int(count.numpy()) == 3
 
 
+@pytest.mark.parametrize(("num_rows", "text"), [(10, "2, 1"), (7, "PerReplica")])
+def test_numbers_of_python_that_differ_are_refused(num_rows, text):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(num_rows)).batch(4))
+    with pytest.raises(rx.errors.StructureError, match=text):
+        strategy.run_steps(lambda x: x.shape[0], iter(dataset), 3)
+
+
+def test_structures_that_differ_are_refused():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(6)).batch(4))
+    with pytest.raises(rx.errors.StructureError, match="Return the same structure"):
+        strategy.run_steps(lambda x: {"s": jnp.sum(x)} if x.shape[0] > 1 else jnp.sum(x), iter(dataset), 2)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i2", "<f4", "bool", "complex64", "uint8"])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_batches_of_any_dtype(dtype, num_replicas):
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    rows = np.arange(6).astype(dtype)
+    single = strategy.experimental_distribute_dataset(rx.data.from_arrays(rows).batch(3))
+    results = strategy.run_steps(lambda x: jnp.sum(x), iter(single), 2)
+    totals = (
+        np.asarray(strategy.reduce("SUM", results, axis=None)) if num_replicas > 1 else np.asarray(results)
+    )
+    expected = [jnp.sum(jnp.asarray(rows[:3].astype(rows.dtype.newbyteorder("=")))), rows[3:].sum()]
+    assert totals.tolist() == [complex(x) if "c" in dtype else x for x in map(np.asarray, expected)]
+    parts = [strategy.experimental_local_results(x) for x in single]
+    assert [np.asarray(p).tolist() for step in parts for p in step if p.size] == [
+        part.tolist() for step in (rows[:3], rows[3:]) for part in np.array_split(step, num_replicas)
+    ]
+
+
+def per_replica_datasets(first, second):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    options = rx.InputOptions(experimental_replication_mode="PER_REPLICA")
+    made = (first, second)
+    dataset = strategy.distribute_datasets_from_function(lambda c: made[c.input_pipeline_id], options)
+    return strategy, dataset
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ([{"b": np.ones(2, np.float32)}], "structure"),
+        ([{"a": np.ones(2, np.int32)}], "dtype"),
+        ([{"a": np.ones((2, 1), np.float32)}], "rank"),
+    ],
+)
+def test_elements_of_replicas_that_differ_are_refused_in_both_ways(second, text):
+    strategy, dataset = per_replica_datasets([{"a": np.ones(2, np.float32)}], second)
+    with pytest.raises(rx.errors.InvalidArgumentError, match=text):
+        next(iter(dataset))
+    with pytest.raises(rx.errors.InvalidArgumentError, match=text):
+        strategy.run_steps(lambda x: jnp.sum(x["a"]), iter(dataset), 1)
+
+
+def test_an_iterator_of_another_strategy():
+    strategy, other = rx.MirroredStrategy(["cpu:0", "cpu:1"]), rx.MirroredStrategy(["cpu:2", "cpu:3"])
+    dataset = other.experimental_distribute_dataset(rx.data.from_arrays(np.arange(6)).batch(4))
+    with pytest.raises(rx.errors.MixedStrategiesError, match="distribute the dataset with this one"):
+        strategy.run_steps(jnp.sum, iter(dataset), 2)
+
+
+def test_the_mode_of_jax_may_change_between_steps():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    rows = rx.data.from_arrays(np.arange(24.0)).batch(2)
+    iterator = iter(strategy.experimental_distribute_dataset(rows))
+    assert next(iterator).dtype == np.float32
+    with jax.enable_x64(True):
+        assert next(iterator).dtype == np.float64
+        results = strategy.run_steps(jnp.sum, iterator, 2)
+        assert results.dtype == np.float64
+    results = strategy.run_steps(jnp.sum, iterator, 2)
+    assert results.dtype == np.float32
+    assert np.asarray(strategy.reduce("SUM", results, axis=None)).tolist() == [17, 21]
+
+
+def test_only_one_group_is_read_ahead():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    read = []
+
+    def batches():
+        for number in range(100):
+            read.append(number)
+            yield np.full(2, number)
+
+    iterator = iter(strategy.experimental_distribute_dataset(batches()))
+    strategy.run_steps(jnp.sum, iterator, np.int64(10))
+    time.sleep(0.2)
+    assert len(read) == 20
+
+
 def test_a_bounded_number_of_programs():
     training = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"]), num_rows=26)
     for _ in range(3):
@@ -224,8 +319,10 @@ def test_an_error_of_the_data_comes_after_the_steps_before_it():
     def step(x):
         total.assign_add(rx.get_replica_context().all_reduce("SUM", jnp.sum(x)))
 
+    iterator = iter(strategy.experimental_distribute_dataset(batches()))
     with pytest.raises(OSError, match="disk"):
-        strategy.run_steps(step, iter(strategy.experimental_distribute_dataset(batches())), 10)
+        strategy.run_steps(step, iterator, 10)
+    assert float(total.numpy()) == 4  # the steps before it have run
 
 
 @pytest.mark.parametrize(

@@ -236,9 +236,10 @@ class ArrayDataset:
         """The seeds of all shuffles."""
         return [part.seed for part in parts_of(self._order) if isinstance(part, _SHUFFLES)]
 
-    def begin_pass(self) -> int:
-        """Returns the number of the pass that begins now: each has one of its own, whoever iterates."""
-        return self._passes.begin()
+    @property
+    def passes(self) -> PassCounter:
+        """Numbers the passes: each has one of its own, whoever iterates."""
+        return self._passes
 
     def continue_from(self, num_passes: int, seeds: Sequence[int]) -> None:
         """Makes the next pass number ``num_passes``, with shuffles as the ``seeds`` of an equal dataset say."""
@@ -294,7 +295,17 @@ def as_array(leaf: Any) -> np.ndarray | jax.Array:
       UnsupportedElementError: It is no array, or one that no device can hold.
     """
     if isinstance(leaf, jax.Array):
+        if not isinstance(leaf.dtype, np.dtype):
+            raise UnsupportedElementError(
+                f"Got an array of random keys ({leaf.dtype}); batches are numbers. Pass jax.random.key_data(keys), and call "
+                "jax.random.wrap_key_data in the replica function."
+            )
         return leaf
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise UnsupportedElementError(
+            f"Got a masked array of shape {leaf.shape}; no device knows masks. Fill it with .filled(value), and pass the "
+            "mask as an array of its own."
+        )
     if type(leaf).__module__.startswith("scipy.sparse"):
         raise UnsupportedElementError(
             f"Got a scipy sparse matrix ({type(leaf).__name__}); batches are dense. Convert each batch with "
@@ -303,7 +314,12 @@ def as_array(leaf: Any) -> np.ndarray | jax.Array:
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
         raise UnsupportedElementError(_unsupported_dtype_text(leaf, array))
-    return array
+    if array.dtype.char in "gG":
+        raise UnsupportedElementError(
+            f"Got dtype {array.dtype}, which no device can hold; convert it with .astype(np.float64 or np.complex128)."
+        )
+    # Of another byte order: devices would take the bytes as they are.
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def common_num_rows(nest: Any) -> int:

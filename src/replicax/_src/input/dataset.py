@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final
 
-from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.order import INFINITE, Cardinality
-from replicax._src.input.prefetch import Prefetcher
+from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
 
-_GROUPS_AHEAD: Final = 2
 # Where steps are small and quickly read, waking a thread for each costs more than reading it (35 µs and 115 µs in a
 # loop of 1 ms steps): so it reads several at a time.
 _MOST_AHEAD: Final = 16
@@ -36,23 +31,6 @@ class ClosedIteratorError(ReplicaxError, RuntimeError):
 
 class EmptyOptionalError(InvalidArgumentError):
     """The value of an Optional that has none was asked for."""
-
-
-class Placer(Protocol):
-    """Puts what a source yields for one step on the devices of the replicas."""
-
-    def place(self, step: Any) -> Any:
-        """What one step of the loop gets."""
-        ...
-
-    def stack(self, steps: Sequence[Any], capacity: int) -> Any:
-        """Several steps of one signature, joined along a new dim of size ``capacity``, for one program that takes
-        one after the other."""
-        ...
-
-    def signature(self, step: Any) -> Hashable:
-        """Equal for steps that can be stacked."""
-        ...
 
 
 class DistributedDataset:
@@ -126,6 +104,20 @@ class DistributedDataset:
             state = reduce_func(state, element)
         return state
 
+    @property
+    def source(self) -> Source:
+        """Its steps on the host."""
+        return self._source
+
+    @property
+    def placer(self) -> Placer:
+        """What places its steps."""
+        return self._placer
+
+    def reader_of(self, elements: Pass) -> Reader:
+        """What reads a pass for one iterator."""
+        return Reader(elements, self._placer, num_ahead=self._num_ahead, places_ahead=self._places_ahead)
+
     def __repr__(self) -> str:
         where = "on the devices" if self._places_ahead else "on the host"
         described = {
@@ -143,43 +135,23 @@ def _steps_text(cardinality: Cardinality | None) -> str:
     return "without end" if cardinality == INFINITE else str(cardinality)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One step that was read: as the source yielded it, and the position after it (None: not resumable)."""
-
-    on_host: Any
-    state: Any
-
-
-@dataclass(frozen=True)
-class StackedSteps:
-    """Steps of one signature, joined for one program.
-
-    Attributes:
-      value: As ``Placer.stack`` gave it.
-      start: The first step that has not been taken.
-      stop: The step after the last that may be taken now.
-      capacity: For how many steps there is room.
-    """
-
-    value: Any
-    start: int
-    stop: int
-    capacity: int
-
-
 class DistributedIterator:
     """Goes through a DistributedDataset once. Call it in cross-replica context only.
 
     A thread reads the dataset ahead. It ends with the data, with ``close()`` (or the end of a ``with``), or
-    when the iterator is dropped.
+    when the iterator is dropped. An error of the dataset is raised where its element would have come; the next
+    call goes on after it, if the dataset does (a generator has ended).
     """
 
     def __init__(self, dataset: DistributedDataset):
         self._dataset = dataset
         self._is_closed = False
-        self._prefetcher: Prefetcher | None = None
-        self._start()
+        self._reader = self._start()
+
+    @property
+    def dataset(self) -> DistributedDataset:
+        """What it goes through."""
+        return self._dataset
 
     @property
     def element_spec(self) -> Any:
@@ -189,45 +161,20 @@ class DistributedIterator:
     def initialize(self) -> None:
         """Starts again from the first element."""
         self._check_may_read()
-        self._end_thread()
-        self._start()
+        self._reader.close()
+        self._reader = self._start()
 
     def __iter__(self) -> DistributedIterator:
         return self
 
     def __next__(self) -> Any:
         self._check_may_read()
-        if self._group_size or self._prefetcher is None:
-            self._read_in_groups_of(0)
-        step, placed = self._take()
-        self._state = step.state
-        return placed if self._dataset._places_ahead else self._dataset._placer.place(step.on_host)
+        return self._explained(self._reader.take)
 
     def take_stacked(self, group_size: int, num_steps: int) -> StackedSteps:
-        """Takes at most ``num_steps`` of the next steps, fewer where the shapes change or the data ends.
-
-        Args:
-          group_size: How many steps are read and placed together.
-          num_steps: At most ``group_size``.
-
-        Raises:
-          StopIteration: There is no further step.
-        """
+        """Takes several steps together: see ``Reader.take_group``. What ``Strategy.run_steps`` calls."""
         self._check_may_read()
-        if self._group is None:
-            if self._group_size != group_size or self._prefetcher is None:
-                self._read_in_groups_of(group_size)
-            self._group, self._group_value = self._take()
-            self._num_taken = 0
-        group = self._group
-        assert group is not None
-        start, stop = self._num_taken, min(self._num_taken + num_steps, len(group))
-        stacked = StackedSteps(self._group_value, start, stop, _capacity(group, self._group_size))
-        self._state = group[stop - 1].state
-        self._num_taken = stop
-        if stop == len(group):
-            self._group = self._group_value = None
-        return stacked
+        return self._explained(self._reader.take_group, group_size, num_steps)
 
     def get_state(self) -> dict[str, Any]:
         """Returns where the iterator is, as what can be written as JSON: give it to ``set_state``.
@@ -239,9 +186,7 @@ class DistributedIterator:
           NotResumableError: The dataset cannot be continued from a position; the message says what can.
         """
         self._check_may_read()
-        if self._state is None:
-            self._pass.get_state()  # says why
-        return {"version": 1, "elements": self._state}
+        return {"version": 1, "elements": self._reader.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a position that ``get_state`` returned for an equal dataset, maybe in another process.
@@ -255,16 +200,19 @@ class DistributedIterator:
             raise NotResumableError(
                 f"set_state takes what get_state returned, a dict with version 1; got {state!r}."
             )
-        new = self._dataset._source.iterate()
+        new = self._dataset.source.iterate()
         new.set_state(state["elements"])
-        self._end_thread()
-        self._begin(new, state["elements"])
+        self._reader.close()
+        self._reader = self._dataset.reader_of(new)
 
     def close(self) -> None:
-        """Ends the thread that reads ahead. Afterwards the iterator cannot be used. May be called twice."""
+        """Ends the thread that reads ahead. Afterwards the iterator cannot be used. May be called twice.
+
+        Waits for the element that is being read, but no longer than 5 s.
+        """
         if not self._is_closed:
             self._is_closed = True
-            self._end_thread()
+            self._reader.close()
 
     def __enter__(self) -> DistributedIterator:
         return self
@@ -272,71 +220,28 @@ class DistributedIterator:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _explained(self, read: Callable[..., Any], *args: int) -> Any:
+        try:
+            return read(*args)
+        except StopIteration:
+            if self._is_closed:
+                raise _closed() from None
+            raise
+        except Exception as error:
+            source = self._dataset.source.describe()["source"]
+            error.add_note(f"(raised while the dataset was read ahead: {source})")
+            raise
+
     def _check_may_read(self) -> None:
         for guard in iteration_guard:
             guard()
         if self._is_closed:
-            raise ClosedIteratorError(
-                "This DistributedIterator was closed. Start again with iter(dataset); or close it later."
-            )
+            raise _closed()
 
-    def _start(self) -> None:
+    def _start(self) -> Reader:
         for guard in iteration_guard:
             guard()
-        new = self._dataset._source.iterate()
-        self._begin(new, _state_of(new))
-
-    def _begin(self, elements: Pass, state: Any) -> None:
-        self._pass = elements
-        self._state = state
-        self._steps = _Steps(elements, is_resumable=state is not None)
-        self._prefetcher = None
-        self._group_size = 0  # steps are placed one by one
-        self._group: list[_Step] | None = None  # the group of which steps are left to take, and its value
-        self._group_value: Any = None
-        self._num_taken = 0
-
-    def _take(self) -> Any:
-        assert self._prefetcher is not None
-        try:
-            return next(self._prefetcher)
-        except StopIteration:
-            raise
-        except Exception as error:
-            error.add_note(
-                f"(raised while the dataset was read ahead: {self._dataset._source.describe()['source']})"
-            )
-            raise
-
-    def _read_in_groups_of(self, size: int) -> None:
-        """Starts the thread; what an earlier one has read is kept."""
-        self._end_thread()
-        self._group_size = size
-        placer = self._dataset._placer
-        if size:
-            placed: Iterator[Any] = _groups(self._steps, size, placer)
-        elif self._dataset._places_ahead:
-            placed = ((step, placer.place(step.on_host)) for step in self._steps)
-        else:
-            placed = ((step, None) for step in self._steps)
-        depth = self._dataset._num_ahead if not size else min(self._dataset._num_ahead, _GROUPS_AHEAD)
-        # JAX's options of this thread (64-bit mode) hold in that one too.
-        options = jax_compat.with_thread_options(jax_compat.thread_options())
-        self._prefetcher = Prefetcher(placed, depth, max(depth // 2, 1), options)
-
-    def _end_thread(self) -> None:
-        """Ends the thread, if there is one; the steps that it has read and that were not taken come next."""
-        unread: list[_Step] = []
-        error = None
-        if self._group is not None:
-            unread += self._group[self._num_taken :]
-            self._group = self._group_value = None
-        if self._prefetcher is not None:
-            items, error = self._prefetcher.close()
-            self._prefetcher = None
-            for steps, _ in items:
-                unread += steps if self._group_size else [steps]
-        self._steps.give_back(unread, error)
+        return self._dataset.reader_of(self._dataset.source.iterate())
 
     def get_next(self) -> Any:
         """Returns the next element.
@@ -390,54 +295,7 @@ class Optional:
 _NO_VALUE: Final = object()
 
 
-class _Steps:
-    """The steps of a pass, each with the position after it; steps can be given back."""
-
-    def __init__(self, elements: Pass, *, is_resumable: bool):
-        self._elements, self._is_resumable = elements, is_resumable
-        self._unread: collections.deque[_Step] = collections.deque()
-        self._error: BaseException | None = None
-
-    def __iter__(self) -> _Steps:
-        return self
-
-    def __next__(self) -> _Step:
-        if self._unread:
-            return self._unread.popleft()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        on_host = next(self._elements)
-        return _Step(on_host, self._elements.get_state() if self._is_resumable else None)
-
-    def give_back(self, steps: Sequence[_Step], error: BaseException | None = None) -> None:
-        """Makes ``steps`` the next ones, and ``error`` what comes after them if it is not None."""
-        self._unread.extendleft(reversed(steps))
-        self._error = error or self._error
-
-
-def _state_of(elements: Pass) -> Any:
-    try:
-        return elements.get_state()
-    except NotResumableError:
-        return None
-
-
-def _groups(steps: _Steps, size: int, placer: Placer) -> Iterator[tuple[list[_Step], Any]]:
-    """Yields up to ``size`` adjacent steps of one signature, and their stack."""
-    while True:
-        group = list(itertools.islice(steps, 1))
-        if not group:
-            return
-        signature = placer.signature(group[0].on_host)
-        for step in itertools.islice(steps, size - 1):
-            if placer.signature(step.on_host) != signature:
-                steps.give_back([step])
-                break
-            group.append(step)
-        yield group, placer.stack([step.on_host for step in group], _capacity(group, size))
-
-
-def _capacity(group: Sequence[_Step], size: int) -> int:
-    """One program serves all numbers of steps, but for a single one, which needs no room for others."""
-    return size if len(group) > 1 else 1
+def _closed() -> ClosedIteratorError:
+    return ClosedIteratorError(
+        "This DistributedIterator was closed. Start again with iter(dataset); or close it later."
+    )

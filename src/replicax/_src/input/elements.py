@@ -186,19 +186,26 @@ class IndexedPass(Pass):
 
     def set_state(self, state: Any) -> None:
         check_same_dataset(state, {"length": _finite(self._length)})
+        if not 0 <= state["position"] <= self._length:
+            raise NotResumableError(
+                f"The state has the position {state['position']!r}, and the dataset {self._length} elements."
+            )
         self._position = int(state["position"])
         self._has_ended = False
 
 
 def check_same_dataset(state: Any, expected: dict[str, Any]) -> None:
     """Raises NotResumableError unless a state has a ``position`` and says of the dataset what is expected."""
-    is_state = isinstance(state, dict) and "position" in state
-    got = {name: state.get(name) for name in expected} if is_state else state
-    if not is_state or got != expected:
+    if not isinstance(state, dict) or not isinstance(state.get("position"), int):
         raise NotResumableError(
-            f"The state is not one of this dataset: it says {got}, and the dataset is {expected}. Give the state "
-            "back to the iterator of a dataset that is made in the same way."
+            f"The state is not one that get_state returned for such a dataset: {state!r:.200}."
         )
+    for name, value in expected.items():
+        if state.get(name) != value:
+            raise NotResumableError(
+                f"The state is not one of this dataset: its {name} is {state.get(name)!r:.200}, and that of the dataset "
+                f"{value!r:.200}. Make the dataset as it was made when the position was saved."
+            )
 
 
 def _finite(length: Cardinality) -> int | None:
@@ -257,7 +264,7 @@ class _ArrayPass(Pass):
     def __init__(self, dataset: ArrayDataset):
         self._dataset = dataset
         self._fingerprint = dataset.fingerprint
-        self._begin(dataset.begin_pass(), 0)
+        self._begin(dataset.passes.begin(), 0)
 
     def __next__(self) -> Any:
         element = next(self._rest)
@@ -265,11 +272,15 @@ class _ArrayPass(Pass):
         return element
 
     def get_state(self) -> Any:
-        return {"position": self._position, **self._constant}
+        return {"position": self._position, "passes": self._dataset.passes.num_begun, **self._constant}
 
     def set_state(self, state: Any) -> None:
-        check_same_dataset(state, self._fingerprint)
-        self._dataset.continue_from(int(state["pass"]) + 1, state["seeds"])
+        try:
+            check_same_dataset(state, self._fingerprint)
+        except NotResumableError:
+            self._dataset.passes.give_back(self._constant["pass"])
+            raise
+        self._dataset.continue_from(int(state["passes"]), state["seeds"])
         self._begin(int(state["pass"]), int(state["position"]))
 
     def _begin(self, pass_number: int, position: int) -> None:

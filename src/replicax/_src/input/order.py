@@ -35,6 +35,11 @@ class PassCounter:
         self.num_begun += 1
         return self.num_begun - 1
 
+    def give_back(self, number: int) -> None:
+        """Takes a pass back that was begun last and of which nothing was read."""
+        if self.num_begun == number + 1:
+            self.num_begun = number
+
 
 class Order(abc.ABC):
     """A sequence of elements, which are rows, or (from ``Batches`` on) batches of rows."""

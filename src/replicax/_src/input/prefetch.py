@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
+
+log = logging.getLogger("replicax")
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _DROP_TIMEOUT_S: Final = 0.2
@@ -20,108 +23,114 @@ class _Failure:
 
 
 class Prefetcher:
-    """An iterator whose items are made ahead by one thread, at most ``depth`` of them.
+    """An iterator whose items are made ahead by one thread.
 
-    An error of the source is raised where its item would have come, with the source's traceback. The thread
-    ends with the items, when this is closed, or when nobody holds this any more; it may be in the middle of
-    the source's ``next`` then, which it ends first.
+    An error of the source is raised where its item would have come, with the source's traceback; the next call
+    goes on, if the source does. The thread ends with the items, when this is closed, or when nobody holds this
+    any more; it may be in the middle of the source's ``next`` then, which it ends first. One thread takes at a time.
 
     Args:
       items: Read in the thread only.
-      depth: At least 1.
-      burst: The thread is woken to make this many at a time, which is cheaper for items that are quickly made
-        (its caches stay warm); at most ``depth``.
+      limit: How many items may wait, at least 1; asked again whenever one is taken. The thread is woken when half of
+        them are gone, and makes several at a time: for items that are quickly made that is cheaper, for its
+        caches stay warm.
+      is_stopped: Set when the thread shall end, so that ``items`` may end early too.
       scope: Entered in the thread.
     """
 
     def __init__(
         self,
         items: Iterator[Any],
-        depth: int,
-        burst: int = 1,
+        limit: Callable[[], int],
+        is_stopped: threading.Event | None = None,
         scope: contextlib.AbstractContextManager[Any] | None = None,
     ):
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._permits: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._permits.put(depth)
-        self._burst = burst
-        self._num_taken = 0  # since the thread was woken
-        is_stopped = threading.Event()
-        self._thread = threading.Thread(
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._limit = limit
+        self._is_over = False
+        self._has_ended = threading.Event()
+        is_stopped = is_stopped or threading.Event()
+        thread = threading.Thread(
             target=_produce,
-            args=(items, self._ready, self._permits, is_stopped, scope or contextlib.nullcontext()),
+            args=(items, limit, self._ready, self._wake, is_stopped, self._has_ended, scope),
             name="replicax-prefetch",
             daemon=True,
         )
-        self._stop = weakref.finalize(self, _stop, self._permits, is_stopped, self._thread, _DROP_TIMEOUT_S)
-        self._last: Any = None  # what ended it
-        self._thread.start()
+        self._stop = weakref.finalize(
+            self, _stop, self._wake, is_stopped, self._has_ended, thread, _DROP_TIMEOUT_S
+        )
+        self._wake.put(None)
+        thread.start()
 
     def __iter__(self) -> Prefetcher:
         return self
 
     def __next__(self) -> Any:
-        if self._last is not None:
+        if self._is_over:
             raise StopIteration
         item = self._ready.get()
-        if item is _END or type(item) is _Failure:
-            self._last = item
-            if item is _END:
-                raise StopIteration
+        if item is _END:
+            self._is_over = True
+            raise StopIteration
+        if self._ready.qsize() <= self._limit() // 2:
+            self._wake.put(None)
+        if type(item) is _Failure:
             raise item.error
-        self._num_taken += 1
-        if self._num_taken == self._burst:
-            self._num_taken = 0
-            self._permits.put(self._burst)
         return item
 
-    def close(self) -> tuple[list[Any], BaseException | None]:
-        """Ends the thread; returns the items that nobody has taken, and the error that would have come after them.
-
-        Raises:
-          TimeoutError: The source's ``next`` has not returned within 5 s.
-        """
+    def close(self) -> None:
+        """Ends the thread, and waits for it, at most 5 s; the items that nobody has taken are dropped."""
         self._stop()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise TimeoutError(
-                f"The dataset has not returned its next element within {_CLOSE_TIMEOUT_S:.0f} s, so its thread could "
-                "not be ended; it will end by itself when the dataset returns."
+        if not self._has_ended.wait(_CLOSE_TIMEOUT_S):
+            log.warning(
+                "Input: the dataset has not returned its next element within %.0f s, so the thread that reads it could not "
+                "be ended. It ends by itself when the dataset returns.",
+                _CLOSE_TIMEOUT_S,
             )
-        rest: list[Any] = []
-        while not self._ready.empty():
-            rest.append(self._ready.get())
-        self._last = rest.pop() if rest and (rest[-1] is _END or type(rest[-1]) is _Failure) else _END
-        return rest, self._last.error if type(self._last) is _Failure else None
 
 
 def _produce(
     items: Iterator[Any],
+    limit: Callable[[], int],
     ready: queue.SimpleQueue[Any],
-    permits: queue.SimpleQueue[int],
+    wake: queue.SimpleQueue[None],
     is_stopped: threading.Event,
-    scope: contextlib.AbstractContextManager[Any],
+    has_ended: threading.Event,
+    scope: contextlib.AbstractContextManager[Any] | None,
 ) -> None:
     """What the thread does. It holds nothing of the Prefetcher itself, so that this can be dropped."""
     try:
-        with scope:
-            while num_permitted := permits.get():
-                for _ in range(num_permitted):
+        with scope or contextlib.nullcontext():
+            while True:
+                wake.get()
+                while ready.qsize() < limit():
                     if is_stopped.is_set():
                         return
-                    item = next(items, _END)
+                    try:
+                        item = next(items, _END)
+                    except BaseException as error:  # the consumer's to handle
+                        ready.put(_Failure(error))
+                        break  # go on when it has been taken
                     ready.put(item)
                     if item is _END:
                         return
                     del item  # or the last one would stay in memory while waiting
-    except BaseException as error:  # the consumer's to handle
-        ready.put(_Failure(error))
+                if is_stopped.is_set():
+                    return
+    finally:
+        ready.put(_END)  # whoever waits shall not wait for ever
+        has_ended.set()
 
 
 def _stop(
-    permits: queue.SimpleQueue[int], is_stopped: threading.Event, thread: threading.Thread, timeout_s: float
+    wake: queue.SimpleQueue[None],
+    is_stopped: threading.Event,
+    has_ended: threading.Event,
+    thread: threading.Thread,
+    timeout_s: float,
 ) -> None:
     is_stopped.set()
-    permits.put(0)
+    wake.put(None)
     if thread is not threading.current_thread():
-        thread.join(timeout_s)
+        has_ended.wait(timeout_s)

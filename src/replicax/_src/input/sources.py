@@ -447,8 +447,14 @@ class _Pulls(Pass):
             raise NotResumableError(
                 f"The state is not one of this dataset, which is made of {len(self._passes)} datasets: got {state!r}."
             )
-        for one, its_state in zip(self._passes, state, strict=True):
-            one.set_state(its_state)
+        before = [one.get_state() for one in self._passes]
+        try:
+            for one, its_state in zip(self._passes, state, strict=True):
+                one.set_state(its_state)
+        except NotResumableError:
+            for one, its_state in zip(self._passes, before, strict=True):
+                one.set_state(its_state)
+            raise
 
     def _pull(self, elements: Pass) -> Any:
         element = next(elements, END)

@@ -70,8 +70,6 @@ def is_static(specs: Any) -> bool:
 
 def _on_device(dtype: Any) -> Any:
     """The dtype that JAX gives an array of ``dtype``: without x64, int64 becomes int32."""
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):  # typed random keys
-        return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 

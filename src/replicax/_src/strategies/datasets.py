@@ -17,30 +17,34 @@ from replicax._src.input import memory
 from replicax._src.input.arrays import ArrayDataset, from_arrays
 from replicax._src.input.autoshard import DistributeOptions, WorkerShare
 from replicax._src.input.dataset import DistributedDataset
-from replicax._src.input.sources import LocalRows, PerReplicaPulls, open_source
+from replicax._src.input.sources import LocalRows, PerReplicaPulls, Source, open_source
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.topology import Topology
 from replicax._src.values import PerReplica, largest_shape, pad, per_replica_from_components
 
 
 def distribute(
-    topology: Topology, dataset: Any, options: InputOptions, distribute_options: DistributeOptions | None
+    topology: Topology, dataset: Any, options: InputOptions | None, distribute_options: Any
 ) -> DistributedDataset:
     """A dataset whose global batches are cut over the replicas."""
+    options = _checked(options)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA is only supported in distribute_datasets_from_function, which calls a "
             "function once per replica; experimental_distribute_dataset has one dataset. Leave the mode out."
         )
+    if distribute_options is not None and not isinstance(distribute_options, DistributeOptions):
+        distribute_options = DistributeOptions(distribute_options)  # a policy, or its name
     policy = None if distribute_options is None else distribute_options.auto_shard_policy
     source = open_source(dataset, share=WorkerShare(num_replicas=topology.num_replicas), policy=policy)
     return _distributed(source, BatchPlacer(topology), options)
 
 
 def distribute_from_function(
-    topology: Topology, dataset_fn: Callable[[InputContext], Any], options: InputOptions
+    topology: Topology, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
 ) -> DistributedDataset:
     """A dataset of per-replica batches, as ``dataset_fn`` makes it."""
+    options = _checked(options)
     num_replicas = topology.num_replicas
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         made = [dataset_fn(InputContext(num_replicas, r, num_replicas)) for r in range(num_replicas)]
@@ -50,6 +54,15 @@ def distribute_from_function(
     return _distributed(source, PartsPlacer(topology), options)
 
 
+def _checked(options: Any) -> InputOptions:
+    if options is not None and not isinstance(options, InputOptions):
+        raise InvalidArgumentError(
+            f"options must be an rx.InputOptions, got {options!r}. How workers share a dataset is said by "
+            "distribute_options=rx.data.DistributeOptions(...)."
+        )
+    return options or InputOptions()
+
+
 def distribute_elements(topology: Topology, elements: Sequence[Any]) -> DistributedDataset:
     """A dataset of what each of the replicas takes in turn."""
     return _distributed(
@@ -57,7 +70,9 @@ def distribute_elements(topology: Topology, elements: Sequence[Any]) -> Distribu
     )
 
 
-def _distributed(source: Any, placer: Any, options: InputOptions) -> DistributedDataset:
+def _distributed(
+    source: Source, placer: BatchPlacer | PartsPlacer, options: InputOptions
+) -> DistributedDataset:
     return DistributedDataset(
         source,
         placer,
@@ -67,9 +82,9 @@ def _distributed(source: Any, placer: Any, options: InputOptions) -> Distributed
 
 
 def from_numpy(numpy_input: Any) -> ArrayDataset:
-    """A dataset over the rows of a nest of arrays; lists are stacked, as TensorFlow does."""
+    """A dataset over the rows of a nest of arrays, which are copied; lists are stacked, as TensorFlow does."""
     stacked = jax.tree_util.tree_map(
-        np.asarray, numpy_input, is_leaf=lambda x: isinstance(x, list) or not isinstance(x, (tuple, dict))
+        np.array, numpy_input, is_leaf=lambda x: isinstance(x, list) or not isinstance(x, (tuple, dict))
     )
     return from_arrays(stacked)
 
@@ -115,6 +130,11 @@ class BatchPlacer:
 
     def __init__(self, topology: Topology):
         self._topology = topology
+
+    @property
+    def topology(self) -> Topology:
+        """The replicas' devices."""
+        return self._topology
 
     def place(self, step: LocalRows) -> Any:
         """A nest of PerReplica; with one replica of arrays on its device."""
@@ -190,6 +210,11 @@ class PartsPlacer:
     def __init__(self, topology: Topology):
         self._topology = topology
 
+    @property
+    def topology(self) -> Topology:
+        """The replicas' devices."""
+        return self._topology
+
     def place(self, step: Sequence[Any]) -> Any:
         """A nest of PerReplica; with one replica of arrays on its device."""
         if self._topology.num_replicas == 1:
@@ -198,26 +223,19 @@ class PartsPlacer:
 
     def stack(self, steps: Sequence[Sequence[Any]], capacity: int) -> Stack:
         """Places several steps of one signature."""
-        topology = self._topology
-        flat = [[jax.tree_util.tree_flatten(part) for part in parts] for parts in steps]
-        tree = flat[0][0][1]
-        leaves = [[list(map(np.asarray, part)) for part, _ in parts] for parts in flat]
+        topology, is_single = self._topology, self._topology.num_replicas == 1
+        tree, _ = _components(steps[0])
+        columns_of_steps = [_components(step)[1] for step in steps]
         shapes: list[Any] = []
         arrays = []
-        for number in range(tree.num_leaves):
-            its_shapes = tuple(part[number].shape for part in leaves[0])
+        for columns in zip(*columns_of_steps, strict=True):  # of one leaf: for each step the replicas' arrays
+            its_shapes = tuple(array.shape for array in columns[0])
             padded = largest_shape(its_shapes)
-            rows = [
-                part[0][number]
-                if topology.num_replicas == 1
-                else np.stack([pad(replica[number], padded) for replica in part])
-                for part in leaves
-            ]
-            arrays.append(memory.stack(rows, capacity))
+            rows = [np.stack([pad(np.asarray(array), padded) for array in column]) for column in columns]
+            arrays.append(memory.stack([row[0] for row in rows] if is_single else rows, capacity))
             shapes.append(its_shapes if len(set(its_shapes)) > 1 else None)
-        sharding = topology.replicated if topology.num_replicas == 1 else topology.stacked
-        form = StepForm(tree, tuple(shapes), topology.num_replicas)
-        return Stack(jax.device_put(arrays, sharding), form)
+        sharding = topology.replicated if is_single else topology.stacked
+        return Stack(jax.device_put(arrays, sharding), StepForm(tree, tuple(shapes), topology.num_replicas))
 
     def signature(self, step: Sequence[Any]) -> Hashable:
         """Equal for steps that can be stacked."""
@@ -231,17 +249,22 @@ def join_components(topology: Topology, nests: Sequence[Any]) -> Any:
     Raises:
       InvalidArgumentError: Leaves that are no arrays; structures, ranks or dtypes that differ.
     """
+    tree, columns = _components(nests)
+    return tree.unflatten([per_replica_from_components(topology, column) for column in columns])
+
+
+def _components(nests: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
+    """The common structure of the replicas' nests, and for each leaf the replicas' arrays."""
     flat = [jax.tree_util.tree_flatten(nest) for nest in nests]
     trees = [tree for _, tree in flat]
     if any(tree != trees[0] for tree in trees):
         raise InvalidArgumentError(
             f"The replicas' values differ in structure: {trees}. Return the same nest for each."
         )
-    joined = [_join_leaf(topology, column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return jax.tree_util.tree_unflatten(trees[0], joined)
+    return trees[0], [_checked_leaf(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
 
 
-def _join_leaf(topology: Topology, column: Sequence[Any]) -> PerReplica:
+def _checked_leaf(column: Sequence[Any]) -> list[Any]:
     arrays = []
     for value in column:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -257,4 +280,4 @@ def _join_leaf(topology: Topology, column: Sequence[Any]) -> PerReplica:
             f"The replicas' values must have one rank and one dtype; got shapes {[tuple(a.shape) for a in arrays]} and "
             f"dtypes {[str(a.dtype) for a in arrays]}. Sizes may differ, numbers of dims may not."
         )
-    return per_replica_from_components(topology, arrays)
+    return arrays

@@ -8,12 +8,14 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import (
     CrossReplicaContextError,
     InvalidArgumentError,
+    MixedStrategiesError,
     StructureError,
     UnsupportedError,
 )
@@ -225,7 +227,7 @@ class StepsRunner:
         keeps_all: bool,
     ) -> list[Any]:
         """Runs up to ``num_steps`` steps; returns the results of each group of steps with the same shapes."""
-        _check(fn, num_steps)
+        num_steps = _check(fn, num_steps)
         if (
             self._strategy.is_default
             and isinstance(iterator, Iterator)
@@ -234,7 +236,7 @@ class StepsRunner:
             # The default strategy hands datasets back as they are. Not an element too many is read.
             elements = list(itertools.islice(iterator, num_steps))
             iterator = iter(distribute_elements(self._strategy.topology, elements))
-        _check_iterator(iterator)
+        _check_iterator(iterator, self._strategy)
         ensure_bridges()
         fn = key.unwrap(fn)
         results = []
@@ -284,7 +286,7 @@ class _Constant:
         self.content = content
 
 
-def _check_iterator(iterator: Any) -> None:
+def _check_iterator(iterator: Any, strategy: Any) -> None:
     if isinstance(iterator, DistributedDataset):
         raise InvalidArgumentError(
             "Several steps in one call take an iterator, so that the next call goes on after them; got a "
@@ -295,50 +297,64 @@ def _check_iterator(iterator: Any) -> None:
             f"Several steps in one call take the iterator of a distributed dataset, got {type(iterator).__name__}. "
             "Make one with iter(strategy.experimental_distribute_dataset(dataset))."
         )
+    if iterator.dataset.placer.topology is not strategy.topology:
+        raise MixedStrategiesError(
+            f"The iterator is of a dataset that another strategy than {strategy!r} distributed. Mixing different "
+            "tf.distribute.Strategy objects is not possible in one call: distribute the dataset with this one."
+        )
 
 
-def _check(fn: Any, num_steps: Any) -> None:
+def _check(fn: Any, num_steps: Any) -> int:
     if not callable(fn):
         raise InvalidArgumentError(f"Several steps in one call need a function, got {fn!r}.")
-    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+    is_count = isinstance(num_steps, (int, np.integer)) and not isinstance(num_steps, bool)
+    if not is_count or num_steps < 1:
         raise InvalidArgumentError(f"The number of steps must be an int of at least 1, got {num_steps!r}.")
     if current_capture() is not None or context.in_replica_function():
         raise UnsupportedError(
             "Several steps in one call are a program of their own: call run_steps outside of rx.function and of "
             "replica functions."
         )
+    return int(num_steps)
 
 
 def _joined(groups: Sequence[Any]) -> Any:
     """The results of groups of steps, one after the other."""
-
-    def join(*values: Any) -> Any:
-        first = values[0]
-        if not (_is_distributed(first) or isinstance(first, jax.Array)):
-            return first
-        if isinstance(first, PerReplica) and not all(v.is_equal == first.is_equal for v in values):
-            values = tuple(_as_rows(v) for v in values)
-            first = values[0]
-        arrays = [v.array if _is_distributed(v) else v for v in values]
-        is_row = isinstance(first, PerReplica) and not first.is_equal
-        step_dim = 1 if is_row else 0
-        shapes = {a.shape[:step_dim] + a.shape[step_dim + 1 :] for a in arrays}
-        if len(shapes) > 1 or (isinstance(first, PerReplica) and any(v.shapes for v in values)):
-            raise StructureError(
-                "The steps ran, and their results cannot be stacked: the batches have different numbers of rows, and "
-                "the function returns something for each row. Return one value for each step (a loss, a sum), or "
-                "call strategy.run for each batch."
-            )
-        joined = jnp.concatenate(arrays, axis=step_dim)
-        if isinstance(first, Mirrored):
-            return Mirrored(joined, first.num_replicas)
-        return (
-            PerReplica(joined, first.num_replicas, None, first.is_equal)
-            if isinstance(first, PerReplica)
-            else joined
+    trees = [jax.tree_util.tree_structure(group, is_leaf=_is_distributed) for group in groups]
+    if any(tree != trees[0] for tree in trees):
+        raise StructureError(
+            f"The steps ran, and their results cannot be stacked: the function returns {trees[0]} for some batches and "
+            f"{next(tree for tree in trees if tree != trees[0])} for others. Return the same structure for all."
         )
+    return jax.tree_util.tree_map(_join, *groups, is_leaf=_is_distributed)
 
-    return jax.tree_util.tree_map(join, *groups, is_leaf=_is_distributed)
+
+def _join(*values: Any) -> Any:
+    """One leaf of the results of several groups, along the dim of the steps."""
+    if not all(_is_distributed(v) or isinstance(v, jax.Array) for v in values):
+        if all(type(v) is type(values[0]) and (v is values[0] or v == values[0]) for v in values):
+            return values[0]
+        raise StructureError(
+            f"The steps ran, and their results cannot be stacked: the function returns {values!r}, which differ between "
+            "batches of different sizes. Return arrays instead, such as jnp.float32(x.shape[0])."
+        )
+    if any(isinstance(v, PerReplica) and not v.is_equal for v in values):
+        values = tuple(map(_as_rows, values))
+    first = values[0]
+    is_row = isinstance(first, PerReplica) and not first.is_equal
+    step_dim = 1 if is_row else 0
+    arrays = [v.array if _is_distributed(v) else v for v in values]
+    shapes = {a.shape[:step_dim] + a.shape[step_dim + 1 :] for a in arrays}
+    if len(shapes) > 1 or any(isinstance(v, PerReplica) and v.shapes for v in values):
+        raise StructureError(
+            "The steps ran, and their results cannot be stacked: the batches have different numbers of rows, and "
+            "the function returns something for each row. Return one value for each step (a loss, a sum), or "
+            "call strategy.run for each batch."
+        )
+    joined = jnp.concatenate(arrays, axis=step_dim)
+    if isinstance(first, PerReplica):
+        return PerReplica(joined, first.num_replicas, None, first.is_equal)
+    return Mirrored(joined, first.num_replicas) if isinstance(first, Mirrored) else joined
 
 
 def _as_rows(value: PerReplica) -> PerReplica:

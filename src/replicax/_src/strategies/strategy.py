@@ -22,7 +22,7 @@ from replicax._src.errors import (
     IterationContextError,
     UnsupportedError,
 )
-from replicax._src.input.autoshard import DistributeOptions
+from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.jax_compat import Device
@@ -369,7 +369,7 @@ class Strategy:
         dataset: Any,
         options: InputOptions | None = None,
         *,
-        distribute_options: DistributeOptions | None = None,
+        distribute_options: DistributeOptions | AutoShardPolicy | str | None = None,
     ) -> DistributedDataset:
         """Distributes a dataset of global batches over the replicas.
 
@@ -381,7 +381,8 @@ class Strategy:
             or tf.data dataset, a torch DataLoader, a Hugging Face dataset, a Keras PyDataset, or any iterable of
             (nests of) arrays.
           options: How many elements wait, and where.
-          distribute_options: How workers share the dataset; by default what the dataset says, or AUTO.
+          distribute_options: How workers share the dataset, or only the policy (or its name); by default what the
+            dataset says, or AUTO.
 
         Returns:
           An iterable of nests of ``PerReplica``; with one replica of arrays on its device.
@@ -393,7 +394,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.experimental_distribute_dataset.
         """
-        return datasets.distribute(self.topology, dataset, options or InputOptions(), distribute_options)
+        return datasets.distribute(self.topology, dataset, options, distribute_options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -407,7 +408,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.distribute_datasets_from_function.
         """
-        return datasets.distribute_from_function(self.topology, dataset_fn, options or InputOptions())
+        return datasets.distribute_from_function(self.topology, dataset_fn, options)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None

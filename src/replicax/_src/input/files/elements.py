@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any, final
 
 from replicax._src.input.arrays import UnsupportedElementError
-from replicax._src.input.elements import Elements, Pass, Traits, as_arrays, check_same_dataset, first_element
+from replicax._src.input.elements import (
+    Elements,
+    NotResumableError,
+    Pass,
+    Traits,
+    as_arrays,
+    check_same_dataset,
+    first_element,
+)
 from replicax._src.input.files.chunks import num_rows_of, rows_of
 from replicax._src.input.files.dataset import FileDataset
 from replicax._src.input.order import Cardinality
@@ -81,11 +89,16 @@ class _FilePass(Pass):
         return element if self._dataset.is_columns else as_arrays(element)
 
     def get_state(self) -> Any:
-        return {"position": self._position, "cursor": self._cursor.get_state(), **self._constant}
+        mine = {"position": self._position, "cursor": self._cursor.get_state()}
+        return {**mine, "passes": self._dataset.passes.num_begun, **self._constant}
 
     def set_state(self, state: Any) -> None:
-        check_same_dataset(state, self._dataset.fingerprint)
-        self._dataset.continue_from(int(state["pass"]) + 1, state["seeds"])
+        try:
+            check_same_dataset(state, self._dataset.fingerprint)
+        except NotResumableError:
+            self._dataset.passes.give_back(self._constant["pass"])
+            raise
+        self._dataset.continue_from(int(state["passes"]), state["seeds"])
         self._begin(int(state["pass"]), int(state["position"]))
         self._cursor.set_state(state["cursor"])
 
