@@ -6,6 +6,7 @@ import pytest
 
 import replicax as rx
 from replicax import errors
+from replicax._src import context
 
 
 @pytest.fixture
@@ -129,3 +130,33 @@ def test_merge_call_is_cross_replica_context(strategy):
 
     assert strategy.run(step) is False
     assert seen == [(True, None, True, "text", 5), True]
+
+
+def test_a_stand_in_is_for_one_strategy_and_one_thread_and_leaves_nothing(strategy, other):
+    own = strategy.topology
+    parts, inner = other.parts, rx.OneDeviceStrategy("cpu:3").parts
+    elsewhere = []
+
+    def look():
+        elsewhere.append((strategy.topology is own, context.is_standing_in()))
+
+    def fail_inside():
+        with context.standing_in(strategy, parts):
+            assert strategy.topology is parts.topology
+            assert (strategy.runner, strategy.slots) == (parts.runner, parts.slots)
+            with context.standing_in(strategy, inner):
+                assert strategy.topology is inner.topology
+            assert strategy.topology is parts.topology
+            assert context.stand_in_of(other) is None
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+            assert context.is_standing_in()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert elsewhere == [(True, False)]
+    assert strategy.topology is own
+    assert not context.is_standing_in()
+    assert not context._stand_ins

@@ -1,5 +1,7 @@
 """``check_against_one_device``: right programs agree, mistakes are named with their factor, and nothing is changed."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -9,6 +11,7 @@ import pytest
 
 import replicax as rx
 from replicax import errors
+from replicax._src.input.dataset import iteration_guard
 from replicax.testing import check_against_one_device
 
 RATE = 0.125
@@ -191,6 +194,79 @@ def test_plain_state_that_comes_back_is_compared_by_its_change():
     report = check_against_one_device(step, rows(8), strategy, args=(jnp.ones((3, 1)),))
     (entry,) = report.differences
     assert (entry.kind, entry.factor) == ("output", pytest.approx(2, rel=1e-3))
+
+
+@pytest.mark.parametrize("num_rows", [8, 7])
+@pytest.mark.parametrize("replicate", [False, True])
+def test_typed_random_keys_go_in_args_and_come_back(num_rows, replicate):
+    """Also inside functional state, and from the closure."""
+    strategy = make_strategy(2)
+    key, scale = jax.random.key(1), jax.random.key(2)
+    state = {"w": jnp.ones((3, 1)), "key": jax.random.key(3, impl="rbg")}
+    given = strategy.replicate((key, state)) if replicate else (key, state)
+    closed_over = strategy.replicate(scale) if replicate else scale
+
+    def step(batch, key, state):
+        x, _ = batch
+        key, drawn = jax.random.split(key)
+        loss = rx.nn.compute_average_loss(x[:, 0] * jax.random.normal(drawn) * jax.random.normal(closed_over))
+        kept = {"w": state["w"] + 1, "key": jax.random.fold_in(state["key"], 5)}
+        return loss, key, kept, jax.random.split(key, 3)
+
+    report = check_against_one_device(step, rows(num_rows), strategy, args=given)
+    assert report.ok, report
+    assert (report.num_compared, report.not_compared) == (5, ())
+
+
+def test_random_keys_that_differ_are_said():
+    strategy = make_strategy(2)
+    key = jax.random.key(1)
+
+    def run(fn):
+        return check_against_one_device(fn, rows(8), strategy, args=(key,))
+
+    (entry,) = run(lambda b, k: jax.random.fold_in(k, strategy.num_replicas_in_sync)).differences
+    assert (entry.kind, entry.name, entry.shape, entry.factor) == ("output", "result", (2,), None)
+    assert "made from another key" in entry.hint
+    assert run(lambda b, k: jnp.broadcast_to(k, b[0].shape[:1])).ok  # a key for each row
+    (entry,) = run(lambda b, k: jax.random.split(k, b[0].shape[0])).differences
+    assert entry.shape == (8, 2)
+    (entry,) = run(lambda b, k: jnp.broadcast_to(k, (3, b[0].shape[0]))).differences
+    assert "(3, 4, 2)" in entry.hint
+    own = run(lambda b, k: {"k": jax.random.fold_in(k, rx.get_replica_context().replica_id_in_sync_group)})
+    assert own.ok
+    assert own.num_compared == 0
+    assert own.not_compared == (
+        "result['k']: each replica returns random keys of its own, and one device has those of one replica.",
+    )
+
+
+@pytest.mark.parametrize("num_rows", [8, 7])
+def test_python_numbers_that_replicas_return_are_compared_like_arrays(num_rows):
+    strategy = make_strategy(2)
+
+    def step(batch, as_number=lambda number: number):
+        num = batch[0].shape[0]
+        found = {"rows": num, "share": num / num_rows, "same": 3, "true": num > 0, "text": "x", "none": None}
+        return {k: as_number(v) if isinstance(v, (int, float)) else v for k, v in found.items()}
+
+    def inside(batch):
+        return strategy.run(step, args=(batch,))
+
+    for fn in (step, inside, lambda batch: step(batch, jnp.asarray)):
+        report = check_against_one_device(fn, rows(num_rows), strategy)
+        assert report.ok, report
+        assert report.num_compared == 4
+
+    def wrong(batch):
+        return strategy.num_replicas_in_sync, strategy.num_replicas_in_sync * 1.5
+
+    for fn in (wrong, lambda batch: jax.tree.map(jnp.asarray, wrong(batch))):
+        report = check_against_one_device(fn, rows(num_rows), strategy)
+        assert {name: e.kind for name, e in entries(report).items()} == {
+            "result[0]": "output",
+            "result[1]": "loss",
+        }
 
 
 def test_outputs_per_example_are_compared_one_after_the_other():
@@ -588,12 +664,58 @@ def test_tolerances_are_arguments():
         (np.float32(3), "at least 1"),
         ((np.ones((4, 2)), np.ones(3)), r"\[\(4, 2\), \(3,\)\]"),
         (np.ones((0, 2)), "at least 1"),
+        ([1.0, 2.0, 3.0], r"\[\(\), \(\), \(\)\].* a Python list is a nest of numbers.* np.asarray"),
+        (3, r"A number has no rows, .*np\.asarray\(\[…\]\)"),
         ((), "at least 1"),
     ],
 )
 def test_batches_without_rows_are_refused(batch, says):
     with pytest.raises(errors.InvalidArgumentError, match=says):
         check_against_one_device(lambda b: None, batch, make_strategy(2))
+
+
+def test_lists_are_spoken_of_only_where_there_are_numbers():
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        check_against_one_device(lambda b: None, (np.ones((4, 2)), np.ones(3)), make_strategy(2))
+    assert "list" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", "<f4", ">i4", ">c8"])
+def test_batches_of_any_byte_order_are_numbers(dtype):
+    batch = np.arange(14).astype(dtype).reshape(7, 2)
+    seen = []
+
+    def step(x):
+        seen.append(x.dtype)
+        return jnp.sum(x), x
+
+    for num_replicas in (1, 2):
+        report = check_against_one_device(step, batch, make_strategy(num_replicas))
+        assert report.ok, report
+    native = np.dtype(dtype).newbyteorder("=")
+    assert set(seen) == {np.dtype(jax.dtypes.canonicalize_dtype(native))}
+    total = check_against_one_device(lambda x: jnp.abs(jnp.sum(x) - 91) < 1e-3, batch, make_strategy(1))
+    assert total.ok
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        np.array(["a", "b"]),
+        np.array([{}, {}]),
+        np.ma.masked_array(np.ones(4), [0, 1, 0, 0]),
+        np.ones(4, np.longdouble),
+        jax.random.split(jax.random.key(0), 4),
+    ],
+    ids=["text", "objects", "masked", "longdouble", "keys"],
+)
+def test_batches_that_datasets_refuse_are_refused(batch):
+    strategy = make_strategy(2)
+    with pytest.raises(errors.UnsupportedElementError) as expected:
+        next(iter(strategy.experimental_distribute_dataset([batch])))
+    with pytest.raises(errors.UnsupportedElementError) as caught:
+        check_against_one_device(lambda b: None, batch, strategy)
+    assert str(caught.value) == str(expected.value)
 
 
 def test_other_arguments_are_refused():
@@ -635,3 +757,53 @@ def test_a_step_that_takes_its_batch_from_an_iterator_is_told_to_take_it_as_an_a
             lambda b: strategy.run(jnp.sum, args=(next(iterator),)), np.ones((4, 2)), strategy
         )
     assert len(list(iterator)) == 3
+
+
+def test_datasets_are_guarded_only_while_a_check_runs():
+    strategy = make_strategy(2)
+    dataset = strategy.experimental_distribute_dataset([np.ones((4, 2))] * 3)
+    guards = list(iteration_guard)
+
+    def fails(batch):
+        assert len(iteration_guard) == len(guards)
+        assert iteration_guard != guards
+        raise ZeroDivisionError
+
+    for fn, error in (
+        (fails, ZeroDivisionError),
+        (lambda b: next(iter(dataset)), errors.InvalidArgumentError),
+    ):
+        with pytest.raises(error):
+            check_against_one_device(fn, np.ones((4, 2)), strategy)
+        assert iteration_guard == guards
+    assert check_against_one_device(jnp.sum, np.ones((4, 2)), strategy).ok
+    assert iteration_guard == guards
+    with pytest.raises(errors.IterationContextError):  # what the guards that were there say
+        strategy.run(lambda: next(iter(dataset)))
+
+
+def test_while_one_thread_checks_another_may_iterate_and_checks_may_end_in_any_order():
+    strategy, guards = make_strategy(2), list(iteration_guard)
+    dataset = strategy.experimental_distribute_dataset([np.ones((4, 2))] * 3)
+    inside, may_end = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
+    reports = []
+
+    def check(number):
+        def step(x):
+            inside[number].set()
+            assert may_end[number].wait(60)
+            return jnp.sum(x)
+
+        reports.append(check_against_one_device(step, np.ones((4, 2)), make_strategy(2)))
+
+    threads = [threading.Thread(target=check, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert inside[number].wait(60)
+    assert len(list(dataset)) == 3
+    for number, thread in enumerate(threads):  # the first to begin ends first
+        may_end[number].set()
+        thread.join(60)
+        assert len(list(dataset)) == 3
+    assert [report.ok for report in reports] == [True, True]
+    assert iteration_guard == guards

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, MixedStrategiesError
-from replicax._src.input.dataset import iteration_guard
-from replicax._src.input.split import split_offsets, split_sizes
+from replicax._src.input.arrays import as_array
+from replicax._src.input.sources import LocalRows
+from replicax._src.input.split import split_sizes
 from replicax._src.program.capture import current_capture
+from replicax._src.strategies.datasets import BatchPlacer
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.comparison import Comparison
 from replicax._src.testing.measure import Tolerance, default_rtol
@@ -22,7 +22,7 @@ from replicax._src.testing.observation import on_one_device
 from replicax._src.testing.report import OneDeviceReport
 from replicax._src.testing.runs import Outcome, Side
 from replicax._src.topology import Topology
-from replicax._src.values import DistributedValues, PerReplica, is_value, per_replica_from_components
+from replicax._src.values import DistributedValues, PerReplica, is_value
 
 
 def check_against_one_device(
@@ -42,15 +42,16 @@ def check_against_one_device(
     when it is first called (layers, slots of an optimizer) stays made. On one device ``num_replicas_in_sync`` is 1
     and an all-reduce changes nothing. Products of matrices are computed in full precision.
 
-    A scalar that replicas return agrees if its sum or its mean over replicas is one device's; arrays ``[rows, ...]``
-    are compared one after the other. Call it in cross-replica context or outside every scope. Blocks.
+    A scalar that replicas return, also a Python number, agrees if its sum or its mean over replicas is one device's;
+    arrays ``[rows, ...]`` are compared one after the other; typed random keys must be the same. Call it in
+    cross-replica context or outside every scope. Blocks.
 
     Args:
       fn: A replica function, called as ``strategy.run(fn, args=(batch, *args))``; or a step that calls
         ``strategy.run`` itself, called as ``fn(distributed_batch, *args)``. Decorated by ``rx.function`` or not.
       batch: A nest of arrays [global_batch, ...] on the host, cut as a distributed dataset cuts it.
       strategy: Where ``fn``'s variables live.
-      args: Further arguments, whole on every replica: functional state, as plain arrays or replicated.
+      args: Further arguments, whole on every replica: functional state and random keys, plain or replicated.
       rtol: What is rounding, relative to the largest magnitude of a value. Default: 1e-5 for float32, 1e-9 for
         float64, 5e-3 for float16 and 3e-2 for bfloat16, the coarsest that the step computes in.
       atol: What is rounding, absolute.
@@ -61,6 +62,7 @@ def check_against_one_device(
     Raises:
       InvalidArgumentError: ``batch`` has scalars, no rows, or arrays with different numbers of rows; ``args`` have
         per-replica values.
+      UnsupportedElementError: ``batch`` has what datasets refuse: text, masked arrays, random keys.
       CrossReplicaContextError: Called in a replica function.
       Exception: Whatever ``fn`` raises.
 
@@ -140,39 +142,29 @@ def _checked_batch(batch: Any) -> tuple[Any, int]:
             "check_against_one_device takes the global batch [global_batch, ...] before it is distributed, and cuts it "
             "itself; got a distributed value. Give what the dataset yields, not what the distributed dataset does."
         )
-    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
+    arrays = list(map(as_array, leaves))
     rows = {array.shape[0] if array.ndim else 0 for array in arrays}
     if len(rows) != 1 or 0 in rows:
         shapes = [tuple(array.shape) for array in arrays]
+        has_numbers = any(not array.ndim for array in arrays)
         raise InvalidArgumentError(
             f"check_against_one_device needs a batch of arrays [global_batch, ...] with one number of rows, at least 1; got "
-            f"shapes {shapes}. What has no rows belongs into args=(…)."
+            f"shapes {shapes}. What has no rows belongs into args=(…).{_NUMBERS if has_numbers else ''}"
         )
     return tree.unflatten(arrays), rows.pop()
 
 
+_NUMBERS = (
+    " A number has no rows, and a Python list is a nest of numbers: for one array write np.asarray([…]), whose first dim "
+    "is the rows."
+)
+
+
 def _distributed(topology: Topology, nest: Any, num_rows: int) -> Any:
     """The batch as a distributed dataset yields it."""
-    if topology.num_replicas == 1:
-        return jax.device_put(nest, topology.replicated)
-    offsets = split_offsets(num_rows, topology.num_replicas)
-
-    def cut(array: Any) -> PerReplica:
-        return per_replica_from_components(topology, [array[i:j] for i, j in itertools.pairwise(offsets)])
-
-    return jax.tree_util.tree_map(cut, nest)
+    arrays, tree = jax.tree_util.tree_flatten(nest)
+    return BatchPlacer(topology).place(LocalRows(arrays, tree, split_sizes(num_rows, topology.num_replicas)))
 
 
 def _coarsest(*outcomes: Outcome) -> float:
     return max((default_rtol(dtype) for o in outcomes for dtype in o.dtypes), default=default_rtol("float32"))
-
-
-def _forbid_iteration() -> None:
-    if context.is_standing_in():
-        raise InvalidArgumentError(
-            "A distributed dataset was iterated in the function that check_against_one_device runs, so that both runs "
-            "would see other rows. Give the function that takes one batch, and the batch."
-        )
-
-
-iteration_guard.insert(0, _forbid_iteration)

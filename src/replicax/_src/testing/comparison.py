@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src.program.key import is_array
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.testing.hints import Facts, hint_for
 from replicax._src.testing.measure import (
@@ -22,6 +23,7 @@ from replicax._src.testing.measure import (
     rounding_of,
     wide,
 )
+from replicax._src.testing.observation import KeyWords, on_host
 from replicax._src.testing.report import Difference, Kind, OneDeviceReport
 from replicax._src.testing.runs import Outcome, State
 from replicax._src.values import DistributedValues, PerReplica, is_value
@@ -98,23 +100,18 @@ class Comparison:
             self._compare_result(f"result{jax.tree_util.keystr(path)}", mine, other, before.get(number))
 
     def _compare_result(self, name: str, mine: Any, other: Any, old: np.ndarray | None) -> None:
-        is_number = isinstance(other, (np.ndarray, np.generic, bool, int, float, complex))
-        if not is_number or not isinstance(
-            mine, (DistributedValues, np.ndarray, np.generic, bool, int, float, complex)
-        ):
+        if not isinstance(other, _NUMBERS) or not isinstance(mine, (DistributedValues, *_NUMBERS)):
             return  # None, strings, variables: the program's structure
+        components = self._components(mine)
+        if isinstance(other, KeyWords):
+            self._compare_keys(name, components, np.asarray(other))
+            return
         other = np.asarray(other)
         is_scalar = other.ndim == 0 and jnp.issubdtype(other.dtype, jnp.inexact)
         kind: Kind = "loss" if is_scalar else "output"
-        components = (
-            list(map(np.asarray, mine.values)) if isinstance(mine, PerReplica) else [np.asarray(mine)]
-        )
         choices = _as_one(components, other.shape)
         if not choices:
-            self._num_compared += 1
-            shapes = [c.shape for c in components]
-            hint = f"Of shape {other.shape} on one device; the replicas' shapes {shapes} do not make that."
-            self._append(kind, name, other.shape, _NOTHING_ALIKE, hint)
+            self._append_shapes(kind, name, components, other)
             return
         base = 0 if old is None else wide(old)
         wanted = wide(other) - base
@@ -129,6 +126,39 @@ class Comparison:
             is_local_mean=self._is_mean_by_rows(components, other),
             is_state=old is not None,
         )
+
+    def _components(self, mine: Any) -> list[np.ndarray]:
+        """What the replicas have. A Python number is one on each."""
+        if isinstance(mine, PerReplica):
+            return list(map(np.asarray, mine.values))
+        is_python = isinstance(mine, (bool, int, float, complex)) and not isinstance(mine, np.generic)
+        return [np.asarray(mine)] * (len(self._facts.rows) if is_python else 1)
+
+    def _append_shapes(
+        self, kind: Kind, name: str, components: Sequence[np.ndarray], other: np.ndarray
+    ) -> None:
+        self._num_compared += 1
+        shapes = [c.shape for c in components]
+        hint = f"Of shape {other.shape} on one device; the replicas' shapes {shapes} do not make that."
+        self._append(kind, name, other.shape, _NOTHING_ALIKE, hint)
+
+    def _compare_keys(self, name: str, components: Sequence[np.ndarray], other: np.ndarray) -> None:
+        """Random keys are the same or not: their words are not added."""
+        is_one_each = all(c.shape == other.shape for c in components)
+        if is_one_each and any(not np.array_equal(c, components[0]) for c in components):
+            self._not_compared.append(
+                f"{name}: each replica returns random keys of its own, and one device has those of one replica."
+            )
+            return
+        choices = _as_one(components, other.shape)[:1]
+        if not choices:
+            self._append_shapes("output", name, components, other)
+            return
+        self._num_compared += 1
+        found = measure(choices[0], other, Tolerance(0.0, 0.0))
+        if not found.is_same:
+            hint = "Other random keys: made from another key, or from the number or the index of rows or replicas?"
+            self._append("output", name, other.shape, replace(found, factor=None), hint)
 
     def _is_mean_by_rows(self, components: list[np.ndarray], other: np.ndarray) -> bool:
         """Whether one device's value is the replicas' mean, each weighed by its rows."""
@@ -218,6 +248,7 @@ class Comparison:
         return 0.0
 
 
+_NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
 _ORDER: list[Kind] = ["loss", "gradient", "output", "variable"]
 _NOTHING_ALIKE = Measure(False, False, np.inf, np.inf, None)
 
@@ -251,12 +282,15 @@ def _values_before(result: Any, args: Sequence[Any]) -> dict[int, np.ndarray]:
     parts = list(result) if isinstance(result, (tuple, list)) and type(result) in (tuple, list) else [result]
     before: dict[int, np.ndarray] = {}
     start = 0
-    unused = [jax.tree_util.tree_flatten(arg, is_leaf=is_value) for arg in args]
+    hosted = jax.tree_util.tree_map(
+        lambda leaf: on_host(leaf) if is_array(leaf) else leaf, args, is_leaf=is_value
+    )
+    unused = [jax.tree_util.tree_flatten(arg, is_leaf=is_value) for arg in hosted]
     for part in parts:
         leaves, tree = jax.tree_util.tree_flatten(part, is_leaf=is_value)
         for candidate in unused:
             if candidate[1] == tree and leaves and all(map(_is_same_kind, candidate[0], leaves)):
-                before.update((start + i, np.asarray(leaf)) for i, leaf in enumerate(candidate[0]))
+                before.update((start + i, leaf) for i, leaf in enumerate(candidate[0]))
                 unused.remove(candidate)
                 break
         start += len(leaves)
@@ -264,5 +298,5 @@ def _values_before(result: Any, args: Sequence[Any]) -> dict[int, np.ndarray]:
 
 
 def _is_same_kind(a: Any, b: Any) -> bool:
-    arrays = (jax.Array, np.ndarray, np.generic)
+    arrays = (np.ndarray, np.generic)
     return isinstance(a, arrays) and isinstance(b, arrays) and a.shape == b.shape and a.dtype == b.dtype

@@ -121,16 +121,23 @@ def on_one_device(nest: Any) -> Any:
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, Mirrored) or (isinstance(leaf, PerReplica) and leaf.is_equal):
-            return leaf.stored if isinstance(leaf.stored, jax_compat.Tracer) else on_host(leaf.stored)
+            stored = leaf.stored
+            if isinstance(stored, jax_compat.Tracer):
+                return stored
+            return stored.addressable_data(0) if jax_compat.is_typed_key(stored.dtype) else on_host(stored)
         return leaf
 
     return jax.tree_util.tree_map(plain, nest, is_leaf=is_value)
 
 
+class KeyWords(np.ndarray):
+    """The words of typed random keys, [..., words]: numbers that may be compared, and not added."""
+
+
 def on_host(value: Any) -> np.ndarray:
-    """An array as a NumPy one; of a typed random key its words."""
+    """An array as a NumPy one; typed random keys as their words."""
     if jax_compat.is_typed_key(value.dtype):
-        value = jax.random.key_data(value)
+        return np.asarray(jax.random.key_data(value)).view(KeyWords)
     return np.asarray(value)
 
 

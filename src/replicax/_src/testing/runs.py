@@ -14,12 +14,16 @@ from replicax._src import context, jax_compat
 from replicax._src.errors import MixedStrategiesError
 from replicax._src.options import VariableAggregation
 from replicax._src.placement.spmd import SlotGroup
+from replicax._src.program import key
+from replicax._src.program.cache import array_leaf
 from replicax._src.program.program import Variant, check_no_leaks, trace_variant
 from replicax._src.program.slots import Sharing, Slot, SlotTable, check_no_tracer, state_lock
 from replicax._src.program.verdict import Verdict
+from replicax._src.strategies.code import on_mesh
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.running import Runner
 from replicax._src.strategies.strategy import Strategy
+from replicax._src.testing.iteration import iteration_forbidden
 from replicax._src.testing.observation import Applied, ObservedRunner, on_host
 from replicax._src.topology import Topology
 from replicax._src.values import is_variable
@@ -44,7 +48,8 @@ class Outcome:
     """What one run of the step did, on the host.
 
     Attributes:
-      result: What the function returned, each array a NumPy one; PerReplica where run returns such.
+      result: What the function returned, each array a NumPy one, typed keys KeyWords; PerReplica where run
+        returns such.
       applied: The gradients, of each ``strategy.run``.
       states: The variables that it assigned, by ``id``.
       per_replica_state, num_hidden: See ``ObservedRunner``.
@@ -112,7 +117,7 @@ class Side:
 
     def run(self, step: Callable[..., Any], arguments: Any) -> Outcome:
         """Traces ``step(*arguments)``, cross-replica code, and runs it on copies of the state."""
-        with context.standing_in(self._strategy, self.parts):
+        with context.standing_in(self._strategy, self.parts), iteration_forbidden():
             variant, arrays = self._trace(step, arguments)
             slots = [entry.slot for entry in variant.entries]
             olds = {id(s): on_host(_held(self._own_slots.slot_of(s.variable))) for s in slots}
@@ -137,7 +142,7 @@ class Side:
 
     def _trace(self, step: Callable[..., Any], arguments: Any) -> tuple[Variant, list[Any]]:
         leaves, tree = jax.tree_util.tree_flatten(arguments, is_leaf=is_variable)
-        is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+        is_array = list(map(key.is_array, leaves))
         arrays = [leaf for leaf, known in zip(leaves, is_array, strict=True) if known]
 
         def call(tracers: list[Any]) -> Any:
@@ -150,7 +155,7 @@ class Side:
 
         variant = trace_variant(
             call,
-            [jax_compat.shaped(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)) for a in arrays],
+            [array_leaf(a).aval() for a in arrays],
             [Verdict.SAME] * len(arrays),
             slot_of=self.parts.slots.slot_of,
             num_replicas=None,
@@ -173,17 +178,10 @@ def _evaluate(
     variant: Variant, state: list[Any], args: list[Any], topology: Topology
 ) -> tuple[list[Any], list[Any]]:
     """The leaves that the function returned, on the host, and the new values of the written variables."""
-    mesh_devices = set(topology.devices)
-    args = [
-        a
-        if isinstance(a, jax.Array) and a.sharding.device_set == mesh_devices
-        else jax.device_put(a, topology.replicated)
-        for a in args
-    ]
     consts = jax.device_put(variant.consts, topology.replicated)
     program = jax.jit(lambda *inputs: jax_compat.eval_jaxpr(variant.jaxpr, inputs))
     jax.block_until_ready(state)
-    arrays = jax.block_until_ready(program(*consts, *state, *args))
+    arrays = jax.block_until_ready(program(*consts, *state, *on_mesh(args, topology)))
     remaining = iter(map(on_host, arrays[: variant.num_arrays]))
     results = [next(remaining) if output.is_array else output.value for output in variant.outputs]
     return results, arrays[variant.num_arrays :]
