@@ -197,6 +197,36 @@ def test_a_position_is_resumed_in_a_new_dataset(options):
         open_elements(Squares(20, 2)).iterate().set_state(state)
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+def test_a_pass_resumed_at_its_end_ends_no_epoch(options):
+    before = open_elements(Squares(9, 2, **options)).iterate()
+    for _ in range(5):
+        next(before)
+    state = before.get_state()
+    dataset = Squares(9, 2, **options)
+    elements = open_elements(dataset)
+    after = elements.iterate()
+    after.set_state(state)
+    assert list(after) == []
+    assert dataset.calls == []
+    list(elements.iterate())
+    assert dataset.calls.count("begin") == dataset.calls.count("end") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+def test_a_pass_can_go_back(options):
+    dataset = Squares(9, 2, **options)
+    one_pass = open_elements(dataset).iterate()
+    next(one_pass)
+    state = one_pass.get_state()
+    next(one_pass), next(one_pass)
+    one_pass.set_state(state)
+    assert features(one_pass) == [[2, 3], [4, 5], [6, 7], [8]]
+    one_pass.set_state(state)
+    assert features(one_pass) == [[2, 3], [4, 5], [6, 7], [8]]
+    assert dataset.calls.count("begin") == dataset.calls.count("end") == 2
+
+
 def test_a_dataset_that_changes_its_order_between_epochs():
     class Reversed(Squares):
         def on_epoch_end(self):

@@ -263,6 +263,37 @@ def test_a_state_of_something_else():
         open_elements(stream_of(7).batch(2)).iterate().set_state({"version": 1})
 
 
+@pytest.mark.parametrize(
+    ("make", "differs"),
+    [
+        (lambda: stream_of(7).batch(3), "steps"),
+        (lambda: stream_of(7).map(lambda row: row).batch(2), "steps"),
+        (lambda: stream_of(7).skip(1).batch(2), "steps"),
+        (lambda: stream_of(7, 2).batch(2), "num_shards"),
+        (lambda: rows_of(7).remove_columns("x").to_iterable_dataset(num_shards=3).batch(2), "columns"),
+    ],
+)
+@pytest.mark.parametrize("num_taken", [0, 2])
+def test_the_state_of_another_stream_is_refused(make, differs, num_taken):
+    before = open_elements(stream_of(7).batch(2)).iterate()
+    for _ in range(num_taken):
+        next(before)
+    with pytest.raises(NotResumableError, match=f"its ({differs}|steps|columns) is"):
+        open_elements(make()).iterate().set_state(before.get_state())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hugging_face": None}, {"hugging_face": {}}, {"position": -1}, {"position": 0}, {"epoch": None}],
+)
+def test_malformed_states_of_a_stream(wrong):
+    batches = open_elements(stream_of(7).batch(2)).iterate()
+    next(batches)
+    with pytest.raises(NotResumableError):
+        batches.set_state({**batches.get_state(), **wrong})
+    assert ys(batches) == [[2, 3], [4, 5], [6]]
+
+
 # --- strategies ---------------------------------------------------------------------------------------
 
 

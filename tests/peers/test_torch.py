@@ -255,6 +255,68 @@ def test_a_state_that_says_nothing():
             open_elements(stateful(False)).iterate().set_state(state)
 
 
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        (lambda: StatefulDataLoader(Rows(11), batch_size=4), "batch_size"),
+        (lambda: stateful(False, 12), "num_rows"),
+        (lambda: stateful(False, 13), "length"),
+        (lambda: stateful(True), "samplers"),
+        (lambda: stateful(False, num_workers=1), "num_workers"),
+        (lambda: StatefulDataLoader(SizedStream(11), batch_size=2), "dataset"),
+    ],
+)
+def test_the_state_of_another_loader_is_refused(other, differs):
+    before = open_elements(stateful(False)).iterate()
+    next(before)
+    with pytest.raises(NotResumableError, match=f"its {differs} is"):
+        open_elements(other()).iterate().set_state(before.get_state())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"torch": None},
+        {"torch": {}},
+        {"torch": {"a": 1}},
+        {"torch": {"__kind__": "tensor", "dtype": "odd", "shape": [], "data": ""}},
+        {"torch": 3},
+        {"generators": []},
+        {"generators": [None]},
+        {"generators": [3]},
+        {"position": -1},
+    ],
+)
+def test_malformed_states_leave_a_pass_and_its_loader_as_they_are(wrong):
+    elements = open_elements(stateful(True))
+    before = elements.iterate()
+    next(before)
+    state = before.get_state()
+    rest, next_epoch = ys(before), ys(elements.iterate())
+
+    elements = open_elements(stateful(True))
+    for bad in ({**state, **wrong}, {name: state[name] for name in state if name != next(iter(wrong))}):
+        with pytest.raises(NotResumableError):
+            elements.iterate().set_state(bad)
+    one_pass = elements.iterate()
+    first = ys([next(one_pass)])
+    assert first + ys(one_pass) == ys(open_elements(stateful(True)).iterate())
+    after = elements.iterate()
+    after.set_state(state)
+    assert ys(after) == rest
+    assert ys(elements.iterate()) == next_epoch
+
+
+def test_states_that_were_taken_do_not_change():
+    batches = open_elements(stateful(True)).iterate()
+    states, texts = [], []
+    for _ in batches:
+        states.append(batches.get_state())
+        texts.append(json.dumps(states[-1]))
+    assert [json.dumps(state) for state in states] == texts
+    assert [state["position"] for state in states] == [1, 2, 3, 4, 5, 6]
+
+
 def test_two_passes_at_once_have_a_position_each():
     elements = open_elements(stateful(False))
     one = elements.iterate()
@@ -357,6 +419,28 @@ def test_a_stateful_loader_with_two_processes_is_resumed():
     after.set_state(state)
     assert ys(after) == [[6, 7], [8, 9], [10, 11]]
     del after
+    wait_for_no_processes()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_asking_for_the_start_starts_no_processes(shuffle):
+    def make():
+        return open_elements(stateful(shuffle, 8, num_workers=1, multiprocessing_context="spawn"))
+
+    elements = make()
+    before = elements.iterate()
+    state = json.loads(json.dumps(before.get_state()))
+    assert not multiprocessing.active_children()
+    order, next_epoch = ys(before), ys(elements.iterate())
+    elements = make()
+    after = elements.iterate()
+    after.set_state(state)
+    assert after.get_state() == state
+    assert not multiprocessing.active_children()
+    assert [ys(after), ys(elements.iterate())] == [order, next_epoch]
+    assert shuffle == (order != next_epoch)
+    del before, after, elements
     wait_for_no_processes()
 
 

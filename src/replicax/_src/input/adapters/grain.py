@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from typing import Any, final
+from collections.abc import Iterator
+from typing import Any, Final, final
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from replicax._src.input.elements import (
     Elements,
     LengthCheck,
+    NotResumableError,
     Pass,
     Traits,
     as_arrays,
@@ -49,15 +52,22 @@ class GrainElements(Elements):
 
     @property
     def traits(self) -> Traits:
-        kind = "MapDataset" if self._cardinality is not None else "IterDataset"
-        return Traits(f"a grain.{kind}")
+        return Traits(f"a {self._kind}")
 
     @property
     def cardinality(self) -> Cardinality | None:
         return self._cardinality
 
     def iterate(self) -> Pass:
-        return _GrainPass(iter(self._ordered), self._cardinality)
+        length = (
+            None if self._cardinality is None or self._cardinality == INFINITE else int(self._cardinality)
+        )
+        fingerprint = {
+            "kind": self._kind,
+            "length": length,
+            "transformations": _transformations(self._dataset),
+        }
+        return _GrainPass(iter(self._ordered), self._cardinality, fingerprint)
 
     def declared_spec(self) -> Any:
         grain = sys.modules["grain"]
@@ -70,22 +80,67 @@ class GrainElements(Elements):
     def first(self) -> Any:
         return first_element(map(as_arrays, self._ordered))
 
+    @property
+    def _kind(self) -> str:
+        return "grain.MapDataset" if self._cardinality is not None else "grain.IterDataset"
+
 
 @final
 class _GrainPass(Pass):
-    """A pass through a grain dataset; its state is grain's, and the number of the next element."""
+    """A pass through a grain dataset; its state is grain's, the number of the next element, and the fingerprint."""
 
-    def __init__(self, iterator: Any, cardinality: Cardinality | None):
-        self._iterator = iterator
+    def __init__(self, iterator: Any, cardinality: Cardinality | None, fingerprint: dict[str, Any]):
+        self._iterator, self._fingerprint = iterator, fingerprint
         self._count = LengthCheck(cardinality)
 
     def __next__(self) -> Any:
         return as_arrays(self._count.next_of(self._iterator))
 
     def get_state(self) -> Any:
-        return {"position": self._count.num_elements, "grain": self._iterator.get_state()}
+        position = self._count.num_elements
+        return {"position": position, "grain": self._iterator.get_state(), **self._fingerprint}
 
     def set_state(self, state: Any) -> None:
-        check_same_dataset(state, {})
-        self._iterator.set_state(state["grain"])
-        self._count.num_elements = int(state["position"])
+        check_same_dataset(state, self._fingerprint)
+        position, before = state["position"], self._iterator.get_state()
+        try:
+            if position < 0 or type(state["grain"]) is not type(before):
+                raise ValueError(f"position {position!r}, grain {state['grain']!r:.200}")
+            self._iterator.set_state(state["grain"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._iterator.set_state(before)
+            raise NotResumableError(
+                f"grain does not take the state ({type(error).__name__}: {error}). Give back what get_state returned "
+                "for a dataset that is made in the same way."
+            ) from error
+        self._count.num_elements = position
+
+
+# --- what a dataset is made of ------------------------------------------------------------------------
+
+_WITH_NUMBERS: Final = ("Batch", "Interleave", "Limit", "Mixed", "Range", "Rebatch", "Repeat", "Slice")
+"""Transformations whose text has their sizes in it. Those of others have addresses, line numbers or thread counts."""
+_MAX_TEXT: Final = 1_000
+
+
+def _transformations(dataset: Any) -> str:
+    """Returns what a dataset is made of, as text: the last transformation first, and lengths where they are known.
+
+    Functions are left out: a program that was edited goes on with the data of before.
+    """
+    text = " < ".join(_texts(dataset))
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()})"
+
+
+def _texts(dataset: Any) -> Iterator[str]:
+    text = name = type(dataset).__name__
+    if name.startswith(_WITH_NUMBERS):
+        text = str(dataset)
+    elif "Shuffle" in name:
+        text = f"{name}(seed={vars(dataset).get('_seed')})"
+    is_map = isinstance(dataset, sys.modules["grain"].MapDataset)
+    yield f"{text} of {len(dataset)}" if is_map else text
+    for parent in dataset.parents:
+        yield from _texts(parent)

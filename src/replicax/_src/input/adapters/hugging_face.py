@@ -15,6 +15,7 @@ from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElement
 from replicax._src.input.elements import (
     Elements,
     IndexedPass,
+    NotResumableError,
     Pass,
     StreamPass,
     Traits,
@@ -84,8 +85,8 @@ class TableElements(Elements):
         return self._num_elements
 
     def iterate(self) -> Pass:
-        batches = _Batches(self._name)
-        return IndexedPass(lambda index: batches.checked(self._at(index)), self._num_elements)
+        check = _BatchCheck(self._name)
+        return IndexedPass(lambda index: check.checked(self._at(index)), self._num_elements)
 
     def declared_spec(self) -> Any:
         return None
@@ -116,8 +117,8 @@ class StreamElements(Elements):
     def iterate(self) -> Pass:
         view = self._view()
         if _has_shuffle_buffer(view):
-            return StreamPass(_Batches(self._name).map(view), _SHUFFLED)
-        return _StreamPass(view, self._name)
+            return StreamPass(_BatchCheck(self._name).map(view), _SHUFFLED)
+        return _IterableDatasetPass(view, self._name)
 
     def declared_spec(self) -> Any:
         return None
@@ -136,12 +137,13 @@ class StreamElements(Elements):
 
 
 @final
-class _StreamPass(Pass):
-    """A pass through an IterableDataset of its own; its state is that dataset's."""
+class _IterableDatasetPass(Pass):
+    """A pass through an IterableDataset of its own; its state is that dataset's, and the fingerprint."""
 
     def __init__(self, dataset: Any, name: _Name):
         self._dataset, self._name = dataset, name
-        self._rest = _Batches(name).map(dataset)
+        self._fingerprint = _fingerprint(dataset)
+        self._rest = _BatchCheck(name).map(dataset)
         self._num_elements = 0
 
     def __next__(self) -> Any:
@@ -150,32 +152,62 @@ class _StreamPass(Pass):
         return element
 
     def get_state(self) -> Any:
-        mine = {"position": self._num_elements, "epoch": self._dataset.epoch}
+        mine = {"position": self._num_elements, "epoch": self._dataset.epoch, **self._fingerprint}
         return {**mine, "hugging_face": self._dataset.state_dict() if self._num_elements else None}
 
     def set_state(self, state: Any) -> None:
-        check_same_dataset(state, {})
-        self._num_elements = int(state["position"])
-        self._dataset.set_epoch(int(state["epoch"]))
-        if self._num_elements:
-            self._dataset.load_state_dict(state["hugging_face"])
-        self._rest = _Batches(self._name).map(self._dataset)
+        check_same_dataset(state, self._fingerprint)
+        position, epoch, theirs = state["position"], state.get("epoch"), state.get("hugging_face")
+        is_theirs = isinstance(theirs, dict) and isinstance(theirs.get("examples_iterable"), dict)
+        if position < 0 or not isinstance(epoch, int) or is_theirs != (position > 0):
+            raise NotResumableError(
+                f"The state is not one that get_state returned for an IterableDataset: position {position!r}, epoch "
+                f"{epoch!r}, hugging_face {theirs!r:.200}."
+            )
+        self._num_elements = position
+        self._dataset.set_epoch(epoch)
+        if position:
+            self._dataset.load_state_dict(theirs)
+        self._rest = _BatchCheck(self._name).map(self._dataset)
+
+
+def _fingerprint(dataset: Any) -> dict[str, Any]:
+    """Returns what tells a stream from another. How many rows there are is not known."""
+    features = dataset.features
+    return {
+        "kind": "Hugging Face IterableDataset",
+        "split": None if dataset.split is None else str(dataset.split),
+        "num_shards": dataset.num_shards,
+        "columns": None if features is None else list(features),
+        "steps": " < ".join(_step_text(step) for step in _steps(dataset)),
+    }
+
+
+def _steps(dataset: Any) -> Iterator[Any]:
+    """Yields the iterables that a dataset is made of, the last one first; none if it does not say."""
+    pending = [vars(dataset).get("_ex_iterable")]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list | tuple):
+            pending.extend(part)
+        elif type(part).__module__ == "datasets.iterable_dataset":
+            yield part
+            pending.extend(vars(part).values())
+
+
+def _step_text(step: Any) -> str:
+    sizes = {
+        name: vars(step).get(name)
+        for name in ("batched", "batch_size", "drop_last_batch", "n", "step", "offset")
+    }
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items() if isinstance(size, int))
+    return f"{type(step).__name__}({text})"
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
     """Whether it shuffles in a buffer, whose rows its state lacks. True as well if that cannot be found out."""
-    pending = [vars(dataset).get("_ex_iterable")]
-    if pending == [None]:
-        return True
-    while pending:
-        part = pending.pop()
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        if isinstance(part, list | tuple):
-            pending.extend(part)
-        elif type(part).__module__ == "datasets.iterable_dataset":
-            pending.extend(vars(part).values())
-    return False
+    names = [type(step).__name__ for step in _steps(dataset)]
+    return not names or "BufferShuffledExamplesIterable" in names
 
 
 def _count(number: int, what: str) -> str:
@@ -226,7 +258,7 @@ class _Name:
 
 
 @final
-class _Batches:
+class _BatchCheck:
     """Tells batches of numbers from rows of lists: only elements all of whose arrays have one dim can be either.
 
     What ``.batch(n)`` makes has n rows, and the last at most n. Tokenized texts each have a length of their own.

@@ -23,7 +23,8 @@ def open_keras(dataset: Any) -> Elements | None:
     ``use_multiprocessing`` threads are used too, and that is logged.
 
     Its state is the number of the next batch. A dataset that shuffles itself in ``on_epoch_end`` goes on with the
-    order that the new object has: give it the epoch, or a seed for each.
+    order that the new object has: give it the epoch, or a seed for each. ``on_epoch_end`` is called after an epoch of
+    which at least one batch was read: not where a pass is continued after its last batch, as nothing is left of it.
     """
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(dataset, keras.utils.PyDataset):
@@ -61,7 +62,8 @@ class PyDatasetElements(Elements):
         """Starts an epoch: ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last."""
         length = self.cardinality
         assert length is not None
-        return IndexedPass(_Epoch(self._dataset, length).at, length, self._dataset.on_epoch_end)
+        epoch = _Epoch(self._dataset, length)
+        return IndexedPass(epoch.at, length, epoch.end)
 
     def declared_spec(self) -> Any:
         return None
@@ -89,13 +91,23 @@ class _Epoch:
     def __init__(self, dataset: Any, length: Cardinality):
         self._dataset, self._length = dataset, length
         self._at: Callable[[int], Any] | None = None
+        self._next = 0
 
     def at(self, index: int) -> Any:
         """Returns a batch; they are asked for in order, from any first one on."""
         if self._at is None:
             self._dataset.on_epoch_begin()
+        if self._at is None or index != self._next:
             self._at = self._reader(index)
-        return self._at(index)
+        batch = self._at(index)
+        self._next = index + 1
+        return batch
+
+    def end(self) -> None:
+        """Ends the epoch, if it was begun."""
+        if self._at is not None:
+            self._at = None
+            self._dataset.on_epoch_end()
 
     def _reader(self, first: int) -> Callable[[int], Any]:
         dataset = self._dataset
