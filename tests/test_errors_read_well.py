@@ -890,6 +890,8 @@ ROWS_OF_DIFFERENT_LENGTHS = np.array([np.arange(2), np.arange(3)], dtype=object)
     ("dataset", "error_type", "says"),
     [
         ([np.float32(1.5)], errors.UnbatchedDatasetError, ("Call the `batch` method", "across 2 replicas")),
+        ([{"x": np.ones((4, 2)), "y": 3.0}], errors.UnbatchedDatasetError, ("['x']: (4, 2), ['y']: ()",)),
+        ([np.array([b"a", "b"], object)], errors.UnsupportedElementError, ("which holds bytes",)),
         ([(np.ones(4), np.ones(5))], errors.InconsistentRowsError, ("[0]: (4,), [1]: (5,)",)),
         (
             [np.array(["a", "b"])],
@@ -930,6 +932,27 @@ def test_what_is_no_dataset(strategy, dataset):
         lambda: strategy.experimental_distribute_dataset(dataset),
         "no dataset",
     )
+
+
+def test_what_has_been_distributed(strategy):
+    dataset = strategy.experimental_distribute_dataset([np.ones(4)])
+    for given in (dataset, iter(dataset)):
+        message(
+            errors.UnsupportedSourceError,
+            lambda given=given: strategy.experimental_distribute_dataset(given),
+            "has been distributed",
+        )
+    message(
+        errors.InvalidArgumentError,
+        lambda: strategy.distribute_datasets_from_function([np.ones(4)]),
+        "experimental_distribute_dataset",
+    )
+    three = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    (batch,) = three.experimental_distribute_dataset([np.ones(6)])
+    for call in (lambda: strategy.reduce("SUM", batch, axis=0), lambda: strategy.gather(batch, axis=0)):
+        message(
+            errors.MixedStrategiesError, call, "PerReplica over 3 replicas", "Use the strategy that made it"
+        )
 
 
 def test_a_generator_that_raises(strategy):

@@ -510,3 +510,21 @@ def test_arrays_that_leaked_out(strategy):
     for use in (lambda: strategy.run(lambda: kept[0] + 1), rx.function(lambda: kept[0] + 1)):
         with pytest.raises(errors.TraceError, match="finished, trace"):
             use()
+
+
+@pytest.mark.parametrize("num_rows", [6, 5, 2])
+@pytest.mark.parametrize("is_closed_over", [False, True])
+def test_code_that_only_computes_with_a_strategys_values_runs_where_they_are(num_rows, is_closed_over):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    (batch,) = strategy.experimental_distribute_dataset([(np.ones((num_rows, 2)), np.arange(num_rows))])
+
+    def halved(batch):
+        return jax.tree.map(lambda a: a / 2, batch)
+
+    result = rx.function(lambda: halved(batch))() if is_closed_over else rx.function(halved)(batch)
+    parts = strategy.experimental_local_results(result[1])
+    assert np.concatenate(parts).tolist() == [row / 2 for row in range(num_rows)]
+    assert float(strategy.reduce("SUM", result[1], axis=0)) == sum(range(num_rows)) / 2
+    assert strategy.gather(result[0], axis=0).shape == (num_rows, 2)
+    same = rx.function(lambda value: value)(strategy.replicate(np.ones(2)))
+    assert len(same.values) == 3

@@ -201,3 +201,23 @@ def test_components_of_an_on_read_variable_everywhere(strategy):
     assert first(strategy, second).tolist() == [2.0, 20.0]
     assert first(strategy, total).tolist() == [3.0, 30.0]
     assert np.asarray(rx.function(lambda: strategy.reduce("SUM", v, axis=None))()).tolist() == [3.0, 30.0]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6])
+def test_a_value_that_is_made_before_a_collective_on_some_replicas_and_after_it_on_others(num_rows):
+    """Zeros are the gradient of a replica without rows, before the sum; others make the same zeros after it."""
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    aggregate = rx.optax.aggregate_gradients()
+    weights = np.ones((4, 8), np.float32)
+
+    def step(weights, x):
+        gradient = jax.grad(lambda w: rx.nn.compute_average_loss(jnp.tanh(x @ w).sum(1)))(weights)
+        (gradient,), _ = aggregate.update((gradient,), aggregate.init((gradient,)))
+        return gradient + jnp.zeros_like(gradient)
+
+    rows = np.random.default_rng(0).normal(size=(num_rows, 4)).astype(np.float32)
+    (batch,) = strategy.experimental_distribute_dataset([rows])
+    results = strategy.experimental_local_results(strategy.run(step, args=(weights, batch)))
+    expected = jax.grad(lambda w: jnp.mean(jnp.tanh(rows @ w).sum(1)))(weights)
+    for result in results:
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)

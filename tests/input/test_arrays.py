@@ -174,9 +174,29 @@ def test_impossible_calls(call):
         call(from_arrays(np.arange(4)))
 
 
-def test_a_buffer_size_is_not_taken_for_a_seed():
-    with pytest.raises(TypeError):
-        from_arrays(np.arange(4)).shuffle(1000)
+def test_a_buffer_size_changes_nothing():
+    rows = from_arrays(np.arange(40))
+    with_size = [x.tolist() for x in rows.shuffle(2, seed=1).batch(40)]
+    assert with_size == [x.tolist() for x in rows.shuffle(seed=1).batch(40)]
+    assert with_size == [x.tolist() for x in rows.shuffle(buffer_size=100, seed=1).batch(40)]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda rows: rows.batch(2.5), "batch_size must be a whole number of at least 1, got 2.5"),
+        (lambda rows: rows.batch("3"), "got '3'"),
+        (lambda rows: rows.batch(True), "got True"),
+        (lambda rows: rows.shuffle(0), "buffer_size must be a whole number of at least 1, got 0"),
+        (lambda rows: rows.shuffle(seed="a"), "seed must be"),
+        (lambda rows: rows.repeat(-2), r"-1 or None is for ever\), got -2"),
+        (lambda rows: rows.take(None), "-1 is all"),
+        (lambda rows: rows.shard(2, "1"), "index must be at least 0"),
+    ],
+)
+def test_numbers_that_are_none(make, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        make(from_arrays(np.arange(4)))
 
 
 def test_arrays_with_different_numbers_of_rows():

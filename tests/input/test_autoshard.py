@@ -211,7 +211,7 @@ def test_options():
     [
         ((2, 2, 2), "worker_index must be at least 0 and less than num_workers=2, got 2"),
         ((2, -1, 2), "got -1"),
-        ((0, 0, 1), "num_workers must be at least 1"),
+        ((0, 0, 1), "num_workers must be a whole number of at least 1, got 0"),
         ((2, 0, 3), "every worker to have the same number of replicas; got num_replicas=3"),
         ((2, 0, 0), "num_replicas=0"),
     ],

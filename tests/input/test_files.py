@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import pathlib
 import struct
 
 import grain
@@ -243,15 +244,14 @@ def test_for_ever_ends_if_there_is_no_row(tmp_path, kind):
 def test_arguments(tmp_path, kind):
     rows = make_numbers(tmp_path, kind, [3])
     error = rx.errors.InvalidArgumentError
-    message(error, lambda: rows.batch(0), "batch_size must be at least 1, got 0")
+    message(error, lambda: rows.batch(0), "batch_size must be a whole number of at least 1, got 0")
     message(error, lambda: rows.batch(2).batch(2), "call batch once")
     message(error, lambda: rows.shuffle(0), "buffer_size")
     message(error, lambda: rows.shuffle(2, seed=-1), "seed")
     message(error, lambda: rows.repeat(-2), "count")
     message(error, lambda: rows.take(-2), "count")
     message(error, lambda: rows.shard(2, 2), "index")
-    with pytest.raises(TypeError):
-        rows.batch(2.5)
+    message(error, lambda: rows.batch(2.5), "batch_size must be a whole number", "got 2.5")
 
 
 # --- what is known beforehand -------------------------------------------------------------------------
@@ -627,3 +627,17 @@ def test_checksum():
 def test_grain_reads_the_same(tmp_path):
     (path,) = write_files(tmp_path, "tfrecords", [4])
     assert list(rx.data.from_tfrecords(path)) == list(grain.experimental.TFRecordIterDataset(str(path)))
+
+
+def test_a_file_that_went_away(tmp_path):
+    rows = make_numbers(tmp_path, "csv", [3, 3])
+    pathlib.Path(rows.files[1]).unlink()
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(rx.errors.MissingFileError, match="It was there when the dataset was made"):
+        list(strategy.experimental_distribute_dataset(rows.batch(2)))
+
+
+def test_columns_that_are_not_there_show_the_header(tmp_path):
+    (tmp_path / "a.csv").write_text("x;y\n1;2\n")
+    with pytest.raises(rx.errors.ColumnError, match=r"its header line is 'x;y'.*delimiter=','"):
+        list(rx.data.from_csv(tmp_path / "a.csv", columns=["x"]).batch(1))

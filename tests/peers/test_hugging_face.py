@@ -1,5 +1,6 @@
 import itertools
 import json
+import logging
 
 import datasets
 import numpy as np
@@ -120,7 +121,8 @@ def test_rows_that_are_lists_are_not_taken_for_batches(lengths, is_stream):
         list(open_elements(dataset).iterate())
 
 
-def test_rows_of_one_length_are_warned_of(caplog):
+def test_rows_of_one_length_are_said_to_be_a_batch(caplog):
+    caplog.set_level(logging.INFO, "replicax")
     tokens = {"input_ids": [[1, 2, 3]] * 4}
     elements = open_elements(datasets.Dataset.from_dict(tokens))
     assert len(list(elements.iterate())) == len(list(elements.iterate())) == 4

@@ -361,3 +361,19 @@ def test_donated_positions(two):
         errors.InvalidArgumentError, match=r"donate_args=\(3,\)\) names positions in args, of which.*1"
     ):
         two.run(lambda a: a, (first,), options=rx.RunOptions(donate_args=(3,)))
+
+
+def test_run_in_a_function_that_jax_traces_says_so_where_the_batch_is_an_argument():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    (batch,) = strategy.experimental_distribute_dataset([np.ones(4)])
+    with pytest.raises(rx.errors.TraceError, match=r"inside rx.function instead of jax.jit"):
+        jax.jit(lambda batch: strategy.run(lambda x: x, args=(batch,)))(batch)
+
+
+def test_a_replica_without_rows_is_named_where_a_row_is_needed():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    (batch,) = strategy.experimental_distribute_dataset([np.ones((2, 2))])
+    with pytest.raises(ValueError, match="zero-size array") as caught:
+        strategy.run(lambda x: jnp.max(x), args=(batch,))
+    (note,) = [note for note in caught.value.__notes__ if "without rows" in note]
+    assert "the batch has 2 rows for 3 replicas" in note

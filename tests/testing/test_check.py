@@ -807,3 +807,10 @@ def test_while_one_thread_checks_another_may_iterate_and_checks_may_end_in_any_o
         assert len(list(dataset)) == 3
     assert [report.ok for report in reports] == [True, True]
     assert iteration_guard == guards
+
+
+def test_a_step_of_which_nothing_can_be_compared_says_so():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    report = rx.testing.check_against_one_device(lambda x: None, np.ones(4, np.float32), strategy)
+    assert report.num_compared == 0
+    assert "nothing was compared" in str(report)

@@ -26,7 +26,7 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
-from replicax._src.strategies.code import PlacedCode, trace_code
+from replicax._src.strategies.code import PlacedCode, mesh_of, trace_code
 from replicax._src.values import is_variable
 
 log = logging.getLogger("replicax")
@@ -97,7 +97,8 @@ class Function:
             return self._run_as_python(args, kwargs)
         programs = self._cache.programs_of(fn)
         described, arrays = _describe(leaves, programs)
-        signature = (tree, tuple(described), context.get_strategy(), jax_state())
+        mesh = mesh_of(arrays)
+        signature = (tree, tuple(described), context.get_strategy(), mesh, jax_state())
         placed = programs.get(signature)
         if placed is None:
             if open_modules((args, kwargs))[1] is not None:
@@ -106,7 +107,7 @@ class Function:
                     "state as arrays (nnx.split), or call strategy.run with the module outside of rx.function."
                 )
             try:
-                placed = _trace(fn, tree, described)
+                placed = _trace(fn, tree, described, mesh)
             except _IteratesDataset:
                 return self._run_as_python(args, kwargs)
             programs.put(signature, described, placed)
@@ -153,7 +154,7 @@ def _describe(leaves: Sequence[Any], programs: FunctionPrograms) -> tuple[list[L
     return described, arrays
 
 
-def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf]) -> PlacedCode:
+def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], mesh: Any) -> PlacedCode:
     inputs = [leaf for leaf in described if leaf.kind != "static"]
 
     def call(tracers: list[Any]) -> Any:
@@ -162,4 +163,4 @@ def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf]) -> Plac
         args, kwargs, cells = jax.tree_util.tree_unflatten(tree, leaves)
         return key.with_cells(fn, cells)(*args, **kwargs)
 
-    return PlacedCode(trace_code(call, [leaf.aval() for leaf in inputs]))
+    return PlacedCode(trace_code(call, [leaf.aval() for leaf in inputs], argument_mesh=mesh))

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 from replicax._src.errors import InvalidArgumentError
+
+
+def whole_number(name: str, value: Any, *, least: int, meaning: str = "") -> int:
+    """Returns ``value`` as an int.
+
+    Args:
+      name: Of the argument, for the message.
+      least: The smallest that is allowed.
+      meaning: What special values mean, for the message.
+
+    Raises:
+      InvalidArgumentError: It is no whole number, or smaller than ``least``.
+    """
+    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    if not is_whole or operator.index(value) < least:
+        said = f" ({meaning})" if meaning else ""
+        raise InvalidArgumentError(f"{name} must be a whole number of at least {least}{said}, got {value!r}.")
+    return operator.index(value)
 
 
 class _NamedOption(enum.Enum):

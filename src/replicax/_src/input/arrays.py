@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from replicax._src.input.order import (
     rebuilt,
 )
 from replicax._src.input.specs import ArraySpec
+from replicax._src.options import whole_number
 
 
 class UnsupportedElementError(ReplicaxError, TypeError):
@@ -118,9 +118,7 @@ class ArrayDataset:
         Raises:
           InvalidArgumentError: ``batch_size`` is less than 1, or the dataset has been batched.
         """
-        batch_size = operator.index(batch_size)
-        if batch_size < 1:
-            raise InvalidArgumentError(f"batch_size must be at least 1, got {batch_size}.")
+        batch_size = whole_number("batch_size", batch_size, least=1)
         if self._is_batched:
             raise InvalidArgumentError("This ArrayDataset has been batched; call batch once, on its rows.")
         order = Batches(self._order, batch_size, drop_remainder)
@@ -128,40 +126,41 @@ class ArrayDataset:
             self._arrays, order, is_batched=True, static_batch_size=batch_size if drop_remainder else None
         )
 
-    def shuffle(self, *, seed: int | None = None, reshuffle_each_iteration: bool = True) -> ArrayDataset:
-        """Puts all elements in a uniformly random order. There is no buffer size to choose.
-
-        The arguments are keywords, so that the ``buffer_size`` of tf.data is not taken for a seed.
+    def shuffle(
+        self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
+    ) -> ArrayDataset:
+        """Puts all elements in a uniformly random order.
 
         Args:
+          buffer_size: Accepted for tf.data's sake: all elements are shuffled, whatever it says.
           seed: Equal seeds give equal orders. None draws one: then the processes of a cluster that each
             hold the whole data would disagree, so give one there.
           reshuffle_each_iteration: Take a new order each time the dataset is iterated or repeated.
 
         Raises:
-          InvalidArgumentError: The dataset never ends, or the seed is negative.
+          InvalidArgumentError: The dataset never ends, the seed is negative, or the buffer size less than 1.
         """
+        if buffer_size is not None:
+            whole_number("buffer_size", buffer_size, least=1)
         if self.cardinality == INFINITE:
             raise InvalidArgumentError(
                 "A dataset that never ends cannot be shuffled; call shuffle before repeat."
             )
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed < 0:
-            raise InvalidArgumentError(f"seed must be at least 0, got {seed}.")
         kind = ShuffledBatches if self._is_batched else ShuffledRows
-        return self._reordered(kind(self._order, operator.index(seed), reshuffle_each_iteration))
+        seed = whole_number("seed", seed, least=0)
+        return self._reordered(kind(self._order, seed, reshuffle_each_iteration))
 
     def repeat(self, count: int | None = None) -> ArrayDataset:
         """Goes through the elements ``count`` times; for ever if that is None or -1."""
-        if count is not None and count < -1:
-            raise InvalidArgumentError(f"count must be at least 0, or None or -1 for ever, got {count}.")
+        if count is not None:
+            count = whole_number("count", count, least=-1, meaning="-1 or None is for ever")
         return self._reordered(Repeated(self._order, None if count == -1 else count))
 
     def take(self, count: int) -> ArrayDataset:
         """Keeps the first ``count`` elements: rows, or batches after ``batch``; all of them if it is -1."""
-        if count < -1:
-            raise InvalidArgumentError(f"count must be at least 0, or -1 for all, got {count}.")
+        count = whole_number("count", count, least=-1, meaning="-1 is all")
         if count == -1:
             return self._reordered(self._order)
         return self._reordered((FirstBatches if self._is_batched else FirstRows)(self._order, count))
@@ -182,8 +181,7 @@ class ArrayDataset:
         if num_shards == index == SHARD_HINT:
             shard: tuple[int | None, int | None] = (None, None)
         else:
-            shard = (operator.index(num_shards), operator.index(index))
-            check_shard(*shard)
+            shard = check_shard(num_shards, index)
         return self._reordered((ShardOfBatches if self._is_batched else ShardOfRows)(self._order, *shard))
 
     def __iter__(self) -> Iterator[Any]:
@@ -352,6 +350,9 @@ def _as_host_array(leaf: Any) -> np.ndarray:
 
 def _unsupported_dtype_text(leaf: Any, array: np.ndarray) -> str:
     got = f"Got {type(leaf).__name__} with dtype {array.dtype}"
+    if array.dtype.kind == "O" and array.size and isinstance(array.flat[0], str | bytes):
+        kind = "text" if isinstance(array.flat[0], str) else "bytes"
+        return f"{got}, which holds {kind}; no device does. Turn it into numbers (token ids, categories, pixels) first."
     if array.dtype.kind == "O" and not array.ndim:
         return f"Got {leaf!r} of type {type(leaf).__name__}, which is no array; elements are nests of arrays."
     if array.dtype.kind == "O":

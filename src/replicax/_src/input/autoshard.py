@@ -7,12 +7,14 @@ replicas_per_worker)``. Pure: no jax.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.split import split_offsets, split_sizes
-from replicax._src.options import _NamedOption
+from replicax._src.options import _NamedOption, whole_number
 
 
 class NotEnoughFilesError(InvalidArgumentError):
@@ -87,15 +89,21 @@ class WorkerShare:
         return self.worker_index * self.replicas_per_worker
 
 
-def check_shard(num_shards: int, index: int, num_name: str = "num_shards", index_name: str = "index") -> None:
-    """Raises InvalidArgumentError unless ``0 <= index < num_shards``."""
-    if num_shards < 1:
-        raise InvalidArgumentError(f"{num_name} must be at least 1, got {num_shards}.")
-    if not 0 <= index < num_shards:
+def check_shard(
+    num_shards: Any, index: Any, num_name: str = "num_shards", index_name: str = "index"
+) -> tuple[int, int]:
+    """Returns both as ints.
+
+    Raises:
+      InvalidArgumentError: Not ``0 <= index < num_shards``.
+    """
+    num_shards = whole_number(num_name, num_shards, least=1)
+    if not isinstance(index, SupportsIndex) or not 0 <= operator.index(index) < num_shards:
         raise InvalidArgumentError(
-            f"{index_name} must be at least 0 and less than {num_name}={num_shards}, got {index}. Shards are "
+            f"{index_name} must be at least 0 and less than {num_name}={num_shards}, got {index!r}. Shards are "
             "numbered from 0."
         )
+    return num_shards, operator.index(index)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input import memory
-from replicax._src.input.arrays import common_num_rows
+from replicax._src.input.arrays import common_num_rows, describe_shapes
 from replicax._src.input.autoshard import (
     AutoShardPolicy,
     Rows,
@@ -47,12 +47,13 @@ log = logging.getLogger("replicax")
 class UnbatchedDatasetError(InvalidArgumentError):
     """A dataset of single rows was given where global batches are needed."""
 
-    def __init__(self, num_replicas: int):
+    def __init__(self, num_replicas: int, element: Any = None):
+        got = "" if element is None else f" Got {describe_shapes(element)}."
         # TensorFlow's text. It promises a ValueError, and raises an IndexError.
         super().__init__(
             "Call the `batch` method on the input Dataset in order to be able to split your input across "
             f"{num_replicas} replicas. Each element must consist of arrays [global_batch, ...], not of "
-            "numbers (and a Python list is a nest of numbers: use np.asarray)."
+            f"numbers (and a Python list is a nest of numbers: use np.asarray).{got}"
         )
 
 
@@ -286,7 +287,7 @@ class _Batch:
         self._arrays, self._tree = jax.tree_util.tree_flatten(element)
         shapes = [array.shape for array in self._arrays]
         if not all(shapes):
-            raise UnbatchedDatasetError(num_replicas)
+            raise UnbatchedDatasetError(num_replicas, element)
         self.num_rows = shapes[0][0] if shapes else 0
         if not shapes or any(shape[0] != self.num_rows for shape in shapes):
             common_num_rows(element)  # says what is wrong

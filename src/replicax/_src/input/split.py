@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.options import _NamedOption
+from replicax._src.options import _NamedOption, whole_number
 
 
 def split_sizes(num_rows: int, num_replicas: int) -> tuple[int, ...]:
@@ -116,11 +116,11 @@ class InputOptions:
     def __post_init__(self) -> None:
         mode = InputReplicationMode.parse(self.experimental_replication_mode)
         object.__setattr__(self, "experimental_replication_mode", mode)
-        if self.experimental_per_replica_buffer_size < 1:
-            raise InvalidArgumentError(
-                "InputOptions(experimental_per_replica_buffer_size=…) must be at least 1, got "
-                f"{self.experimental_per_replica_buffer_size}."
-            )
+        whole_number(
+            "InputOptions(experimental_per_replica_buffer_size=…)",
+            self.experimental_per_replica_buffer_size,
+            least=1,
+        )
         if not self.experimental_place_dataset_on_device:
             return
         if mode is not InputReplicationMode.PER_REPLICA:

@@ -7,6 +7,7 @@ takes its own variant's piece with ``lax.switch``. Collectives stay outside the 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -182,10 +183,7 @@ class UnevenEvaluator:
         self._program = program
         self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants]
         _check_equal_counts([len(c) for c in self._cuts], "collectives")
-        numbers = [number_variant(v) for v in program.variants]
-        shared = set.intersection(*(set(n.values()) for n in numbers))
-        # For each variant the number of each value that all variants compute alike.
-        self._shared = [{v: n for v, n in known.items() if n in shared} for known in numbers]
+        self._shared = _shared_values(program.variants, self._cuts)
         first = program.variants[0].jaxpr
         for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):
             for a, b in zip(self._cuts[0], cuts, strict=True):
@@ -306,6 +304,46 @@ class UnevenEvaluator:
         for env, own, first in zip(envs, live, firsts, strict=True):
             env.update(zip(own, carried[first : first + len(own)], strict=True))
         return results[: len(wanted)]
+
+
+def _shared_values(
+    variants: Sequence[Variant], cuts: Sequence[Sequence[int]]
+) -> list[dict[Any, tuple[Any, int]]]:
+    """Finds what all variants compute alike, between the same cuts.
+
+    (A value that one variant computes before a collective and another after it is no such value: it must be there
+    when each of them needs it.)
+
+    Returns:
+      For each variant the values, and for each what it has in common with that of the others.
+    """
+    known = [number_variant(v) for v in variants]
+    # An equation that is a cut counts to the piece before it.
+    pieces = [
+        {v: bisect.bisect_left(own, i) for i, eqn in enumerate(variant.jaxpr.eqns) for v in eqn.outvars}
+        for variant, own in zip(variants, cuts, strict=True)
+    ]
+    places = [
+        {v: (number, piece.get(v, -1)) for v, number in numbers.items()}
+        for numbers, piece in zip(known, pieces, strict=True)
+    ]
+    shared = set.intersection(*(set(own.values()) for own in places))
+    while True:
+        lost = {
+            own[v]
+            for variant, own, cut in zip(variants, places, map(set, cuts), strict=True)
+            for i, eqn in enumerate(variant.jaxpr.eqns)
+            if i not in cut and not all(_is_literal(a) or own.get(a) in shared for a in eqn.invars)
+            for v in eqn.outvars
+            if v in own
+        }
+        if not lost & shared:
+            return [{v: place for v, place in own.items() if place in shared} for own in places]
+        shared -= lost
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jax_compat.Literal)
 
 
 def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:

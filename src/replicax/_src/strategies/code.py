@@ -17,8 +17,9 @@ from replicax._src.program.program import Variant, check_no_leaks, has_callback,
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
 from replicax._src.strategies.extended import owner_of
-from replicax._src.topology import Topology
+from replicax._src.topology import REPLICA_AXIS, Topology
 from replicax._src.values import DistributedValues, PerReplica, is_value
+from replicax._src.variables.placement import VariablePlacement
 
 
 class _OtherStrategy(BaseException):
@@ -67,12 +68,36 @@ class TracedCode:
     kinds: Sequence[str]
 
 
-def trace_code(call: Callable[[list[Any]], Any], avals: Sequence[Any], strategy: Any = None) -> TracedCode:
+def mesh_of(arrays: Sequence[Any]) -> Any:
+    """The mesh of the strategy whose values are among ``arrays``; None if there is none."""
+    for array in arrays:
+        sharding = array.sharding if isinstance(array, jax.Array) else None
+        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.axis_names == (REPLICA_AXIS,):
+            return sharding.mesh
+    return None
+
+
+@dataclass(frozen=True)
+class _NoStrategy:
+    """The devices of code that only computes with a strategy's values."""
+
+    topology: Topology
+    variable_placement: VariablePlacement
+
+
+def trace_code(
+    call: Callable[[list[Any]], Any],
+    avals: Sequence[Any],
+    strategy: Any = None,
+    argument_mesh: Any = None,
+) -> TracedCode:
     """Traces cross-replica code.
 
     Args:
       call: Calls the code with a list of tracers of ``avals``.
       strategy: Whose code it is; None finds it out.
+      argument_mesh: Where the arguments are, if they are values of a strategy: code that names no strategy runs
+        there, or where the values of a strategy are that it closes over.
 
     Raises:
       MixedStrategiesError: It uses two strategies.
@@ -83,7 +108,12 @@ def trace_code(call: Callable[[list[Any]], Any], avals: Sequence[Any], strategy:
         try:
             variant = _trace_at(call, avals, home, kinds)
             check_no_leaks(variant)
-            return TracedCode(variant, home.strategy or context.get_strategy(), kinds)
+            home_strategy = home.strategy or context.get_strategy()
+            mesh = argument_mesh or mesh_of(variant.consts)
+            if mesh is not None and home_strategy.is_default:
+                topology = Topology.of(list(mesh.devices.flat))
+                home_strategy = _NoStrategy(topology, VariablePlacement(topology, None))
+            return TracedCode(variant, home_strategy, kinds)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
 

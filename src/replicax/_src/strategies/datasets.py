@@ -16,7 +16,8 @@ from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input import memory
 from replicax._src.input.arrays import ArrayDataset, from_arrays
 from replicax._src.input.autoshard import DistributeOptions, WorkerShare
-from replicax._src.input.dataset import DistributedDataset
+from replicax._src.input.dataset import DistributedDataset, DistributedIterator
+from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import LocalRows, PerReplicaPulls, Source, open_source
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.topology import Topology
@@ -28,6 +29,11 @@ def distribute(
 ) -> DistributedDataset:
     """A dataset whose global batches are cut over the replicas."""
     options = _checked(options)
+    if isinstance(dataset, (DistributedDataset, DistributedIterator)):
+        raise UnsupportedSourceError(
+            f"Got a {type(dataset).__name__}, which has been distributed: iterate it, or distribute the dataset that it "
+            "was made from."
+        )
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA is only supported in distribute_datasets_from_function, which calls a "
@@ -45,6 +51,11 @@ def distribute_from_function(
 ) -> DistributedDataset:
     """A dataset of per-replica batches, as ``dataset_fn`` makes it."""
     options = _checked(options)
+    if not callable(dataset_fn):
+        raise InvalidArgumentError(
+            f"distribute_datasets_from_function needs a function of an InputContext that returns a dataset, got "
+            f"{dataset_fn!r}. Distribute a dataset with experimental_distribute_dataset."
+        )
     num_replicas = topology.num_replicas
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         made = [dataset_fn(InputContext(num_replicas, r, num_replicas)) for r in range(num_replicas)]

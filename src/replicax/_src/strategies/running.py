@@ -249,15 +249,13 @@ class Runner:
         arrays: list[Any] = []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, (PerReplica, Mirrored)):
+                if isinstance(leaf.stored, jax_compat.Tracer) and not is_traced:
+                    raise _foreign_trace()
                 described.append(self._describe_distributed(leaf))
                 arrays.append(self._placed(leaf.stored, leaf, is_traced))  # type: ignore[attr-defined]
             elif key.is_array(leaf):
                 if isinstance(leaf, jax_compat.Tracer) and not is_traced:
-                    raise TraceError(
-                        "strategy.run got a tracer as an argument outside its trace: the value was computed in a "
-                        "function that JAX traced (jax.jit, jax.grad, or an earlier run) and kept. Return it from "
-                        "that function; or call run inside rx.function instead of jax.jit."
-                    )
+                    raise _foreign_trace()
                 described.append(array_leaf(leaf))
                 arrays.append(self._placed(leaf, None, is_traced))
             elif type(leaf) is float and programs is not None and programs.is_varying(position, leaf):
@@ -356,6 +354,10 @@ class Runner:
         patterns = [tuple(leaf.shapes[r] for leaf in inputs if leaf.shapes) for r in range(num_replicas)]
         distinct = list(dict.fromkeys(patterns))
         variant_of_replica = [distinct.index(p) for p in patterns]
+        rows: list[int] | None = None
+        if len(distinct) > 1:
+            first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
+            rows = [shape[0] if shape else 1 for shape in first]
 
         def call(capture_tracers: list[Any]) -> Any:
             tracers = iter(capture_tracers)
@@ -381,6 +383,21 @@ class Runner:
 
         def trace(number: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None) -> Variant:
             replica_id = variant_of_replica.index(number)
+            try:
+                return trace_of(number, replica_id, uneven, forced)
+            except Exception as error:
+                if rows is not None and rows[replica_id] == 0:
+                    note = (
+                        f"(A replica without rows: the batch has {sum(rows)} rows for {num_replicas} replicas, and this was "
+                        "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
+                    )
+                    if note not in getattr(error, "__notes__", ()):
+                        error.add_note(note)
+                raise
+
+        def trace_of(
+            number: int, replica_id: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None
+        ) -> Variant:
             return trace_variant(
                 call,
                 [leaf.aval(replica_id) for leaf in inputs],
@@ -392,10 +409,7 @@ class Runner:
                 forced_sums=forced,
             )
 
-        rows = None
-        if len(distinct) > 1:
-            first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
-            rows = [shape[0] if shape else 1 for shape in first]
+        if rows is not None:
             program = trace_uneven(trace, variant_of_replica, rows)
         else:
             program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
@@ -441,6 +455,14 @@ def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...]
 
 def _reference_counts(arrays: Sequence[Any]) -> list[int]:
     return list(map(sys.getrefcount, arrays))
+
+
+def _foreign_trace() -> TraceError:
+    return TraceError(
+        "strategy.run got a tracer as an argument outside its trace: the value was computed in a "
+        "function that JAX traced (jax.jit, jax.grad, or an earlier run) and kept. Return it from "
+        "that function; or call run inside rx.function instead of jax.jit."
+    )
 
 
 @functools.cache

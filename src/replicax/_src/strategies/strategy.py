@@ -20,6 +20,7 @@ from replicax._src.errors import (
     CrossReplicaContextError,
     InvalidArgumentError,
     IterationContextError,
+    MixedStrategiesError,
     UnsupportedError,
 )
 from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
@@ -36,7 +37,7 @@ from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
 from replicax._src.topology import Topology, device_name
-from replicax._src.values import DistributedValues, Mirrored, is_value
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
 
 
@@ -265,6 +266,7 @@ class Strategy:
         Source: tf.distribute.Strategy.reduce.
         """
         context.check_may_enter(self)
+        self._check_values(value)
         result = reduction.reduce(self.topology, self.user_ops, ReduceOp.parse(reduce_op), value, axis)
         return self._where_variables_are(result)
 
@@ -287,7 +289,16 @@ class Strategy:
                 "instead."
             )
         context.check_may_enter(self)
+        self._check_values(value)
         return self._where_variables_are(reduction.gather(self.topology, value, axis))
+
+    def _check_values(self, nest: Any) -> None:
+        for leaf in jax.tree_util.tree_leaves(nest, is_leaf=is_value):
+            if isinstance(leaf, (PerReplica, Mirrored)) and leaf.num_replicas != self.num_replicas_in_sync:
+                raise MixedStrategiesError(
+                    f"Mixing different tf.distribute.Strategy objects is not possible: got a {type(leaf).__name__} over "
+                    f"{leaf.num_replicas} replicas, and {self!r} has {self.num_replicas_in_sync}. Use the strategy that made it."
+                )
 
     def _where_variables_are(self, nest: Any) -> Any:
         """Arrays of cross-replica code where central storage keeps variables, so that both can be computed with."""

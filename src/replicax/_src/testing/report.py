@@ -60,7 +60,7 @@ class OneDeviceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Whether nothing differs; also true where nothing was compared, see ``num_compared``."""
         return not self.differences
 
     def raise_if_different(self) -> None:
@@ -79,6 +79,11 @@ class OneDeviceReport:
         rows = " + ".join(map(str, self.rows))
         step = f"{self.strategy}, {sum(self.rows)} row(s) over {len(self.rows)} replica(s) ({rows}), against one device:"
         if self.ok:
+            if not self.num_compared:
+                return [
+                    step,
+                    "nothing was compared: the step returns no array, applies no gradient and assigns no variable.",
+                ]
             return [step, f"all {self.num_compared} losses, outputs, gradients and variables agree."]
         return [step, f"{len(self.differences)} of {self.num_compared} values differ.", ""]
 

@@ -249,7 +249,8 @@ class _Name:
         """Says, once, that each element might be a row."""
         if not self._has_warned:
             self._has_warned = True
-            log.warning(
+            # (Not a warning: a batch that .batch(n) made of plain numbers looks the same.)
+            log.info(
                 "Input: an element of %s, which has one list of integers per column, is taken as a batch of %d rows. "
                 "If it is one row (the tokens of a text), call .batch(n) on the dataset.",
                 self.description,

@@ -39,7 +39,8 @@ class Csv(FileFormat):
 
     name = "CSV"
     advice = (
-        "It is damaged, or a line has not as many values as the header. The types of columns are inferred from the first lines of the first "
+        "It is damaged, or a line has not as many values as the header, or a value does not fit the type of its column. "
+        "The types of columns are inferred from the first lines of the first "
         "file; if a later value does not fit, say column_dtypes={name: dtype}."
     )
     has_columns = True
@@ -89,11 +90,17 @@ class Csv(FileFormat):
             )
         except KeyError as error:
             raise ColumnError(
-                f"The CSV file {path!r} has not all of the columns {list(self.columns or ())}. Names are those of its "
-                "header line, or column_names."
+                f"The CSV file {path!r} has not all of the columns {list(self.columns or ())}; its header line is "
+                f"{_first_line_of(path)!r:.300}. Names are those of the header line, or column_names; values are separated by "
+                f"delimiter={self.delimiter!r}."
             ) from error
 
 
 def _is_blank(path: str) -> bool:
     with gzip.open(path) if is_gzip(path) else open(path, "rb") as file:
         return not file.read(1)
+
+
+def _first_line_of(path: str) -> str:
+    with gzip.open(path) if is_gzip(path) else open(path, "rb") as file:
+        return file.readline().decode(errors="replace").rstrip("\r\n")

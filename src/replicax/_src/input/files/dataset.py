@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -33,6 +32,7 @@ from replicax._src.input.files.steps import (
 )
 from replicax._src.input.order import INFINITE, Cardinality, PassCounter, Path
 from replicax._src.input.specs import ArraySpec
+from replicax._src.options import whole_number
 
 
 @final
@@ -124,24 +124,21 @@ class FileDataset:
         Raises:
           InvalidArgumentError: ``buffer_size`` is less than 1, or the seed is negative.
         """
-        buffer_size = _at_least_1("buffer_size", buffer_size)
+        buffer_size = whole_number("buffer_size", buffer_size, least=1)
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed < 0:
-            raise InvalidArgumentError(f"seed must be at least 0, got {seed}.")
-        return self._with(Shuffle(buffer_size, operator.index(seed), reshuffle_each_iteration))
+        return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle_each_iteration))
 
     def repeat(self, count: int | None = None) -> FileDataset:
         """Goes through the elements ``count`` times; for ever if that is None or -1."""
-        if count is not None and count < -1:
-            raise InvalidArgumentError(f"count must be at least 0, or None or -1 for ever, got {count}.")
-        return self._with(Repeat(None if count is None or count == -1 else operator.index(count)))
+        if count is not None:
+            count = whole_number("count", count, least=-1, meaning="-1 or None is for ever")
+        return self._with(Repeat(None if count == -1 else count))
 
     def take(self, count: int) -> FileDataset:
         """Keeps the first ``count`` elements: rows, or batches after ``batch``; all of them if it is -1."""
-        if count < -1:
-            raise InvalidArgumentError(f"count must be at least 0, or -1 for all, got {count}.")
-        return self._with() if count == -1 else self._with(Take(operator.index(count)))
+        count = whole_number("count", count, least=-1, meaning="-1 is all")
+        return self._with() if count == -1 else self._with(Take(count))
 
     def shard(self, num_shards: int, index: int) -> FileDataset:
         """Keeps every ``num_shards``-th element from the element ``index`` on: rows, or batches after ``batch``.
@@ -157,8 +154,7 @@ class FileDataset:
         """
         if num_shards == index == SHARD_HINT:
             return self._with(Shard(None, None))
-        check_shard(operator.index(num_shards), operator.index(index))
-        return self._with(Shard(operator.index(num_shards), operator.index(index)))
+        return self._with(Shard(*check_shard(num_shards, index)))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> FileDataset:
         """Joins every ``batch_size`` rows into one element, across files.
@@ -172,7 +168,7 @@ class FileDataset:
         """
         if self.is_batched:
             raise InvalidArgumentError("This FileDataset has been batched; call batch once, on its rows.")
-        return self._with(Batch(_at_least_1("batch_size", batch_size), drop_remainder))
+        return self._with(Batch(whole_number("batch_size", batch_size, least=1), drop_remainder))
 
     def __iter__(self) -> Iterator[Any]:
         """Starts again from the first element."""
@@ -283,10 +279,3 @@ class FileDataset:
 
     def _with(self, *steps: Step) -> FileDataset:
         return FileDataset(self._files, self._format, (*self._steps, *steps))
-
-
-def _at_least_1(name: str, value: int) -> int:
-    value = operator.index(value)
-    if value < 1:
-        raise InvalidArgumentError(f"{name} must be at least 1, got {value}.")
-    return value

@@ -27,7 +27,7 @@ def resolve_files(files: Files) -> tuple[str, ...]:
     """
     try:
         given = [files] if isinstance(files, str | bytes | os.PathLike) else list(files)
-        names = [os.fsdecode(one) for one in given]
+        names = [os.path.expanduser(os.fsdecode(one)) for one in given]
     except TypeError as error:
         raise InvalidArgumentError(
             f"files must be a path, a pattern such as 'data/*.csv', or a list of these, got {files!r}."
@@ -43,6 +43,11 @@ def resolve_files(files: Files) -> tuple[str, ...]:
 
 def fingerprint_of(paths: Sequence[str]) -> dict[str, Any]:
     """What tells files from others, wherever their folder is: how many, and a hash of their names and sizes."""
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        raise MissingFileError(
+            f"{_missing_text(missing, len(paths))} It was there when the dataset was made."
+        )
     listed = "\0".join(f"{os.path.basename(path)}\0{os.path.getsize(path)}" for path in paths)
     return {"num_files": len(paths), "names_and_sizes": hashlib.sha256(listed.encode()).hexdigest()[:16]}
 
