@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+# A file's tests stay together: many share programs that were compiled.
+IN_TWO := -n 2 --dist loadfile
 LINTED := $(wildcard src tests examples benchmarks)
 
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.
@@ -30,12 +32,12 @@ demo: $(STAMP)
 	@$(BIN)/python examples/digits.py
 
 test: $(STAMP)
-	@echo "test: pytest, without the tests marked long"
-	@$(BIN)/python -m pytest -q -m "not long"
+	@echo "test: pytest, without the tests marked long, in two processes"
+	@$(BIN)/python -m pytest -q -m "not long" $(IN_TWO)
 
 test-long: $(STAMP)
-	@echo "test-long: pytest, all tests"
-	@$(BIN)/python -m pytest -q
+	@echo "test-long: pytest, all tests, in two processes"
+	@$(BIN)/python -m pytest -q $(IN_TWO)
 
 test-peers: $(PEERS_STAMP)
 	@echo "test-peers: pytest tests/peers"
