@@ -73,7 +73,7 @@ class Prefetcher:
         if item is _END:
             self._is_over = True
             raise StopIteration
-        if self._ready.qsize() <= self._limit() // 2:
+        if self._ready.qsize() <= self._limit() // 2 and self._wake.empty():
             self._wake.put(None)
         if type(item) is _Failure:
             raise item.error
