@@ -37,7 +37,12 @@ def steps_of(dataset, share, policy):
     steps = []
     for step in open_source(dataset, share=share, policy=policy).iterate():
         ends = np.cumsum(step.sizes)
-        steps.append([step.nest[e - n : e].tolist() for n, e in zip(step.sizes, ends, strict=True)])
+        steps.append(
+            [
+                step.tree.unflatten(step.arrays)[e - n : e].tolist()
+                for n, e in zip(step.sizes, ends, strict=True)
+            ]
+        )
     return steps
 
 

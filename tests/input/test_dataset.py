@@ -20,7 +20,7 @@ class Lists:
             ends = np.cumsum(step.sizes)
             return [array[end - size : end].tolist() for size, end in zip(step.sizes, ends, strict=True)]
 
-        return jax.tree.map(slices, step.nest)
+        return jax.tree.map(slices, step.tree.unflatten(step.arrays))
 
     def stack(self, steps, capacity):
         return [self.place(step) for step in steps], capacity

@@ -85,7 +85,7 @@ def steps_of(dataset, num_workers, worker, num_replicas, policy=None):
 
 
 def rows_in(steps):
-    return [row for step in steps for row in step.nest["n"].tolist()]
+    return [row for step in steps for row in step.tree.unflatten(step.arrays)["n"].tolist()]
 
 
 # --- workers ------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_policy_file_deals_out_files(tmp_path, kind, num_workers):
             steps = steps_of(dataset.batch(4), num_workers, worker, 2 * num_workers, policy)
             assert rows_in(steps) == list(itertools.chain(*numbers[worker::num_workers]))
             for step in steps:
-                assert len(step.nest["n"]) == sum(step.sizes)
+                assert len(step.tree.unflatten(step.arrays)["n"]) == sum(step.sizes)
                 assert len(step.sizes) == 2
 
 
@@ -150,7 +150,7 @@ def test_workers_with_csv_files_agree_about_types(tmp_path):
     dataset = rx.data.from_csv(str(tmp_path / "?")).batch(2)
     for worker in range(2):
         (step,) = steps_of(dataset, 2, worker, 2, FILE)
-        assert step.nest["x"].dtype == np.float64
+        assert step.tree.unflatten(step.arrays)["x"].dtype == np.float64
 
 
 def test_a_workers_file_with_other_columns_than_the_first(tmp_path):

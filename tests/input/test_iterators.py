@@ -22,7 +22,7 @@ class Lists:
     """Places rows as lists."""
 
     def place(self, step):
-        return jax.tree.map(lambda array: array.tolist(), step.nest)
+        return jax.tree.map(lambda array: array.tolist(), step.tree.unflatten(step.arrays))
 
     def stack(self, steps, capacity):
         return [self.place(step) for step in steps]

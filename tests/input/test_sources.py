@@ -19,7 +19,11 @@ def parts_of(pulls):
 @pytest.mark.parametrize("num_replicas", REPLICAS)
 def test_global_batches(num_replicas):
     source = open_source(grain.MapDataset.range(9).batch(4), num_replicas=num_replicas)
-    assert [step.nest.tolist() for step in source.iterate()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert [step.tree.unflatten(step.arrays).tolist() for step in source.iterate()] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8],
+    ]
     assert source.cardinality == 3
     assert source.num_replicas == num_replicas
     assert source.element_spec() == PerReplicaSpec((None,), np.int32, num_replicas)

@@ -136,7 +136,7 @@ def test_rows_of_one_length_are_said_to_be_a_batch(caplog):
 def test_workers_of_a_dataset():
     share = WorkerShare(num_workers=2, worker_index=1, num_replicas=2)
     steps = open_source(rows_of(7).batch(4), share=share).iterate()
-    assert [step.nest["y"].tolist() for step in steps] == [[2, 3], [6]]
+    assert [step.tree.unflatten(step.arrays)["y"].tolist() for step in steps] == [[2, 3], [6]]
     with pytest.raises(NotEnoughFilesError):
         open_source(rows_of(7).batch(4), share=share, policy=AutoShardPolicy.FILE)
 
@@ -174,7 +174,7 @@ def test_streams_from_generators():
     elements = open_elements(datasets.IterableDataset.from_generator(batches))
     assert next(elements.iterate())["z"].dtype == np.float32
     assert [
-        step.nest["y"].tolist()
+        step.tree.unflatten(step.arrays)["y"].tolist()
         for step in open_source(datasets.IterableDataset.from_generator(batches)).iterate()
     ] == [
         [0, 0, 0],
@@ -197,7 +197,9 @@ def test_files_are_dealt_out(num_workers, tmp_path):
         source = open_source(dataset.batch(4), share=share)
         if num_workers > 1:
             assert source.describe()["policy"].startswith("FILE: AUTO: the 3 files")
-        rows.append([row for step in source.iterate() for row in step.nest["y"].tolist()])
+        rows.append(
+            [row for step in source.iterate() for row in step.tree.unflatten(step.arrays)["y"].tolist()]
+        )
     assert sorted(itertools.chain(*rows)) == [10 * file + row for file in range(3) for row in range(5)]
     for index, of_worker in enumerate(rows):
         assert {row // 10 for row in of_worker} == set(range(index, 3, num_workers))

@@ -45,7 +45,7 @@ def rows_of_workers(make, num_workers, policy=None):
     for index in range(num_workers):
         share = WorkerShare(num_workers=num_workers, worker_index=index, num_replicas=num_workers)
         steps = open_source(make(), share=share, policy=policy).iterate()
-        rows.append([row for step in steps for row in np.asarray(step.nest).tolist()])
+        rows.append([row for step in steps for row in np.asarray(step.tree.unflatten(step.arrays)).tolist()])
     return rows
 
 
@@ -280,7 +280,10 @@ def test_opening_uses_up_no_order(paths):
     expected = [[batch.tolist() for batch in dataset.as_numpy_iterator()] for _ in range(2)]
     elements = open_source(make())
     elements.element_spec()
-    assert [[np.asarray(step.nest).tolist() for step in elements.iterate()] for _ in range(2)] == expected
+    assert [
+        [np.asarray(step.tree.unflatten(step.arrays)).tolist() for step in elements.iterate()]
+        for _ in range(2)
+    ] == expected
 
 
 # --- strategies ---------------------------------------------------------------------------------------

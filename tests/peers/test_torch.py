@@ -192,7 +192,7 @@ def test_workers_of_a_cluster():
     for index in range(2):
         share = WorkerShare(num_workers=2, worker_index=index, num_replicas=2)
         steps = open_source(DataLoader(Rows(7), batch_size=4), share=share).iterate()
-        rows.append([row for step in steps for row in step.nest["y"].tolist()])
+        rows.append([row for step in steps for row in step.tree.unflatten(step.arrays)["y"].tolist()])
     assert rows == [[0, 1, 4, 5], [2, 3, 6]]
     with pytest.raises(NotEnoughFilesError, match="a torch DataLoader"):
         open_source(DataLoader(Rows(7), batch_size=4), share=share, policy=AutoShardPolicy.FILE)

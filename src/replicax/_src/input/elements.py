@@ -17,7 +17,7 @@ import jax
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.arrays import ArrayDataset, UnsupportedElementError, as_array
 from replicax._src.input.autoshard import AutoShardPolicy
-from replicax._src.input.order import INFINITE, Cardinality
+from replicax._src.input.order import INFINITE, Cardinality, PassCounter
 from replicax._src.input.specs import spec_of
 
 
@@ -208,6 +208,15 @@ def check_same_dataset(state: Any, expected: dict[str, Any]) -> None:
             )
 
 
+def check_before_pass(state: Any, expected: dict[str, Any], passes: PassCounter, number: int) -> None:
+    """As ``check_same_dataset``; where the state is refused, the pass that was begun for it has not been one."""
+    try:
+        check_same_dataset(state, expected)
+    except NotResumableError:
+        passes.give_back(number)
+        raise
+
+
 def _finite(length: Cardinality) -> int | None:
     return None if length == INFINITE else int(length)
 
@@ -275,11 +284,7 @@ class _ArrayPass(Pass):
         return {"position": self._position, "passes": self._dataset.passes.num_begun, **self._constant}
 
     def set_state(self, state: Any) -> None:
-        try:
-            check_same_dataset(state, self._fingerprint)
-        except NotResumableError:
-            self._dataset.passes.give_back(self._constant["pass"])
-            raise
+        check_before_pass(state, self._fingerprint, self._dataset.passes, self._constant["pass"])
         self._dataset.continue_from(int(state["passes"]), state["seeds"])
         self._begin(int(state["pass"]), int(state["position"]))
 

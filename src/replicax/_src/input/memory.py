@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-_ALIGNMENT = (
-    64  # bytes; where XLA's CPU client takes a NumPy array as it is, and accelerators' copies are fast
-)
+# Bytes. XLA's CPU client takes aligned NumPy arrays as they are, and accelerators copy them fast.
+_ALIGNMENT = 64
 _SMALL = 64 * 1024  # up to there the devices' own copy is cheaper than an aligned array
 
 
@@ -39,9 +38,8 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     if not array.flags.c_contiguous or array.itemsize * math.prod(array.shape[1:]) * len(rows) <= _SMALL:
         return array[rows]  # (np.take with an output copies all of an array that is not contiguous)
     result = empty((len(rows), *array.shape[1:]), array.dtype)
-    return np.take(
-        array, rows, axis=0, out=result, mode="clip"
-    )  # other modes copy once more; numbers are in range
+    # Other modes copy once more; the numbers are in range.
+    return np.take(array, rows, axis=0, out=result, mode="clip")
 
 
 def stack(arrays: Sequence[np.ndarray], capacity: int) -> np.ndarray:

@@ -121,7 +121,7 @@ class _Items:
             pass  # the next call meets it again
         except BaseException as error:
             self._error = error  # after the steps before it
-        return _Item(group, stack(self._placer, group, size), _form(size))
+        return _Item(group, _stacked(self._placer, group, size), _form(size))
 
     def _read(self) -> _Step:
         if self._unread:
@@ -130,12 +130,12 @@ class _Items:
         return _Step(on_host, self._elements.get_state() if self._is_resumable else None)
 
 
-def stack(placer: Placer, steps: Sequence[_Step], size: int) -> Any:
-    """Places steps of one signature together, and says for how many there is room."""
-    return placer.stack([step.on_host for step in steps], capacity_of(len(steps), size))
+def _stacked(placer: Placer, steps: Sequence[_Step], size: int) -> Any:
+    """Places steps of one signature together."""
+    return placer.stack([step.on_host for step in steps], _capacity(len(steps), size))
 
 
-def capacity_of(num_steps: int, size: int) -> int:
+def _capacity(num_steps: int, size: int) -> int:
     """One program serves all numbers of steps, but for a single one, which needs no room for others."""
     return size if num_steps > 1 else 1
 
@@ -195,7 +195,7 @@ class Reader:
                 self._group, self._num_taken = self._next_group(group_size), 0
             steps = self._group.steps
             start, stop = self._num_taken, min(self._num_taken + num_steps, len(steps))
-            taken = StackedSteps(self._group.value, start, stop, capacity_of(len(steps), group_size))
+            taken = StackedSteps(self._group.value, start, stop, _capacity(len(steps), group_size))
             self._state, self._num_taken = steps[stop - 1].state, stop
             if stop == len(steps):
                 self._group = None
@@ -234,7 +234,7 @@ class Reader:
                 itertools.islice(self._unread, size),
             )
         )
-        item = _Item(steps, stack(self._placer, steps, size), _form(size))
+        item = _Item(steps, _stacked(self._placer, steps, size), _form(size))
         for _ in steps:
             self._unread.popleft()
         return item

@@ -71,11 +71,6 @@ class LocalRows:
     tree: Any
     sizes: tuple[int, ...]
 
-    @property
-    def nest(self) -> Any:
-        """The nest of the arrays."""
-        return self.tree.unflatten(self.arrays)
-
 
 class Source(abc.ABC):
     """The steps of a loop: what a strategy places on its replicas, one step at a time."""

@@ -7,11 +7,10 @@ from typing import Any, final
 from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.elements import (
     Elements,
-    NotResumableError,
     Pass,
     Traits,
     as_arrays,
-    check_same_dataset,
+    check_before_pass,
     first_element,
 )
 from replicax._src.input.files.chunks import num_rows_of, rows_of
@@ -93,11 +92,8 @@ class _FilePass(Pass):
         return {**mine, "passes": self._dataset.passes.num_begun, **self._constant}
 
     def set_state(self, state: Any) -> None:
-        try:
-            check_same_dataset(state, self._dataset.fingerprint)
-        except NotResumableError:
-            self._dataset.passes.give_back(self._constant["pass"])
-            raise
+        dataset = self._dataset
+        check_before_pass(state, dataset.fingerprint, dataset.passes, self._constant["pass"])
         self._dataset.continue_from(int(state["passes"]), state["seeds"])
         self._begin(int(state["pass"]), int(state["position"]))
         self._cursor.set_state(state["cursor"])
