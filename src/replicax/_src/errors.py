@@ -24,6 +24,7 @@ Callers catch types, never texts. ``docs/errors.md`` has an entry for each class
     ├── BackendStartedError (RuntimeError)     too late: JAX's backend is running
     ├── KerasBackendError (RuntimeError)       Keras does not run on JAX
     ├── KerasLossError (ValueError)            a mean loss where it would be R times too large
+    ├── KerasScopeError (ValueError)           a model, or metrics of it, made outside the scope
     ├── DonatedError (RuntimeError)            a value that was given away
     ├── OneDeviceDifferenceError (AssertionError)  a step differs from the same step on one device
     └── MissingExtraError (ImportError)        an optional dependency is not installed
@@ -116,6 +117,10 @@ class KerasBackendError(ReplicaxError, RuntimeError):
 
 class KerasLossError(ReplicaxError, ValueError):
     """A Keras loss with a mean reduction would give gradients R times too large."""
+
+
+class KerasScopeError(ReplicaxError, ValueError):
+    """A Keras model, or metrics of it, made outside the scope of the strategy that trains it."""
 
 
 class DonatedError(ReplicaxError, RuntimeError):

@@ -114,9 +114,9 @@ class DistributedDataset:
         """What places its steps."""
         return self._placer
 
-    def reader_of(self, elements: Pass) -> Reader:
-        """What reads a pass for one iterator."""
-        return Reader(elements, self._placer, num_ahead=self._num_ahead, places_ahead=self._places_ahead)
+    def reader_of(self, elements: Pass, placer: Placer | None = None) -> Reader:
+        """What reads a pass for one iterator, placing steps with ``placer`` if it is to do something else."""
+        return Reader(elements, placer or self._placer, num_ahead=self._num_ahead, places_ahead=self._places_ahead)
 
     def __repr__(self) -> str:
         where = "on the devices" if self._places_ahead else "on the host"

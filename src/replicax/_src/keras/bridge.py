@@ -16,6 +16,7 @@ import keras
 from replicax._src import context
 from replicax._src.errors import KerasBackendError, KerasLossError
 from replicax._src.keras import capture as keras_capture
+from replicax._src.keras import models
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.threads import carry_state
 from replicax._src.placement.eager import thread_states
@@ -46,6 +47,10 @@ def install() -> None:
     _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
     _replace(keras.losses.Loss, "__call__", _wrapped_loss_call)
+    _replace(keras.Model, "__init__", models.wrapped_init)
+    _replace(keras.Model, "compile", models.wrapped_compile)
+    for name in models.PHASES:
+        _replace(keras.Model, name, models.wrapped_method(name))
     slot_makers.insert(0, keras_capture.make_slot)
     variable_types.append(keras.Variable)
     trace_scopes.append(_scope)

@@ -242,7 +242,7 @@ class SlotGroup:
             slot.placed = value
 
 
-def _note_loss(error: BaseException, donated: Sequence[Any]) -> None:
+def note_loss(error: BaseException, donated: Sequence[Any]) -> None:
     """Says, when a program fails after it was given the state, that the state is lost."""
     if any(value.is_deleted() for value in donated):
         error.add_note(
@@ -289,7 +289,7 @@ class ProgramState:
                 try:
                     new, sums, outs, tokens = execute(written, read)
                 except jax.errors.JaxRuntimeError as error:
-                    _note_loss(error, written)
+                    note_loss(error, written)
                     raise
                 self.written.store(new, sums)
         else:

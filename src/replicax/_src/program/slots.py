@@ -6,6 +6,7 @@ A slot joins one variable to one strategy's devices. Nothing here traces or runs
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -126,6 +127,19 @@ def own_copy(value: Any, sharding: Any) -> jax.Array:
     copy = jnp.copy(value)
     copy = jax.lax.convert_element_type(copy, copy.dtype)  # strips the weak type, which would recompile
     return jax.device_put(copy, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copies(values: Sequence[jax.Array], sharding: Any) -> list[jax.Array]:
+    return [jax.lax.with_sharding_constraint(jnp.copy(value), sharding) for value in values]
+
+
+def own_copies(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
+    """``own_copy`` of several values, in one program."""
+    if not values:
+        return []
+    placed = jax.device_put(list(values), sharding)
+    return _copies([jax.lax.convert_element_type(v, v.dtype) for v in placed], sharding)
 
 
 def check_no_tracer(slot: Slot, value: Any) -> None:

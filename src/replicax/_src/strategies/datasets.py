@@ -189,14 +189,14 @@ def _put_rows(topology: Topology, array: Any) -> jax.Array:
     if isinstance(array, jax.Array):
         return jax.device_put(array, topology.per_replica)
     rows = [array[replica : replica + 1] for replica in range(len(array))]
-    return jax_compat.put_parts(array, rows, topology.per_replica)
+    return jax_compat.put_parts(array.shape, rows, topology.per_replica)
 
 
 def _put_whole(topology: Topology, array: Any) -> jax.Array:
     """Puts an array on the one device there is."""
     if isinstance(array, jax.Array):
         return jax.device_put(array, topology.replicated)
-    return jax_compat.put_parts(array, [array], topology.replicated)
+    return jax_compat.put_parts(array.shape, [array], topology.replicated)
 
 
 def _rows_of_replicas(array: Any, sizes: tuple[int, ...]) -> Any:

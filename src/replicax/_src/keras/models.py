@@ -1,0 +1,181 @@
+"""Keras models made in a strategy's scope: ``fit`` and its kin run their steps on the replicas.
+
+What stands here wraps public methods of ``keras.Model``; ``bridge.py`` installs it. Models made outside of every scope
+are left to Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+
+from replicax._src import context
+from replicax._src.errors import KerasScopeError, MixedStrategiesError, UnsupportedError
+from replicax._src.keras.capture import accessor
+from replicax._src.keras.datasets import DistributedInput, as_keras_input
+from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
+
+Method = Callable[..., Any]
+
+PHASES = {
+    "fit": TRAIN,
+    "train_on_batch": TRAIN,
+    "evaluate": TEST,
+    "test_on_batch": TEST,
+    "predict": PREDICT,
+    "predict_on_batch": PREDICT,
+}
+"""The methods that run steps."""
+
+
+def wrapped_init(original: Method) -> Method:
+    """Remembers the strategy in whose scope a model is made."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if context.has_strategy():
+            context.owners[id(self)] = context.strategy_for_new_variable()
+            weakref.finalize(self, context.owners.pop, id(self), None)
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def wrapped_compile(original: Method) -> Method:
+    """Compiles in the scope of the model's strategy, so that what is made is made there."""
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = _strategy_of(self, "compile")
+        if strategy is None:
+            return original(self, *args, **kwargs)
+        with strategy.scope():
+            given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+            for name in ("metrics", "weighted_metrics"):
+                _check_metrics(given.get(name), strategy, self)
+            return original(self, *args, **kwargs)
+
+    return compile
+
+
+def wrapped_method(name: str) -> Callable[[Method], Method]:
+    """``fit``, ``evaluate``, ... in the scope of the model's strategy, with placed steps."""
+
+    def wrap(original: Method) -> Method:
+        signature = inspect.signature(original)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = _strategy_of(self, name)
+            if strategy is None:
+                args, kwargs, inputs = _with_datasets(signature, self, args, kwargs, context.get_strategy())
+                with contextlib.ExitStack() as closing:
+                    for made in inputs:
+                        closing.callback(made.close)
+                    return original(self, *args, **kwargs)
+            with strategy.scope(), contextlib.ExitStack() as closing:
+                args, kwargs, inputs = _with_datasets(signature, self, args, kwargs, strategy)
+                for made in inputs:
+                    closing.callback(made.close)
+                with _placed_steps(self, PHASES[name], strategy):
+                    return original(self, *args, **kwargs)
+
+        return method
+
+    return wrap
+
+
+def _strategy_of(model: Any, method: str) -> Any:
+    """The strategy in whose scope a model was made; None for a model of Keras's own.
+
+    Raises:
+      KerasScopeError: The model was made outside, and is to be trained inside a scope.
+    """
+    strategy = context.owners.get(id(model))
+    if strategy is None and context.has_strategy() and method in ("compile", "fit", "train_on_batch"):
+        raise KerasScopeError(
+            f"Model {model.name!r} was made outside the scope of {context.get_strategy()!r}, and {method}() was called "
+            f"inside it: it would be trained on one device. Make the model, its optimizer and its metrics inside:\n"
+            f"    with strategy.scope():\n"
+            f"        model = ...\n"
+            f"        model.compile(...)"
+        )
+    return strategy
+
+
+def _check_metrics(metrics: Any, strategy: Any, model: Any) -> None:
+    for metric in keras.tree.flatten(metrics):
+        if not isinstance(metric, keras.metrics.Metric):
+            continue
+        owners = [context.owners.get(id(variable)) for variable in metric.variables]
+        if all(owner is strategy for owner in owners):
+            continue
+        if any(owner is not None and owner is not strategy for owner in owners):
+            raise MixedStrategiesError(
+                f"Mixing different tf.distribute.Strategy objects: metric {metric.name!r} was made in the scope of another "
+                f"strategy than model {model.name!r}, which belongs to {strategy!r}. Make it in that one's scope."
+            )
+        raise KerasScopeError(
+            f"Metric {metric.name!r}, given to compile() of model {model.name!r}, was made outside the scope of "
+            f"{strategy!r}, in which the model was made. Make it inside `with strategy.scope():`, or give its name."
+        )
+
+
+# --- running ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _placed_steps(model: Any, phase: Phase, strategy: Any) -> Iterator[None]:
+    """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
+    function = _step_function(model, phase, strategy)
+    try:
+        yield
+    finally:
+        function.finish()
+        home = strategy.variable_placement.parameter_device
+        if home is not None:
+            _bring_home(phase.variables_of(model), home)
+
+
+def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
+    make = f"make_{phase.function_name}"
+    if getattr(type(model), make) is not getattr(keras.Model, make):
+        raise UnsupportedError(
+            f"{type(model).__name__} overrides {make}, which makes the function that replicax has to place. Override "
+            f"{phase.step_name} instead."
+        )
+    function = getattr(model, phase.function_name, None)
+    if not isinstance(function, StepFunction) or function.strategy is not strategy:
+        function = GlobalStepFunction(model, phase, strategy)
+        setattr(model, phase.function_name, function)  # compile() takes it away again
+    return function
+
+
+def _bring_home(groups: Sequence[Sequence[Any]], home: Any) -> None:
+    """Central storage: between the calls one device holds the variables."""
+    variables = [variable for group in groups for variable in group]
+    accessor.set(variables, jax.device_put(accessor.get(variables), home))
+
+
+def _with_datasets(
+    signature: inspect.Signature, model: Any, args: Sequence[Any], kwargs: dict[str, Any], strategy: Any
+) -> tuple[Sequence[Any], dict[str, Any], list[DistributedInput]]:
+    """The arguments of a method with datasets of ours as Keras takes them, and these."""
+    try:
+        bound = signature.bind(model, *args, **kwargs)
+    except TypeError:
+        return args, kwargs, []  # Keras says what is wrong
+    given = bound.arguments
+    made = []
+    for name in ("x", "validation_data"):
+        beside = ("y", "sample_weight") if name == "x" else ()
+        value = as_keras_input(given.get(name), strategy, {other: given.get(other) for other in beside})
+        if value is not given.get(name):
+            given[name] = value
+            made.append(value)
+    if made and "shuffle" in signature.parameters and isinstance(given.get("x"), DistributedInput):
+        given["shuffle"] = False
+    return bound.args[1:], bound.kwargs, made

@@ -1,0 +1,184 @@
+"""The steps that Keras's loops call, placed: ``model.train_function`` and its two sisters.
+
+Keras keeps its loops, with callbacks, logs and data. They call ``function(state, iterator)``: the state is lists of
+arrays, one list for each kind of variable, and the function takes as many batches as it runs steps. While a loop runs the
+model's variables are empty, so that what is in the lists is all there is of them.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src.keras.capture import accessor
+from replicax._src.keras.datasets import is_end
+from replicax._src.placement.global_view import Batch, GlobalStep, HeldState
+
+State = Sequence[list[Any]]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One of the three things that Keras does with a model.
+
+    Attributes:
+      name: "train", "test" or "predict": the model has ``<name>_step`` and ``<name>_function``.
+      variables_of: The model's variables by list, in the order of the state.
+    """
+
+    name: str
+    variables_of: Callable[[Any], Sequence[Sequence[Any]]]
+
+    @property
+    def function_name(self) -> str:
+        return f"{self.name}_function"
+
+    @property
+    def step_name(self) -> str:
+        return f"{self.name}_step"
+
+    @property
+    def is_predict(self) -> bool:
+        return self.name == "predict"
+
+
+TRAIN = Phase(
+    "train",
+    lambda m: (m.trainable_variables, m.non_trainable_variables, m.optimizer.variables, m.metrics_variables),
+)
+TEST = Phase("test", lambda m: (m.trainable_variables, m.non_trainable_variables, m.metrics_variables))
+PREDICT = Phase("predict", lambda m: (m.trainable_variables, m.non_trainable_variables))
+
+
+class StepFunction(abc.ABC):
+    """A ``train_function``, ``test_function`` or ``predict_function`` of a model.
+
+    Args:
+      model: Whose steps to run.
+      phase: Which of them.
+      strategy: Where.
+    """
+
+    def __init__(self, model: Any, phase: Phase, strategy: Any):
+        self._model, self._phase, self._strategy = model, phase, strategy
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that the steps run under."""
+        return self._strategy
+
+    @abc.abstractmethod
+    def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+        """Takes batches from the iterator, as many as the model's ``steps_per_execution``, and runs the steps.
+
+        Returns:
+          The logs of the last step, or of predictions those of all batches together; and the new state.
+
+        Raises:
+          StopIteration: There is no further batch.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Called when the loop has ended, or failed: the variables have the state again, all of it."""
+
+    def _take(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The batches for one call. An error of the dataset comes after the batches before it."""
+        for _ in range(max(1, int(self._model.steps_per_execution))):
+            try:
+                data = next(iterator)
+            except StopIteration:
+                return
+            if is_end(data):
+                return
+            yield data
+
+    @property
+    def _is_compiled(self) -> bool:
+        return bool(self._model.jit_compile) and not self._model.run_eagerly
+
+
+@final
+class GlobalStepFunction(StepFunction):
+    """Runs the model's own, stateless step in the global view: see ``placement/global_view.py``."""
+
+    def __init__(self, model: Any, phase: Phase, strategy: Any):
+        super().__init__(model, phase, strategy)
+        self._held = HeldState(strategy.topology)
+        self._step = GlobalStep(
+            self._step_of_model,
+            strategy.topology,
+            donates=not phase.is_predict,  # Keras uses the state of a prediction again
+            keeps_all=phase.is_predict,
+        )
+
+    def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
+        outputs, new = getattr(self._model, self._phase.step_name)(state, data)
+        return (outputs, (state[0], new)) if self._phase.is_predict else (outputs, new)
+
+    def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+        batches: list[Batch] = []
+        error: Exception | None = None
+        capacity = max(1, int(self._model.steps_per_execution))
+        try:
+            for data in self._take(iterator):
+                batches.append(Batch(data))
+        except Exception as of_data:
+            error = of_data  # after the steps before it
+        if error is None and not batches:
+            raise StopIteration
+        outputs: list[Any] = []
+        for _, group in itertools.groupby(batches, key=lambda batch: batch.signature):
+            outputs += self._run(state, list(group), capacity)
+        if error is not None:
+            raise error
+        return (_joined(outputs) if self._phase.is_predict else outputs[-1]), state
+
+    def _run(self, state: State, batches: Sequence[Batch], capacity: int) -> list[Any]:
+        if not self._is_compiled:
+            return [self._run_uncompiled(state, batch) for batch in batches]
+        program = self._step.program(state, batches[0], capacity if len(batches) > 1 else 1)
+        if not self._held.is_held(state):
+            self._held.take(state, program.written, self._held_by_variables())
+        return program(self._held, batches)
+
+    def _run_uncompiled(self, state: State, batch: Batch) -> Any:
+        """Operation by operation, for debugging: all devices that hold the state compute everything."""
+        if not self._held.is_held(state):
+            self._held.take(state, (), self._held_by_variables())
+        outputs, new = self._step_of_model(tuple(map(list, state)), batch.tree.unflatten(batch.leaves))
+        values = list(itertools.chain.from_iterable(new))
+        self._held.store(range(len(values)), values)
+        return outputs
+
+    def _held_by_variables(self) -> list[Any]:
+        return accessor.get(self._variables())
+
+    def _variables(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(self._phase.variables_of(self._model)))
+
+    def finish(self) -> None:
+        if self._held.groups is None:
+            return
+        restore(self._variables(), self._held.values())
+        self._held.release()
+
+
+def restore(variables: Sequence[Any], values: Iterable[Any]) -> None:
+    """Gives the variables that are empty, because a loop was left in the middle, their values."""
+    empty = [(variable, value) for variable, value in zip(variables, values) if not accessor.is_built(variable)]
+    if empty:
+        accessor.set(*map(list, zip(*empty)))
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Predictions for several batches as those for one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return jax.tree_util.tree_map(lambda *parts: np.concatenate(parts), *outputs)

@@ -1,0 +1,367 @@
+"""The global view: a pure step of a whole batch, compiled over the replicas' devices.
+
+The program is the one that one device would run; the partitioner splits it. So every sum over the batch is over all of
+it, whatever the step computes, and no formula is needed. State is whole on every device, the rows of a batch are split;
+a batch that does not divide is padded on the host, and the program begins by cutting the padding off.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.input import memory
+from replicax._src.placement.spmd import in_flight, note_loss
+from replicax._src.program.slots import own_copies, state_lock
+from replicax._src.topology import Topology
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+"""From the state and a batch to the outputs and the new state; the structure of the state stays as it is."""
+
+
+@final
+class Batch:
+    """One batch as it comes from a dataset, on the host or on devices.
+
+    Attributes:
+      leaves: Its arrays.
+      tree: The structure of the nest that they are the leaves of.
+      num_rows: The first dim of the first array, which is that of the others as a rule.
+      signature: Equal for batches that one program takes.
+    """
+
+    __slots__ = ("leaves", "num_rows", "signature", "tree")
+
+    def __init__(self, nest: Any):
+        leaves, self.tree = jax.tree_util.tree_flatten(nest)
+        self.leaves = [leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves]
+        self.num_rows = next((leaf.shape[0] for leaf in self.leaves if leaf.ndim), 0)
+        self.signature: Hashable = (self.tree, tuple((leaf.shape, leaf.dtype) for leaf in self.leaves))
+
+
+# Arrays that programs of this kind gave back, by id: their buffers belong to nothing else.
+_made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+@final
+class HeldState:
+    """The state between the steps: lists of arrays, changed in place, so that who holds the lists sees it as it is.
+
+    A program overwrites the memory of what it changes. It may, where an array came out of a program of ours and nobody
+    else holds it; every other array is copied first.
+    """
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        self._groups: Sequence[list[Any]] | None = None
+
+    @property
+    def groups(self) -> Sequence[list[Any]] | None:
+        """The lists; None between the calls of a loop."""
+        return self._groups
+
+    def is_held(self, groups: Sequence[list[Any]]) -> bool:
+        """Whether these are the lists that the last step left its state in."""
+        return groups is self._groups
+
+    def take(self, groups: Sequence[list[Any]], written: Sequence[int], variables: Sequence[Any]) -> None:
+        """Takes over lists that somebody else made.
+
+        Args:
+          groups: Lists of arrays.
+          written: Which arrays, counted through, a program will overwrite.
+          variables: For each array what its variable holds: the array again, or nothing any more.
+        """
+        self.release()
+        values = list(itertools.chain.from_iterable(groups))
+        counts = list(map(sys.getrefcount, values))
+        limit = _references_of_an_unheld_value()
+        overwritten = set(written)
+        to_copy, to_place = [], []
+        for i, value in enumerate(values):
+            is_ours = _made.get(id(value)) is value
+            is_unheld = counts[i] <= limit + 2 * (variables[i] is value)  # by its variable, and in the list of them
+            if i in overwritten and not (is_ours and is_unheld):
+                to_copy.append(i)
+            elif not is_ours:
+                to_place.append(i)
+        whole = self._topology.replicated
+        new = own_copies([values[i] for i in to_copy], whole)
+        new += jax.device_put([values[i] for i in to_place], whole)
+        for i, value in zip([*to_copy, *to_place], new, strict=True):
+            values[i] = value
+        self._groups = groups
+        self.store(range(len(values)), values)
+
+    def values(self) -> list[Any]:
+        """All arrays, one list after the other."""
+        assert self._groups is not None
+        return list(itertools.chain.from_iterable(self._groups))
+
+    def store(self, positions: Sequence[int], values: Sequence[Any]) -> None:
+        """Replaces arrays, by their position in ``values()``."""
+        assert self._groups is not None
+        new = dict(zip(positions, values, strict=True))
+        start = 0
+        for group in self._groups:
+            stop = start + len(group)
+            group[:] = [new.get(i, group[i - start]) for i in range(start, stop)]
+            start = stop
+
+    def release(self) -> None:
+        """Lets go of the lists, and empties them: their arrays are somebody else's now."""
+        if self._groups is not None:
+            _made.update((id(value), value) for value in self.values() if isinstance(value, jax.Array))
+            for group in self._groups:
+                group.clear()
+            self._groups = None
+
+
+@functools.cache
+def _references_of_an_unheld_value() -> int:
+    """What ``sys.getrefcount`` says of a value that only the given list and our own list of all hold."""
+    groups = [[object()]]
+    values = list(itertools.chain.from_iterable(groups))
+    return next(map(sys.getrefcount, values))
+
+
+@final
+class GlobalStep:
+    """A step with its programs: one for each form of batch and of state.
+
+    Args:
+      step: Traced once for each form.
+      topology: The devices.
+      donates: Whether programs overwrite the memory of the state that they change.
+      keeps_all: Of several steps in one call all outputs are wanted, not only the last.
+    """
+
+    def __init__(self, step: Step, topology: Topology, *, donates: bool, keeps_all: bool):
+        self._step, self._topology = step, topology
+        self._donates, self._keeps_all = donates, keeps_all
+        self._programs: dict[Hashable, _Program] = {}
+
+    def program(self, groups: Sequence[list[Any]], batch: Batch, capacity: int) -> _Program:
+        """The program for batches like this one, traced and compiled if there is none yet.
+
+        Args:
+          groups: The state.
+          batch: One of the batches.
+          capacity: How many batches a call takes at most; with more than 1 they are stacked.
+        """
+        form = (batch.signature, capacity, tuple(map(len, groups)), jax.config.read("jax_enable_x64"))
+        program = self._programs.get(form)
+        if program is None:
+            program = _Program(self._step, groups, batch, capacity, self._topology, self._donates, self._keeps_all)
+            self._programs[form] = program
+        return program
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs there are."""
+        return len(self._programs)
+
+
+@final
+class _Program:
+    """The step for batches of one form, compiled.
+
+    Attributes:
+      written: Which arrays of the state it changes; the others only go in.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        groups: Sequence[list[Any]],
+        batch: Batch,
+        capacity: int,
+        topology: Topology,
+        donates: bool,
+        keeps_all: bool,
+    ):
+        self._topology, self._capacity, self._donates = topology, capacity, donates
+        self._keeps_all = keeps_all and capacity > 1
+        self._layouts = [_Layout(leaf.shape, leaf.dtype, batch.num_rows, topology) for leaf in batch.leaves]
+        state = list(itertools.chain.from_iterable(groups))
+        jaxpr, consts = self._trace(step, groups, state, batch)
+        num_state, num_consts = len(state), len(consts)
+        invars = jaxpr.invars[num_consts : num_consts + num_state]
+        new = jaxpr.outvars[:num_state]
+        self.written = [i for i, (old, var) in enumerate(zip(invars, new, strict=True)) if var is not old]
+        self._read = [i for i in range(num_state) if i not in set(self.written)]
+        # The state that does not change needs no way out of the program.
+        outs = [new[i] for i in self.written] + list(jaxpr.outvars[num_state:])
+        self._jaxpr = jax_compat.rebuild(jaxpr, outvars=outs)
+        # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
+        self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
+        self._consts = [jax.device_put(c, topology.replicated) for c in consts]
+        self._needs_token = topology.is_cpu and topology.num_replicas > 1
+        self._compiled = self._compile(donates)
+
+    def _trace(self, step: Step, groups: Sequence[list[Any]], state: Sequence[Any], batch: Batch) -> Any:
+        def flat(state: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+            leaves = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
+            remaining = iter(state)
+            given = tuple([next(remaining) for _ in group] for group in groups)
+            outputs, new = step(given, batch.tree.unflatten(leaves))
+            outputs, self._outputs_tree = jax.tree_util.tree_flatten(outputs)
+            new = list(itertools.chain.from_iterable(new))
+            # A weakly typed value would be compiled anew when it comes in again.
+            new = [
+                value if value is old else jax.lax.convert_element_type(value, old.dtype)
+                for value, old in zip(new, state, strict=True)
+            ]
+            return [*new, *map(jnp.asarray, outputs)]
+
+        avals = [jax_compat.shaped(value.shape, value.dtype) for value in state]
+        batch_avals = [layout.aval for layout in self._layouts]
+        return jax_compat.trace(flat, (avals, batch_avals))
+
+    def _compile(self, donates: bool) -> Any:
+        run = self._run_one if self._capacity == 1 else self._run_several
+        whole = self._topology.replicated
+        batch = [layout.sharding(is_stacked=self._capacity > 1) for layout in self._layouts]
+        return jax.jit(
+            run,
+            in_shardings=(whole, whole, whole, batch, whole),
+            out_shardings=whole,
+            donate_argnums=(0,) if donates else (),
+        )
+
+    def _evaluate(self, written: Any, read: Any, consts: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
+        state: list[Any] = [None] * (len(self.written) + len(self._read))
+        for i, value in zip([*self.written, *self._read], [*written, *read], strict=True):
+            state[i] = value
+        outs = jax_compat.eval_jaxpr(self._jaxpr, [*consts, *state, *leaves])
+        for i in self._repeated:
+            outs[i] = jnp.copy(outs[i])
+        return outs[: len(self.written)], outs[len(self.written) :]
+
+    def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any, _: Any) -> Any:
+        new, outputs = self._evaluate(written, read, consts, leaves)
+        return new, outputs, self._token()
+
+    def _run_several(self, written: Any, read: Any, consts: Any, leaves: Any, num_steps: Any) -> Any:
+        num_written = len(self.written)
+        avals = [var.aval for var in self._jaxpr.outvars[num_written:]]
+        kept = [(self._capacity, *aval.shape) if self._keeps_all else aval.shape for aval in avals]
+        first = [jnp.zeros(shape, aval.dtype) for shape, aval in zip(kept, avals, strict=True)]
+
+        def one(index: Any, carry: Any) -> Any:
+            state, outputs = carry
+            batch = [jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False) for leaf in leaves]
+            state, new = self._evaluate(state, read, consts, batch)
+            if self._keeps_all:
+                new = [jax.lax.dynamic_update_index_in_dim(o, n, index, 0) for o, n in zip(outputs, new, strict=True)]
+            return state, new
+
+        new, outputs = jax.lax.fori_loop(0, num_steps, one, (list(written), first))
+        return new, outputs, self._token()
+
+    def _token(self) -> list[Any]:
+        return [jnp.zeros((), jnp.int8)] if self._needs_token else []
+
+    def __call__(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+        """Runs the step on each batch, and leaves the new state in ``state``. Does not block.
+
+        Returns:
+          The outputs: of all steps, if the step keeps all, else those of the last one.
+        """
+        columns = zip(*(batch.leaves for batch in batches), strict=True)
+        if self._capacity == 1:
+            leaves = [layout.put(column[0]) for layout, column in zip(self._layouts, columns, strict=True)]
+        else:
+            leaves = [
+                layout.put_stacked(column, self._capacity)
+                for layout, column in zip(self._layouts, columns, strict=True)
+            ]
+        num_steps = np.int32(len(batches))
+        with state_lock:
+            values = state.values()
+            written = [values[i] for i in self.written]
+            read = [values[i] for i in self._read]
+            del values
+            try:
+                new, outputs, tokens = self._compiled(written, read, self._consts, leaves, num_steps)
+            except jax.errors.JaxRuntimeError as error:
+                note_loss(error, written)
+                raise
+            state.store(self.written, new)
+        for token in tokens:
+            in_flight.add(token)
+        if self._keeps_all:
+            on_host = [np.asarray(leaf) for leaf in outputs]
+            return [self._outputs_tree.unflatten([leaf[i] for leaf in on_host]) for i in range(len(batches))]
+        return [self._outputs_tree.unflatten(outputs)]
+
+
+@final
+class _Layout:
+    """How one array of a batch lies on the devices: its rows split, padded to a multiple of the devices, or whole.
+
+    Attributes:
+      aval: What the program gets.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, num_rows: int, topology: Topology):
+        self._topology, self._shape = topology, shape
+        self._is_split = bool(shape) and shape[0] == num_rows > 0 and topology.num_replicas > 1
+        rows = math.ceil(num_rows / topology.num_replicas) * topology.num_replicas
+        self._padded = (rows, *shape[1:]) if self._is_split else shape
+        self._dtype = jax.dtypes.canonicalize_dtype(dtype)
+        self.aval = jax_compat.shaped(self._padded, self._dtype)
+
+    def sharding(self, *, is_stacked: bool) -> Any:
+        if not self._is_split:
+            return self._topology.replicated
+        return self._topology.stacked if is_stacked else self._topology.per_replica
+
+    def without_padding(self, leaf: Any) -> Any:
+        """In the program: the rows that there are."""
+        return leaf if self._padded == self._shape else leaf[: self._shape[0]]
+
+    def put(self, leaf: Any) -> jax.Array:
+        """Places an array. One of the host is copied: who owns it may write the next batch into it."""
+        sharding = self.sharding(is_stacked=False)
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(self._pad_on_device(leaf), sharding)
+        padded = memory.empty(self._padded, self._dtype)
+        self._fill(padded, leaf)
+        return jax_compat.put_parts(padded.shape, list(self._parts(padded)), sharding)
+
+    def put_stacked(self, leaves: Sequence[Any], capacity: int) -> jax.Array:
+        """Places the arrays of several batches as one, with the batches as a new first dim."""
+        stacked = memory.empty((capacity, *self._padded), self._dtype)
+        for rows, leaf in zip(stacked, leaves, strict=False):
+            self._fill(rows, np.asarray(leaf))
+        stacked[len(leaves) :] = 0
+        return jax.device_put(stacked, self.sharding(is_stacked=True))
+
+    def _fill(self, padded: np.ndarray, leaf: np.ndarray) -> None:
+        if self._padded == self._shape:
+            padded[...] = leaf
+        else:
+            padded[: len(leaf)], padded[len(leaf) :] = leaf, 0
+
+    def _pad_on_device(self, leaf: jax.Array) -> jax.Array:
+        if self._padded == self._shape:
+            return leaf
+        rows = self._padded[0] - self._shape[0]
+        return jnp.concatenate([leaf, jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)])
+
+    def _parts(self, array: np.ndarray) -> Iterator[np.ndarray]:
+        if not self._is_split:
+            return itertools.repeat(array, self._topology.num_replicas)
+        rows = self._padded[0] // self._topology.num_replicas
+        return (array[start : start + rows] for start in range(0, self._padded[0], rows))
