@@ -64,7 +64,9 @@ def put_parts(shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: Any
     dtype = jax.dtypes.canonicalize_dtype(parts[0].dtype)
     if dtype != parts[0].dtype:
         parts = [part.astype(dtype) for part in parts]
-    return _pxla.batched_device_put(_placed_aval(shape, dtype, sharding), sharding, parts, _devices_of(sharding))
+    return _pxla.batched_device_put(
+        _placed_aval(shape, dtype, sharding), sharding, parts, _devices_of(sharding)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

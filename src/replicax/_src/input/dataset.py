@@ -116,7 +116,9 @@ class DistributedDataset:
 
     def reader_of(self, elements: Pass, placer: Placer | None = None) -> Reader:
         """What reads a pass for one iterator, placing steps with ``placer`` if it is to do something else."""
-        return Reader(elements, placer or self._placer, num_ahead=self._num_ahead, places_ahead=self._places_ahead)
+        return Reader(
+            elements, placer or self._placer, num_ahead=self._num_ahead, places_ahead=self._places_ahead
+        )
 
     def __repr__(self) -> str:
         where = "on the devices" if self._places_ahead else "on the host"

@@ -16,7 +16,7 @@ import keras
 from replicax._src import context
 from replicax._src.errors import KerasBackendError, KerasLossError
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import models
+from replicax._src.keras import models, replica_steps
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.threads import carry_state
 from replicax._src.placement.eager import thread_states
@@ -49,6 +49,8 @@ def install() -> None:
     _replace(keras.losses.Loss, "__call__", _wrapped_loss_call)
     _replace(keras.Model, "__init__", models.wrapped_init)
     _replace(keras.Model, "compile", models.wrapped_compile)
+    _replace(keras.Layer, "losses", replica_steps.wrapped_losses)
+    _replace(keras.Model, "compute_loss", replica_steps.wrapped_compute_loss)
     for name in models.PHASES:
         _replace(keras.Model, name, models.wrapped_method(name))
     slot_makers.insert(0, keras_capture.make_slot)
@@ -74,8 +76,9 @@ def uninstall() -> None:
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
+    wrapped = wrap(original)
     _originals.append((owner, name, owner.__dict__.get(name)))
-    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    setattr(owner, name, wrapped if isinstance(wrapped, property) else functools.wraps(original)(wrapped))
 
 
 def _scope(capture: Any) -> Any:
@@ -113,6 +116,8 @@ def _wrapped_loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         capture = current_capture()
+        if replica_steps.is_loss_shared():
+            return _shared(original, self, *args, **kwargs)
         if capture is None or (capture.num_replicas or 1) == 1 or self.reduction not in _MEANS:
             return original(self, *args, **kwargs)
         error = _mean_loss_error(self, capture.num_replicas or 1)
@@ -121,6 +126,12 @@ def _wrapped_loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return _not_differentiable(original(self, *args, **kwargs), error)
 
     return __call__
+
+
+def _shared(
+    original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    return replica_steps.loss_of_whole_batch(loss, original, y_true, y_pred, sample_weight)
 
 
 def _mean_loss_error(loss: Any, num_replicas: int) -> KerasLossError:

@@ -19,6 +19,7 @@ from replicax._src import context
 from replicax._src.errors import KerasScopeError, MixedStrategiesError, UnsupportedError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import DistributedInput, as_keras_input
+from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
 
 Method = Callable[..., Any]
@@ -149,7 +150,8 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
         )
     function = getattr(model, phase.function_name, None)
     if not isinstance(function, StepFunction) or function.strategy is not strategy:
-        function = GlobalStepFunction(model, phase, strategy)
+        kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
+        function = kind(model, phase, strategy)
         setattr(model, phase.function_name, function)  # compile() takes it away again
     return function
 

@@ -138,7 +138,7 @@ class GlobalStepFunction(StepFunction):
             outputs += self._run(state, list(group), capacity)
         if error is not None:
             raise error
-        return (_joined(outputs) if self._phase.is_predict else outputs[-1]), state
+        return (joined(outputs) if self._phase.is_predict else outputs[-1]), state
 
     def _run(self, state: State, batches: Sequence[Batch], capacity: int) -> list[Any]:
         if not self._is_compiled:
@@ -172,12 +172,14 @@ class GlobalStepFunction(StepFunction):
 
 def restore(variables: Sequence[Any], values: Iterable[Any]) -> None:
     """Gives the variables that are empty, because a loop was left in the middle, their values."""
-    empty = [(variable, value) for variable, value in zip(variables, values) if not accessor.is_built(variable)]
+    empty = [
+        (variable, value) for variable, value in zip(variables, values) if not accessor.is_built(variable)
+    ]
     if empty:
         accessor.set(*map(list, zip(*empty)))
 
 
-def _joined(outputs: Sequence[Any]) -> Any:
+def joined(outputs: Sequence[Any]) -> Any:
     """Predictions for several batches as those for one."""
     if len(outputs) == 1:
         return outputs[0]

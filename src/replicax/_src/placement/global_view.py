@@ -44,7 +44,9 @@ class Batch:
 
     def __init__(self, nest: Any):
         leaves, self.tree = jax.tree_util.tree_flatten(nest)
-        self.leaves = [leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves]
+        self.leaves = [
+            leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves
+        ]
         self.num_rows = next((leaf.shape[0] for leaf in self.leaves if leaf.ndim), 0)
         self.signature: Hashable = (self.tree, tuple((leaf.shape, leaf.dtype) for leaf in self.leaves))
 
@@ -90,7 +92,9 @@ class HeldState:
         to_copy, to_place = [], []
         for i, value in enumerate(values):
             is_ours = _made.get(id(value)) is value
-            is_unheld = counts[i] <= limit + 2 * (variables[i] is value)  # by its variable, and in the list of them
+            is_unheld = counts[i] <= limit + 2 * (
+                variables[i] is value
+            )  # by its variable, and in the list of them
             if i in overwritten and not (is_ours and is_unheld):
                 to_copy.append(i)
             elif not is_ours:
@@ -162,7 +166,9 @@ class GlobalStep:
         form = (batch.signature, capacity, tuple(map(len, groups)), jax.config.read("jax_enable_x64"))
         program = self._programs.get(form)
         if program is None:
-            program = _Program(self._step, groups, batch, capacity, self._topology, self._donates, self._keeps_all)
+            program = _Program(
+                self._step, groups, batch, capacity, self._topology, self._donates, self._keeps_all
+            )
             self._programs[form] = program
         return program
 
@@ -211,7 +217,9 @@ class _Program:
 
     def _trace(self, step: Step, groups: Sequence[list[Any]], state: Sequence[Any], batch: Batch) -> Any:
         def flat(state: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-            leaves = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
+            leaves = [
+                layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)
+            ]
             remaining = iter(state)
             given = tuple([next(remaining) for _ in group] for group in groups)
             outputs, new = step(given, batch.tree.unflatten(leaves))
@@ -263,7 +271,10 @@ class _Program:
             batch = [jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False) for leaf in leaves]
             state, new = self._evaluate(state, read, consts, batch)
             if self._keeps_all:
-                new = [jax.lax.dynamic_update_index_in_dim(o, n, index, 0) for o, n in zip(outputs, new, strict=True)]
+                new = [
+                    jax.lax.dynamic_update_index_in_dim(o, n, index, 0)
+                    for o, n in zip(outputs, new, strict=True)
+                ]
             return state, new
 
         new, outputs = jax.lax.fori_loop(0, num_steps, one, (list(written), first))
