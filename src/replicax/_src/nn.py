@@ -49,7 +49,7 @@ def compute_average_loss(
                 "Please provide at least one dim: compute_average_loss needs one loss per example [batch, ...], got a "
                 "scalar. Make the loss with reduction=None, or give global_batch_size."
             )
-        size = global_batch_size(loss.shape[0])
+        size = size_of_global_batch(loss.shape[0])
     else:
         size = _checked_size(global_batch_size)
     total = jnp.sum(loss)
@@ -58,7 +58,7 @@ def compute_average_loss(
     return jnp.where(size == 0, 0, share).astype(dtype)
 
 
-def global_batch_size(local_size: int) -> Any:
+def size_of_global_batch(local_size: int) -> Any:
     """The sum of the replicas' batch sizes, from this replica's. Communicates where they may differ.
 
     Raises:

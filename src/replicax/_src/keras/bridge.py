@@ -10,22 +10,21 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import keras
 
 from replicax._src import context
-from replicax._src.errors import KerasBackendError, KerasLossError
+from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import models, replica_steps
+from replicax._src.keras import losses, models, replica_steps
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
+from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax._src.keras.threads import carry_state
 from replicax._src.placement.eager import thread_states
-from replicax._src.program.capture import current_capture, user_line
+from replicax._src.program.capture import current_capture
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import slot_makers
 from replicax._src.values import variable_types
 
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _originals: list[tuple[type, str, Any]] = []
 
 
@@ -46,11 +45,13 @@ def install() -> None:
     _replace(keras.StatelessScope, "get_current_value", _wrapped_get_current_value)
     _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
-    _replace(keras.losses.Loss, "__call__", _wrapped_loss_call)
+    _replace(keras.losses.Loss, "__call__", losses.wrapped_call)
     _replace(keras.Model, "__init__", models.wrapped_init)
     _replace(keras.Model, "compile", models.wrapped_compile)
-    _replace(keras.Layer, "losses", replica_steps.wrapped_losses)
-    _replace(keras.Model, "compute_loss", replica_steps.wrapped_compute_loss)
+    _replace(keras.Layer, "losses", losses.wrapped_losses)
+    _replace(keras.Model, "compute_loss", losses.wrapped_compute_loss)
+    for phase in (TRAIN, TEST, PREDICT):
+        _replace(keras.Model, phase.step_name, replica_steps.wrapped_step(phase))
     for name in models.PHASES:
         _replace(keras.Model, name, models.wrapped_method(name))
     slot_makers.insert(0, keras_capture.make_slot)
@@ -109,55 +110,6 @@ def _wrapped_get_current_value(original: Callable[..., Any]) -> Callable[..., An
         return value
 
     return get_current_value
-
-
-def _wrapped_loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses a mean loss that is differentiated on several replicas: under a tape at once, otherwise when it is."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        capture = current_capture()
-        if replica_steps.is_loss_shared():
-            return _shared(original, self, *args, **kwargs)
-        if capture is None or (capture.num_replicas or 1) == 1 or self.reduction not in _MEANS:
-            return original(self, *args, **kwargs)
-        error = _mean_loss_error(self, capture.num_replicas or 1)
-        if capture.tapes:
-            raise error
-        return _not_differentiable(original(self, *args, **kwargs), error)
-
-    return __call__
-
-
-def _shared(
-    original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
-) -> Any:
-    return replica_steps.loss_of_whole_batch(loss, original, y_true, y_pred, sample_weight)
-
-
-def _mean_loss_error(loss: Any, num_replicas: int) -> KerasLossError:
-    name = type(loss).__name__
-    return KerasLossError(
-        f"keras.losses.{name}(reduction={loss.reduction!r}) was called at {user_line()}, in a replica function of "
-        f"{num_replicas} replicas, and its value is differentiated. It is the mean over one replica's rows, and "
-        f"gradients are summed over replicas: they would be {num_replicas} times too large. Write instead:\n"
-        f"    loss_object = keras.losses.{name}(..., reduction=None)\n"
-        f"    loss = rx.nn.compute_average_loss(loss_object(labels, predictions))\n"
-        f'or use reduction="sum" and divide by the global batch size.'
-    )
-
-
-def _not_differentiable(value: Any, error: Exception) -> Any:
-    """``value``, whose derivative raises ``error``: in jax.grad, however deep in scans and jits it stands."""
-
-    @jax.custom_jvp
-    def unchanged(value: Any) -> Any:
-        return value
-
-    @unchanged.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise error
-
-    return unchanged(value)
 
 
 def _wrap_results() -> None:

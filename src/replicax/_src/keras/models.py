@@ -71,18 +71,17 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             strategy = _strategy_of(self, name)
-            if strategy is None:
+            if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
+                strategy = context.get_strategy()  # Keras on JAX cannot run it
+            with contextlib.ExitStack() as stack:
+                if strategy is not None:
+                    stack.enter_context(strategy.scope())
                 args, kwargs, inputs = _with_datasets(signature, self, args, kwargs, context.get_strategy())
-                with contextlib.ExitStack() as closing:
-                    for made in inputs:
-                        closing.callback(made.close)
-                    return original(self, *args, **kwargs)
-            with strategy.scope(), contextlib.ExitStack() as closing:
-                args, kwargs, inputs = _with_datasets(signature, self, args, kwargs, strategy)
                 for made in inputs:
-                    closing.callback(made.close)
-                with _placed_steps(self, PHASES[name], strategy):
-                    return original(self, *args, **kwargs)
+                    stack.callback(made.close)
+                if strategy is not None:
+                    stack.enter_context(_placed_steps(self, PHASES[name], strategy))
+                return original(self, *args, **kwargs)
 
         return method
 
@@ -163,8 +162,8 @@ def _bring_home(groups: Sequence[Sequence[Any]], home: Any) -> None:
 
 
 def _with_datasets(
-    signature: inspect.Signature, model: Any, args: Sequence[Any], kwargs: dict[str, Any], strategy: Any
-) -> tuple[Sequence[Any], dict[str, Any], list[DistributedInput]]:
+    signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], strategy: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], list[DistributedInput]]:
     """The arguments of a method with datasets of ours as Keras takes them, and these."""
     try:
         bound = signature.bind(model, *args, **kwargs)

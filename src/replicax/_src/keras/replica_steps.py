@@ -1,14 +1,11 @@
 """Steps in TensorFlow's style, ``train_step(self, data)``: replica functions, run with ``strategy.run``.
 
-A replica sees its own rows. What the model's ``compute_loss`` and ``losses`` give there is, on every replica, the loss of
-the whole batch as one device computes it; its gradient is the replica's share, and the optimizer sums the shares.
+A replica sees its own rows; ``losses.py`` says what its losses are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -17,16 +14,15 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax._src import context
 from replicax._src.input import memory
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.split import split_sizes
 from replicax._src.keras.capture import accessor
+from replicax._src.keras.losses import in_replica_step, rows_of_replica_step
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
-from replicax._src.nn import global_batch_size
 from replicax._src.options import RunOptions
 from replicax._src.placement.global_view import Batch
-from replicax._src.program.capture import current_capture
+from replicax._src.program.tape import GradientTape
 from replicax._src.strategies.datasets import BatchPlacer
 from replicax._src.values import PerReplica, is_value
 
@@ -50,9 +46,10 @@ class ReplicaStepFunction(StepFunction):
 
         def step(data: Any) -> Any:
             rows = next((leaf.shape[0] for leaf in jax.tree_util.tree_leaves(data) if leaf.ndim), 0)
-            with _in_replica_step(rows):
+            with in_replica_step(rows):
                 return getattr(model, phase.step_name)(data)
 
+        step.__qualname__ = f"{type(model).__name__}.{phase.step_name}"
         self._replica_step = step
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
@@ -103,143 +100,60 @@ def _weighted_mean(rows: jax.Array, weights: Any) -> jax.Array:
     return (total / jnp.maximum(jnp.sum(weights), 1)).astype(rows.dtype)
 
 
-# --- losses -------------------------------------------------------------------------------------------
+# --- the steps that Keras's other backends have -------------------------------------------------------
 
 
-class _Local(threading.local):
-    rows: int | None = None  # of this replica, in a step
-    is_in_compute_loss = False
+def wrapped_step(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``super().train_step(data)`` in a step in TensorFlow's style; with the state too it is Keras's own."""
+    own = {"train": _train_step, "test": _test_step, "predict": _predict_step}[phase.name]
 
-
-_local = _Local()
-
-
-@contextlib.contextmanager
-def _in_replica_step(rows: int) -> Iterator[None]:
-    before, _local.rows = _local.rows, rows
-    try:
-        yield
-    finally:
-        _local.rows = before
-
-
-def _is_shared() -> bool:
-    """Whether the caller is in a step that several replicas run."""
-    capture = current_capture()
-    return _local.rows is not None and capture is not None and (capture.num_replicas or 1) > 1
-
-
-def wrapped_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Model.compute_loss``, whose losses are those of the whole batch."""
-
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, _local.is_in_compute_loss = _local.is_in_compute_loss, True
-        try:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if rows_of_replica_step() is not None and len(args) + len(kwargs) == 1:
+                return own(self, *args, **kwargs)
             return original(self, *args, **kwargs)
-        finally:
-            _local.is_in_compute_loss = before
 
-    return compute_loss
+        return step
 
-
-def wrapped_losses(original: property) -> property:
-    """``Layer.losses``, of which each is that of the whole batch: a mean over rows, or the same on all replicas."""
-
-    def losses(self: Any) -> list[Any]:
-        own = original.__get__(self)
-        if not _is_shared():
-            return own
-        weight = _weight(_local.rows or 0)
-        return [_shared_value(jnp.asarray(loss), weight) for loss in own]
-
-    return property(losses, doc=original.__doc__)
+    return wrap
 
 
-def is_loss_shared() -> bool:
-    """Whether a Keras loss that is called now is one that ``compute_loss`` adds up."""
-    return _local.is_in_compute_loss and _is_shared()
+def _train_step(model: Any, data: Any) -> Any:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with GradientTape() as tape:
+        y_pred = _call(model, x, training=True)
+        loss = _loss(model, x, y, y_pred, sample_weight, training=True)
+        scaled = model.optimizer.scale_loss(loss)
+    variables = model.trainable_variables
+    model.optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables, strict=True))
+    return _logs(model, loss, x, y, y_pred, sample_weight)
 
 
-_ROW_BY_ROW = ("sum", "mean", "sum_over_batch_size")
+def _test_step(model: Any, data: Any) -> Any:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred = _call(model, x, training=False)
+    loss = _loss(model, x, y, y_pred, sample_weight, training=False)
+    return _logs(model, loss, x, y, y_pred, sample_weight)
 
 
-def loss_of_whole_batch(loss: Any, call: Callable[..., Any], y_true: Any, y_pred: Any, weights: Any) -> Any:
-    """A ``keras.losses.Loss`` of the rows of all replicas.
-
-    Where it is a mean or sum over rows each replica computes its share; any other (one of a masked prediction, one that
-    is not defined row by row) is computed from the predictions of all, which then travel.
-    """
-    rows = keras.tree.flatten(y_pred)[0].shape[0]
-    if loss.reduction in (None, "none"):
-        return call(loss, y_true, y_pred, weights)
-    if (
-        not _is_masked(y_pred)
-        and _is_row_by_row(loss, y_true, y_pred, rows)
-        and loss.reduction in _ROW_BY_ROW
-    ):
-        local = call(loss, y_true, y_pred, weights) if rows else _nothing(y_pred)
-        return _shared_value(local, jnp.float32(1) if loss.reduction == "sum" else _weight(rows))
-    gather = _Gather(rows)
-    y_true, weights = (keras.tree.map_structure(gather.fixed, nest) for nest in (y_true, weights))
-    value = call(loss, y_true, keras.tree.map_structure(gather.differentiable, y_pred), weights)
-    return value if rows else value + _nothing(y_pred).astype(value.dtype)
+def _predict_step(model: Any, data: Any) -> Any:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    return _call(model, x, training=False)
 
 
-def _nothing(y_pred: Any) -> jax.Array:
-    """0, for a replica without rows: its gradients are zero, and it has as many of them as the others."""
-    return sum(jnp.sum(leaf) for leaf in keras.tree.flatten(y_pred))
+def _call(model: Any, x: Any, training: bool) -> Any:
+    takes_training = "training" in inspect.signature(model.call).parameters
+    return model(x, training=training) if takes_training else model(x)
 
 
-def _is_masked(y_pred: Any) -> bool:
-    return any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(y_pred))
+def _loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+    takes_training = "training" in inspect.signature(model.compute_loss).parameters
+    further = {"training": training} if takes_training else {}
+    return model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, **further)
 
 
-def _is_row_by_row(loss: Any, y_true: Any, y_pred: Any, rows: int) -> bool:
-    values = jax.eval_shape(loss.call, y_true, y_pred)
-    return len(getattr(values, "shape", ())) > 0 and values.shape[0] == rows
-
-
-def _weight(rows: int) -> jax.Array:
-    """The replica's part of all rows."""
-    return jnp.float32(rows) / jnp.maximum(jnp.asarray(global_batch_size(rows), jnp.float32), 1)
-
-
-def _shared_value(local: jax.Array, weight: jax.Array) -> jax.Array:
-    """The sum over replicas of ``weight * local``, whose gradient is that of this replica's term."""
-    local = jnp.where(weight > 0, local, 0)  # of no rows the mean is nan
-    share = local * weight.astype(local.dtype)
-    fixed = jax.lax.stop_gradient(share)
-    total = _replica().all_reduce("SUM", fixed)
-    return total + (share - fixed)
-
-
-@final
-class _Gather:
-    """Gathers the rows of all replicas, this one's differentiably."""
-
-    def __init__(self, rows: int):
-        self._rows = rows
-        sizes = _replica().all_gather(jnp.full((1,), rows, jnp.int32), axis=0)
-        self._start = jnp.cumsum(sizes)[_replica().replica_id_in_sync_group] - rows
-
-    def fixed(self, value: Any) -> Any:
-        """The rows of all replicas."""
-        return (
-            value
-            if value is None
-            else _replica().all_gather(jax.lax.stop_gradient(jnp.asarray(value)), axis=0)
-        )
-
-    def differentiable(self, value: Any) -> Any:
-        """The same, and differentiable with respect to those of this replica."""
-        everything = self.fixed(value)
-        if self._rows:
-            everything = jax.lax.dynamic_update_slice_in_dim(everything, value, self._start, 0)
-        mask = getattr(value, "_keras_mask", None)
-        if mask is not None:
-            everything._keras_mask = self.fixed(mask)
-        return everything
-
-
-def _replica() -> Any:
-    return context.get_replica_context()
+def _logs(model: Any, loss: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    for tracker in model.metrics[:1]:
+        if tracker.name == "loss":
+            tracker.update_state(loss, sample_weight=rows_of_replica_step())
+    return model.compute_metrics(x, y, y_pred, sample_weight)

@@ -198,6 +198,7 @@ class _Program:
     ):
         self._topology, self._capacity, self._donates = topology, capacity, donates
         self._keeps_all = keeps_all and capacity > 1
+        self._outputs_tree: Any = None
         self._layouts = [_Layout(leaf.shape, leaf.dtype, batch.num_rows, topology) for leaf in batch.leaves]
         state = list(itertools.chain.from_iterable(groups))
         jaxpr, consts = self._trace(step, groups, state, batch)

@@ -1,0 +1,223 @@
+"""Keras losses in replica functions: refused where they would be wrong, those of the whole batch in a model's own steps.
+
+In a step in TensorFlow's style what the model's ``compute_loss`` and ``losses`` give is, on every replica, the loss of
+the whole batch as one device computes it; its gradient is the replica's share, and the optimizer sums the shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from replicax._src import context
+from replicax._src.errors import KerasLossError
+from replicax._src.nn import size_of_global_batch
+from replicax._src.program.capture import current_capture, user_line
+
+_MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+_ROW_BY_ROW: Final = ("sum_over_batch_size", "mean", "sum")
+
+
+def wrapped_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses a mean loss that is differentiated on several replicas: under a tape at once, otherwise when it is."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = current_capture()
+        if _local.is_in_compute_loss and _is_shared():
+            return _of_whole_batch(self, original, *args, **kwargs)
+        if capture is None or (capture.num_replicas or 1) == 1 or self.reduction not in _MEANS:
+            return original(self, *args, **kwargs)
+        error = _mean_loss_error(self, capture.num_replicas or 1)
+        if capture.tapes:
+            raise error
+        return _not_differentiable(original(self, *args, **kwargs), error)
+
+    return __call__
+
+
+def _mean_loss_error(loss: Any, num_replicas: int) -> KerasLossError:
+    name = type(loss).__name__
+    return KerasLossError(
+        f"keras.losses.{name}(reduction={loss.reduction!r}) was called at {user_line()}, in a replica function of "
+        f"{num_replicas} replicas, and its value is differentiated. It is the mean over one replica's rows, and "
+        f"gradients are summed over replicas: they would be {num_replicas} times too large. Write instead:\n"
+        f"    loss_object = keras.losses.{name}(..., reduction=None)\n"
+        f"    loss = rx.nn.compute_average_loss(loss_object(labels, predictions))\n"
+        f'or use reduction="sum" and divide by the global batch size.'
+    )
+
+
+def _not_differentiable(value: Any, error: Exception) -> Any:
+    """``value``, whose derivative raises ``error``: in jax.grad, however deep in scans and jits it stands."""
+
+    @jax.custom_jvp
+    def unchanged(value: Any) -> Any:
+        return value
+
+    @unchanged.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    return unchanged(value)
+
+
+# --- in a model's own step ------------------------------------------------------------------------------
+
+
+class _Local(threading.local):
+    rows: int | None = None  # of this replica, in a step
+    is_in_compute_loss = False
+    losses_of: tuple[Any, list[Any]] | None = None  # the model whose loss is computed, with its own losses
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def in_replica_step(rows: int) -> Iterator[None]:
+    before, _local.rows = _local.rows, rows
+    try:
+        yield
+    finally:
+        _local.rows = before
+
+
+def rows_of_replica_step() -> int | None:
+    """The number of rows that this replica has, in a model's own step; None elsewhere."""
+    return _local.rows
+
+
+def _is_shared() -> bool:
+    """Whether the caller is in a step that several replicas run."""
+    capture = current_capture()
+    return _local.rows is not None and capture is not None and (capture.num_replicas or 1) > 1
+
+
+def wrapped_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Model.compute_loss``, whose losses are those of the whole batch."""
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _local.is_in_compute_loss, _local.losses_of
+        _local.is_in_compute_loss = True
+        if _is_shared():
+            # Keras keeps them in the layers. In an eager run the next replica replaces them where this one waits.
+            _local.losses_of = self, list(_unshared(self))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _local.is_in_compute_loss, _local.losses_of = before
+
+    return compute_loss
+
+
+def _unshared(model: Any) -> list[Any]:
+    """``model.losses`` as Keras gives them: of this replica's rows."""
+    before, _local.rows = _local.rows, None
+    try:
+        return model.losses
+    finally:
+        _local.rows = before
+
+
+def wrapped_losses(original: property) -> property:
+    """``Layer.losses``, of which each is that of the whole batch: a mean over rows, or the same on all replicas."""
+
+    def losses(self: Any) -> list[Any]:
+        if not _is_shared():
+            return original.__get__(self)
+        of = _local.losses_of
+        own = of[1] if of is not None and of[0] is self else original.__get__(self)
+        weight = _weight(_local.rows or 0)
+        return [_shared_value(jnp.asarray(loss), weight) for loss in own]
+
+    return property(losses, doc=original.__doc__)
+
+
+def _of_whole_batch(
+    loss: Any, call: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """A ``keras.losses.Loss`` of the rows of all replicas.
+
+    Where it is a mean or sum over rows each replica computes its share; any other (one of a masked prediction, one that
+    is not defined row by row) is computed from the predictions of all, which then travel.
+    """
+    rows = keras.tree.flatten(y_pred)[0].shape[0]
+    if loss.reduction in (None, "none"):
+        return call(loss, y_true, y_pred, sample_weight)
+    if (
+        not _is_masked(y_pred)
+        and _is_row_by_row(loss, y_true, y_pred, rows)
+        and loss.reduction in _ROW_BY_ROW
+    ):
+        local = call(loss, y_true, y_pred, sample_weight) if rows else _nothing(y_pred)
+        return _shared_value(local, jnp.float32(1) if loss.reduction == "sum" else _weight(rows))
+    gather = _Gather(rows)
+    y_true, sample_weight = (keras.tree.map_structure(gather.fixed, nest) for nest in (y_true, sample_weight))
+    value = call(loss, y_true, keras.tree.map_structure(gather.differentiable, y_pred), sample_weight)
+    return value if rows else value + _nothing(y_pred).astype(value.dtype)
+
+
+def _nothing(y_pred: Any) -> jax.Array:
+    """0, for a replica without rows: its gradients are zero, and it has as many of them as the others."""
+    return jnp.stack([jnp.sum(leaf) for leaf in keras.tree.flatten(y_pred)]).sum()
+
+
+def _is_masked(y_pred: Any) -> bool:
+    return any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(y_pred))
+
+
+def _is_row_by_row(loss: Any, y_true: Any, y_pred: Any, rows: int) -> bool:
+    values = jax.eval_shape(loss.call, y_true, y_pred)
+    return len(getattr(values, "shape", ())) > 0 and values.shape[0] == rows
+
+
+def _weight(rows: int) -> jax.Array:
+    """The replica's part of all rows."""
+    return jnp.float32(rows) / jnp.maximum(jnp.asarray(size_of_global_batch(rows), jnp.float32), 1)
+
+
+def _shared_value(local: jax.Array, weight: jax.Array) -> jax.Array:
+    """The sum over replicas of ``weight * local``, whose gradient is that of this replica's term."""
+    local = jnp.where(weight > 0, local, 0)  # of no rows the mean is nan
+    share = local * weight.astype(local.dtype)
+    fixed = jax.lax.stop_gradient(share)
+    total = _replica().all_reduce("SUM", fixed)
+    return total + (share - fixed)
+
+
+@final
+class _Gather:
+    """Gathers the rows of all replicas, this one's differentiably."""
+
+    def __init__(self, rows: int):
+        self._rows = rows
+        sizes = _replica().all_gather(jnp.full((1,), rows, jnp.int32), axis=0)
+        self._start = jnp.cumsum(sizes)[_replica().replica_id_in_sync_group] - rows
+
+    def fixed(self, value: Any) -> Any:
+        """The rows of all replicas."""
+        return (
+            value
+            if value is None
+            else _replica().all_gather(jax.lax.stop_gradient(jnp.asarray(value)), axis=0)
+        )
+
+    def differentiable(self, value: Any) -> Any:
+        """The same, and differentiable with respect to those of this replica."""
+        everything: Any = self.fixed(value)
+        if self._rows:
+            everything = jax.lax.dynamic_update_slice_in_dim(everything, value, self._start, 0)
+        mask = getattr(value, "_keras_mask", None)
+        if mask is not None:
+            everything._keras_mask = self.fixed(mask)
+        return everything
+
+
+def _replica() -> Any:
+    return context.get_replica_context()
