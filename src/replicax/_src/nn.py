@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaContextError
 from replicax._src.program.capture import current_capture
+from replicax._src.values import ArrayLike
 
 
 def compute_average_loss(
@@ -91,6 +92,31 @@ def _checked_size(size: Any) -> Any:
     return size
 
 
+class SharedLoss(ArrayLike):
+    """A loss of a Keras model's own step whose gradient is this replica's share already: see ``keras/losses.py``.
+
+    A sum of such is one too; anything else that is computed with it is an array.
+    """
+
+    __slots__ = ("_share",)
+
+    def __init__(self, share: Any):
+        self._share = share
+
+    def as_array(self) -> Any:
+        return self._share
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, SharedLoss):
+            return SharedLoss(self._share + other.as_array())
+        return self if isinstance(other, int) and other == 0 else self._share + other  # sum() begins with 0
+
+    __radd__ = __add__
+
+    def __repr__(self) -> str:
+        return repr(self._share)
+
+
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     """A replica's share of a regularisation loss, which is the same on all: Σ loss / R.
 
@@ -109,5 +135,10 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
             "You are calling `scale_regularization_loss` in cross replica context, while it was expected to be called "
             "in replica context (inside strategy.run)."
         )
+    given = (
+        list(regularization_loss) if isinstance(regularization_loss, (list, tuple)) else [regularization_loss]
+    )
+    if given and all(isinstance(loss, SharedLoss) for loss in given):
+        return sum(given, SharedLoss(0.0)).as_array()
     loss = jnp.sum(jnp.asarray(regularization_loss))
     return loss / jnp.asarray(context.get_strategy().num_replicas_in_sync, loss.dtype)

@@ -64,10 +64,7 @@ def uninstall() -> None:
     """Puts everything back as it was."""
     while _originals:
         owner, name, original = _originals.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+        setattr(owner, name, original)
     if keras_capture.make_slot in slot_makers:
         slot_makers.remove(keras_capture.make_slot)
         variable_types.remove(keras.Variable)
@@ -76,9 +73,11 @@ def uninstall() -> None:
 
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
+    """Replaces an attribute where it is defined: Keras compares some with those of the class that defines them."""
+    owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+    original = vars(owner)[name]
     wrapped = wrap(original)
-    _originals.append((owner, name, owner.__dict__.get(name)))
+    _originals.append((owner, name, original))
     setattr(owner, name, wrapped if isinstance(wrapped, property) else functools.wraps(original)(wrapped))
 
 

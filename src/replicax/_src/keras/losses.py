@@ -17,7 +17,7 @@ import keras
 
 from replicax._src import context
 from replicax._src.errors import KerasLossError
-from replicax._src.nn import size_of_global_batch
+from replicax._src.nn import SharedLoss, size_of_global_batch
 from replicax._src.program.capture import current_capture, user_line
 
 _MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -134,7 +134,8 @@ def wrapped_losses(original: property) -> property:
         of = _local.losses_of
         own = of[1] if of is not None and of[0] is self else original.__get__(self)
         weight = _weight(_local.rows or 0)
-        return [_shared_value(jnp.asarray(loss), weight) for loss in own]
+        shared = [_shared_value(jnp.asarray(loss), weight) for loss in own]
+        return shared if _local.is_in_compute_loss else [SharedLoss(loss) for loss in shared]
 
     return property(losses, doc=original.__doc__)
 

@@ -147,6 +147,12 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
             f"{type(model).__name__} overrides {make}, which makes the function that replicax has to place. Override "
             f"{phase.step_name} instead."
         )
+    if keras.distribution.distribution() is not None:
+        raise UnsupportedError(
+            f"keras.distribution is set ({type(keras.distribution.distribution()).__name__}), and model {model.name!r} was "
+            f"made in the scope of {strategy!r}: both say where it runs. Take one away; "
+            f"keras.distribution.set_distribution(None) takes away Keras's."
+        )
     function = getattr(model, phase.function_name, None)
     if not isinstance(function, StepFunction) or function.strategy is not strategy:
         kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction

@@ -50,6 +50,9 @@ class ReplicaStepFunction(StepFunction):
                 return getattr(model, phase.step_name)(data)
 
         step.__qualname__ = f"{type(model).__name__}.{phase.step_name}"
+        step.replicax_family = (
+            object()
+        )  # what another model's step is traced for is no reason to warn of this one
         self._replica_step = step
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
