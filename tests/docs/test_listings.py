@@ -33,7 +33,10 @@ def lines_of(text: str) -> list[str]:
     return sorted(line.strip() for line in text.strip().splitlines())
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/sharp_bits.md", "docs/guides/data.md"])
+PAGES = ["README.md", "docs/sharp_bits.md", "docs/guides/data.md", "docs/guides/keras.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_listings_print_what_the_page_says(page, tmp_path):
     listings = LISTING.findall((ROOT / page).read_text())
     assert listings
@@ -43,7 +46,7 @@ def test_listings_print_what_the_page_says(page, tmp_path):
         env={"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(SEPARATOR)[:-1]

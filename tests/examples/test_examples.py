@@ -1,5 +1,6 @@
 """Every example, run as a person runs it: in a process of its own, its output read."""
 
+import ast
 import importlib.util
 import itertools
 import os
@@ -27,7 +28,7 @@ def run(name: str, *options: str, **environment: str) -> subprocess.CompletedPro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=180,
     )
 
 
@@ -202,3 +203,124 @@ def test_functional_jax_learns_and_ends_with_one_state():
     assert errors[-1] < 0.05 * errors[0]
     assert "13 of 13 arrays of the state are proven the same" in lines
     assert float(lines[-1].split()[-1]) < 0.01
+
+
+# --- fit ----------------------------------------------------------------------------------------------
+
+FIT_EPOCH = re.compile(
+    r"^\d+/\d+ - .* - accuracy: (\S+) - loss: (\S+) - val_accuracy: (\S+) - val_loss: (\S+)", re.M
+)
+
+
+def fit_output(*options: str) -> tuple[str, list[tuple[str, ...]]]:
+    """The output of ``keras_fit.py``, and what Keras's line of each epoch says."""
+    output = output_of("keras_fit.py", *options)
+    return output, FIT_EPOCH.findall(output)
+
+
+def test_keras_fit_learns_on_two_devices_and_saves_its_curve(tmp_path):
+    curve = tmp_path / "curve.png"
+    output, epochs = fit_output("--curve", str(curve))
+    assert output.startswith("2 replica(s) of MirroredStrategy\n")
+    assert len(epochs) == 10
+    assert float(epochs[-1][1]) < 0.1 * float(epochs[0][1])
+    accuracy, num_wrong = re.search(r"test accuracy (\S+), (\d+) of 360 wrong", output).groups()
+    assert float(accuracy) >= 0.97
+    assert float(accuracy) == pytest.approx(1 - int(num_wrong) / 360, abs=1e-4)  # evaluate and predict agree
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    assert curve.stat().st_size > 10_000
+
+
+# 1149 rows to train with: batches of 50 leave a last one of 49, uneven over 2 and 3 replicas.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "first_line"),
+    [
+        (("--strategy", "one_device"), "1 replica(s) of OneDeviceStrategy"),
+        (("--strategy", "mirrored", "--devices", "3"), "3 replica(s) of MirroredStrategy"),
+        (("--strategy", "central_storage"), "2 replica(s) of CentralStorageStrategy"),
+    ],
+)
+def test_keras_fit_equals_plain_keras_under_each_strategy(options, first_line, plain_fit):
+    output, (epoch,) = fit_output("--epochs", "1", "--batch-size", "50", *options)
+    assert output.splitlines()[0] == first_line
+    assert [float(number) for number in epoch] == pytest.approx(plain_fit, abs=2e-3)
+
+
+@pytest.fixture(scope="module")
+def plain_fit() -> list[float]:
+    """An epoch under the default strategy, which leaves Keras as it is."""
+    output, (epoch,) = fit_output("--strategy", "default", "--epochs", "1", "--batch-size", "50")
+    assert output.startswith("1 replica(s) of DefaultStrategy\n")
+    return [float(number) for number in epoch]
+
+
+# The listings of `Model.fit` in TensorFlow's guide.
+GUIDE_FIT = """
+mirrored_strategy = tf.distribute.MirroredStrategy()
+with mirrored_strategy.scope():
+  model = tf.keras.Sequential([
+      tf.keras.layers.Dense(1, input_shape=(1,),
+                            kernel_regularizer=tf.keras.regularizers.L2(1e-4))])
+  model.compile(loss='mse', optimizer='sgd')
+
+dataset = tf.data.Dataset.from_tensors(([1.], [1.])).repeat(100).batch(10)
+model.fit(dataset, epochs=2)
+model.evaluate(dataset)
+
+inputs, targets = np.ones((100, 1)), np.ones((100, 1))
+model.fit(inputs, targets, epochs=2, batch_size=10)
+
+BATCH_SIZE_PER_REPLICA = 5
+global_batch_size = (BATCH_SIZE_PER_REPLICA *
+                     mirrored_strategy.num_replicas_in_sync)
+dataset = tf.data.Dataset.from_tensors(([1.], [1.])).repeat(100)
+dataset = dataset.batch(global_batch_size)
+LEARNING_RATES_BY_BATCH_SIZE = {5: 0.1, 10: 0.15, 20:0.175}
+learning_rate = LEARNING_RATES_BY_BATCH_SIZE[global_batch_size]
+"""
+RENAMED = {
+    "tf.distribute.": "rx.",
+    "tf.keras.": "keras.",
+    "tf.data.Dataset.from_tensors(([1.], [1.]))": "rx.data.from_arrays((np.ones((1, 1)), np.ones((1, 1))))",
+}
+
+
+def test_guide_fit_is_the_guides_listing_with_its_names_changed():
+    listing = GUIDE_FIT
+    for old, new in RENAMED.items():
+        listing = listing.replace(old, new)
+    source = (ROOT / "examples" / "guide_fit.py").read_text()
+    ours = [ast.unparse(statement) for statement in ast.parse(source).body]
+    guides = [ast.unparse(statement) for statement in ast.parse(listing).body]
+    assert ours[-len(guides) :] == guides
+
+
+def test_guide_fit_fits_and_evaluates():
+    """What each bar says at its end: of two epochs, of the evaluation, of two epochs."""
+    losses = [float(loss) for loss in re.findall(r"10/10.* loss: ([\d.e+-]+)", output_of("guide_fit.py"))]
+    assert len(losses) == 5
+    assert all(later <= earlier for earlier, later in itertools.pairwise(losses))
+    assert losses[-1] < losses[0]
+
+
+def test_custom_train_step_reaches_the_same_losses_in_both_styles():
+    lines = output_of("custom_train_step.py").splitlines()
+    losses = [[float(number) for number in line.split()[1:]] for line in lines[1:-1]]
+    assert len(losses) == 5
+    for (earlier, _), (later, other) in itertools.pairwise(losses):
+        assert later < earlier
+        assert later == pytest.approx(other, rel=1e-4)
+    assert lines[-1] == "the same losses: True"
+
+
+# --- nnx ----------------------------------------------------------------------------------------------
+
+
+def test_nnx_model_learns():
+    lines = output_of("nnx_model.py").splitlines()
+    assert lines[0].startswith("2 replicas of <MirroredStrategy")
+    losses = [float(re.search(r"loss (\S+),", line)[1]) for line in lines[1:]]
+    recognised = [int(re.search(r"(\d+) of 360", line)[1]) for line in lines[1:]]
+    assert losses[-1] < 0.2 * losses[0]
+    assert recognised[-1] > 340
