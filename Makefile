@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+# The oldest Keras that is supported; requirements.lock has the newest.
+OLDEST_KERAS := 3.12.0
+KERAS_VENV := .venv-keras
+KERAS_STAMP := $(KERAS_VENV)/.installed
 # A file's tests stay together: many share programs that were compiled.
 IN_TWO := -n 2 --dist loadfile
 LINTED := $(wildcard src tests examples benchmarks)
@@ -15,17 +19,18 @@ LINTED := $(wildcard src tests examples benchmarks)
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-peers lint format bench clean
+.PHONY: help demo test test-long test-keras test-peers lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
 	@echo "make test       run the tests, without the long ones"
 	@echo "make test-long  run all the tests"
+	@echo "make test-keras run the tests of Keras with Keras $(OLDEST_KERAS), the oldest that is supported"
 	@echo "make test-peers run the tests with TensorFlow, torch and Hugging Face datasets (tests/peers)"
 	@echo "make lint       check the format, lint, check the types"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
-	@echo "make clean      remove .venv, .venv-peers and everything that was built or cached"
+	@echo "make clean      remove .venv, .venv-keras, .venv-peers and everything that was built or cached"
 
 demo: $(STAMP)
 	@echo "demo: examples/digits.py"
@@ -38,6 +43,10 @@ test: $(STAMP)
 test-long: $(STAMP)
 	@echo "test-long: pytest, all tests, in two processes"
 	@$(BIN)/python -m pytest -q $(IN_TWO)
+
+test-keras: $(KERAS_STAMP)
+	@echo "test-keras: pytest tests/keras with Keras $(OLDEST_KERAS), without the tests marked long, in two processes"
+	@$(KERAS_VENV)/bin/python -m pytest -q -m "not long" $(IN_TWO) tests/keras
 
 test-peers: $(PEERS_STAMP)
 	@echo "test-peers: pytest tests/peers"
@@ -59,23 +68,27 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/run.py
 
 clean:
-	@echo "clean: removing .venv, .venv-peers, build outputs and caches"
-	@rm -rf $(VENV) $(PEERS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@echo "clean: removing .venv, .venv-keras, .venv-peers, build outputs and caches"
+	@rm -rf $(VENV) $(KERAS_VENV) $(PEERS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# $(call install,environment,lock file)
+# $(call install,environment,lock file,package instead of the locked one)
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "replicax needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "setup: installing $(2) into $(1) (a few minutes, the first time)"
 	@$(PYTHON) -m venv $(1)
 	@$(1)/bin/pip install -q --disable-pip-version-check -r $(2)
+	$(if $(3),@$(1)/bin/pip install -q --disable-pip-version-check $(3))
 	@$(1)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 endef
 
 $(STAMP): requirements.lock pyproject.toml
 	$(call install,$(VENV),requirements.lock)
+
+$(KERAS_STAMP): requirements.lock pyproject.toml
+	$(call install,$(KERAS_VENV),requirements.lock,keras==$(OLDEST_KERAS))
 
 $(PEERS_STAMP): peers.lock pyproject.toml
 	$(call install,$(PEERS_VENV),peers.lock)
