@@ -29,18 +29,18 @@ class PeerProcess:
         )
         self._ask(setting)
 
-    def run(self, count: int) -> None:
-        """Does ``count`` steps and waits."""
-        self._ask({"count": count})
+    def run(self, count: int) -> Any:
+        """Does ``count`` steps and waits. Returns what the script's function returned."""
+        return self._ask({"count": count})
 
-    def _ask(self, message: dict[str, Any]) -> None:
+    def _ask(self, message: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(message), file=self._process.stdin, flush=True)
         deadline = time.monotonic() + 300
         for line in self._process.stdout:
             if line.startswith("{"):
-                return
+                return json.loads(line)["result"]
             if time.monotonic() > deadline:
                 break
         raise SystemExit(f"{self._script} ended or did not answer; it was asked for {message}.")
@@ -56,11 +56,11 @@ def answer(build: Any) -> None:
     """What a script does: makes its part from the first message, and runs it as often as it is told to."""
     import sys
 
-    run = None
+    run = result = None
     for line in sys.stdin:
         message = json.loads(line)
         if run is None:
             run = build(**message)
         else:
-            run(message["count"])
-        print("{}", flush=True)
+            result = run(message["count"])
+        print(json.dumps({"result": result}), flush=True)

@@ -28,38 +28,53 @@ class Timing:
 
 
 def compare(
-    contestants: Mapping[str, Callable[[int], None]], *, rounds: int = 15, steps: int = 60, warm_up: int = 20
+    contestants: Mapping[str, Callable[[int], float | None]],
+    *,
+    rounds: int = 15,
+    steps: int = 60,
+    warm_up: int = 20,
 ) -> dict[str, Timing]:
     """Times contestants in turns.
 
     Args:
-      contestants: Each runs the given number of steps and waits for the last.
+      contestants: Each runs the given number of steps and waits for the last. It may return how many seconds
+        they took, if not all of what it does is to be counted.
+      warm_up: Steps before the first round; with 0 there is none.
 
     Returns:
       Seconds per step of each, by round.
     """
-    for run in contestants.values():
+    for run in contestants.values() if warm_up else ():
         run(warm_up)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             start = time.perf_counter()
-            contestants[name](steps)
-            seconds[name].append((time.perf_counter() - start) / steps)
+            measured = contestants[name](steps)
+            elapsed = time.perf_counter() - start
+            seconds[name].append((elapsed if measured is None else measured) / steps)
     return {name: Timing(values) for name, values in seconds.items()}
 
 
-def report(title: str, timings: Mapping[str, Timing], baseline: str) -> None:
+def report(
+    title: str,
+    timings: Mapping[str, Timing],
+    baseline: str,
+    *,
+    unit: str = "µs per step",
+    per_second: float = 1e6,
+) -> None:
     """Prints medians with spread, and each contestant relative to ``baseline``, pair by pair of rounds."""
     print(f"\n{title}")
     print(
-        f"  {'':34} {'median':>9} {'best':>9} {'worst':>9}   µs per step; × {baseline}: median of pairs, best/best"
+        f"  {'':34} {'median':>9} {'best':>9} {'worst':>9}   {unit}; × {baseline}: median of pairs, best/best"
     )
     base = timings[baseline]
     for name, timing in timings.items():
         pairs = [a / b for a, b in zip(timing.seconds, base.seconds, strict=True)]
         print(
-            f"  {name:34} {timing.median * 1e6:9.0f} {timing.best * 1e6:9.0f} {timing.worst * 1e6:9.0f}"
+            f"  {name:34} {timing.median * per_second:9.0f} {timing.best * per_second:9.0f}"
+            f" {timing.worst * per_second:9.0f}"
             f"   {statistics.median(pairs):.3f} [{min(pairs):.3f}–{max(pairs):.3f}], {timing.best / base.best:.3f}"
         )

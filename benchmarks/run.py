@@ -22,6 +22,7 @@ import jax
 import keras
 
 import feeding
+import fit
 import memory
 import models
 import overhead
@@ -50,6 +51,7 @@ SECTIONS = {
     "overhead": lambda arguments: overhead.main(arguments.rounds),
     "uneven": lambda arguments: uneven.main(arguments.rounds),
     "feeding": lambda arguments: feeding.main(arguments.rounds, arguments.tensorflow, arguments.torch),
+    "fit": lambda arguments: fit.main(arguments.rounds, arguments.tensorflow),
     "memory": lambda arguments: memory.main(),
     "peers": lambda arguments: peers.main(arguments.rounds, arguments.tensorflow),
 }

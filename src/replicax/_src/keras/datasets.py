@@ -39,6 +39,7 @@ def as_keras_input(x: Any, strategy: Any, others: dict[str, Any]) -> Any:
     Raises:
       MixedStrategiesError: It was distributed by another strategy.
       InvalidArgumentError: It is an iterator, or one of the others is given too.
+      EmptyDatasetError: It has no batch.
     """
     if isinstance(x, DistributedIterator):
         raise InvalidArgumentError(
@@ -60,7 +61,13 @@ def as_keras_input(x: Any, strategy: Any, others: dict[str, Any]) -> Any:
                 f"`{name}` was given beside a DistributedDataset, whose elements hold everything: (x,), (x, y) or "
                 f"(x, y, sample_weight). Leave `{name}` out."
             )
+    if x.cardinality == 0:
+        raise _empty()
     return DistributedInput(x)
+
+
+def _empty() -> EmptyDatasetError:
+    return EmptyDatasetError("The dataset given to Keras has no batch.")
 
 
 @final
@@ -98,7 +105,7 @@ class DistributedInput(keras.utils.PyDataset):
             batch = self._reader.take()
         except StopIteration:
             if index == 0:
-                raise EmptyDatasetError("The dataset given to Keras has no batch.") from None
+                raise _empty() from None
             return (END_OF_DATA,)
         self._next = index + 1
         if not self._has_begun and index == 0:

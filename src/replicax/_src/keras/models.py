@@ -16,11 +16,18 @@ import jax
 import keras
 
 from replicax._src import context
-from replicax._src.errors import KerasScopeError, MixedStrategiesError, UnsupportedError
+from replicax._src.errors import (
+    ContextError,
+    CrossReplicaContextError,
+    KerasScopeError,
+    MixedStrategiesError,
+    UnsupportedError,
+)
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import DistributedInput, as_keras_input
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
+from replicax._src.program.capture import current_capture
 
 Method = Callable[..., Any]
 
@@ -70,6 +77,7 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
         signature = inspect.signature(original)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _check_not_in_a_function(self, name)
             strategy = _strategy_of(self, name)
             if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
                 strategy = context.get_strategy()  # Keras on JAX cannot run it
@@ -86,6 +94,17 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
         return method
 
     return wrap
+
+
+def _check_not_in_a_function(model: Any, method: str) -> None:
+    if current_capture() is None:
+        return
+    where = "a function that strategy.run runs" if context.in_replica_function() else "an rx.function"
+    kind = CrossReplicaContextError if context.in_replica_function() else ContextError
+    raise kind(
+        f"{method}() of model {model.name!r} was called inside {where}: it is a loop over data, which makes programs of its "
+        f"own. Call it outside; inside call the model, a loss and an optimizer."
+    )
 
 
 def _strategy_of(model: Any, method: str) -> Any:

@@ -57,13 +57,13 @@ class ReplicaStepFunction(StepFunction):
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         for group, variables in zip(state, self._phase.variables_of(self._model), strict=True):
-            if group:
-                accessor.set(variables, group)
-                group.clear()  # Keras has no use for them, and what is held twice would be copied in each step
+            values = list(group)
+            accessor.set(variables[: len(values)], values)
         outputs = [self._run(Batch(_without_nones(data))) for data in self._take(iterator)]
         if not outputs:
             raise StopIteration
-        return (joined(outputs) if self._phase.is_predict else outputs[-1]), state
+        # No state: it is in the variables, and what Keras holds too would be copied in each step.
+        return (joined(outputs) if self._phase.is_predict else outputs[-1]), tuple([] for _ in state)
 
     def finish(self) -> None:
         """Nothing is left to do: the variables have had their values all along."""

@@ -18,9 +18,9 @@ import numpy as np
 
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import is_end
-from replicax._src.placement.global_view import Batch, GlobalStep, HeldState
+from replicax._src.placement.global_view import Batch, GlobalStep, HeldState, Values
 
-State = Sequence[list[Any]]
+State = Sequence[Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class GlobalStepFunction(StepFunction):
         return (outputs, (state[0], new)) if self._phase.is_predict else (outputs, new)
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+        groups = self._held.hold(state)  # first of all: Keras has emptied the variables
         batches: list[Batch] = []
         error: Exception | None = None
         capacity = max(1, int(self._model.steps_per_execution))
@@ -135,24 +136,22 @@ class GlobalStepFunction(StepFunction):
             raise StopIteration
         outputs: list[Any] = []
         for _, group in itertools.groupby(batches, key=lambda batch: batch.signature):
-            outputs += self._run(state, list(group), capacity)
+            outputs += self._run(groups, list(group), capacity)
         if error is not None:
             raise error
-        return (joined(outputs) if self._phase.is_predict else outputs[-1]), state
+        return (joined(outputs) if self._phase.is_predict else outputs[-1]), groups
 
-    def _run(self, state: State, batches: Sequence[Batch], capacity: int) -> list[Any]:
+    def _run(self, groups: Sequence[Values], batches: Sequence[Batch], capacity: int) -> list[Any]:
         if not self._is_compiled:
-            return [self._run_uncompiled(state, batch) for batch in batches]
-        program = self._step.program(state, batches[0], capacity if len(batches) > 1 else 1)
-        if not self._held.is_held(state):
-            self._held.take(state, program.written, self._held_by_variables())
+            return [self._run_uncompiled(groups, batch) for batch in batches]
+        program = self._step.program(groups, batches[0], capacity if len(batches) > 1 else 1)
+        self._held.adopt(program.written, self._held_by_variables)
         return program(self._held, batches)
 
-    def _run_uncompiled(self, state: State, batch: Batch) -> Any:
+    def _run_uncompiled(self, groups: Sequence[Values], batch: Batch) -> Any:
         """Operation by operation, for debugging: all devices that hold the state compute everything."""
-        if not self._held.is_held(state):
-            self._held.take(state, (), self._held_by_variables())
-        outputs, new = self._step_of_model(tuple(map(list, state)), batch.tree.unflatten(batch.leaves))
+        self._held.adopt((), self._held_by_variables)
+        outputs, new = self._step_of_model(tuple(map(list, groups)), batch.tree.unflatten(batch.leaves))
         values = list(itertools.chain.from_iterable(new))
         self._held.store(range(len(values)), values)
         return outputs

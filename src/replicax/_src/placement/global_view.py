@@ -12,7 +12,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -56,8 +56,24 @@ _made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary
 
 
 @final
+class Values:
+    """Arrays that change in place: who holds the group sees it as it is now. Not a list, which Keras would copy."""
+
+    __slots__ = ("arrays",)
+
+    def __init__(self, arrays: Iterable[Any]):
+        self.arrays = list(arrays)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+@final
 class HeldState:
-    """The state between the steps: lists of arrays, changed in place, so that who holds the lists sees it as it is.
+    """The state between the steps.
 
     A program overwrites the memory of what it changes. It may, where an array came out of a program of ours and nobody
     else holds it; every other array is copied first.
@@ -65,27 +81,32 @@ class HeldState:
 
     def __init__(self, topology: Topology):
         self._topology = topology
-        self._groups: Sequence[list[Any]] | None = None
+        self._groups: tuple[Values, ...] | None = None
+        self._is_adopted = False
 
     @property
-    def groups(self) -> Sequence[list[Any]] | None:
-        """The lists; None between the calls of a loop."""
+    def groups(self) -> tuple[Values, ...] | None:
+        """The arrays by group; None before the first step and after the last one."""
         return self._groups
 
-    def is_held(self, groups: Sequence[list[Any]]) -> bool:
-        """Whether these are the lists that the last step left its state in."""
-        return groups is self._groups
+    def hold(self, groups: Sequence[Iterable[Any]]) -> tuple[Values, ...]:
+        """Takes over the state that a step is given: its own groups again, or others."""
+        if self._groups is None or groups is not self._groups:
+            new = tuple(Values(group) for group in groups)
+            self.release()
+            self._groups, self._is_adopted = new, False
+        return self._groups
 
-    def take(self, groups: Sequence[list[Any]], written: Sequence[int], variables: Sequence[Any]) -> None:
-        """Takes over lists that somebody else made.
+    def adopt(self, written: Sequence[int], held_by: Callable[[], Sequence[Any]]) -> None:
+        """Places the arrays, and makes sure that a program may overwrite some. Does nothing if it has been done.
 
         Args:
-          groups: Lists of arrays.
           written: Which arrays, counted through, a program will overwrite.
-          variables: For each array what its variable holds: the array again, or nothing any more.
+          held_by: For each array what its variable holds: the array too, or nothing any more.
         """
-        self.release()
-        values = list(itertools.chain.from_iterable(groups))
+        if self._is_adopted:
+            return
+        values, variables = self.values(), held_by()
         counts = list(map(sys.getrefcount, values))
         limit = _references_of_an_unheld_value()
         overwritten = set(written)
@@ -102,39 +123,40 @@ class HeldState:
         whole = self._topology.replicated
         new = own_copies([values[i] for i in to_copy], whole)
         new += jax.device_put([values[i] for i in to_place], whole)
-        for i, value in zip([*to_copy, *to_place], new, strict=True):
-            values[i] = value
-        self._groups = groups
-        self.store(range(len(values)), values)
+        self.store([*to_copy, *to_place], new)
+        self._is_adopted = True
 
     def values(self) -> list[Any]:
-        """All arrays, one list after the other."""
+        """All arrays, one group after the other."""
         assert self._groups is not None
         return list(itertools.chain.from_iterable(self._groups))
 
     def store(self, positions: Sequence[int], values: Sequence[Any]) -> None:
         """Replaces arrays, by their position in ``values()``."""
         assert self._groups is not None
-        new = dict(zip(positions, values, strict=True))
+        changed = self.values()
+        for position, value in zip(positions, values, strict=True):
+            changed[position] = value
         start = 0
         for group in self._groups:
             stop = start + len(group)
-            group[:] = [new.get(i, group[i - start]) for i in range(start, stop)]
+            group.arrays = changed[start:stop]
             start = stop
 
     def release(self) -> None:
-        """Lets go of the lists, and empties them: their arrays are somebody else's now."""
+        """Lets go of the arrays: they are somebody else's now."""
         if self._groups is not None:
-            _made.update((id(value), value) for value in self.values() if isinstance(value, jax.Array))
+            if self._is_adopted:
+                _made.update((id(value), value) for value in self.values() if isinstance(value, jax.Array))
             for group in self._groups:
-                group.clear()
+                group.arrays = []
             self._groups = None
 
 
 @functools.cache
 def _references_of_an_unheld_value() -> int:
-    """What ``sys.getrefcount`` says of a value that only the given list and our own list of all hold."""
-    groups = [[object()]]
+    """What ``sys.getrefcount`` says of a value that only its group and our list of all hold."""
+    groups = [Values([object()])]
     values = list(itertools.chain.from_iterable(groups))
     return next(map(sys.getrefcount, values))
 
@@ -155,7 +177,7 @@ class GlobalStep:
         self._donates, self._keeps_all = donates, keeps_all
         self._programs: dict[Hashable, _Program] = {}
 
-    def program(self, groups: Sequence[list[Any]], batch: Batch, capacity: int) -> _Program:
+    def program(self, groups: Sequence[Values], batch: Batch, capacity: int) -> _Program:
         """The program for batches like this one, traced and compiled if there is none yet.
 
         Args:
@@ -189,7 +211,7 @@ class _Program:
     def __init__(
         self,
         step: Step,
-        groups: Sequence[list[Any]],
+        groups: Sequence[Values],
         batch: Batch,
         capacity: int,
         topology: Topology,
@@ -216,7 +238,7 @@ class _Program:
         self._needs_token = topology.is_cpu and topology.num_replicas > 1
         self._compiled = self._compile(donates)
 
-    def _trace(self, step: Step, groups: Sequence[list[Any]], state: Sequence[Any], batch: Batch) -> Any:
+    def _trace(self, step: Step, groups: Sequence[Values], state: Sequence[Any], batch: Batch) -> Any:
         def flat(state: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
             leaves = [
                 layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)
@@ -236,6 +258,12 @@ class _Program:
         avals = [jax_compat.shaped(value.shape, value.dtype) for value in state]
         batch_avals = [layout.aval for layout in self._layouts]
         return jax_compat.trace(flat, (avals, batch_avals))
+
+    @property
+    def is_slow_in_a_loop(self) -> bool:
+        """Whether the step takes longer inside of a loop than alone: on CPU, XLA has a slow convolution there, which
+        cost a small network a factor of 3 to 5 (jax 0.10)."""
+        return self._topology.is_cpu and "conv_general_dilated" in _primitives_of(self._jaxpr)
 
     def _compile(self, donates: bool) -> Any:
         run = self._run_one if self._capacity == 1 else self._run_several
@@ -288,8 +316,13 @@ class _Program:
         """Runs the step on each batch, and leaves the new state in ``state``. Does not block.
 
         Returns:
-          The outputs: of all steps, if the step keeps all, else those of the last one.
+          The outputs: of all steps, if the step keeps all, else those of the last one at least.
         """
+        if self._capacity == 1:
+            return [output for batch in batches for output in self._call(state, [batch])]
+        return self._call(state, batches)
+
+    def _call(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
         columns = zip(*(batch.leaves for batch in batches), strict=True)
         if self._capacity == 1:
             leaves = [layout.put(column[0]) for layout, column in zip(self._layouts, columns, strict=True)]
@@ -316,6 +349,16 @@ class _Program:
             on_host = [np.asarray(leaf) for leaf in outputs]
             return [self._outputs_tree.unflatten([leaf[i] for leaf in on_host]) for i in range(len(batches))]
         return [self._outputs_tree.unflatten(outputs)]
+
+
+def _primitives_of(jaxpr: Any) -> set[str]:
+    """The names of all operations, inner functions included."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        found.add(eqn.primitive.name)
+        for inner in jax_compat.sub_jaxprs(eqn):
+            found |= _primitives_of(jax_compat.inner_jaxpr(inner)[0])
+    return found
 
 
 @final

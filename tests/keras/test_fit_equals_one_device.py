@@ -1,0 +1,322 @@
+"""``fit``, ``evaluate`` and ``predict`` of a model made in a strategy's scope give the numbers of one device.
+
+The oracle is Keras alone: the same model with the same seeds, made and trained outside of every scope. 199 rows in
+batches of 64 leave a last batch of 7 and divide by none of 3, 5, 6 and 7.
+"""
+
+import contextlib
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from fit_feeds import FEEDS, taken
+from fit_models import SUBJECTS
+from keras import layers
+
+import replicax as rx
+
+STRATEGIES = {
+    "default": lambda: rx.get_strategy(),
+    "one_device": lambda: rx.OneDeviceStrategy("cpu:1"),
+    "central_2": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:0"),
+    **{
+        f"mirrored_{size}": lambda size=size: rx.MirroredStrategy([f"cpu:{i}" for i in range(size)])
+        for size in range(1, 9)
+    },
+}
+# Where each keeps its variables, as numbers of devices.
+HOMES = {
+    "default": {0},
+    "one_device": {1},
+    "central_2": {0},
+    **{f"mirrored_{size}": set(range(size)) for size in range(1, 9)},
+}
+
+# model: {feed: strategies}
+CASES = {
+    "dense": {
+        "arrays": list(STRATEGIES),
+        "class_weight": ["mirrored_3"],
+        "validation_split": ["mirrored_3", "central_2"],
+        "validation_data": ["mirrored_2", "one_device"],
+        "steps_per_execution": ["mirrored_2", "mirrored_3"],
+        "without_jit": ["mirrored_2"],
+        "py_dataset": ["mirrored_3"],
+        "grain_iter": ["mirrored_2"],
+        "rx_data": ["mirrored_5", "default"],
+        "distributed_dataset": ["mirrored_3", "mirrored_8", "default", "central_2"],
+    },
+    "built_by_fit": {"arrays": ["mirrored_3"], "sample_weight": ["mirrored_3"], "rx_data": ["mirrored_3"]},
+    "convolution": {
+        "arrays": ["mirrored_2"],
+        "sample_weight": ["mirrored_2"],
+        "grain_map": ["mirrored_2"],
+        "few_rows": ["mirrored_3"],
+    },
+    "lstm": {"arrays": ["mirrored_2"], "distributed_dataset": ["mirrored_2"]},
+    "gru_per_time_step": {"arrays": ["mirrored_3"], "validation_split": ["mirrored_3"]},
+    "attention": {"arrays": ["mirrored_3"], "generator": ["mirrored_3"]},
+    "inputs_and_outputs": {
+        "arrays": ["mirrored_2", "mirrored_3", "central_2"],
+        "steps_per_execution": ["mirrored_3", "central_2"],
+        "steps_per_epoch": ["mirrored_3"],
+        "initial_epoch": ["central_2"],
+        "few_rows": ["central_2"],
+        "py_dataset": ["mirrored_2", "central_2"],
+        "grain_map": ["mirrored_3"],
+        "generator": ["mirrored_2"],
+        "rx_data": ["mirrored_3"],
+        "distributed_dataset": ["mirrored_2"],
+        "distributed_from_function": ["mirrored_2"],
+    },
+    "add_loss": {
+        "arrays": ["mirrored_3", "default"],
+        "initial_epoch": ["mirrored_3"],
+        "validation_data": ["mirrored_3"],
+        "few_rows": ["mirrored_3", "mirrored_8"],
+        "run_eagerly": ["mirrored_3"],
+    },
+    "custom_train_step": {
+        "arrays": ["mirrored_2", "one_device"],
+        "grain_iter": ["mirrored_2"],
+        "without_jit": ["mirrored_2"],
+        "run_eagerly": ["central_2"],
+        "rx_data": ["one_device"],
+        "py_dataset": ["one_device"],
+    },
+    "mixed_bfloat16": {"arrays": ["mirrored_2"], "class_weight": ["mirrored_2"]},
+    "frozen": {"fit_only": ["mirrored_3"], "steps_per_epoch": ["mirrored_3"]},
+    "loss_scaled": {"fit_only": ["mirrored_3", "central_2"], "class_weight": ["mirrored_3"]},
+    "accumulating": {"fit_only": ["mirrored_2"], "initial_epoch": ["mirrored_2"]},
+    "averaged": {"arrays": ["mirrored_2"], "distributed_from_function": ["mirrored_2"]},
+    "clipped": {"in_order": ["mirrored_3"], "steps_per_execution": ["mirrored_3"]},
+    "stateful_metrics": {"sample_weight": ["mirrored_3"], "validation_data": ["mirrored_3"]},
+    "dice": {"arrays": ["mirrored_2"], "sample_weight": ["mirrored_2"]},
+}
+# What takes long to compile, or is between others that are not long.
+LONG = {
+    "lstm",
+    "gru_per_time_step",
+    "attention",
+    "mixed_bfloat16",
+    "stateful_metrics",
+    "run_eagerly",
+    "without_jit",
+    "mirrored_1",
+    "mirrored_4",
+    "mirrored_6",
+    "mirrored_7",
+}
+# Keras's own, which it gives on one device as well.
+WARNINGS = (
+    "ignore:Your input ran out of data",  # at the first end of each dataset of grain
+    "ignore:You are passing weight as `float`",  # BinaryIoU with sample weights
+    "ignore:Explicitly requested dtype int64",
+)
+pytestmark = [pytest.mark.usefixtures("compiled_once"), *map(pytest.mark.filterwarnings, WARNINGS)]
+
+
+@functools.cache
+def strategy_of(name):
+    return STRATEGIES[name]()
+
+
+@dataclass
+class Outcome:
+    """All that can be seen of a training, on the host; empty where nothing was evaluated or predicted."""
+
+    history: dict
+    evaluated: dict
+    predictions: Any
+    weights: list  # (path, value), of the model and the optimizer
+
+
+def seeded():
+    """Seeds of the layers, of Keras's shuffling (NumPy's) and of ``PyDataset``'s (Python's)."""
+    keras.utils.set_random_seed(7)
+    random.seed(7)
+
+
+def on_host(tree):
+    return keras.tree.map_structure(np.asarray, tree)
+
+
+def weights_of(model):
+    return [(v.path, np.asarray(v.value)) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def in_scope(strategy):
+    return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def trained(subject, feed, strategy=None, fit_in_scope=False):
+    seeded()
+    calls = FEEDS[feed](*subject.rows(), strategy)
+    with in_scope(strategy):
+        model = subject.build(**calls.compile)
+    with in_scope(strategy if fit_in_scope else None):
+        history = model.fit(**calls.fit, verbose=0).history
+        weights = weights_of(model)
+        evaluated = model.evaluate(**calls.evaluate, verbose=0, return_dict=True) if calls.evaluate else {}
+        predictions = on_host(model.predict(**calls.predict, verbose=0)) if calls.predict else {}
+    return Outcome(history, evaluated, predictions, weights), model
+
+
+@functools.cache
+def on_one_device(model, feed):
+    assert isinstance(rx.get_strategy(), type(strategy_of("default")))
+    return trained(SUBJECTS[model], feed)[0]
+
+
+def assert_close(got, expected, rtol, atol=0.0, what=""):
+    keras.tree.assert_same_structure(got, expected)
+    for left, right in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
+        np.testing.assert_allclose(left, right, rtol=rtol, atol=atol, err_msg=what)
+
+
+def assert_logs_equal(got, expected, rtol):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert_close(got[name], expected[name], rtol, what=name)
+
+
+def assert_weights_equal(got, expected, subject):
+    assert len(got) == len(expected)
+    for (path, value), (_, right) in zip(got, expected):
+        assert value.dtype == right.dtype, path
+        assert_close(value, right, subject.weight_rtol, subject.weight_atol, path)
+
+
+def assert_equal_outcomes(got, expected, subject):
+    assert_logs_equal(got.history, expected.history, subject.rtol)
+    assert_logs_equal(got.evaluated, expected.evaluated, subject.rtol)
+    assert_close(got.predictions, expected.predictions, subject.rtol, subject.prediction_atol, "predictions")
+    assert_weights_equal(got.weights, expected.weights, subject)
+
+
+def assert_variables_at_home(model, strategy):
+    """The steps have written every variable, on all devices that the strategy keeps it on and on no other."""
+    for variable in [*model.variables, *model.optimizer.variables]:
+        sharding = variable.value.sharding
+        assert {device.id for device in sharding.device_set} == HOMES[strategy], variable.path
+        assert sharding.is_fully_replicated, variable.path
+
+
+def case(*names):
+    return pytest.param(*names, id="-".join(names), marks=[pytest.mark.long] if LONG & {*names} else [])
+
+
+@pytest.mark.parametrize(
+    ("model", "feed", "strategy"),
+    [
+        case(model, feed, strategy)
+        for model, feeds in CASES.items()
+        for feed, strategies in feeds.items()
+        for strategy in strategies
+    ],
+)
+def test_training_equals_one_device(model, feed, strategy):
+    subject = SUBJECTS[model]
+    expected = on_one_device(model, feed)
+    got, trained_model = trained(subject, feed, strategy_of(strategy))
+    assert_equal_outcomes(got, expected, subject)
+    assert_variables_at_home(trained_model, strategy)
+
+
+def test_every_model_feed_and_strategy_is_met():
+    met = {(m, f, s) for m, feeds in CASES.items() for f, names in feeds.items() for s in names}
+    models, feeds, strategies = ({case[i] for case in met} for i in range(3))
+    assert models == set(SUBJECTS)
+    assert feeds == set(FEEDS)
+    assert strategies == set(STRATEGIES)
+    for model in models:
+        assert {s for m, _, s in met if m == model} & {"mirrored_2", "mirrored_3"}, model
+
+
+def test_fit_within_the_scope_is_the_same():
+    expected = on_one_device("dense", "arrays")
+    got, model = trained(SUBJECTS["dense"], "arrays", strategy_of("mirrored_3"), fit_in_scope=True)
+    assert_equal_outcomes(got, expected, SUBJECTS["dense"])
+    assert_variables_at_home(model, "mirrored_3")
+
+
+def each_batch(subject, strategy=None):
+    """One batch at a time: of 9 rows, then of 1, which is fewer than there are replicas."""
+    seeded()
+    x, y = subject.rows()
+    with in_scope(strategy):
+        model = subject.build()
+    seen = []
+    for rows in (slice(9), slice(9, 10)):
+        some_x, some_y = taken(x, rows), taken(y, rows)
+        seen.append(model.train_on_batch(some_x, some_y, return_dict=True))
+        seen.append(model.test_on_batch(some_x, some_y, return_dict=True))
+        seen.append(on_host(model.predict_on_batch(some_x)))
+    return seen, weights_of(model), model
+
+
+@functools.cache
+def each_batch_on_one_device(model):
+    return each_batch(SUBJECTS[model])[:2]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        ("dense", "mirrored_8"),
+        ("dense", "central_2"),
+        ("inputs_and_outputs", "mirrored_3"),
+        ("inputs_and_outputs", "one_device"),
+        ("add_loss", "mirrored_3"),
+        ("custom_train_step", "mirrored_3"),
+    ],
+)
+def test_single_batches_equal_one_device(model, strategy):
+    subject = SUBJECTS[model]
+    expected, expected_weights = each_batch_on_one_device(model)
+    got, weights, trained_model = each_batch(subject, strategy_of(strategy))
+    for left, right in zip(got, expected, strict=True):
+        assert_close(left, right, subject.rtol, subject.prediction_atol)
+    assert_weights_equal(weights, expected_weights, subject)
+    assert_variables_at_home(trained_model, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored_3", "central_2"])
+def test_each_device_computes_its_part_of_a_batch(strategy):
+    """XLA says how it laid out a layer's outputs, each time when it compiles them."""
+    seen = []
+
+    class Watched(layers.Layer):
+        def call(self, x):
+            jax.debug.inspect_array_sharding(x, callback=seen.append)
+            return x
+
+    with strategy_of(strategy).scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4), Watched(), layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = SUBJECTS["dense"].rows()
+    for call in (
+        lambda: model.fit(x, y, batch_size=64, verbose=0),
+        lambda: model.evaluate(x, y, batch_size=64, verbose=0),
+        lambda: model.predict(x, batch_size=64, verbose=0),
+    ):
+        seen.clear()
+        call()
+        assert seen
+        for sharding in seen:
+            assert len(sharding.device_set) == strategy_of(strategy).num_replicas_in_sync
+            assert not sharding.is_fully_replicated
+
+
+def test_a_model_made_in_no_scope_stays_on_one_device():
+    """Also when models of strategies were trained in the same process."""
+    expected = on_one_device("dense", "arrays")
+    trained(SUBJECTS["dense"], "arrays", strategy_of("mirrored_2"))
+    got, model = trained(SUBJECTS["dense"], "arrays")
+    assert got.history == expected.history
+    assert_variables_at_home(model, "default")
