@@ -20,7 +20,7 @@ from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import is_end
 from replicax._src.placement.global_view import Batch, GlobalStep, HeldState, Values
 
-State = Sequence[Iterable[Any]]
+State = Sequence[Any]
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,15 @@ class HeldState:
         """The arrays by group; None before the first step and after the last one."""
         return self._groups
 
-    def hold(self, groups: Sequence[Iterable[Any]]) -> tuple[Values, ...]:
-        """Takes over the state that a step is given: its own groups again, or others."""
+    def hold(self, groups: Sequence[Values] | Sequence[list[Any]]) -> tuple[Values, ...]:
+        """Takes over the state that a step is given: its own groups again, or lists, which are emptied."""
         if self._groups is None or groups is not self._groups:
             new = tuple(Values(group) for group in groups)
             self.release()
             self._groups, self._is_adopted = new, False
+            for group in groups:
+                if isinstance(group, list):
+                    group.clear()  # or its arrays would be held twice, and copied
         return self._groups
 
     def adopt(self, written: Sequence[int], held_by: Callable[[], Sequence[Any]]) -> None:
@@ -191,6 +194,8 @@ class GlobalStep:
             program = _Program(
                 self._step, groups, batch, capacity, self._topology, self._donates, self._keeps_all
             )
+            if capacity > 1 and program.is_slow_in_a_loop:
+                program = self.program(groups, batch, 1)
             self._programs[form] = program
         return program
 
@@ -221,6 +226,7 @@ class _Program:
         self._topology, self._capacity, self._donates = topology, capacity, donates
         self._keeps_all = keeps_all and capacity > 1
         self._outputs_tree: Any = None
+        self._counts: dict[int, jax.Array] = {}
         self._layouts = [_Layout(leaf.shape, leaf.dtype, batch.num_rows, topology) for leaf in batch.leaves]
         state = list(itertools.chain.from_iterable(groups))
         jaxpr, consts = self._trace(step, groups, state, batch)
@@ -271,7 +277,7 @@ class _Program:
         batch = [layout.sharding(is_stacked=self._capacity > 1) for layout in self._layouts]
         return jax.jit(
             run,
-            in_shardings=(whole, whole, whole, batch, whole),
+            in_shardings=(whole, whole, whole, batch, *[whole] * (self._capacity > 1)),
             out_shardings=whole,
             donate_argnums=(0,) if donates else (),
         )
@@ -285,7 +291,7 @@ class _Program:
             outs[i] = jnp.copy(outs[i])
         return outs[: len(self.written)], outs[len(self.written) :]
 
-    def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any, _: Any) -> Any:
+    def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:
         new, outputs = self._evaluate(written, read, consts, leaves)
         return new, outputs, self._token()
 
@@ -309,6 +315,11 @@ class _Program:
         new, outputs = jax.lax.fori_loop(0, num_steps, one, (list(written), first))
         return new, outputs, self._token()
 
+    def _placed_count(self, count: int) -> jax.Array:
+        if count not in self._counts:
+            self._counts[count] = jax.device_put(np.int32(count), self._topology.replicated)
+        return self._counts[count]
+
     def _token(self) -> list[Any]:
         return [jnp.zeros((), jnp.int8)] if self._needs_token else []
 
@@ -331,14 +342,15 @@ class _Program:
                 layout.put_stacked(column, self._capacity)
                 for layout, column in zip(self._layouts, columns, strict=True)
             ]
-        num_steps = np.int32(len(batches))
+        # (A number of the host would take the dispatch out of its quick way.)
+        counts = [self._placed_count(len(batches))] if self._capacity > 1 else []
         with state_lock:
             values = state.values()
             written = [values[i] for i in self.written]
             read = [values[i] for i in self._read]
             del values
             try:
-                new, outputs, tokens = self._compiled(written, read, self._consts, leaves, num_steps)
+                new, outputs, tokens = self._compiled(written, read, self._consts, leaves, *counts)
             except jax.errors.JaxRuntimeError as error:
                 note_loss(error, written)
                 raise
@@ -398,8 +410,11 @@ class _Layout:
     def put_stacked(self, leaves: Sequence[Any], capacity: int) -> jax.Array:
         """Places the arrays of several batches as one, with the batches as a new first dim."""
         stacked = memory.empty((capacity, *self._padded), self._dtype)
-        for rows, leaf in zip(stacked, leaves, strict=False):
-            self._fill(rows, np.asarray(leaf))
+        for number, leaf in enumerate(leaves):
+            if self._padded == self._shape:
+                stacked[number] = leaf
+            else:
+                self._fill(stacked[number], np.asarray(leaf))
         stacked[len(leaves) :] = 0
         return jax.device_put(stacked, self.sharding(is_stacked=True))
 

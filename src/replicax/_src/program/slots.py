@@ -129,17 +129,22 @@ def own_copy(value: Any, sharding: Any) -> jax.Array:
     return jax.device_put(copy, sharding)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _copies(values: Sequence[jax.Array], sharding: Any) -> list[jax.Array]:
-    return [jax.lax.with_sharding_constraint(jnp.copy(value), sharding) for value in values]
+@functools.cache
+def _copying_to(sharding: Any) -> Any:
+    def copies(values: Sequence[jax.Array]) -> list[jax.Array]:
+        return [jnp.copy(jax.lax.convert_element_type(value, value.dtype)) for value in values]
+
+    return jax.jit(copies, out_shardings=sharding)
 
 
 def own_copies(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
     """``own_copy`` of several values, in one program."""
     if not values:
         return []
-    placed = jax.device_put(list(values), sharding)
-    return _copies([jax.lax.convert_element_type(v, v.dtype) for v in placed], sharding)
+    values = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
+    if not all(value.sharding == sharding or not value.committed for value in values):
+        values = jax.device_put(values, sharding)
+    return _copying_to(sharding)(values)
 
 
 def check_no_tracer(slot: Slot, value: Any) -> None:
