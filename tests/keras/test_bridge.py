@@ -243,3 +243,36 @@ def test_losses_outside_replica_functions_are_keras_own():
     loss_object = keras.losses.MeanSquaredError()
     gradient = jax.grad(lambda x: loss_object(jnp.zeros(2), x))(jnp.asarray([1.0, 2.0]))
     np.testing.assert_allclose(gradient, [1.0, 2.0])
+
+
+def test_keras_that_is_imported_in_a_scope_has_its_bridge_at_once():
+    """Else the model would be trained on one device, and nothing would say so."""
+    program = """
+    import replicax as rx
+    rx.config.set_local_devices(2)
+    with rx.MirroredStrategy().scope():
+        import keras
+        import numpy as np
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((5, 3)), np.ones(5), verbose=0)
+    assert type(keras.__spec__.loader).__module__.startswith(("_frozen_importlib", "importlib")), keras.__spec__
+    print(len(model.weights[0].value.sharding.device_set))
+    """
+    assert in_a_process_of_its_own(program, KERAS_BACKEND="jax").strip() == "2"
+
+
+def test_a_framework_that_is_not_there_is_missed_as_ever():
+    program = """
+    import sys
+    import replicax as rx
+    with rx.OneDeviceStrategy("cpu:0").scope():
+        pass
+    sys.modules["keras"] = None
+    try:
+        import keras
+    except ImportError as error:
+        print(type(error).__name__)
+    assert "replicax._src.keras.bridge" not in sys.modules
+    """
+    assert in_a_process_of_its_own(program, KERAS_BACKEND="jax").strip() == "ModuleNotFoundError"

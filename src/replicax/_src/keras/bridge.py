@@ -46,14 +46,14 @@ def install() -> None:
     _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
     _replace(keras.losses.Loss, "__call__", losses.wrapped_call)
-    _replace(keras.Model, "__init__", models.wrapped_init)
-    _replace(keras.Model, "compile", models.wrapped_compile)
-    _replace(keras.Layer, "losses", losses.wrapped_losses)
-    _replace(keras.Model, "compute_loss", losses.wrapped_compute_loss)
+    _replace_in_models("__init__", models.wrapped_init)
+    _replace_in_models("compile", models.wrapped_compile)
+    _replace_in_models("losses", losses.wrapped_losses)
+    _replace_in_models("compute_loss", losses.wrapped_compute_loss)
     for phase in (TRAIN, TEST, PREDICT):
-        _replace(keras.Model, phase.step_name, replica_steps.wrapped_step(phase))
+        _replace_in_models(phase.step_name, replica_steps.wrapped_step(phase))
     for name in models.PHASES:
-        _replace(keras.Model, name, models.wrapped_method(name))
+        _replace_in_models(name, models.wrapped_method(name))
     slot_makers.insert(0, keras_capture.make_slot)
     variable_types.append(keras.Variable)
     trace_scopes.append(_scope)
@@ -64,7 +64,10 @@ def uninstall() -> None:
     """Puts everything back as it was."""
     while _originals:
         owner, name, original = _originals.pop()
-        setattr(owner, name, original)
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
     if keras_capture.make_slot in slot_makers:
         slot_makers.remove(keras_capture.make_slot)
         variable_types.remove(keras.Variable)
@@ -73,12 +76,15 @@ def uninstall() -> None:
 
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replaces an attribute where it is defined: Keras compares some with those of the class that defines them."""
-    owner = next(cls for cls in owner.__mro__ if name in vars(cls))
-    original = vars(owner)[name]
+    original = getattr(owner, name)
     wrapped = wrap(original)
-    _originals.append((owner, name, original))
+    _originals.append((owner, name, owner.__dict__.get(name)))
     setattr(owner, name, wrapped if isinstance(wrapped, property) else functools.wraps(original)(wrapped))
+
+
+def _replace_in_models(name: str, wrap: Callable[[Any], Any]) -> None:
+    """Where it is defined: Keras compares ``type(model).compile`` with that to see whether a user has replaced it."""
+    _replace(next(cls for cls in keras.Model.__mro__ if name in vars(cls)), name, wrap)
 
 
 def _scope(capture: Any) -> Any:
