@@ -7,6 +7,7 @@ the whole batch as one device computes it; its gradient is the replica's share, 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
@@ -29,6 +30,8 @@ def wrapped_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         capture = current_capture()
+        if _local.is_gathered:
+            return original(self, *args, **kwargs)
         if _local.is_in_compute_loss and _is_shared():
             return _of_whole_batch(self, original, *args, **kwargs)
         if capture is None or (capture.num_replicas or 1) == 1 or self.reduction not in _MEANS:
@@ -73,6 +76,7 @@ def _not_differentiable(value: Any, error: Exception) -> Any:
 class _Local(threading.local):
     rows: int | None = None  # of this replica, in a step
     is_in_compute_loss = False
+    is_gathered = False  # what compute_loss is given has the rows of all replicas
     losses_of: tuple[Any, list[Any]] | None = None  # the model whose loss is computed, with its own losses
 
 
@@ -103,17 +107,57 @@ def wrapped_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Model.compute_loss``, whose losses are those of the whole batch."""
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _local.is_in_compute_loss, _local.losses_of
-        _local.is_in_compute_loss = True
-        if _is_shared():
-            # Keras keeps them in the layers. In an eager run the next replica replaces them where this one waits.
-            _local.losses_of = self, list(_unshared(self))
-        try:
+        with _in_compute_loss(self):
             return original(self, *args, **kwargs)
-        finally:
-            _local.is_in_compute_loss, _local.losses_of = before
 
     return compute_loss
+
+
+@contextlib.contextmanager
+def _in_compute_loss(model: Any) -> Iterator[None]:
+    before = _local.is_in_compute_loss, _local.losses_of
+    if _is_shared() and not _local.is_in_compute_loss:
+        # Keras keeps them in the layers. In an eager run the next replica replaces them where this one waits.
+        _local.losses_of = model, list(_unshared(model))
+    _local.is_in_compute_loss = True
+    try:
+        yield
+    finally:
+        _local.is_in_compute_loss, _local.losses_of = before
+
+
+@contextlib.contextmanager
+def own_compute_loss_gathered(model: Any) -> Iterator[None]:
+    """Inside, a ``compute_loss`` of the user's is given the rows of all replicas: nobody knows what it computes."""
+    own = type(model).compute_loss
+    if own is keras.Model.compute_loss:
+        yield
+        return
+    signature = inspect.signature(own)
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(model, *args, **kwargs)
+        given = bound.arguments
+        if not _is_shared() or _local.is_gathered or given.get("y_pred") is None:
+            return own(model, *args, **kwargs)
+        y_pred = given["y_pred"]
+        with _in_compute_loss(model):
+            gather = _Gather(_num_rows(y_pred))
+            for name in ("x", "y", "sample_weight"):
+                given[name] = keras.tree.map_structure(gather.fixed, given.get(name))
+            given["y_pred"] = keras.tree.map_structure(gather.differentiable, y_pred)
+            _local.is_gathered = True
+            try:
+                value = own(*bound.args, **bound.kwargs)
+            finally:
+                _local.is_gathered = False
+        return value if gather.num_rows else value + _nothing(y_pred)
+
+    model.__dict__["compute_loss"] = compute_loss
+    try:
+        yield
+    finally:
+        del model.__dict__["compute_loss"]
 
 
 def _unshared(model: Any) -> list[Any]:
@@ -148,7 +192,7 @@ def _of_whole_batch(
     Where it is a mean or sum over rows each replica computes its share; any other (one of a masked prediction, one that
     is not defined row by row) is computed from the predictions of all, which then travel.
     """
-    rows = keras.tree.flatten(y_pred)[0].shape[0]
+    rows = _num_rows(y_pred)
     if loss.reduction in (None, "none"):
         return call(loss, y_true, y_pred, sample_weight)
     if (
@@ -164,13 +208,17 @@ def _of_whole_batch(
     return value if rows else value + _nothing(y_pred).astype(value.dtype)
 
 
+def _num_rows(y_pred: Any) -> int:
+    return keras.tree.flatten(y_pred)[0].shape[0]
+
+
 def _nothing(y_pred: Any) -> jax.Array:
     """0, for a replica without rows: its gradients are zero, and it has as many of them as the others."""
     return jnp.stack([jnp.sum(leaf) for leaf in keras.tree.flatten(y_pred)]).sum()
 
 
 def _is_masked(y_pred: Any) -> bool:
-    return any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(y_pred))
+    return any(_mask_of(leaf) is not None for leaf in keras.tree.flatten(y_pred))
 
 
 def _is_row_by_row(loss: Any, y_true: Any, y_pred: Any, rows: int) -> bool:
@@ -194,10 +242,14 @@ def _shared_value(local: jax.Array, weight: jax.Array) -> jax.Array:
 
 @final
 class _Gather:
-    """Gathers the rows of all replicas, this one's differentiably."""
+    """Gathers the rows of all replicas, this one's differentiably.
+
+    Attributes:
+      num_rows: How many this replica has.
+    """
 
     def __init__(self, rows: int):
-        self._rows = rows
+        self.num_rows = rows
         sizes = _replica().all_gather(jnp.full((1,), rows, jnp.int32), axis=0)
         self._start = jnp.cumsum(sizes)[_replica().replica_id_in_sync_group] - rows
 
@@ -211,13 +263,34 @@ class _Gather:
 
     def differentiable(self, value: Any) -> Any:
         """The same, and differentiable with respect to those of this replica."""
-        everything: Any = self.fixed(value)
-        if self._rows:
+        everything = self.fixed(value)
+        if self.num_rows:
             everything = jax.lax.dynamic_update_slice_in_dim(everything, value, self._start, 0)
-        mask = getattr(value, "_keras_mask", None)
+        mask = _mask_of(value)
+        return everything if mask is None else _Masked(self.fixed(mask))(everything)
+
+
+class _Masked(keras.Layer):
+    """Keras shows the mask of a tensor to layers only, and takes masks from them."""
+
+    def __init__(self, mask: Any = None):
+        super().__init__(autocast=False, name="mask")
+        self.supports_masking = True
+        self.mask = mask
+
+    def call(self, inputs: Any, mask: Any = None) -> Any:
         if mask is not None:
-            everything._keras_mask = self.fixed(mask)
-        return everything
+            self.mask = mask
+        return inputs
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
+        return self.mask
+
+
+def _mask_of(tensor: Any) -> Any:
+    reader = _Masked()
+    reader(tensor)
+    return reader.mask
 
 
 def _replica() -> Any:

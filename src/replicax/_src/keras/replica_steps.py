@@ -18,7 +18,7 @@ from replicax._src.input import memory
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.split import split_sizes
 from replicax._src.keras.capture import accessor
-from replicax._src.keras.losses import in_replica_step, rows_of_replica_step
+from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered, rows_of_replica_step
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
 from replicax._src.options import RunOptions
 from replicax._src.placement.global_view import Batch
@@ -73,7 +73,8 @@ class ReplicaStepFunction(StepFunction):
         arrays = [memory.copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in batch.leaves]
         value = self._placer.place(LocalRows(arrays, batch.tree, sizes))
         options = None if self._is_compiled else RunOptions(eager=True)
-        result = self._strategy.run(self._replica_step, args=(value,), options=options)
+        with own_compute_loss_gathered(self._model):
+            result = self._strategy.run(self._replica_step, args=(value,), options=options)
         if self._phase.is_predict:
             return result if len(sizes) == 1 else self._strategy.gather(result, axis=0)
         return jax.tree_util.tree_map(lambda leaf: _of_all_rows(leaf, sizes), result, is_leaf=is_value)
