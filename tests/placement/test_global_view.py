@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax._src.placement.global_view import Batch, GlobalStep, HeldState
+from replicax._src.placement.global_view import Batch, GlobalStep
+from replicax._src.placement.held_state import HeldState
 from replicax._src.topology import Topology
 
 
@@ -41,7 +42,7 @@ def run(step, state, held, *batches, capacity=1):
     """One call with batches of one form; gives the outputs and the state afterwards."""
     groups = held.hold(state)
     batches = [Batch(batch) for batch in batches]
-    program = step.program(groups, batches[0], capacity)
+    program = step.program(held, batches[0], capacity)
     held.adopt(program.written, lambda: [None] * sum(map(len, groups)))
     return program(held, batches), groups
 
@@ -113,7 +114,7 @@ def test_rows_are_split_over_the_devices():
 def test_what_does_not_change_does_not_come_out():
     step, held = made(2)
     groups = held.hold(new_state())
-    program = step.program(groups, Batch(batch_of(4)), 1)
+    program = step.program(held, Batch(batch_of(4)), 1)
     assert program.written == [0, 2]
     run(step, groups, held, batch_of(4))
     fixed = held.values()[1]
@@ -138,6 +139,20 @@ def test_an_array_that_somebody_holds_is_not_given_away():
     run(step, arrays, held, batch_of(4))
     assert not kept.is_deleted()
     np.testing.assert_array_equal(kept, kept + 0)
+
+
+def test_a_program_that_writes_more_than_the_one_before():
+    def step(state, batch):
+        (a, b), (c,) = state
+        return jnp.sum(batch), ([a + 1, b + 1 if batch.shape[0] < 8 else b], [c])
+
+    global_step, held = made(2, step)
+    state = new_state()
+    first = state[0][1]
+    _, groups = run(global_step, state, held, np.ones((8, 2), "float32"))
+    _, groups = run(global_step, groups, held, np.ones((6, 2), "float32"))
+    np.testing.assert_array_equal(first, np.ones(2))
+    np.testing.assert_array_equal(list(groups[0])[1], np.full(2, 2.0))
 
 
 def test_an_array_that_nobody_holds_is_given_away():
@@ -183,7 +198,7 @@ def test_a_step_that_cannot_be_traced_leaves_the_state():
     step, held = made(2)
     groups = held.hold(new_state())
     with pytest.raises(TypeError):
-        step.program(groups, Batch({"x": np.zeros((4, 2), "float32"), "scale": np.float32(1)}), 1)
+        step.program(held, Batch({"x": np.zeros((4, 2), "float32"), "scale": np.float32(1)}), 1)
     np.testing.assert_array_equal(held.values()[0], np.zeros(3))
     run(step, groups, held, batch_of(4))
 
@@ -197,7 +212,7 @@ def test_weakly_typed_results_do_not_compile_again():
     groups = new_state()
     for _ in range(3):
         _, groups = run(global_step, groups, held, np.ones((4, 2), "float32"))
-    program = global_step.program(groups, Batch(np.ones((4, 2), "float32")), 1)
+    program = global_step.program(held, Batch(np.ones((4, 2), "float32")), 1)
     assert program._compiled._cache_size() == 1
 
 
@@ -215,6 +230,6 @@ def test_convolutions_are_not_looped_over_on_cpu():
     batches = [np.full((3, 4, 1), i, "float32") for i in range(3)]
     outputs, groups = run(global_step, new_state(), held, *batches, capacity=8)
     assert len(outputs) == 3
-    program = global_step.program(groups, Batch(batches[0]), 8)
-    assert program is global_step.program(groups, Batch(batches[0]), 1)
+    program = global_step.program(held, Batch(batches[0]), 8)
+    assert program is global_step.program(held, Batch(batches[0]), 1)
     np.testing.assert_allclose(next(iter(groups[0])), np.full(3, float(sum(outputs))))

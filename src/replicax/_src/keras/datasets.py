@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import collections
+import contextlib
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import jax
 import keras
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
+from replicax._src.errors import InvalidArgumentError, KerasScopeError, MixedStrategiesError
 from replicax._src.input.arrays import ArrayDataset
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.input.elements import EmptyDatasetError
@@ -18,52 +21,109 @@ from replicax._src.input.order import INFINITE
 from replicax._src.input.reading import Reader
 from replicax._src.input.sources import LocalRows
 from replicax._src.strategies.datasets import distribute
+from replicax._src.values import DistributedValues
 
-END_OF_DATA: Final = np.zeros(0, bool)
-"""In place of a batch (the very object), where a dataset whose length is not known has ended."""
+_END_OF_DATA: Final = np.zeros((0,) * 7, bool)
+"""In place of a batch, where a dataset whose length is not known has ended. Nothing else looks like it."""
+_MOST_LOOKED_AT: Final = 4
 
 
 def is_end(batch: Any) -> bool:
-    """Whether there is no further batch."""
-    return isinstance(batch, tuple) and len(batch) == 1 and batch[0] is END_OF_DATA
+    """Whether there is no further batch. (Keras may have put what it was given on a device.)"""
+    if not isinstance(batch, tuple) or len(batch) != 1:
+        return False
+    (leaf,) = batch
+    return (
+        isinstance(leaf, (np.ndarray, jax.Array)) and leaf.shape == _END_OF_DATA.shape and leaf.dtype == bool
+    )
 
 
-def as_keras_input(x: Any, strategy: Any, others: dict[str, Any]) -> Any:
+def check_not_per_replica(method: str, argument: str, value: Any) -> None:
+    """Raises if what Keras is to take as arrays has parts for replicas.
+
+    Raises:
+      InvalidArgumentError: It is, or has in it, a PerReplica.
+    """
+    nest = value if isinstance(value, (tuple, list, dict)) else [value]
+    if any(
+        isinstance(leaf, DistributedValues) for leaf in (nest.values() if isinstance(nest, dict) else nest)
+    ):
+        raise InvalidArgumentError(
+            f"{method}(): `{argument}` is a per-replica value, an element of a distributed dataset, and Keras takes whole "
+            f"batches. Pass the DistributedDataset to fit, evaluate or predict; or the batch before it is distributed."
+        )
+
+
+def as_keras_input(data: Any, strategy: Any, argument: str, given: Mapping[str, Any], steps: str) -> Any:
     """What Keras understands in place of a dataset of ours; anything else as it is.
 
     Args:
-      x: The argument ``x`` of a Keras method, or its ``validation_data``.
+      data: What was given for ``argument``.
       strategy: Of the model.
-      others: Arguments that a dataset leaves no room for, by name.
+      argument: ``"x"`` or ``"validation_data"``.
+      given: All arguments, by name.
+      steps: The name of the one that says how many batches to take.
 
     Raises:
       MixedStrategiesError: It was distributed by another strategy.
-      InvalidArgumentError: It is an iterator, or one of the others is given too.
+      KerasScopeError: It was distributed, and the model was made outside of every scope.
+      InvalidArgumentError: It is an iterator, or never ends, or arguments are given that it leaves no room for.
       EmptyDatasetError: It has no batch.
     """
-    if isinstance(x, DistributedIterator):
+    if isinstance(data, (tuple, list)) and len(data) == 1:
+        return as_keras_input(data[0], strategy, argument, given, steps) if _is_ours(data[0]) else data
+    if not _is_ours(data):
+        return data
+    name = type(data).__name__
+    if isinstance(data, DistributedIterator):
         raise InvalidArgumentError(
-            "Keras goes through its data once per epoch, and got a DistributedIterator, which ends. Pass the "
+            f"Keras goes through its data once per epoch, and `{argument}` is a DistributedIterator, which ends. Pass the "
             "DistributedDataset that it was made from."
         )
-    if isinstance(x, (ArrayDataset, FileDataset)):
-        x = distribute(strategy.topology, x, None, None)
-    if not isinstance(x, DistributedDataset):
-        return x
-    if x.placer.topology is not strategy.topology:
-        raise MixedStrategiesError(
-            f"Mixing different tf.distribute.Strategy objects: the dataset was distributed by another strategy than "
-            f"{strategy!r}, in whose scope the model was made. Distribute it with that one."
-        )
-    for name, value in others.items():
-        if value is not None:
-            raise InvalidArgumentError(
-                f"`{name}` was given beside a DistributedDataset, whose elements hold everything: (x,), (x, y) or "
-                f"(x, y, sample_weight). Leave `{name}` out."
-            )
-    if x.cardinality == 0:
+    if not isinstance(data, DistributedDataset):
+        data = distribute(strategy.topology, data, None, None)
+    elif data.placer.topology is not strategy.topology:
+        raise _of_another_strategy(strategy, argument)
+    if argument == "x":
+        _check_alone(name, given)
+    if data.cardinality == 0:
         raise _empty()
-    return DistributedInput(x)
+    if data.cardinality == INFINITE and given.get(steps) is None:
+        raise InvalidArgumentError(
+            f"`{argument}` is a {name} without end, and Keras would go on for ever: say how many batches to take, with "
+            f"`{steps}`, or leave `repeat` out."
+        )
+    return DistributedInput(data, ends_by_itself=given.get(steps) is None)
+
+
+def _is_ours(data: Any) -> bool:
+    return isinstance(data, (ArrayDataset, FileDataset, DistributedDataset, DistributedIterator))
+
+
+def _check_alone(name: str, given: Mapping[str, Any]) -> None:
+    for other in ("y", "sample_weight"):
+        if given.get(other) is not None:
+            raise InvalidArgumentError(
+                f"`{other}` was given beside a {name}, whose elements hold everything: (x,), (x, y) or "
+                f"(x, y, sample_weight). Leave `{other}` out."
+            )
+    if given.get("validation_split"):
+        raise InvalidArgumentError(
+            f"`validation_split` was given beside a {name}; Keras can split arrays only. Make two datasets (take and skip), "
+            "and give the second as `validation_data`."
+        )
+
+
+def _of_another_strategy(strategy: Any, argument: str) -> Exception:
+    if strategy.is_default:
+        return KerasScopeError(
+            f"`{argument}` was distributed by a strategy, and the model was made outside of every scope, so it would be "
+            "trained on one device. Make the model inside `with strategy.scope():`."
+        )
+    return MixedStrategiesError(
+        f"Mixing different tf.distribute.Strategy objects: `{argument}` was distributed by another strategy than "
+        f"{strategy!r}, in whose scope the model was made. Distribute it with that one."
+    )
 
 
 def _empty() -> EmptyDatasetError:
@@ -72,15 +132,20 @@ def _empty() -> EmptyDatasetError:
 
 @final
 class DistributedInput(keras.utils.PyDataset):
-    """The batches of a DistributedDataset, whole; a thread reads them ahead."""
+    """The batches of a DistributedDataset, whole; a thread reads them ahead.
 
-    def __init__(self, dataset: DistributedDataset):
+    Keras asks for the batches 0, 1, ... of an epoch in order, and then calls ``on_epoch_end``. It may look at the first
+    ones beforehand, to build the model: then, and always before the first epoch of ``fit`` and ``evaluate``, it calls
+    ``on_epoch_end`` too. What it has looked at belongs to the first epoch: the dataset is not started again for it.
+    """
+
+    def __init__(self, dataset: DistributedDataset, *, ends_by_itself: bool):
         super().__init__()
         self._dataset = dataset
+        self._ends_by_itself = ends_by_itself  # nobody asked for a number of batches
         self._reader: Reader | None = None
-        self._next = 0
-        self._has_begun = False  # or Keras may only have looked at the first batch, to build the model
-        self._looked_at: Any = None
+        self._looked_at: list[Any] | None = []  # until the first epoch begins
+        self._again: collections.deque[Any] = collections.deque()
 
     @property
     def num_batches(self) -> int | None:
@@ -89,14 +154,13 @@ class DistributedInput(keras.utils.PyDataset):
         return None if cardinality in (None, INFINITE) else int(cardinality)
 
     def __getitem__(self, index: int) -> Any:
-        """The next batch; Keras asks for them in order, and starts again from 0 for each epoch.
+        """The next batch; index 0 starts again.
 
         Raises:
           EmptyDatasetError: There is none at all.
         """
-        if index == 0 and self._looked_at is not None:
-            batch, self._looked_at = self._looked_at, None
-            return batch
+        if self._again:
+            return self._again.popleft()
         if self._reader is None or index == 0:
             self.close()
             elements = self._dataset.source.iterate()
@@ -106,24 +170,36 @@ class DistributedInput(keras.utils.PyDataset):
         except StopIteration:
             if index == 0:
                 raise _empty() from None
-            return (END_OF_DATA,)
-        self._next = index + 1
-        if not self._has_begun and index == 0:
-            self._looked_at = batch
+            batch = (_END_OF_DATA,)
+        if self._looked_at is not None:
+            self._looked_at.append(batch)
+            if len(self._looked_at) > _MOST_LOOKED_AT:
+                self._looked_at = None
         return batch
 
     def on_epoch_end(self) -> None:
-        """Keras also calls it before the first epoch: what it has read until then it will ask for again."""
-        if self._has_begun or self._next != 1:
-            self._looked_at = None
-        self._has_begun = True
+        """Before the first epoch: what was looked at will be asked for again."""
+        if self._looked_at:
+            self._again.extend(self._looked_at)
+        self._looked_at = None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around the call that takes the batches. Afterwards the thread that reads ahead has ended."""
+        try:
+            with warnings.catch_warnings():
+                if self.num_batches is None and self._ends_by_itself:
+                    # Keras takes the end for an interruption.
+                    warnings.filterwarnings("ignore", message=r"\s*Your input ran out of data")
+                yield
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        self._next = 0
 
 
 @final

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import keras
 
 from replicax._src import context
@@ -23,8 +22,7 @@ from replicax._src.errors import (
     MixedStrategiesError,
     UnsupportedError,
 )
-from replicax._src.keras.capture import accessor
-from replicax._src.keras.datasets import DistributedInput, as_keras_input
+from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
 from replicax._src.program.capture import current_capture
@@ -40,6 +38,13 @@ PHASES = {
     "predict_on_batch": PREDICT,
 }
 """The methods that run steps."""
+
+STEPS_OF_DATA = {
+    "fit": {"x": "steps_per_epoch", "validation_data": "validation_steps"},
+    "evaluate": {"x": "steps"},
+    "predict": {"x": "steps"},
+}
+"""The arguments that may be datasets, each with the one that says how many of its batches to take."""
 
 
 def wrapped_init(original: Method) -> Method:
@@ -84,9 +89,13 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
             with contextlib.ExitStack() as stack:
                 if strategy is not None:
                     stack.enter_context(strategy.scope())
-                args, kwargs, inputs = _with_datasets(signature, self, args, kwargs, context.get_strategy())
+                args, kwargs, inputs = _with_datasets(
+                    name, signature, self, args, kwargs, context.get_strategy()
+                )
                 for made in inputs:
-                    stack.callback(made.close)
+                    stack.enter_context(made.in_use())
+                if strategy is None and inputs:
+                    strategy = context.get_strategy()  # Keras's own steps would not see where the data end
                 if strategy is not None:
                     stack.enter_context(_placed_steps(self, PHASES[name], strategy))
                 return original(self, *args, **kwargs)
@@ -154,9 +163,6 @@ def _placed_steps(model: Any, phase: Phase, strategy: Any) -> Iterator[None]:
         yield
     finally:
         function.finish()
-        home = strategy.variable_placement.parameter_device
-        if home is not None:
-            _bring_home(phase.variables_of(model), home)
 
 
 def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
@@ -180,14 +186,13 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
     return function
 
 
-def _bring_home(groups: Sequence[Sequence[Any]], home: Any) -> None:
-    """Central storage: between the calls one device holds the variables."""
-    variables = [variable for group in groups for variable in group]
-    accessor.set(variables, jax.device_put(accessor.get(variables), home))
-
-
 def _with_datasets(
-    signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], strategy: Any
+    name: str,
+    signature: inspect.Signature,
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    strategy: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[DistributedInput]]:
     """The arguments of a method with datasets of ours as Keras takes them, and these."""
     try:
@@ -195,13 +200,14 @@ def _with_datasets(
     except TypeError:
         return args, kwargs, []  # Keras says what is wrong
     given = bound.arguments
+    for argument in ("x", "y", "sample_weight"):
+        check_not_per_replica(name, argument, given.get(argument))
     made = []
-    for name in ("x", "validation_data"):
-        beside = ("y", "sample_weight") if name == "x" else ()
-        value = as_keras_input(given.get(name), strategy, {other: given.get(other) for other in beside})
-        if value is not given.get(name):
-            given[name] = value
-            made.append(value)
-    if made and "shuffle" in signature.parameters and isinstance(given.get("x"), DistributedInput):
+    for argument, steps in STEPS_OF_DATA.get(name, {}).items():
+        data = as_keras_input(given.get(argument), strategy, argument, given, steps)
+        if data is not given.get(argument):
+            given[argument] = data
+            made.append(data)
+    if "shuffle" in signature.parameters and isinstance(given.get("x"), DistributedInput):
         given["shuffle"] = False
     return bound.args[1:], bound.kwargs, made

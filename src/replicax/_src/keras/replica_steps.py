@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.input import memory
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.split import split_sizes
@@ -75,6 +76,11 @@ class ReplicaStepFunction(StepFunction):
         options = None if self._is_compiled else RunOptions(eager=True)
         with own_compute_loss_gathered(self._model):
             result = self._strategy.run(self._replica_step, args=(value,), options=options)
+        if result is None:
+            name = f"{type(self._model).__name__}.{self._phase.step_name}"
+            raise InvalidArgumentError(
+                f"{name} returned None. It must return {self._phase.described_result}."
+            )
         if self._phase.is_predict:
             return result if len(sizes) == 1 else self._strategy.gather(result, axis=0)
         return jax.tree_util.tree_map(lambda leaf: _of_all_rows(leaf, sizes), result, is_leaf=is_value)
@@ -92,13 +98,15 @@ def _of_all_rows(value: Any, sizes: Sequence[int]) -> Any:
     """One value for the logs: the mean over the rows, where replicas return different ones."""
     if not isinstance(value, PerReplica):
         return value
-    if value.is_equal or not jnp.issubdtype(value.dtype, jnp.inexact):
+    if value.is_equal:
         return value.values[0]
     return _weighted_mean(value.array, np.asarray(sizes, np.float32))
 
 
 @jax.jit
 def _weighted_mean(rows: jax.Array, weights: Any) -> jax.Array:
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        rows = rows.astype(jnp.float32)
     weights = weights.reshape(-1, *[1] * (rows.ndim - 1))
     total = jnp.sum(jnp.where(weights > 0, rows * weights, 0), axis=0)  # never 0 * nan
     return (total / jnp.maximum(jnp.sum(weights), 1)).astype(rows.dtype)

@@ -16,9 +16,11 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import is_end
-from replicax._src.placement.global_view import Batch, GlobalStep, HeldState, Values
+from replicax._src.placement.global_view import Batch, GlobalStep
+from replicax._src.placement.held_state import HeldState
 
 State = Sequence[Any]
 
@@ -42,6 +44,18 @@ class Phase:
     @property
     def step_name(self) -> str:
         return f"{self.name}_step"
+
+    @property
+    def described_state(self) -> str:
+        """The lists of the state, for messages."""
+        optimizer = ["optimizer_variables"] if self.name == "train" else []
+        names = ["trainable_variables", "non_trainable_variables", *optimizer, "metrics_variables"]
+        return f"({', '.join(names)})"
+
+    @property
+    def described_result(self) -> str:
+        """What a step in TensorFlow's style returns, for messages."""
+        return "predictions" if self.is_predict else "a dict of logs: self.get_metrics_result(), say"
 
     @property
     def is_predict(self) -> bool:
@@ -119,8 +133,27 @@ class GlobalStepFunction(StepFunction):
         )
 
     def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
-        outputs, new = getattr(self._model, self._phase.step_name)(state, data)
-        return (outputs, (state[0], new)) if self._phase.is_predict else (outputs, new)
+        result = getattr(self._model, self._phase.step_name)(state, data)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self._wrong_result(f"returned {type(result).__name__}")
+        outputs, new = result
+        if self._phase.is_predict:
+            new = state[0], new
+        sizes, new_sizes = [len(group) for group in state], [len(group) for group in new]
+        if sizes != new_sizes:
+            raise self._wrong_result(f"returned lists of {new_sizes} arrays, and was given lists of {sizes}")
+        return outputs, new
+
+    def _wrong_result(self, got: str) -> InvalidArgumentError:
+        name = f"{type(self._model).__name__}.{self._phase.step_name}"
+        if self._phase.is_predict:
+            return InvalidArgumentError(
+                f"{name} {got}. It must return (predictions, non_trainable_variables)."
+            )
+        return InvalidArgumentError(
+            f"{name} {got}. It must return (logs, state), where the state has the lists that it was given, in their order: "
+            f"{self._phase.described_state}. A step in TensorFlow's style takes only `data`, and returns the logs."
+        )
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         groups = self._held.hold(state)  # first of all: Keras has emptied the variables
@@ -129,31 +162,34 @@ class GlobalStepFunction(StepFunction):
         capacity = max(1, int(self._model.steps_per_execution))
         try:
             for data in self._take(iterator):
-                batches.append(Batch(data))
+                batches.append(Batch(data, is_kept=capacity > 1))
         except Exception as of_data:
             error = of_data  # after the steps before it
         if error is None and not batches:
             raise StopIteration
         outputs: list[Any] = []
         for _, group in itertools.groupby(batches, key=lambda batch: batch.signature):
-            outputs += self._run(groups, list(group), capacity)
+            outputs += self._run(list(group), capacity)
         if error is not None:
             raise error
         return (joined(outputs) if self._phase.is_predict else outputs[-1]), groups
 
-    def _run(self, groups: Sequence[Values], batches: Sequence[Batch], capacity: int) -> list[Any]:
+    def _run(self, batches: Sequence[Batch], capacity: int) -> list[Any]:
         if not self._is_compiled:
-            return [self._run_uncompiled(groups, batch) for batch in batches]
-        program = self._step.program(groups, batches[0], capacity if len(batches) > 1 else 1)
+            return [self._run_uncompiled(batch) for batch in batches]
+        program = self._step.program(self._held, batches[0], capacity if len(batches) > 1 else 1)
         self._held.adopt(program.written, self._held_by_variables)
         return program(self._held, batches)
 
-    def _run_uncompiled(self, groups: Sequence[Values], batch: Batch) -> Any:
+    def _run_uncompiled(self, batch: Batch) -> Any:
         """Operation by operation, for debugging: all devices that hold the state compute everything."""
         self._held.adopt((), self._held_by_variables)
-        outputs, new = self._step_of_model(tuple(map(list, groups)), batch.tree.unflatten(batch.leaves))
-        values = list(itertools.chain.from_iterable(new))
-        self._held.store(range(len(values)), values)
+        whole = self._strategy.topology.replicated
+        leaves = [jax.device_put(v, whole) if isinstance(v, jax.Array) else v for v in batch.leaves]
+        outputs, new = self._step_of_model(
+            tuple(map(list, self._held.groups or ())), batch.tree.unflatten(leaves)
+        )
+        self._held.replace(list(itertools.chain.from_iterable(new)))
         return outputs
 
     def _held_by_variables(self) -> list[Any]:

@@ -7,12 +7,9 @@ a batch that does not divide is padded on the host, and the program begins by cu
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import sys
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -21,8 +18,9 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.input import memory
+from replicax._src.placement.held_state import HeldState
 from replicax._src.placement.spmd import in_flight, note_loss
-from replicax._src.program.slots import own_copies, state_lock
+from replicax._src.program.slots import state_lock
 from replicax._src.topology import Topology
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -42,126 +40,23 @@ class Batch:
 
     __slots__ = ("leaves", "num_rows", "signature", "tree")
 
-    def __init__(self, nest: Any):
+    def __init__(self, nest: Any, *, is_kept: bool = False):
+        """Takes what a dataset yields.
+
+        Args:
+          nest: Of arrays.
+          is_kept: The dataset will yield others before this one is placed, and may write them into the same memory.
+        """
         leaves, self.tree = jax.tree_util.tree_flatten(nest)
         self.leaves = [
             leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves
         ]
+        if is_kept:
+            self.leaves = [
+                memory.copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in self.leaves
+            ]
         self.num_rows = next((leaf.shape[0] for leaf in self.leaves if leaf.ndim), 0)
         self.signature: Hashable = (self.tree, tuple((leaf.shape, leaf.dtype) for leaf in self.leaves))
-
-
-# Arrays that programs of this kind gave back, by id: their buffers belong to nothing else.
-_made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
-
-
-@final
-class Values:
-    """Arrays that change in place: who holds the group sees it as it is now. Not a list, which Keras would copy."""
-
-    __slots__ = ("arrays",)
-
-    def __init__(self, arrays: Iterable[Any]):
-        self.arrays = list(arrays)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-
-@final
-class HeldState:
-    """The state between the steps.
-
-    A program overwrites the memory of what it changes. It may, where an array came out of a program of ours and nobody
-    else holds it; every other array is copied first.
-    """
-
-    def __init__(self, topology: Topology):
-        self._topology = topology
-        self._groups: tuple[Values, ...] | None = None
-        self._is_adopted = False
-
-    @property
-    def groups(self) -> tuple[Values, ...] | None:
-        """The arrays by group; None before the first step and after the last one."""
-        return self._groups
-
-    def hold(self, groups: Sequence[Values] | Sequence[list[Any]]) -> tuple[Values, ...]:
-        """Takes over the state that a step is given: its own groups again, or lists, which are emptied."""
-        if self._groups is None or groups is not self._groups:
-            new = tuple(Values(group) for group in groups)
-            self.release()
-            self._groups, self._is_adopted = new, False
-            for group in groups:
-                if isinstance(group, list):
-                    group.clear()  # or its arrays would be held twice, and copied
-        return self._groups
-
-    def adopt(self, written: Sequence[int], held_by: Callable[[], Sequence[Any]]) -> None:
-        """Places the arrays, and makes sure that a program may overwrite some. Does nothing if it has been done.
-
-        Args:
-          written: Which arrays, counted through, a program will overwrite.
-          held_by: For each array what its variable holds: the array too, or nothing any more.
-        """
-        if self._is_adopted:
-            return
-        values, variables = self.values(), held_by()
-        counts = list(map(sys.getrefcount, values))
-        limit = _references_of_an_unheld_value()
-        overwritten = set(written)
-        to_copy, to_place = [], []
-        for i, value in enumerate(values):
-            is_ours = _made.get(id(value)) is value
-            is_unheld = counts[i] <= limit + 2 * (
-                variables[i] is value
-            )  # by its variable, and in the list of them
-            if i in overwritten and not (is_ours and is_unheld):
-                to_copy.append(i)
-            elif not is_ours:
-                to_place.append(i)
-        whole = self._topology.replicated
-        new = own_copies([values[i] for i in to_copy], whole)
-        new += jax.device_put([values[i] for i in to_place], whole)
-        self.store([*to_copy, *to_place], new)
-        self._is_adopted = True
-
-    def values(self) -> list[Any]:
-        """All arrays, one group after the other."""
-        assert self._groups is not None
-        return list(itertools.chain.from_iterable(self._groups))
-
-    def store(self, positions: Sequence[int], values: Sequence[Any]) -> None:
-        """Replaces arrays, by their position in ``values()``."""
-        assert self._groups is not None
-        changed = self.values()
-        for position, value in zip(positions, values, strict=True):
-            changed[position] = value
-        start = 0
-        for group in self._groups:
-            stop = start + len(group)
-            group.arrays = changed[start:stop]
-            start = stop
-
-    def release(self) -> None:
-        """Lets go of the arrays: they are somebody else's now."""
-        if self._groups is not None:
-            if self._is_adopted:
-                _made.update((id(value), value) for value in self.values() if isinstance(value, jax.Array))
-            for group in self._groups:
-                group.arrays = []
-            self._groups = None
-
-
-@functools.cache
-def _references_of_an_unheld_value() -> int:
-    """What ``sys.getrefcount`` says of a value that only its group and our list of all hold."""
-    groups = [Values([object()])]
-    values = list(itertools.chain.from_iterable(groups))
-    return next(map(sys.getrefcount, values))
 
 
 @final
@@ -180,22 +75,22 @@ class GlobalStep:
         self._donates, self._keeps_all = donates, keeps_all
         self._programs: dict[Hashable, _Program] = {}
 
-    def program(self, groups: Sequence[Values], batch: Batch, capacity: int) -> _Program:
+    def program(self, state: HeldState, batch: Batch, capacity: int) -> _Program:
         """The program for batches like this one, traced and compiled if there is none yet.
 
         Args:
-          groups: The state.
+          state: What the step will be given.
           batch: One of the batches.
           capacity: How many batches a call takes at most; with more than 1 they are stacked.
         """
-        form = (batch.signature, capacity, tuple(map(len, groups)), jax.config.read("jax_enable_x64"))
+        form = (batch.signature, capacity, state.form, jax.config.read("jax_enable_x64"))
         program = self._programs.get(form)
         if program is None:
             program = _Program(
-                self._step, groups, batch, capacity, self._topology, self._donates, self._keeps_all
+                self._step, state, batch, capacity, self._topology, self._donates, self._keeps_all
             )
             if capacity > 1 and program.is_slow_in_a_loop:
-                program = self.program(groups, batch, 1)
+                program = self.program(state, batch, 1)
             self._programs[form] = program
         return program
 
@@ -216,7 +111,7 @@ class _Program:
     def __init__(
         self,
         step: Step,
-        groups: Sequence[Values],
+        state: HeldState,
         batch: Batch,
         capacity: int,
         topology: Topology,
@@ -228,9 +123,8 @@ class _Program:
         self._outputs_tree: Any = None
         self._counts: dict[int, jax.Array] = {}
         self._layouts = [_Layout(leaf.shape, leaf.dtype, batch.num_rows, topology) for leaf in batch.leaves]
-        state = list(itertools.chain.from_iterable(groups))
-        jaxpr, consts = self._trace(step, groups, state, batch)
-        num_state, num_consts = len(state), len(consts)
+        jaxpr, consts = self._trace(step, state, batch)
+        num_state, num_consts = len(state.values()), len(consts)
         invars = jaxpr.invars[num_consts : num_consts + num_state]
         new = jaxpr.outvars[:num_state]
         self.written = [i for i, (old, var) in enumerate(zip(invars, new, strict=True)) if var is not old]
@@ -242,15 +136,17 @@ class _Program:
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = [jax.device_put(c, topology.replicated) for c in consts]
         self._needs_token = topology.is_cpu and topology.num_replicas > 1
-        self._compiled = self._compile(donates)
+        self._compiled = self._compile()
 
-    def _trace(self, step: Step, groups: Sequence[Values], state: Sequence[Any], batch: Batch) -> Any:
+    def _trace(self, step: Step, held: HeldState, batch: Batch) -> Any:
+        sizes = held.sizes
+
         def flat(state: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
             leaves = [
                 layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)
             ]
             remaining = iter(state)
-            given = tuple([next(remaining) for _ in group] for group in groups)
+            given = tuple([next(remaining) for _ in range(size)] for size in sizes)
             outputs, new = step(given, batch.tree.unflatten(leaves))
             outputs, self._outputs_tree = jax.tree_util.tree_flatten(outputs)
             new = list(itertools.chain.from_iterable(new))
@@ -261,7 +157,7 @@ class _Program:
             ]
             return [*new, *map(jnp.asarray, outputs)]
 
-        avals = [jax_compat.shaped(value.shape, value.dtype) for value in state]
+        avals = [jax_compat.shaped(value.shape, value.dtype) for value in held.values()]
         batch_avals = [layout.aval for layout in self._layouts]
         return jax_compat.trace(flat, (avals, batch_avals))
 
@@ -271,7 +167,7 @@ class _Program:
         cost a small network a factor of 3 to 5 (jax 0.10)."""
         return self._topology.is_cpu and "conv_general_dilated" in _primitives_of(self._jaxpr)
 
-    def _compile(self, donates: bool) -> Any:
+    def _compile(self) -> Any:
         run = self._run_one if self._capacity == 1 else self._run_several
         whole = self._topology.replicated
         batch = [layout.sharding(is_stacked=self._capacity > 1) for layout in self._layouts]
@@ -279,7 +175,7 @@ class _Program:
             run,
             in_shardings=(whole, whole, whole, batch, *[whole] * (self._capacity > 1)),
             out_shardings=whole,
-            donate_argnums=(0,) if donates else (),
+            donate_argnums=(0,) if self._donates else (),
         )
 
     def _evaluate(self, written: Any, read: Any, consts: Any, leaves: Any) -> tuple[list[Any], list[Any]]:
@@ -409,6 +305,11 @@ class _Layout:
 
     def put_stacked(self, leaves: Sequence[Any], capacity: int) -> jax.Array:
         """Places the arrays of several batches as one, with the batches as a new first dim."""
+        sharding = self.sharding(is_stacked=True)
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            rows = [self._pad_on_device(leaf) for leaf in leaves]
+            rows += [jnp.zeros_like(rows[0])] * (capacity - len(leaves))
+            return jax.device_put(jnp.stack(rows), sharding)
         stacked = memory.empty((capacity, *self._padded), self._dtype)
         for number, leaf in enumerate(leaves):
             if self._padded == self._shape:
@@ -416,7 +317,7 @@ class _Layout:
             else:
                 self._fill(stacked[number], np.asarray(leaf))
         stacked[len(leaves) :] = 0
-        return jax.device_put(stacked, self.sharding(is_stacked=True))
+        return jax.device_put(stacked, sharding)
 
     def _fill(self, padded: np.ndarray, leaf: np.ndarray) -> None:
         if self._padded == self._shape:

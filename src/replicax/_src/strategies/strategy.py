@@ -405,6 +405,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.experimental_distribute_dataset.
         """
+        ensure_bridges()  # Keras may be given it before any scope is entered
         return datasets.distribute(self.topology, dataset, options, distribute_options)
 
     def distribute_datasets_from_function(
@@ -419,6 +420,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.distribute_datasets_from_function.
         """
+        ensure_bridges()
         return datasets.distribute_from_function(self.topology, dataset_fn, options)
 
     def experimental_distribute_datasets_from_function(
