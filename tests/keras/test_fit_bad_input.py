@@ -287,7 +287,7 @@ def test_a_distributed_iterator(strategy, one_device_loss):
 
 def test_a_distributed_dataset_given_to_a_model_of_no_scope(strategy, one_device_loss):
     model = compiled("outer")
-    message(errors.MixedStrategiesError, lambda: model.fit(rows_of(strategy), verbose=0), "dataset")
+    message(errors.KerasScopeError, lambda: model.fit(rows_of(strategy), verbose=0), "dataset", "scope")
     assert_usable(model, one_device_loss)
 
 

@@ -117,11 +117,11 @@ def _check_alone(name: str, given: Mapping[str, Any]) -> None:
 def _of_another_strategy(strategy: Any, argument: str) -> Exception:
     if strategy.is_default:
         return KerasScopeError(
-            f"`{argument}` was distributed by a strategy, and the model was made outside of every scope, so it would be "
+            f"The dataset `{argument}` was distributed by a strategy, and the model was made outside of every scope, so it would be "
             "trained on one device. Make the model inside `with strategy.scope():`."
         )
     return MixedStrategiesError(
-        f"Mixing different tf.distribute.Strategy objects: `{argument}` was distributed by another strategy than "
+        f"Mixing different tf.distribute.Strategy objects: the dataset `{argument}` was distributed by another strategy than "
         f"{strategy!r}, in whose scope the model was made. Distribute it with that one."
     )
 
