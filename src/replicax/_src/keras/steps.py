@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -201,17 +201,14 @@ class GlobalStepFunction(StepFunction):
     def finish(self) -> None:
         if self._held.groups is None:
             return
-        restore(self._variables(), self._held.values())
+        variables = self._variables()
+        for variable, value in zip(variables, self._held.values(), strict=True):
+            if not accessor.is_built(variable):  # the loop was left in the middle
+                accessor.set([variable], [value])
         self._held.release()
-
-
-def restore(variables: Sequence[Any], values: Iterable[Any]) -> None:
-    """Gives the variables that are empty, because a loop was left in the middle, their values."""
-    empty = [
-        (variable, value) for variable, value in zip(variables, values) if not accessor.is_built(variable)
-    ]
-    if empty:
-        accessor.set(*map(list, zip(*empty)))
+        home = self._strategy.variable_placement.parameter_device
+        if home is not None:  # central storage: between the loops one device holds the variables
+            accessor.set(variables, jax.device_put(accessor.get(variables), home))
 
 
 def joined(outputs: Sequence[Any]) -> Any:
