@@ -417,7 +417,7 @@ CASES = [
 
 
 # What takes long to compile, though another case has its steps.
-LONG = {("masked", BySuper), ("mixed_float16", BySuper)}
+LONG = {("masked", BySuper), ("mixed_float16", BySuper), ("weighted_outputs", BySuper)}
 
 
 def case(subject, steps, strategy, feed, phases):
