@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -451,8 +452,15 @@ def _as_local(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, LocalPerReplica) else leaf
 
 
-# Strategies of variables that cannot say so themselves (Keras's), by id; entries go with the variables.
+# Strategies of variables and models that cannot say so themselves (Keras's), by id; entries go with them.
 owners: dict[int, Any] = {}
+
+
+def remember_owner(made: Any) -> None:
+    """Notes in whose scope a variable or a model of another library is made, if in any."""
+    if has_strategy():
+        owners[id(made)] = strategy_for_new_variable()
+        weakref.finalize(made, owners.pop, id(made), None)
 
 
 def default_has_no(what: str) -> ContextError:

@@ -192,6 +192,16 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
+def primitives_of(jaxpr: Any) -> set[str]:
+    """The names of all operations of a jaxpr, inner functions included."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        found.add(eqn.primitive.name)
+        for inner in sub_jaxprs(eqn):
+            found |= primitives_of(inner_jaxpr(inner)[0])
+    return found
+
+
 def inner_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """An open jaxpr and its constants, of a closed or open sub-jaxpr, without moving constvars."""
     if isinstance(jaxpr, jex.ClosedJaxpr):

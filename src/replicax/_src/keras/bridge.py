@@ -6,7 +6,6 @@ Outside of functions that replicax traces, and of scopes, everything behaves as 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,9 +96,7 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if context.has_strategy():
-            context.owners[id(self)] = context.strategy_for_new_variable()
-            weakref.finalize(self, context.owners.pop, id(self), None)
+        context.remember_owner(self)
 
     return __init__
 

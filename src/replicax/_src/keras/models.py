@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,9 +50,7 @@ def wrapped_init(original: Method) -> Method:
     """Remembers the strategy in whose scope a model is made."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if context.has_strategy():
-            context.owners[id(self)] = context.strategy_for_new_variable()
-            weakref.finalize(self, context.owners.pop, id(self), None)
+        context.remember_owner(self)
         original(self, *args, **kwargs)
 
     return __init__
@@ -179,8 +176,8 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
             f"keras.distribution.set_distribution(None) takes away Keras's."
         )
     function = getattr(model, phase.function_name, None)
-    if not isinstance(function, StepFunction) or function.strategy is not strategy:
-        kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
+    kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
+    if not isinstance(function, kind) or function.strategy is not strategy:
         function = kind(model, phase, strategy)
         setattr(model, phase.function_name, function)  # compile() takes it away again
     return function

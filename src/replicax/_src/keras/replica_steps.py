@@ -15,7 +15,6 @@ import keras
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input import memory
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.split import split_sizes
 from replicax._src.keras.capture import accessor
@@ -51,16 +50,15 @@ class ReplicaStepFunction(StepFunction):
                 return getattr(model, phase.step_name)(data)
 
         step.__qualname__ = f"{type(model).__name__}.{phase.step_name}"
-        step.replicax_family = (
-            object()
-        )  # what another model's step is traced for is no reason to warn of this one
+        # What another model's step is traced for is no reason to warn of this one.
+        step.replicax_family = object()
         self._replica_step = step
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         for group, variables in zip(state, self._phase.variables_of(self._model), strict=True):
             values = list(group)
             accessor.set(variables[: len(values)], values)
-        outputs = [self._run(Batch(_without_nones(data))) for data in self._take(iterator)]
+        outputs = [self._run(Batch(_without_nones(data), is_kept=True)) for data in self._take(iterator)]
         if not outputs:
             raise StopIteration
         # No state: it is in the variables, and what Keras holds too would be copied in each step.
@@ -71,8 +69,7 @@ class ReplicaStepFunction(StepFunction):
 
     def _run(self, batch: Batch) -> Any:
         sizes = split_sizes(batch.num_rows, self._strategy.num_replicas_in_sync)
-        arrays = [memory.copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in batch.leaves]
-        value = self._placer.place(LocalRows(arrays, batch.tree, sizes))
+        value = self._placer.place(LocalRows(batch.leaves, batch.tree, sizes))
         options = None if self._is_compiled else RunOptions(eager=True)
         with own_compute_loss_gathered(self._model):
             result = self._strategy.run(self._replica_step, args=(value,), options=options)

@@ -1,8 +1,8 @@
 """The steps that Keras's loops call, placed: ``model.train_function`` and its two sisters.
 
-Keras keeps its loops, with callbacks, logs and data. They call ``function(state, iterator)``: the state is lists of
-arrays, one list for each kind of variable, and the function takes as many batches as it runs steps. While a loop runs the
-model's variables are empty, so that what is in the lists is all there is of them.
+Keras keeps its loops, with callbacks, logs and data. They call ``function(state, iterator)``: the state is
+arrays in groups, one for each kind of variable, and the function takes as many batches as it runs steps. While a loop runs
+the model's variables are empty, so that what is in the groups is all there is of them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StepFunction(abc.ABC):
 
     def _take(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches for one call. An error of the dataset comes after the batches before it."""
-        for _ in range(max(1, int(self._model.steps_per_execution))):
+        for _ in range(self._most_steps):
             try:
                 data = next(iterator)
             except StopIteration:
@@ -112,6 +112,10 @@ class StepFunction(abc.ABC):
             if is_end(data):
                 return
             yield data
+
+    @property
+    def _most_steps(self) -> int:
+        return max(1, int(self._model.steps_per_execution))
 
     @property
     def _is_compiled(self) -> bool:
@@ -159,7 +163,7 @@ class GlobalStepFunction(StepFunction):
         groups = self._held.hold(state)  # first of all: Keras has emptied the variables
         batches: list[Batch] = []
         error: Exception | None = None
-        capacity = max(1, int(self._model.steps_per_execution))
+        capacity = self._most_steps
         try:
             for data in self._take(iterator):
                 batches.append(Batch(data, is_kept=capacity > 1))

@@ -45,7 +45,7 @@ class Batch:
 
         Args:
           nest: Of arrays.
-          is_kept: The dataset will yield others before this one is placed, and may write them into the same memory.
+          is_kept: The dataset may yield others, into the same memory, before this one is on the devices: copy it.
         """
         leaves, self.tree = jax.tree_util.tree_flatten(nest)
         self.leaves = [
@@ -165,7 +165,7 @@ class _Program:
     def is_slow_in_a_loop(self) -> bool:
         """Whether the step takes longer inside of a loop than alone: on CPU, XLA has a slow convolution there, which
         cost a small network a factor of 3 to 5 (jax 0.10)."""
-        return self._topology.is_cpu and "conv_general_dilated" in _primitives_of(self._jaxpr)
+        return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
 
     def _compile(self) -> Any:
         run = self._run_one if self._capacity == 1 else self._run_several
@@ -259,16 +259,6 @@ class _Program:
         return [self._outputs_tree.unflatten(outputs)]
 
 
-def _primitives_of(jaxpr: Any) -> set[str]:
-    """The names of all operations, inner functions included."""
-    found = set()
-    for eqn in jaxpr.eqns:
-        found.add(eqn.primitive.name)
-        for inner in jax_compat.sub_jaxprs(eqn):
-            found |= _primitives_of(jax_compat.inner_jaxpr(inner)[0])
-    return found
-
-
 @final
 class _Layout:
     """How one array of a batch lies on the devices: its rows split, padded to a multiple of the devices, or whole.
@@ -312,10 +302,7 @@ class _Layout:
             return jax.device_put(jnp.stack(rows), sharding)
         stacked = memory.empty((capacity, *self._padded), self._dtype)
         for number, leaf in enumerate(leaves):
-            if self._padded == self._shape:
-                stacked[number] = leaf
-            else:
-                self._fill(stacked[number], np.asarray(leaf))
+            self._fill(stacked[number, ...], np.asarray(leaf))
         stacked[len(leaves) :] = 0
         return jax.device_put(stacked, sharding)
 

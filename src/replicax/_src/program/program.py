@@ -366,11 +366,9 @@ def _leaked(line: str) -> TraceError:
     )
 
 
+_CALLBACKS = {"io_callback", "pure_callback", "python_callback", "ffi_call_callback"}
+
+
 def has_callback(jaxpr: Any) -> bool:
     """Whether Python is called back from ``jaxpr``, at any depth; debug prints do not count."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("io_callback", "pure_callback", "python_callback", "ffi_call_callback"):
-            return True
-        if any(has_callback(jax_compat.inner_jaxpr(s)[0]) for s in jax_compat.sub_jaxprs(eqn)):
-            return True
-    return False
+    return not _CALLBACKS.isdisjoint(jax_compat.primitives_of(jaxpr))
