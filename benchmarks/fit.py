@@ -16,6 +16,7 @@ MLP, SMALL = fit_process.DENSE
 CNN = fit_process.CNN
 BATCHES = {MLP: 128, SMALL: 128, CNN: 64}
 NUM_STEPS = {MLP: 128, SMALL: 256, CNN: 32}
+GENERATIONS = 5
 
 OURS, ONE_DEVICE, DATA_PARALLEL = "replicax", "Keras, one device", "Keras DataParallel"
 TF_MIRRORED, TF_ONE_DEVICE = "TensorFlow Mirrored", "TensorFlow, one device"
@@ -135,13 +136,23 @@ def _process(python: str, setting: dict[str, Any]) -> PeerProcess:
 def _compare(
     pythons: Mapping[str, str], settings: Mapping[str, dict[str, Any]], num_rounds: int, num_steps: int
 ) -> dict[str, rounds.Timing]:
-    """Each setting in a process of its own; all of them live while they take turns."""
-    with contextlib.ExitStack() as closing:
-        contestants = {
-            name: closing.enter_context(contextlib.closing(_process(pythons[name], setting))).run
-            for name, setting in settings.items()
-        }
-        return rounds.compare(contestants, rounds=num_rounds, steps=num_steps, warm_up=num_steps)
+    """Each setting in a process of its own; those of one generation live while they take turns.
+
+    The same program can be a tenth faster in one process than in the next, all the time that it lives. So the rounds are
+    spread over several generations of processes.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in settings}
+    for generation in range(min(GENERATIONS, num_rounds)):
+        with contextlib.ExitStack() as closing:
+            contestants = {
+                name: closing.enter_context(contextlib.closing(_process(pythons[name], setting))).run
+                for name, setting in settings.items()
+            }
+            share = len(range(generation, num_rounds, GENERATIONS))
+            timings = rounds.compare(contestants, rounds=share, steps=num_steps, warm_up=num_steps)
+        for name, timing in timings.items():
+            seconds[name] += timing.seconds
+    return {name: rounds.Timing(values) for name, values in seconds.items()}
 
 
 def _print_bar(
