@@ -1,12 +1,16 @@
-"""What every test needs before anything starts: Keras on JAX, and eight virtual devices."""
+"""What every test needs before anything starts: Keras on JAX, eight virtual devices, and the module ``helpers``."""
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"
 
 import hypothesis
 
 from replicax import config
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 config.set_local_devices(8)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from helpers import message
 from replicax import errors
 
 
@@ -33,17 +34,6 @@ def contexts_are_clean_afterwards(request):
     assert not rx.has_strategy()
     assert not rx.in_cross_replica_context()
     assert rx.get_replica_context() is not None
-
-
-def message(error_type, call, *says):
-    """The message of the error that ``call`` raises, having checked that it says all of ``says``."""
-    with pytest.raises(error_type) as caught:
-        call()
-    assert type(caught.value) is error_type, f"{type(caught.value)} is a subclass"
-    text = str(caught.value)
-    missing = [word for word in says if word not in text]
-    assert not missing, f"{missing} not in: {text}"
-    return text
 
 
 def values_of(strategy):

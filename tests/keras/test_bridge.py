@@ -1,9 +1,5 @@
 """The bridge to Keras: what it replaces, that it goes away, and what it refuses."""
 
-import os
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +8,9 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from helpers import in_a_process_of_its_own
 from replicax._src.errors import KerasLossError
 from replicax._src.keras import bridge
-
-
-def in_a_process_of_its_own(program, **environment):
-    """Runs Python code with a fresh JAX and Keras, and gives what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
 
 FUNCTIONS_OF_KERAS = """
     def functions():
@@ -69,7 +52,7 @@ def test_keras_is_untouched_until_a_strategy_runs_and_after_uninstall():
     print(len(changed), sorted(f"{c.__name__}.{n}" for c, n in changed if not issubclass(c, keras.metrics.Metric)))
     """
     )
-    printed = in_a_process_of_its_own(program)
+    printed = in_a_process_of_its_own(program, "-W", "error")
     for name in ("Variable.__init__", "Optimizer.apply", "LossScaleOptimizer.apply", "Loss.__call__"):
         assert name in printed
 
@@ -81,7 +64,7 @@ def test_replicax_does_not_import_keras():
     rx.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(1.0,))
     print([name for name in ("keras", "tensorflow", "torch", "flax", "optax") if name in sys.modules])
     """
-    assert in_a_process_of_its_own(program).strip() == "[]"
+    assert in_a_process_of_its_own(program, "-W", "error").strip() == "[]"
 
 
 def test_keras_on_another_backend_is_refused():
@@ -95,7 +78,7 @@ def test_keras_on_another_backend_is_refused():
     except KerasBackendError as error:
         print(error)
     """
-    printed = in_a_process_of_its_own(program, KERAS_BACKEND="numpy")
+    printed = in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="numpy")
     assert "'numpy'" in printed
     assert "KERAS_BACKEND=jax" in printed
 
@@ -259,7 +242,7 @@ def test_keras_that_is_imported_in_a_scope_has_its_bridge_at_once():
     assert type(keras.__spec__.loader).__module__.startswith(("_frozen_importlib", "importlib")), keras.__spec__
     print(len(model.weights[0].value.sharding.device_set))
     """
-    assert in_a_process_of_its_own(program, KERAS_BACKEND="jax").strip() == "2"
+    assert in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax").strip() == "2"
 
 
 def test_a_framework_that_is_not_there_is_missed_as_ever():
@@ -275,4 +258,6 @@ def test_a_framework_that_is_not_there_is_missed_as_ever():
         print(type(error).__name__)
     assert "replicax._src.keras.bridge" not in sys.modules
     """
-    assert in_a_process_of_its_own(program, KERAS_BACKEND="jax").strip() == "ModuleNotFoundError"
+    assert (
+        in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax").strip() == "ModuleNotFoundError"
+    )

@@ -3,10 +3,6 @@
 And the bridge: what it replaces in ``keras.Model``, and that models of no scope never notice.
 """
 
-import os
-import subprocess
-import sys
-import textwrap
 
 import keras
 import numpy as np
@@ -14,6 +10,7 @@ import pytest
 from keras import layers
 
 import replicax as rx
+from helpers import in_a_process_of_its_own, message
 from replicax import errors
 from replicax._src.input.elements import EmptyDatasetError
 
@@ -41,17 +38,6 @@ def contexts_are_clean_afterwards():
     assert not rx.has_strategy()
     assert not rx.in_cross_replica_context()
     assert rx.get_replica_context() is not None
-
-
-def message(error_type, call, *says):
-    """The message of the error that ``call`` raises, having checked that it says all of ``says``."""
-    with pytest.raises(error_type) as caught:
-        call()
-    assert type(caught.value) is error_type, f"{type(caught.value)} is a subclass"
-    text = str(caught.value)
-    missing = [word for word in says if word not in text]
-    assert not missing, f"{missing} not in: {text}"
-    return text
 
 
 def features(num_rows=ROWS):
@@ -395,19 +381,6 @@ def test_losses_that_are_not_numbers_are_reported_as_keras_does(strategy):
 
 
 # --- the bridge ---------------------------------------------------------------------------------------
-
-
-def in_a_process_of_its_own(program, **environment):
-    """Runs Python code with a fresh JAX and Keras, and gives what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def test_the_methods_of_models_are_keras_own_before_and_after():

@@ -19,6 +19,7 @@ from fit_models import SUBJECTS
 from keras import layers
 
 import replicax as rx
+from helpers import assert_close, assert_logs_equal, assert_weights_equal
 
 STRATEGIES = {
     "default": lambda: rx.get_strategy(),
@@ -171,25 +172,6 @@ def trained(subject, feed, strategy=None, fit_in_scope=False):
 def on_one_device(model, feed):
     assert isinstance(rx.get_strategy(), type(strategy_of("default")))
     return trained(SUBJECTS[model], feed)[0]
-
-
-def assert_close(got, expected, rtol, atol=0.0, what=""):
-    keras.tree.assert_same_structure(got, expected)
-    for left, right in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
-        np.testing.assert_allclose(left, right, rtol=rtol, atol=atol, err_msg=what)
-
-
-def assert_logs_equal(got, expected, rtol):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert_close(got[name], expected[name], rtol, what=name)
-
-
-def assert_weights_equal(got, expected, subject):
-    assert len(got) == len(expected)
-    for (path, value), (_, right) in zip(got, expected):
-        assert value.dtype == right.dtype, path
-        assert_close(value, right, subject.weight_rtol, subject.weight_atol, path)
 
 
 def assert_equal_outcomes(got, expected, subject):

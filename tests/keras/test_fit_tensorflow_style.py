@@ -17,6 +17,7 @@ import pytest
 from keras import layers, losses, ops
 
 import replicax as rx
+from helpers import assert_close, assert_logs_equal, assert_weights_equal
 from replicax._src.keras.replica_steps import is_replica_style
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax.errors import KerasLossError
@@ -366,25 +367,6 @@ def trained(subject, model_class, strategy, feed, phases):
 @functools.cache
 def on_one_device(subject, feed, phases):
     return trained(SUBJECTS[subject], keras.Model, None, feed, phases)
-
-
-def assert_close(got, expected, rtol, atol=0.0, what=""):
-    keras.tree.assert_same_structure(got, expected)
-    for left, right in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
-        np.testing.assert_allclose(left, right, rtol=rtol, atol=atol, err_msg=what)
-
-
-def assert_logs_equal(got, expected, rtol):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert_close(got[name], expected[name], rtol, what=name)
-
-
-def assert_weights_equal(got, expected, subject):
-    assert len(got) == len(expected)
-    for (path, value), (_, right) in zip(got, expected):
-        assert value.dtype == right.dtype, path
-        assert_close(value, right, subject.weight_rtol, subject.weight_atol, path)
 
 
 def loss_logs(logs):

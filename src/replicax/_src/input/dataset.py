@@ -114,11 +114,10 @@ class DistributedDataset:
         """What places its steps."""
         return self._placer
 
-    def reader_of(self, elements: Pass, placer: Placer | None = None) -> Reader:
-        """What reads a pass for one iterator, placing steps with ``placer`` if it is to do something else."""
-        return Reader(
-            elements, placer or self._placer, num_ahead=self._num_ahead, places_ahead=self._places_ahead
-        )
+    def reader_of(self, elements: Pass, *, places_ahead: bool | None = None) -> Reader:
+        """What reads a pass for one iterator. Steps wait where those of the dataset do, unless ``places_ahead`` says."""
+        places_ahead = self._places_ahead if places_ahead is None else places_ahead
+        return Reader(elements, self._placer, num_ahead=self._num_ahead, places_ahead=places_ahead)
 
     def __repr__(self) -> str:
         where = "on the devices" if self._places_ahead else "on the host"

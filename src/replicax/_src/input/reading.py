@@ -179,6 +179,20 @@ class Reader:
             self._state = self._unread.popleft().state
             return value
 
+    def take_on_host(self) -> Any:
+        """Takes the next step as the source yielded it; of use to a reader that does not place ahead.
+
+        Raises:
+          StopIteration: There is none.
+        """
+        with self._lock:
+            self._ask_for(0)
+            if not self._unread:
+                self._unread.extend(self._next_item().steps)
+            step = self._unread.popleft()
+            self._state = step.state
+            return step.on_host
+
     def take_group(self, group_size: int, num_steps: int) -> StackedSteps:
         """Takes at most ``num_steps`` of the next steps, fewer where the shapes change or the data ends.
 

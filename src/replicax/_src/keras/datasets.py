@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import jax
@@ -164,9 +164,9 @@ class DistributedInput(keras.utils.PyDataset):
         if self._reader is None or index == 0:
             self.close()
             elements = self._dataset.source.iterate()
-            self._reader = self._dataset.reader_of(elements, _WholeBatches(self._dataset.placer.topology))
+            self._reader = self._dataset.reader_of(elements, places_ahead=False)
         try:
-            batch = self._reader.take()
+            batch = _whole_batch(self._reader.take_on_host())
         except StopIteration:
             if index == 0:
                 raise _empty() from None
@@ -202,35 +202,15 @@ class DistributedInput(keras.utils.PyDataset):
             self._reader = None
 
 
-@final
-class _WholeBatches:
-    """Leaves steps on the host, the rows of all replicas together."""
-
-    def __init__(self, topology: Any):
-        self._topology = topology
-
-    @property
-    def topology(self) -> Any:
-        """The replicas' devices."""
-        return self._topology
-
-    def place(self, step: LocalRows | Sequence[Any]) -> Any:
-        """The nest of arrays ``[num_rows, ...]``, a tuple or dict."""
-        if isinstance(step, LocalRows):
-            batch = step.tree.unflatten(step.arrays)
-        else:
-            batch = jax.tree_util.tree_map(_joined, *step)
-        if isinstance(batch, (tuple, dict)):
-            return batch
-        return tuple(batch) if isinstance(batch, list) else (batch,)
-
-    def stack(self, steps: Sequence[Any], capacity: int) -> Any:
-        """Not needed: Keras takes one batch at a time."""
-        raise NotImplementedError
-
-    def signature(self, step: Any) -> Hashable:
-        """Not needed either."""
-        raise NotImplementedError
+def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
+    """The rows of all replicas together: a nest of arrays ``[num_rows, ...]``, a tuple or dict."""
+    if isinstance(step, LocalRows):
+        batch = step.tree.unflatten(step.arrays)
+    else:
+        batch = jax.tree_util.tree_map(_joined, *step)
+    if isinstance(batch, (tuple, dict)):
+        return batch
+    return tuple(batch) if isinstance(batch, list) else (batch,)
 
 
 def _joined(*parts: Any) -> np.ndarray:

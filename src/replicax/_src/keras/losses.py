@@ -74,22 +74,38 @@ def _not_differentiable(value: Any, error: Exception) -> Any:
 
 
 class _Local(threading.local):
-    rows: int | None = None  # of this replica, in a step
+    """Where this thread is in a model's step.
+
+    Attributes:
+      rows: Of this replica; None outside of such a step.
+      is_in_compute_loss: Whether ``Model.compute_loss`` is running.
+      is_gathered: What it was given has the rows of all replicas.
+      losses_of: The model whose loss is computed, with its own losses.
+    """
+
+    rows: int | None = None
     is_in_compute_loss = False
-    is_gathered = False  # what compute_loss is given has the rows of all replicas
-    losses_of: tuple[Any, list[Any]] | None = None  # the model whose loss is computed, with its own losses
+    is_gathered = False
+    losses_of: tuple[Any, list[Any]] | None = None
 
 
 _local = _Local()
 
 
 @contextlib.contextmanager
-def in_replica_step(rows: int) -> Iterator[None]:
-    before, _local.rows = _local.rows, rows
+def _inside(**changes: Any) -> Iterator[None]:
+    """With other values in ``_local``."""
+    before = {name: getattr(_local, name) for name in changes}
+    vars(_local).update(changes)
     try:
         yield
     finally:
-        _local.rows = before
+        vars(_local).update(before)
+
+
+def in_replica_step(rows: int) -> contextlib.AbstractContextManager[None]:
+    """Inside, a model's own step runs on a replica that has ``rows`` rows."""
+    return _inside(rows=rows)
 
 
 def rows_of_replica_step() -> int | None:
@@ -113,17 +129,11 @@ def wrapped_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_loss
 
 
-@contextlib.contextmanager
-def _in_compute_loss(model: Any) -> Iterator[None]:
-    before = _local.is_in_compute_loss, _local.losses_of
-    if _is_shared() and not _local.is_in_compute_loss:
-        # Keras keeps them in the layers. In an eager run the next replica replaces them where this one waits.
-        _local.losses_of = model, list(_unshared(model))
-    _local.is_in_compute_loss = True
-    try:
-        yield
-    finally:
-        _local.is_in_compute_loss, _local.losses_of = before
+def _in_compute_loss(model: Any) -> contextlib.AbstractContextManager[None]:
+    if not _is_shared() or _local.is_in_compute_loss:
+        return _inside(is_in_compute_loss=True)
+    # Keras keeps them in the layers. In an eager run the next replica replaces them where this one waits.
+    return _inside(is_in_compute_loss=True, losses_of=(model, list(_unshared(model))))
 
 
 @contextlib.contextmanager
@@ -146,11 +156,8 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
             for name in ("x", "y", "sample_weight"):
                 given[name] = keras.tree.map_structure(gather.fixed, given.get(name))
             given["y_pred"] = keras.tree.map_structure(gather.differentiable, y_pred)
-            _local.is_gathered = True
-            try:
+            with _inside(is_gathered=True):
                 value = own(*bound.args, **bound.kwargs)
-            finally:
-                _local.is_gathered = False
         return value if gather.num_rows else value + _nothing(y_pred)
 
     model.__dict__["compute_loss"] = compute_loss
@@ -162,11 +169,8 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
 
 def _unshared(model: Any) -> list[Any]:
     """``model.losses`` as Keras gives them: of this replica's rows."""
-    before, _local.rows = _local.rows, None
-    try:
+    with _inside(rows=None):
         return model.losses
-    finally:
-        _local.rows = before
 
 
 def wrapped_losses(original: property) -> property:

@@ -1,0 +1,66 @@
+"""What tests of several folders share."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+
+
+def message(error_type, call, *says):
+    """The message of the error that ``call`` raises, having checked that it says all of ``says``."""
+    with pytest.raises(error_type) as caught:
+        call()
+    assert type(caught.value) is error_type, f"{type(caught.value)} is a subclass"
+    text = str(caught.value)
+    missing = [word for word in says if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+    return text
+
+
+def in_a_process_of_its_own(program, *options, **environment):
+    """Runs Python code with a fresh JAX and Keras, and gives what it printed.
+
+    Args:
+      program: The code, indented as where it stands.
+      *options: Of Python: ``"-W", "error"``.
+      **environment: Variables, besides this process's.
+    """
+    result = subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def assert_close(got, expected, rtol, atol=0.0, what=""):
+    """Of nests of arrays."""
+    keras.tree.assert_same_structure(got, expected)
+    for left, right in zip(keras.tree.flatten(got), keras.tree.flatten(expected)):
+        np.testing.assert_allclose(left, right, rtol=rtol, atol=atol, err_msg=what)
+
+
+def assert_logs_equal(got, expected, rtol):
+    """Of dicts from names to what a loop reports under them."""
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert_close(got[name], expected[name], rtol, what=name)
+
+
+def assert_weights_equal(got, expected, subject):
+    """Of lists of (path, array).
+
+    Args:
+      subject: Has the tolerances: ``weight_rtol`` and ``weight_atol``.
+    """
+    assert len(got) == len(expected)
+    for (path, value), (_, right) in zip(got, expected):
+        assert value.dtype == right.dtype, path
+        assert_close(value, right, subject.weight_rtol, subject.weight_atol, path)
