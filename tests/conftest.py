@@ -1,4 +1,4 @@
-"""What every test needs before anything starts: Keras on JAX, eight virtual devices, and the module ``helpers``."""
+"""What every test needs before anything starts: Keras on JAX, eight virtual devices, and the module ``checks``."""
 
 import os
 import sys

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from helpers import message
+from checks import message
 from replicax import errors
 
 

@@ -1,6 +1,5 @@
 """The bridge to Keras: what it replaces, that it goes away, and what it refuses."""
 
-
 import jax
 import jax.numpy as jnp
 import keras
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from helpers import in_a_process_of_its_own
+from checks import in_a_process_of_its_own
 from replicax._src.errors import KerasLossError
 from replicax._src.keras import bridge
 

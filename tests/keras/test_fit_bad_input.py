@@ -3,14 +3,13 @@
 And the bridge: what it replaces in ``keras.Model``, and that models of no scope never notice.
 """
 
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import replicax as rx
-from helpers import in_a_process_of_its_own, message
+from checks import in_a_process_of_its_own, message
 from replicax import errors
 from replicax._src.input.elements import EmptyDatasetError
 

@@ -19,7 +19,7 @@ from fit_models import SUBJECTS
 from keras import layers
 
 import replicax as rx
-from helpers import assert_close, assert_logs_equal, assert_weights_equal
+from checks import assert_close, assert_logs_equal, assert_weights_equal
 
 STRATEGIES = {
     "default": lambda: rx.get_strategy(),

@@ -17,7 +17,7 @@ import pytest
 from keras import layers, losses, ops
 
 import replicax as rx
-from helpers import assert_close, assert_logs_equal, assert_weights_equal
+from checks import assert_close, assert_logs_equal, assert_weights_equal
 from replicax._src.keras.replica_steps import is_replica_style
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax.errors import KerasLossError
