@@ -1,12 +1,16 @@
 """What every test needs before anything starts: Keras on JAX, eight virtual devices, and the module ``checks``."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"
 
 import hypothesis
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from replicax import config
 
@@ -14,6 +18,29 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 config.set_local_devices(8)
 
+# Who runs the tests in the background of a shell has Ctrl-C ignored there, and all processes that tests start too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A machine that is busy with something else is no reason to fail.
 hypothesis.settings.register_profile("replicax", deadline=None)
 hypothesis.settings.load_profile("replicax")
+
+CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Programs that are the same are compiled once in a process of tests: a sixth of all time would go there."""
+    options = {**CACHE, "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

@@ -113,13 +113,25 @@ LONG = {
     "mirrored_6",
     "mirrored_7",
 }
+LONG_PAIRS = {
+    ("dense", "mirrored_8"),
+    ("built_by_fit", "sample_weight"),
+    ("inputs_and_outputs", "mirrored_3"),
+    ("convolution", "few_rows"),
+    ("convolution", "sample_weight"),
+    ("add_loss", "mirrored_8"),
+    ("dice", "sample_weight"),
+    ("loss_scaled", "class_weight"),
+    ("loss_scaled", "central_2"),
+    ("accumulating", "initial_epoch"),
+}
 # Keras's own, which it gives on one device as well.
 WARNINGS = (
     "ignore:Your input ran out of data",  # at the first end of each dataset of grain
     "ignore:You are passing weight as `float`",  # BinaryIoU with sample weights
     "ignore:Explicitly requested dtype int64",
 )
-pytestmark = [pytest.mark.usefixtures("compiled_once"), *map(pytest.mark.filterwarnings, WARNINGS)]
+pytestmark = [*map(pytest.mark.filterwarnings, WARNINGS)]
 
 
 @functools.cache
@@ -189,8 +201,13 @@ def assert_variables_at_home(model, strategy):
         assert sharding.is_fully_replicated, variable.path
 
 
+def long_if(*names):
+    is_long = LONG & {*names} or any({*pair} <= {*names} for pair in LONG_PAIRS)
+    return [pytest.mark.long] if is_long else []
+
+
 def case(*names):
-    return pytest.param(*names, id="-".join(names), marks=[pytest.mark.long] if LONG & {*names} else [])
+    return pytest.param(*names, id="-".join(names), marks=long_if(*names))
 
 
 @pytest.mark.parametrize(
@@ -250,9 +267,9 @@ def each_batch_on_one_device(model):
 @pytest.mark.parametrize(
     ("model", "strategy"),
     [
-        ("dense", "mirrored_8"),
+        pytest.param("dense", "mirrored_8", marks=pytest.mark.long),
         ("dense", "central_2"),
-        ("inputs_and_outputs", "mirrored_3"),
+        pytest.param("inputs_and_outputs", "mirrored_3", marks=pytest.mark.long),
         ("inputs_and_outputs", "one_device"),
         ("add_loss", "mirrored_3"),
         ("custom_train_step", "mirrored_3"),

@@ -86,7 +86,6 @@ METRICS_OF = {
 }
 ALL = [name for names in METRICS_OF.values() for name in names]
 pytestmark = [
-    pytest.mark.usefixtures("compiled_once"),
     # Keras's own, on one device as well.
     pytest.mark.filterwarnings("ignore:You are passing weight as `float`"),
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),
@@ -154,12 +153,12 @@ def measured(build):
 
 
 @pytest.fixture(scope="module")
-def on_one_device(compiled_once):
+def on_one_device():
     return measured(metered)
 
 
 @pytest.fixture(scope="module")
-def on_three_devices(compiled_once):
+def on_three_devices():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
 
     def build():

@@ -31,7 +31,7 @@ STRATEGIES = {
     "mirrored_3": lambda: rx.MirroredStrategy([f"cpu:{i}" for i in range(3)]),
     "mirrored_5": lambda: rx.MirroredStrategy([f"cpu:{i}" for i in range(5)]),
 }
-pytestmark = pytest.mark.usefixtures("compiled_once", "a_scope_was_entered")
+pytestmark = pytest.mark.usefixtures("a_scope_was_entered")
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +399,17 @@ CASES = [
 
 
 # What takes long to compile, though another case has its steps.
-LONG = {("masked", BySuper), ("mixed_float16", BySuper), ("weighted_outputs", BySuper)}
+LONG = {
+    ("masked", BySuper, "mirrored_3"),
+    ("mixed_float16", BySuper, "mirrored_3"),
+    ("weighted_outputs", BySuper, "mirrored_3"),
+    ("outputs", BySuper, "outside"),
+    ("outputs", ByHand, "mirrored_3"),
+    ("outputs", ByHand, "mirrored_5"),
+    ("outputs", ByHand, "central_2"),
+    ("classifier", OnlyTrainStep, "mirrored_3"),
+    ("classifier", ByMetrics, "central_2"),
+}
 
 
 def case(subject, steps, strategy, feed, phases):
@@ -407,7 +417,7 @@ def case(subject, steps, strategy, feed, phases):
     return pytest.param(
         *(subject, steps, strategy, feed, phases),
         id=f"{subject}-{steps.__name__}-{strategy}-{batch}_of_{rows}",
-        marks=[pytest.mark.long] if (subject, steps) in LONG else [],
+        marks=[pytest.mark.long] if (subject, steps, strategy) in LONG else [],
     )
 
 

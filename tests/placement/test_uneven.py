@@ -221,7 +221,7 @@ def step_of(num_replicas):
     return step
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(num_rows=st.integers(0, 12), num_replicas=st.integers(1, 4))
 def test_sums_means_and_gradients_for_any_sizes(num_rows, num_replicas):
     """Sums over rows, the mean loss and its gradient, and the mean over rows, for N rows over R replicas."""

@@ -87,7 +87,7 @@ def test_as_single_steps(strategy, steps):
     assert other.state()[1:] == (7, 26.0)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
 def test_whatever_the_sizes(num_rows, batch_size, steps):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
