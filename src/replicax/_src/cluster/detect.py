@@ -1,0 +1,212 @@
+"""Which resolver fits the environment that this process was started in, and why. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import final
+
+from replicax._src.cluster import open_mpi, sagemaker, slurm, torchrun
+from replicax._src.cluster.environ import PORT_VARIABLE, leader_port, whole_number
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, membership_of
+from replicax._src.cluster.spec import ClusterSpec, Membership
+from replicax._src.cluster.tf_config import VARIABLE, TFConfigClusterResolver, read_tf_config
+
+
+@final
+@dataclass(frozen=True)
+class PassedOver:
+    """A candidate that was looked at and not taken.
+
+    Attributes:
+      name: What describes clusters in this way: ``Slurm``.
+      why: In one sentence.
+      is_partial: Some of its variables are there, and say that there is a cluster.
+    """
+
+    name: str
+    why: str
+    is_partial: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class ResolverChoice:
+    """The resolver that fits the environment.
+
+    Attributes:
+      resolver: For one worker on its own, its cluster is empty.
+      name: What describes the cluster: ``TF_CONFIG``, ``torchrun``, ``Open MPI``, ``Slurm``, ``SageMaker``; ``none``.
+      reason: In one sentence.
+      membership: What the resolver said when it was chosen.
+      passed_over: The candidates before it, in the order in which they were looked at.
+      local_rank: Which of the workers on this host this is, from 0; None where the launcher does not say.
+    """
+
+    resolver: ClusterResolver
+    name: str
+    reason: str
+    membership: Membership
+    passed_over: tuple[PassedOver, ...] = ()
+    local_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class _Found:
+    resolver: ClusterResolver
+    reason: str
+    local_rank: int | None = None
+
+
+def choose_resolver(environ: MutableMapping[str, str] | None = None) -> ResolverChoice:
+    """Returns the resolver for this process.
+
+    TF_CONFIG comes first, because somebody wrote it. Then launchers, from the one nearest to this process outwards, since
+    the inner one is started in the environment of the outer: torchrun, Open MPI, Slurm (a step of several tasks),
+    SageMaker (several hosts). Kubernetes and Compute Engine do not say in the environment which machines form a cluster,
+    and are never taken. Without any: one worker on its own.
+
+    Args:
+      environ: In place of ``os.environ``. Slurm's resolver sets CUDA_VISIBLE_DEVICES in it.
+
+    Raises:
+      ClusterError: What was found is malformed; or only some of a launcher's variables are there, and nothing else.
+
+    >>> choice = choose_resolver({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n", "MASTER_PORT": "29500"})
+    >>> choice.name, choice.membership.num_workers
+    ('torchrun', 2)
+    """
+    environ = os.environ if environ is None else environ
+    passed_over: list[PassedOver] = []
+    for name, look in _CANDIDATES:
+        found = look(environ)
+        if isinstance(found, _Found):
+            return _choice(name, found, tuple(passed_over))
+        passed_over.append(found)
+    partial = [candidate for candidate in passed_over if candidate.is_partial]
+    if partial:
+        raise ClusterEnvironmentError(
+            "The environment describes a cluster in part: "
+            + " ".join(f"{candidate.name}: {candidate.why}" for candidate in partial)
+            + " Set what is missing, or unset the rest to train with one worker on its own."
+        )
+    alone = _Found(
+        SimpleClusterResolver(ClusterSpec({})),
+        "Nothing in the environment describes a cluster: one worker on its own.",
+    )
+    return _choice("none", alone, tuple(passed_over))
+
+
+def _choice(name: str, found: _Found, passed_over: tuple[PassedOver, ...]) -> ResolverChoice:
+    return ResolverChoice(
+        found.resolver, name, found.reason, membership_of(found.resolver), passed_over, found.local_rank
+    )
+
+
+def _tf_config(environ: MutableMapping[str, str]) -> _Found | PassedOver:
+    if VARIABLE not in environ:
+        return PassedOver(VARIABLE, "TF_CONFIG is not set.")
+    if not environ[VARIABLE].strip():
+        return PassedOver(VARIABLE, "TF_CONFIG is set to nothing.")
+    has_cluster = bool(read_tf_config(environ).get("cluster"))
+    reason = (
+        "TF_CONFIG is set." if has_cluster else "TF_CONFIG is set and has no cluster: one worker on its own."
+    )
+    return _Found(TFConfigClusterResolver(environ=environ), reason)
+
+
+def _torchrun(environ: MutableMapping[str, str]) -> _Found | PassedOver:
+    there, missing = _there_and_missing(environ, torchrun.VARIABLES)
+    if not missing:
+        resolver = torchrun.TorchrunClusterResolver(environ=environ)
+        size, rank = environ["WORLD_SIZE"], environ["RANK"]
+        return _Found(resolver, f"torchrun's RANK={rank} and WORLD_SIZE={size} are set.", resolver.local_rank)
+    if not there:
+        return PassedOver("torchrun", f"None of {', '.join(torchrun.VARIABLES)} is set.")
+    # MASTER_ADDR and MASTER_PORT alone are often set for programs that find their rank in another way.
+    is_partial = "RANK" in there or environ.get("WORLD_SIZE", "1") != "1"
+    return PassedOver("torchrun", f"{_are_set(there)}, and {_are_not_set(missing)}.", is_partial)
+
+
+def _open_mpi(environ: MutableMapping[str, str]) -> _Found | PassedOver:
+    there, missing = _there_and_missing(environ, (open_mpi.RANK, open_mpi.SIZE))
+    if not missing:
+        resolver = open_mpi.OpenMPIClusterResolver(environ=environ)
+        reason = f"mpirun's {open_mpi.RANK}={environ[open_mpi.RANK]} and {open_mpi.SIZE}={environ[open_mpi.SIZE]} are set."
+        return _Found(resolver, reason, resolver.local_rank)
+    if not there:
+        return PassedOver("Open MPI", f"Neither {open_mpi.RANK} nor {open_mpi.SIZE} is set.")
+    return PassedOver("Open MPI", f"{_are_set(there)}, and {_are_not_set(missing)}.", is_partial=True)
+
+
+def _slurm(environ: MutableMapping[str, str]) -> _Found | PassedOver:
+    if not environ.get(slurm.NUM_TASKS):
+        if environ.get("SLURM_JOB_ID"):
+            return PassedOver("Slurm", "This is in a Slurm job, but in no step of it: srun starts one.")
+        return PassedOver("Slurm", f"{slurm.NUM_TASKS} is not set.")
+    num_tasks = whole_number(environ, slurm.NUM_TASKS, least=1)
+    if num_tasks == 1:
+        return PassedOver("Slurm", "The step has one task.")
+    _, missing = _there_and_missing(environ, (slurm.RANK, slurm.NODE_LIST, slurm.TASKS_PER_NODE))
+    if missing:
+        return PassedOver(
+            "Slurm", f"{slurm.NUM_TASKS}={num_tasks}, and {_are_not_set(missing)}.", is_partial=True
+        )
+    job = whole_number(environ, "SLURM_JOB_ID") if environ.get("SLURM_JOB_ID") else 0
+    # Jobs that share a node get other ports: 16 for each.
+    resolver = slurm.SlurmClusterResolver(port_base=leader_port(environ, 16 * job), environ=environ)
+    local_rank = whole_number(environ, "SLURM_LOCALID") if environ.get("SLURM_LOCALID") else None
+    return _Found(resolver, f"This is a Slurm step with {slurm.NUM_TASKS}={num_tasks}.", local_rank)
+
+
+def _sagemaker(environ: MutableMapping[str, str]) -> _Found | PassedOver:
+    there, missing = _there_and_missing(environ, (sagemaker.HOSTS, sagemaker.CURRENT_HOST))
+    if not there:
+        return PassedOver("SageMaker", f"Neither {sagemaker.HOSTS} nor {sagemaker.CURRENT_HOST} is set.")
+    if missing:
+        return PassedOver("SageMaker", f"{_are_set(there)}, and {_are_not_set(missing)}.", is_partial=True)
+    hosts, _ = sagemaker.read_hosts(environ)
+    if len(hosts) <= 1:
+        return PassedOver("SageMaker", "The job has one host.")
+    resolver = sagemaker.SageMakerClusterResolver(environ=environ)
+    if environ.get(PORT_VARIABLE):
+        resolver = sagemaker.SageMakerClusterResolver(leader_port(environ, 0), environ=environ)
+    return _Found(resolver, f"SageMaker's {sagemaker.HOSTS} has {len(hosts)} hosts.")
+
+
+def _kubernetes(environ: MutableMapping[str, str]) -> PassedOver:
+    if not environ.get("KUBERNETES_SERVICE_HOST"):
+        return PassedOver("Kubernetes", "This is not a pod.")
+    return PassedOver(
+        "Kubernetes",
+        "This is a pod, and its environment does not say which pods form a cluster: set TF_CONFIG in the manifest, or "
+        "pass a KubernetesClusterResolver.",
+    )
+
+
+# TPU metadata will stand after TF_CONFIG.
+_CANDIDATES: tuple[tuple[str, Callable[[MutableMapping[str, str]], _Found | PassedOver]], ...] = (
+    (VARIABLE, _tf_config),
+    ("torchrun", _torchrun),
+    ("Open MPI", _open_mpi),
+    ("Slurm", _slurm),
+    ("SageMaker", _sagemaker),
+    ("Kubernetes", _kubernetes),
+)
+
+
+def _there_and_missing(
+    environ: MutableMapping[str, str], names: tuple[str, ...]
+) -> tuple[list[str], list[str]]:
+    there = [name for name in names if environ.get(name)]
+    return there, [name for name in names if name not in there]
+
+
+def _are_set(names: list[str]) -> str:
+    return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} set"
+
+
+def _are_not_set(names: list[str]) -> str:
+    return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not"

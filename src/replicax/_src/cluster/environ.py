@@ -1,0 +1,83 @@
+"""Reading what a launcher says from environment variables: numbers, sets of variables, the leader's port. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from replicax._src.cluster.errors import ClusterEnvironmentError
+
+PORT_VARIABLE = "REPLICAX_PORT"
+
+# Derived ports are FIRST_PORT to FIRST_PORT + NUM_PORTS - 1: below those that Linux gives to outgoing connections.
+FIRST_PORT = 20480
+NUM_PORTS = 8192
+
+
+def require(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> None:
+    """Checks that all of these variables are set.
+
+    Args:
+      launcher: Who sets them, for the message: ``torchrun``.
+
+    Raises:
+      ClusterEnvironmentError: Some are missing.
+    """
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        there = [f"{name}={environ[name]!r}" for name in names if environ.get(name)]
+        raise ClusterEnvironmentError(
+            f"{', '.join(missing)} not found in environment. {launcher} sets {', '.join(names)}; there is "
+            f"{', '.join(there) or 'none of them'}. Start the program with {launcher}, or set what is missing, or set "
+            f"TF_CONFIG."
+        )
+
+
+def whole_number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int | None = None) -> int:
+    """Returns the number that a variable holds.
+
+    Raises:
+      ClusterEnvironmentError: It is not set, no whole number, or out of range.
+    """
+    value = environ.get(name, "")
+    number = int(value) if value.strip().isdecimal() and value.isascii() else -1
+    if number < least or (most is not None and number > most):
+        allowed = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise ClusterEnvironmentError(
+            f"{name}={value!r} in the environment must be a whole number {allowed}. Correct it, or leave it out "
+            f"together with the launcher's other variables."
+        )
+    return number
+
+
+def rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    """Returns which process this is, from 0, and how many there are.
+
+    Args:
+      rank: The variable with the first.
+      size: The variable with the second.
+
+    Raises:
+      ClusterEnvironmentError: One is no whole number, or the rank is not less than the size.
+    """
+    num_processes = whole_number(environ, size, least=1)
+    number = whole_number(environ, rank)
+    if number >= num_processes:
+        raise ClusterEnvironmentError(
+            f"{rank}={number} in the environment must be less than {size}={num_processes}: processes are numbered from "
+            f"0. One of the two is left over from another launch, or was set by hand."
+        )
+    return number, num_processes
+
+
+def leader_port(environ: Mapping[str, str], number: int) -> int:
+    """Returns the port of the leader: ``REPLICAX_PORT``, else one that is derived from a number of the job.
+
+    Args:
+      number: The same on all tasks, and another for other jobs.
+
+    Raises:
+      ClusterEnvironmentError: ``REPLICAX_PORT`` is no port.
+    """
+    if environ.get(PORT_VARIABLE):
+        return whole_number(environ, PORT_VARIABLE, least=1, most=65535)
+    return FIRST_PORT + number % NUM_PORTS

@@ -1,0 +1,143 @@
+"""The cluster of an instance group of Google Compute Engine. Google's packages are imported when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, final
+
+from replicax._src.cluster.errors import ClusterManagerError
+from replicax._src.cluster.resolver import ClusterResolver, master_of
+from replicax._src.cluster.spec import ClusterSpec, join_address
+from replicax._src.errors import MissingExtraError, UnsupportedError
+
+
+@final
+class GCEClusterResolver(ClusterResolver):
+    """The running instances of an instance group, asked of Compute Engine at every ``cluster_spec()``.
+
+    The tasks are sorted by address, as texts. Which of them this process is, the resolver cannot know: give ``task_id``.
+
+    Args:
+      project: Name of the project.
+      zone: Of the instance group.
+      instance_group: Its name.
+      port: Of all tasks.
+      task_type: The job that the instances are.
+      task_id: The index of this instance, in the order of the addresses.
+      rpc_layer: See ``ClusterResolver``.
+      credentials: Of google-auth; ``"default"`` finds those of the machine.
+      service: The object for ``compute``, ``v1`` that ``googleapiclient.discovery.build`` makes; then no credentials
+        are needed.
+
+    Raises:
+      MissingExtraError: Google's packages are not installed, and there is no ``service``.
+      ClusterManagerError: The credentials cannot be found.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int | None = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ) -> None:
+        self._project = project
+        self._zone = zone
+        self._instance_group = instance_group
+        self._port = port
+        self._task_type = task_type
+        self._service = _service(credentials) if service is None else service
+        self.task_id = task_id
+        self.environment = ""
+        self.rpc_layer = rpc_layer
+
+    @property
+    def task_type(self) -> str:
+        """The one that was given; it cannot be changed."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str) -> None:
+        raise UnsupportedError(
+            "You cannot reset the task_type of the GCEClusterResolver after it has been created: its instances are of "
+            f"this type. Make another with task_type={task_type!r}."
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the instances as they are now. It asks Compute Engine, once for the group and once for each instance.
+
+        Raises:
+          ClusterManagerError: Nothing runs in the group, or Compute Engine did not answer as it should.
+        """
+        try:
+            addresses = sorted(self._address(name) for name in self._instance_names())
+        except Exception as error:  # its own classes are only known where the package is
+            raise ClusterManagerError(
+                f"Compute Engine did not list the instances of {self._group()}: {type(error).__name__}: {error}. Are the "
+                f"names right, and may the service account read instances?"
+            ) from error
+        if not addresses:
+            raise ClusterManagerError(
+                f"No instance is running in {self._group()}. Start the instances, or correct the names."
+            )
+        return ClusterSpec({self._task_type: addresses}, source="Compute Engine")
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of a task, this one by default."""
+        return master_of(self, task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns ``{}``: accelerators are not asked for."""
+        return {}
+
+    def _group(self) -> str:
+        return f"instance group {self._instance_group!r}, zone {self._zone!r}, project {self._project!r}"
+
+    def _instance_names(self) -> Iterator[str]:
+        groups = self._service.instanceGroups()
+        request = groups.listInstances(
+            project=self._project,
+            zone=self._zone,
+            instanceGroup=self._instance_group,
+            body={"instanceState": "RUNNING"},
+            orderBy="name",
+        )
+        while request is not None:
+            response = request.execute()
+            for instance in response.get("items", ()):
+                yield instance["instance"].rpartition("/")[2]
+            request = groups.listInstances_next(previous_request=request, previous_response=response)
+
+    def _address(self, instance: str) -> str:
+        request = self._service.instances().get(project=self._project, zone=self._zone, instance=instance)
+        return join_address(request.execute()["networkInterfaces"][0]["networkIP"], self._port)
+
+
+def _service(credentials: Any) -> Any:
+    """Google's client for Compute Engine."""
+    try:
+        discovery = importlib.import_module("googleapiclient.discovery")
+        auth = importlib.import_module("google.auth")
+    except ImportError as error:
+        raise MissingExtraError(
+            "googleapiclient must be installed before using the GCE cluster resolver: pip install 'replicax[gce]'."
+        ) from error
+    if isinstance(credentials, str) and credentials == "default":
+        try:
+            credentials, _ = auth.default(scopes=["https://www.googleapis.com/auth/compute.readonly"])
+        except Exception as error:
+            raise ClusterManagerError(
+                f"Google's credentials cannot be found: {error} Give credentials=…, or run on an instance with a service "
+                f"account."
+            ) from error
+    return discovery.build("compute", "v1", credentials=credentials)

@@ -1,0 +1,153 @@
+"""The cluster of pods that Kubernetes finds by their labels. The ``kubernetes`` package is imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from replicax._src.cluster.errors import ClusterManagerError
+from replicax._src.cluster.resolver import ClusterResolver, master_of
+from replicax._src.cluster.spec import ClusterSpec, join_address
+from replicax._src.errors import MissingExtraError
+from replicax._src.options import _NamedOption
+
+
+class KubernetesExecutableLocation(_NamedOption):
+    """Where this program runs: in a pod of the cluster, or elsewhere with a kubeconfig file."""
+
+    WITHIN_CLUSTER = "WITHIN_CLUSTER"
+    OFF_CLUSTER = "OFF_CLUSTER"
+
+
+@final
+class KubernetesClusterResolver(ClusterResolver):
+    """The running pods that have certain labels, asked of the API server at every ``cluster_spec()``.
+
+    The tasks of a job are the pods of its label selectors, one selector after the other, each sorted by name with numbers
+    as numbers: ``job-2`` before ``job-10``. Which of them this process is, the resolver cannot know: set ``task_type`` and
+    ``task_id``; in an Indexed Job the id is the variable JOB_COMPLETION_INDEX. Addresses are those of the pods, not of
+    their nodes as in TensorFlow, where other pods find nobody unless the host's network is used.
+
+    Args:
+      job_to_label_mapping: Label selectors of each job; by default ``{"worker": ["job-name=tensorflow"]}``.
+      tf_server_port: The port of every task.
+      rpc_layer: See ``ClusterResolver``.
+      override_client: A ``kubernetes.client.CoreV1Api``, or an object with its ``list_pod_for_all_namespaces``, and
+        ``list_namespaced_pod`` if a namespace is given.
+      executable_location: Which credentials to load, if there is no ``override_client``.
+      namespace: Only pods of this namespace, which needs fewer rights than those of all.
+
+    Raises:
+      MissingExtraError: The package ``kubernetes`` is not installed, and there is no ``override_client``.
+      ClusterManagerError: The credentials cannot be loaded.
+      InvalidArgumentError: ``executable_location`` is neither of the two.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation | str = KubernetesExecutableLocation.WITHIN_CLUSTER,
+        *,
+        namespace: str | None = None,
+    ) -> None:
+        location = KubernetesExecutableLocation.parse(executable_location)
+        self._client = _client(location) if override_client is None else override_client
+        self._selectors = dict(job_to_label_mapping or {"worker": ["job-name=tensorflow"]})
+        self._port = tf_server_port
+        self._namespace = namespace
+        self.task_type = None
+        self.task_id = None
+        self.environment = ""
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the pods as they are now. It asks the API server, once for each selector.
+
+        Raises:
+          ClusterManagerError: A pod does not run, a selector fits none, or the API server did not answer.
+        """
+        addresses = {
+            job: [self._address(pod) for selector in selectors for pod in self._pods(selector)]
+            for job, selectors in self._selectors.items()
+        }
+        return ClusterSpec(addresses, source="Kubernetes")
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of a task, this one by default; nothing if it has not been set."""
+        return master_of(self, task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns ``{}``: accelerators are not asked for."""
+        return {}
+
+    def _pods(self, selector: str) -> list[Any]:
+        """The pods of one selector, by name."""
+        try:
+            if self._namespace is None:
+                found = self._client.list_pod_for_all_namespaces(label_selector=selector)
+            else:
+                found = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
+        except Exception as error:  # its own classes are only known where the package is
+            raise ClusterManagerError(
+                f"Kubernetes did not list the pods with the label {selector!r}: {_shown(error)}. If it answered 403, the "
+                f"service account needs the right to list pods"
+                + (", of all namespaces; or give namespace=…." if self._namespace is None else ".")
+            ) from error
+        if not found.items:
+            where = f"namespace {self._namespace!r}" if self._namespace else "any namespace"
+            raise ClusterManagerError(
+                f"No pod in {where} has the label {selector!r}. Give the selectors of your pods: "
+                f'job_to_label_mapping={{"worker": ["job-name=…"]}}.'
+            )
+        return sorted(found.items, key=lambda pod: _natural(pod.metadata.name))
+
+    def _address(self, pod: Any) -> str:
+        name, status = pod.metadata.name, pod.status
+        if status.phase != "Running" or not status.pod_ip:
+            raise ClusterManagerError(
+                f'Pod "{name}" is not running; phase: "{status.phase}". Wait until all pods run, and delete those of '
+                f"earlier jobs, or choose a selector that leaves them out."
+            )
+        return join_address(status.pod_ip, self._port)
+
+
+def _client(location: KubernetesExecutableLocation) -> Any:
+    """The API client, with the credentials of a pod or of the user."""
+    try:
+        config = importlib.import_module("kubernetes.config")
+        client = importlib.import_module("kubernetes.client")
+    except ImportError as error:
+        raise MissingExtraError(
+            "The Kubernetes Python client must be installed before using the Kubernetes Cluster Resolver: pip install "
+            "'replicax[k8s]'."
+        ) from error
+    is_within = location is KubernetesExecutableLocation.WITHIN_CLUSTER
+    try:
+        load = config.load_incluster_config if is_within else config.load_kube_config
+        load()
+    except Exception as error:
+        other = "OFF_CLUSTER" if is_within else "WITHIN_CLUSTER"
+        raise ClusterManagerError(
+            f"The credentials of Kubernetes cannot be loaded: {_shown(error)}. The executable location is "
+            f"{location.name}; if that is not where this program runs, give executable_location={other!r}."
+        ) from error
+    return client.CoreV1Api()
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """``job-10`` as [("job-", 10)], so that numbers sort as numbers."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name) if text or number]
+
+
+def _shown(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 200 else text[:200] + '…'}"

@@ -1,0 +1,106 @@
+"""The cluster of processes that Open MPI's mpirun started, version 4 (ORTE) or 5 (PRRTE, PMIx)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, final
+
+from replicax._src.cluster.environ import leader_port, rank_and_size, require, whole_number
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.resolver import ClusterResolver, master_of
+from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, join_address
+
+RANK = "OMPI_COMM_WORLD_RANK"
+SIZE = "OMPI_COMM_WORLD_SIZE"
+LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+
+# 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or 1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620::2]:43370
+_ORTE_URI = "OMPI_MCA_orte_hnp_uri"
+# prterun-node07-12345@1: mpirun's host and process id, and the number of the job
+_NAMESPACE = "PMIX_NAMESPACE"
+
+
+@final
+class OpenMPIClusterResolver(ClusterResolver):
+    """The workers that mpirun started: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and where mpirun itself runs.
+
+    Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. Rank 0 is taken to be where mpirun
+    runs, as mpirun places it by default; MASTER_ADDR says it if it is elsewhere. If all ranks are on one host, that is
+    ``localhost``. The leader's port is REPLICAX_PORT, else it is derived from the number of the job.
+
+    Args:
+      rpc_layer: See ``ClusterResolver``.
+      environ: In place of ``os.environ``; it is read once.
+
+    Attributes:
+      local_rank: Which of the workers on this host it is, from 0; None if that is not said.
+
+    Raises:
+      ClusterEnvironmentError: A variable is missing or malformed, or the leader's host is not known.
+
+    >>> resolver = OpenMPIClusterResolver(environ={
+    ...     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-node07-12345@1"})
+    >>> resolver.cluster_spec(), resolver.task_id
+    (ClusterSpec({'worker': ['node07:24633', 'unknown:0']}), 1)
+    """
+
+    def __init__(self, rpc_layer: str | None = None, *, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        require(environ, (RANK, SIZE), "mpirun")
+        rank, num_workers = rank_and_size(environ, RANK, SIZE)
+        host, number = _leader(environ, num_workers)
+        address = join_address(host, leader_port(environ, number))
+        self.task_type = "worker"
+        self.task_id = rank
+        self.environment = ""
+        self.rpc_layer = rpc_layer
+        self.local_rank = whole_number(environ, LOCAL_RANK) if environ.get(LOCAL_RANK) else None
+        self._cluster_spec = ClusterSpec(
+            {"worker": [address] + [UNKNOWN_ADDRESS] * (num_workers - 1)}, source="Open MPI's variables"
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the workers."""
+        return self._cluster_spec
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of a task, this one by default."""
+        return master_of(self, task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns ``{}``: Open MPI says nothing of accelerators."""
+        return {}
+
+
+def _leader(environ: Mapping[str, str], num_workers: int) -> tuple[str, int]:
+    """The host of rank 0, and a number of the job."""
+    host, number = _launcher(environ)
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"], number
+    if num_workers == 1 or environ.get(LOCAL_SIZE) == str(num_workers):
+        return "localhost", number
+    if not host:
+        raise ClusterEnvironmentError(
+            f"{SIZE}={num_workers}, and the host of rank 0 is not known: {_ORTE_URI}={environ.get(_ORTE_URI, '')!r} and "
+            f"{_NAMESPACE}={environ.get(_NAMESPACE, '')!r} do not name it. Pass it on, with mpirun -x "
+            f"MASTER_ADDR=<host of rank 0>, or set TF_CONFIG."
+        )
+    return host, number
+
+
+def _launcher(environ: Mapping[str, str]) -> tuple[str, int]:
+    """The host of mpirun, empty if it is not known, and a number of the job."""
+    uri = environ.get(_ORTE_URI, "")
+    # 4: job numbers are multiples of 4096.
+    match = re.match(r"(\d+)\..*?(?:tcp://([^,:;\[\]]+)|tcp6://\[([^,\]]+))", uri)
+    if match:
+        return match[2] or match[3], int(match[1]) // 4096
+    match = re.fullmatch(r"(?:prterun|prte|mpirun|mpiexec)-(.+)-(\d+)@\d+", environ.get(_NAMESPACE, ""))
+    return (match[1], int(match[2])) if match else ("", 0)

@@ -1,0 +1,268 @@
+"""What every cluster resolver is, and the two that only hold what they are given: Simple and Union.
+
+A resolver says which tasks there are and which of them this process is. It starts nothing, and no backend.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, final
+
+from replicax._src.cluster.errors import ClusterTypeError, RepeatedTaskError
+from replicax._src.cluster.spec import ClusterSpec, Membership
+from replicax._src.errors import InvalidArgumentError
+
+
+class ClusterResolver(abc.ABC):
+    """Says which tasks a cluster has, and which of them this process is.
+
+    A subclass defines all methods, and has the four attributes, as attributes or as properties.
+
+    Attributes:
+      task_type: Of this process: ``chief``, ``worker``, ``ps``, ``evaluator``; None where it is not known.
+      task_id: Its index among the tasks of this type, from 0; None where it is not known.
+      environment: TensorFlow's word for where it runs; empty or None outside of Google.
+      rpc_layer: The scheme that ``master`` puts before addresses, such as ``grpc``. Nothing else uses it.
+    """
+
+    task_type: str | None
+    task_id: int | None
+    environment: str | None
+    rpc_layer: str | None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the tasks and their addresses, as they are now. It may ask a cluster manager."""
+
+    @abc.abstractmethod
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of a task (this one, unless another is named), with the RPC layer as its scheme.
+
+        Strategies do not need it; TensorFlow 1 did.
+        """
+
+    @abc.abstractmethod
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns the accelerators of a task by kind, as far as the resolver was told: ``{"GPU": 2}``.
+
+        It does not look for devices, as TensorFlow does: that would start JAX's backend, and then it would be too
+        late to join a cluster. ``jax.local_devices()`` lists them afterwards.
+        """
+
+
+def membership_of(resolver: ClusterResolver) -> Membership:
+    """Returns the cluster and this process's task in it, as the resolver says now, checked.
+
+    Raises:
+      ClusterError: The description of the cluster is wrong; the message says where.
+    """
+    spec = ClusterSpec(resolver.cluster_spec())
+    return Membership.of(spec, resolver.task_type, resolver.task_id)
+
+
+def master_url(address: str, rpc_layer: str | None) -> str:
+    """Returns ``grpc://host:port``, or the address as it is without an RPC layer."""
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+def master_of(
+    resolver: ClusterResolver, task_type: str | None, task_id: int | None, rpc_layer: str | None
+) -> str:
+    """Returns the address of a task of the resolver's cluster, its own by default; empty where that is not known."""
+    task_type = task_type if task_type is not None else resolver.task_type
+    task_id = task_id if task_id is not None else resolver.task_id
+    if task_type is None or task_id is None:
+        return ""
+    address = resolver.cluster_spec().task_address(task_type, task_id)
+    return master_url(address, rpc_layer or resolver.rpc_layer)
+
+
+def is_one_task(spec: ClusterSpec) -> bool:
+    """The cluster has no task, or a single one: nobody to connect to."""
+    return sum(spec.num_tasks(job) for job in spec.jobs) <= 1
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """Holds a cluster that is known: the answers are the constructor's arguments.
+
+    Args:
+      cluster_spec: A ClusterSpec.
+      master: What ``master()`` returns where no task is named.
+      task_type: Of this process.
+      task_id: Of this process.
+      environment: See ``ClusterResolver``.
+      num_accelerators: What ``num_accelerators()`` returns; ``{}`` by default.
+      rpc_layer: See ``ClusterResolver``.
+
+    Raises:
+      ClusterTypeError: ``cluster_spec`` is no ClusterSpec, or ``master`` no text.
+
+    >>> spec = ClusterSpec({"worker": ["a:2222", "b:2222"]})
+    >>> SimpleClusterResolver(spec, task_type="worker", task_id=1).master("worker", 1, rpc_layer="grpc")
+    'grpc://b:2222'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str | None = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise ClusterTypeError(
+                f"cluster_spec must be a `tf.train.ClusterSpec`, here an rx.cluster_resolver.ClusterSpec; got "
+                f"{type(cluster_spec).__name__}. Write ClusterSpec({{'worker': ['host:port', ...]}})."
+            )
+        if not isinstance(master, str):
+            raise ClusterTypeError(
+                f"master must be a string, got {master!r}. Leave it out: it is not needed."
+            )
+        self.task_type = task_type
+        self.task_id = task_id
+        self.environment = environment
+        self.rpc_layer = rpc_layer
+        self._cluster_spec = cluster_spec
+        self._master = master
+        self._num_accelerators = dict(num_accelerators or {})
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the one that was given."""
+        return self._cluster_spec
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of the task that is named, else the ``master`` that was given."""
+        address = self._master
+        if task_type is not None and task_id is not None:
+            address = self._cluster_spec.task_address(task_type, task_id)
+        return master_url(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns what was given; the arguments have no effect."""
+        return dict(self._num_accelerators)
+
+
+@final
+class UnionResolver(ClusterResolver):
+    """Several resolvers as one: the tasks of all, and everything else as the first says.
+
+    Lists of addresses of one job are joined one after the other. Where one resolver knows only some indices of a job,
+    all keep theirs.
+
+    Args:
+      *args: The resolvers, at least one.
+      **kwargs: ``task_type``, ``task_id`` and ``rpc_layer``, in place of the first resolver's.
+
+    Raises:
+      InvalidArgumentError: There is no resolver, or another keyword.
+      ClusterTypeError: One is not a resolver.
+    """
+
+    def __init__(self, *args: ClusterResolver, **kwargs: Any) -> None:
+        self._rpc_layer: str | None = kwargs.pop("rpc_layer", None)
+        self._task_type: str | None = kwargs.pop("task_type", None)
+        self._task_id: int | None = kwargs.pop("task_id", None)
+        if kwargs:
+            raise InvalidArgumentError(
+                f"Unexpected kwargs provided {kwargs!r}: UnionResolver takes task_type, task_id and rpc_layer."
+            )
+        if not args:
+            raise InvalidArgumentError(
+                "At least one ClusterResolver is required: UnionResolver(first, second, ...)."
+            )
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise ClusterTypeError(
+                    f"All arguments must be a sub-class of `ClusterResolver.` Got {type(resolver).__name__}; wrap a "
+                    f"ClusterSpec into a SimpleClusterResolver."
+                )
+        self._resolvers = args
+
+    @property
+    def task_type(self) -> str | None:
+        """The one that was given, else the first resolver's."""
+        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The one that was given, 0 included, else the first resolver's."""
+        return self._resolvers[0].task_id if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The one that was given, else the first resolver's."""
+        return self._rpc_layer or self._resolvers[0].rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def environment(self) -> str | None:
+        """The first resolver's."""
+        return self._resolvers[0].environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the tasks of all resolvers.
+
+        Raises:
+          RepeatedTaskError: Two resolvers name the same index of a job; a KeyError too.
+        """
+        specs = [ClusterSpec(resolver.cluster_spec()) for resolver in self._resolvers]
+        jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
+        source = " and ".join(dict.fromkeys(spec.source for spec in specs if spec.source))
+        return ClusterSpec({job: _merged(job, specs) for job in jobs}, source=source)
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of the task that is named, else the first resolver's ``master()``."""
+        if task_type is not None and task_id is not None:
+            address = self.cluster_spec().task_address(task_type, task_id)
+            return master_url(address, rpc_layer or self._rpc_layer)
+        return self._resolvers[0].master(rpc_layer=rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns what the first resolver says."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+
+def _merged(job: str, specs: list[ClusterSpec]) -> list[str] | dict[int, str]:
+    """One job of several specs: lists one after the other; if any knows only some indices, by index."""
+    parts = [spec.as_dict()[job] for spec in specs if job in spec.jobs]
+    if all(isinstance(part, list) for part in parts):
+        return [address for part in parts if isinstance(part, list) for address in part]
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        repeated = sorted(merged.keys() & tasks.keys())
+        if repeated:
+            raise RepeatedTaskError(
+                f"Duplicate keys detected when merging two ClusterSpecs: {repeated} of job {job!r}, where one of the "
+                f"resolvers knows only some indices. Give each task to one resolver."
+            )
+        merged.update(tasks)
+    return merged

@@ -1,0 +1,127 @@
+"""The cluster of an Amazon SageMaker training job: every host is a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, final
+
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.resolver import ClusterResolver, is_one_task, master_of
+from replicax._src.cluster.spec import ClusterSpec, join_address
+
+HOSTS = "SM_HOSTS"
+CURRENT_HOST = "SM_CURRENT_HOST"
+
+
+def read_hosts(environ: Mapping[str, str]) -> tuple[list[str], int | None]:
+    """Returns the hosts of the job, sorted, and which of them this is; none, if this is the only one without a name.
+
+    Raises:
+      ClusterEnvironmentError: A variable is missing or malformed, or this host is not among the others.
+    """
+    missing = [name for name in (HOSTS, CURRENT_HOST) if name not in environ]
+    if missing:
+        raise ClusterEnvironmentError(
+            f"Not a SageMaker Environment: {' and '.join(missing)} not set. SageMaker sets {HOSTS}, such as "
+            f'["algo-1", "algo-2"], and {CURRENT_HOST}, such as algo-1.'
+        )
+    hosts, current = sorted(_host_list(environ[HOSTS])), environ[CURRENT_HOST]
+    if current in hosts:
+        return hosts, hosts.index(current)
+    if not current and len(hosts) <= 1:
+        return [], None
+    raise ClusterEnvironmentError(
+        f"{CURRENT_HOST}={current!r} is not one of {HOSTS}={environ[HOSTS]}. SageMaker sets both; set them as it does, "
+        f"or use TF_CONFIG."
+    )
+
+
+@final
+class SageMakerClusterResolver(ClusterResolver):
+    """The cluster of SM_HOSTS and SM_CURRENT_HOST, which are read anew at every access: one worker on each host.
+
+    Args:
+      port: Of all workers.
+      task_type: In place of ``worker``.
+      task_id: In place of the place of this host among the sorted ones.
+      rpc_layer: See ``ClusterResolver``.
+      environment: What ``environment`` returns.
+      environ: In place of ``os.environ``.
+
+    The methods and properties raise a ClusterEnvironmentError where what they read is missing or malformed.
+
+    >>> variables = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+    >>> resolver = SageMakerClusterResolver(environ=variables)
+    >>> resolver.cluster_spec(), resolver.task_id
+    (ClusterSpec({'worker': ['algo-1:2223', 'algo-2:2223']}), 1)
+    """
+
+    def __init__(
+        self,
+        port: int = 2223,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.rpc_layer = rpc_layer
+        self.environment = environment
+        self._port = int(port)
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environ = os.environ if environ is None else environ
+
+    @property
+    def task_type(self) -> str | None:
+        """The type that was given, else ``worker``; None outside of a cluster."""
+        if self._task_type is not None:
+            return str(self._task_type)
+        return None if read_hosts(self._environ)[1] is None else "worker"
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index that was given, else the place of this host among the sorted ones; None outside of a cluster."""
+        return read_hosts(self._environ)[1] if self._task_id is None else int(self._task_id)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns a worker for each host."""
+        hosts, _ = read_hosts(self._environ)
+        jobs = {"worker": [join_address(host, self._port) for host in hosts]} if hosts else {}
+        return ClusterSpec(jobs, source="SageMaker's variables")
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of a task, this one by default; nothing where there is only one."""
+        return "" if is_one_task(self.cluster_spec()) else master_of(self, task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns ``{}``: these variables say nothing of accelerators."""
+        return {}
+
+
+def _host_list(text: str) -> list[str]:
+    try:
+        hosts = json.loads(text or "[]")
+    except json.JSONDecodeError:
+        hosts = None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) and host for host in hosts):
+        raise ClusterEnvironmentError(
+            f'{HOSTS}={text!r} must be a JSON list of host names, such as ["algo-1", "algo-2"]. SageMaker sets it; set it '
+            f"as it does, or use TF_CONFIG."
+        )
+    return hosts

@@ -1,0 +1,195 @@
+"""The cluster that the environment variable TF_CONFIG describes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, final
+
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.resolver import ClusterResolver, is_one_task, master_of
+from replicax._src.cluster.spec import ClusterSpec
+
+VARIABLE = "TF_CONFIG"
+
+_EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+def read_tf_config(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what TF_CONFIG holds; nothing if it is not set, or blank.
+
+    Raises:
+      ClusterEnvironmentError: It is not JSON, not an object, or has a key twice.
+    """
+    text = environ.get(VARIABLE, "")
+    if not text.strip():
+        return {}
+    try:
+        config = json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        raise ClusterEnvironmentError(_not_json(text, error)) from None
+    if not isinstance(config, dict):
+        raise ClusterEnvironmentError(
+            f'TF_CONFIG must be a JSON object with "cluster" and "task", got {_part(config)}. Write {_EXAMPLE}.'
+        )
+    return config
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """The cluster of TF_CONFIG, which is read anew at every access.
+
+    TF_CONFIG is ``{"cluster": {job: [addresses]}, "task": {"type": job, "index": number}}``, the same in all processes
+    but for the task. Without it, or with ``{}``, this process is one worker on its own.
+
+    Args:
+      task_type: In place of the task's type in TF_CONFIG.
+      task_id: In place of the task's index.
+      rpc_layer: In place of ``"rpc_layer"``.
+      environment: What ``environment`` returns.
+      environ: In place of ``os.environ``.
+
+    The methods and properties raise a ClusterEnvironmentError where what they read is malformed.
+
+    >>> config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    >>> resolver = TFConfigClusterResolver(environ={"TF_CONFIG": config})
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 1, 'b:1')
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self.environment = environment
+        self._environ = os.environ if environ is None else environ
+
+    @property
+    def task_type(self) -> str | None:
+        """The type that was given, else TF_CONFIG's; None where it has none."""
+        if self._task_type is not None:
+            return str(self._task_type)
+        return _task_type(_task(read_tf_config(self._environ)))
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index that was given, else TF_CONFIG's, which may be a text of digits; None where it has none."""
+        if self._task_id is not None:
+            return int(self._task_id)
+        return _task_index(_task(read_tf_config(self._environ)))
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The one that was given, else TF_CONFIG's."""
+        return read_tf_config(self._environ).get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster of TF_CONFIG, an empty one where it has none."""
+        return ClusterSpec(_object(read_tf_config(self._environ), "cluster"), source=VARIABLE)
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns TF_CONFIG's ``"session_master"`` if it has one, nothing for a single task, else a task's address."""
+        session_master = read_tf_config(self._environ).get("session_master")
+        if session_master is not None:
+            return session_master
+        return "" if is_one_task(self.cluster_spec()) else master_of(self, task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns ``{}``: TF_CONFIG says nothing of accelerators."""
+        return {}
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One object of TF_CONFIG; of a key that stands there twice, JSON would keep only the second."""
+    counts = Counter(key for key, _ in pairs)
+    for key, count in counts.items():
+        if count > 1:
+            values = ", ".join(f'"{key}": {_part(value)}' for other, value in pairs if other == key)
+            raise ClusterEnvironmentError(
+                f'"{key}" stands {count} times in one object of TF_CONFIG: {values}. Write it once; all tasks of a job '
+                f"stand in one list."
+            )
+    return dict(pairs)
+
+
+def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ClusterEnvironmentError(
+            f'"{key}" in TF_CONFIG must be a JSON object, got {_part(value)}. Write {_EXAMPLE}.'
+        )
+    return value
+
+
+def _task(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _object(config, "task")
+
+
+def _task_type(task: Mapping[str, Any]) -> str | None:
+    value = task.get("type")
+    if value is None:
+        return None
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ClusterEnvironmentError(
+            f'"type" of "task" in TF_CONFIG must be the name of a job, got {_part(value)} in {_part(task)}. Write, for '
+            f'example, "task": {{"type": "worker", "index": 0}}.'
+        )
+    return str(value)
+
+
+def _task_index(task: Mapping[str, Any]) -> int | None:
+    value = task.get("index")
+    if value is None:
+        return None
+    is_digits = isinstance(value, str) and value.isascii() and value.strip().isdecimal()
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_digits and not is_whole:
+        raise ClusterEnvironmentError(
+            f'"index" of "task" in TF_CONFIG must be a whole number from 0, got {_part(value)} in {_part(task)}. '
+            f"Number the tasks of each job from 0, in the order of their addresses."
+        )
+    return int(value)
+
+
+def _part(value: Any) -> str:
+    """A part of TF_CONFIG as it stands there, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _not_json(text: str, error: json.JSONDecodeError) -> str:
+    start, end = max(0, error.pos - 30), error.pos + 30
+    here = f"{'…' if start else ''}{text[start : error.pos]}⟨here⟩{text[error.pos : end]}{'…' if end < len(text) else ''}"
+    hint = "JSON has double quotes: set it to json.dumps(config), not to str(config)" if "'" in text else ""
+    return (
+        f"TF_CONFIG is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {here} . "
+        f"{hint or 'Let json.dumps(config) write it'}, and quote it in a shell: TF_CONFIG='{_EXAMPLE}'."
+    )
