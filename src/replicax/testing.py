@@ -1,6 +1,21 @@
-"""Checks of your own programs, for tests and notebooks: ``rx.testing``."""
+"""Checks of your own programs, for tests and notebooks, and clusters of real processes to test them in: ``rx.testing``."""
 
 from replicax._src.testing.check import check_against_one_device
+from replicax._src.testing.cluster import LocalCluster
+from replicax._src.testing.proxy import Fault, Proxy
 from replicax._src.testing.report import Difference, OneDeviceReport
+from replicax._src.testing.reports import report
+from replicax._src.testing.tasks import ClusterResults, LocalTask, TaskResult
 
-__all__ = ["Difference", "OneDeviceReport", "check_against_one_device"]
+__all__ = [
+    "ClusterResults",
+    "Difference",
+    "Fault",
+    "LocalCluster",
+    "LocalTask",
+    "OneDeviceReport",
+    "Proxy",
+    "TaskResult",
+    "check_against_one_device",
+    "report",
+]

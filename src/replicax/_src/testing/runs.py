@@ -104,7 +104,7 @@ class Side:
             loaded = []
             for slot in slots:
                 value = _held(own.slots.slot_of(slot.variable))
-                value = jax.device_put(value, topology.replicated)
+                value = topology.put_whole(value)
                 loaded.append(value[None] if slot.sharing.is_per_replica else value)
             return loaded
 
@@ -178,7 +178,7 @@ def _evaluate(
     variant: Variant, state: list[Any], args: list[Any], topology: Topology
 ) -> tuple[list[Any], list[Any]]:
     """The leaves that the function returned, on the host, and the new values of the written variables."""
-    consts = jax.device_put(variant.consts, topology.replicated)
+    consts = topology.put_whole(variant.consts)
     program = jax.jit(lambda *inputs: jax_compat.eval_jaxpr(variant.jaxpr, inputs))
     jax.block_until_ready(state)
     arrays = jax.block_until_ready(program(*consts, *state, *on_mesh(args, topology)))

@@ -1,0 +1,209 @@
+"""How the launcher shows its tasks: their lines with a prefix, and on a terminal a live table below them."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+from replicax._src.cluster.spec import Task
+
+_COLOURS: Final = (
+    "cyan",
+    "yellow",
+    "magenta",
+    "green",
+    "blue",
+    "bright_cyan",
+    "bright_yellow",
+    "bright_magenta",
+)
+_ANSI: Final = {"cyan": 36, "yellow": 33, "magenta": 35, "green": 32, "blue": 34}  # bright: 60 more
+_COLUMNS: Final = ("task", "state", "pid", "step", "steps/s", "memory", "restarts")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of a task now; what is None is shown as –.
+
+    Attributes:
+      task: Which one.
+      state: In a word or three: "running", "exited with code 1".
+      pid: Of its process.
+      step: How many steps it has made.
+      steps_per_s: Of late.
+      resident_bytes: Its memory, without that of processes that it has started.
+      num_restarts: How often it has been started again.
+    """
+
+    task: Task
+    state: str
+    pid: int | None = None
+    step: int | None = None
+    steps_per_s: float | None = None
+    resident_bytes: int | None = None
+    num_restarts: int = 0
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (
+            str(self.task),
+            self.state,
+            _or_dash(self.pid, "d"),
+            _or_dash(self.step, "d"),
+            _or_dash(self.steps_per_s, ".1f"),
+            "–" if self.resident_bytes is None else f"{self.resident_bytes / 2**20:.0f} MB",
+            str(self.num_restarts),
+        )
+
+
+class Display(abc.ABC):
+    """Where lines and tables go. Lines come from any thread.
+
+    Attributes:
+      is_broken: Nobody reads any more: the pipe behind standard output was closed.
+    """
+
+    is_broken: bool
+
+    @abc.abstractmethod
+    def line(self, task: Task, text: str) -> None:
+        """Shows one line of a task's output."""
+
+    @abc.abstractmethod
+    def note(self, text: str) -> None:
+        """Shows what the launcher itself has to say."""
+
+    @abc.abstractmethod
+    def update(self, rows: Sequence[Row]) -> None:
+        """Shows how the tasks are."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the display; what stands there stays."""
+
+
+class PlainDisplay(Display):
+    """Lines only.
+
+    Args:
+      tasks: All that will have lines.
+      output: Gets the lines of the tasks.
+      notes: Gets those of the launcher.
+      is_coloured: Whether ``output`` understands colours.
+    """
+
+    def __init__(self, tasks: Sequence[Task], output: TextIO, notes: TextIO, *, is_coloured: bool = False):
+        self.is_broken = False
+        self._output, self._notes = output, notes
+        colours = colours_of(tasks)
+        self._prefixes = {
+            task: _in_colour(prefix, colours[task]) if is_coloured else prefix
+            for task, prefix in prefixes_of(tasks).items()
+        }
+        self._lock = threading.Lock()
+
+    def line(self, task: Task, text: str) -> None:
+        self._write(self._output, f"{self._prefixes[task]}{text}\n")
+
+    def note(self, text: str) -> None:
+        self._write(self._notes, f"{text}\n")
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        with self._lock:
+            try:
+                stream.write(text)
+                stream.flush()
+            except OSError:
+                self.is_broken = True
+            except UnicodeEncodeError:
+                stream.write(text.encode("ascii", "backslashreplace").decode())
+                stream.flush()
+
+    def update(self, rows: Sequence[Row]) -> None:
+        """Shows nothing: it would scroll away."""
+
+    def close(self) -> None:
+        pass
+
+
+class TableDisplay(Display):
+    """Lines that scroll above a table, on a terminal. Needs rich.
+
+    Args:
+      tasks: All that will have lines.
+      output: The terminal.
+    """
+
+    def __init__(self, tasks: Sequence[Task], output: TextIO):
+        self.is_broken = False
+        self._text: Any = importlib.import_module("rich.text").Text
+        self._table: Any = importlib.import_module("rich.table").Table
+        self._prefixes, self._colours = prefixes_of(tasks), colours_of(tasks)
+        console = importlib.import_module("rich.console").Console(file=output, highlight=False)
+        self._live: Any = importlib.import_module("rich.live").Live(
+            console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live.start()
+
+    def line(self, task: Task, text: str) -> None:
+        prefix = (self._prefixes[task], self._colours[task])
+        self._print(self._text.assemble(prefix, self._text.from_ansi(text)))
+
+    def note(self, text: str) -> None:
+        self._print(self._text(text, style="bold"))
+
+    def _print(self, text: Any) -> None:
+        try:
+            self._live.console.print(text, soft_wrap=True)
+        except OSError:
+            self.is_broken = True
+
+    def update(self, rows: Sequence[Row]) -> None:
+        table = self._table(box=None, pad_edge=False)
+        for number, column in enumerate(_COLUMNS):
+            table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+        for row in rows:
+            name, *others = row.cells
+            table.add_row(self._text(name, style=self._colours[row.task]), *map(self._text, others))
+        with contextlib.suppress(OSError):
+            self._live.update(table, refresh=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._live.stop()
+
+
+def make_display(
+    tasks: Sequence[Task], output: TextIO, notes: TextIO, environment: Mapping[str, str], *, is_plain: bool
+) -> Display:
+    """The best display for where the output goes: a table needs a terminal that can move its cursor, and rich."""
+    is_terminal = output.isatty() and environment.get("TERM") != "dumb"
+    if is_terminal and not is_plain:
+        with contextlib.suppress(ImportError):
+            return TableDisplay(tasks, output)
+    return PlainDisplay(tasks, output, notes, is_coloured=is_terminal and not environment.get("NO_COLOR"))
+
+
+def prefixes_of(tasks: Sequence[Task]) -> dict[Task, str]:
+    """``"worker 0    | "``, all of one width."""
+    width = max(len(str(task)) for task in tasks)
+    return {task: f"{task!s:{width}} | " for task in tasks}
+
+
+def colours_of(tasks: Sequence[Task]) -> dict[Task, str]:
+    """A colour for each task."""
+    return {task: _COLOURS[number % len(_COLOURS)] for number, task in enumerate(tasks)}
+
+
+def _in_colour(text: str, colour: str) -> str:
+    code = _ANSI[colour.removeprefix("bright_")] + (60 if colour.startswith("bright_") else 0)
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

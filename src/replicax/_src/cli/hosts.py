@@ -1,0 +1,49 @@
+"""A cluster over several hosts, one worker on each: who they are, and the line to paste on each of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from replicax._src.cluster.layout import tf_config
+from replicax._src.cluster.spec import Task, join_address, split_address
+
+DEFAULT_PORT: Final = 12_345
+
+
+def addresses_of(hosts: Sequence[str], port: int) -> list[str]:
+    """``host:port`` of each; a host may have a port of its own.
+
+    Raises:
+      AddressError: One is no host.
+
+    >>> addresses_of(["h0", "h1:2222"], 12345)
+    ['h0:12345', 'h1:2222']
+    """
+    bare = [":" not in host or (host.startswith("[") and host.endswith("]")) for host in hosts]
+    addresses = [f"{host}:{port}" if is_bare else host for host, is_bare in zip(hosts, bare)]
+    return [join_address(*split_address(address, source="--hosts")) for address in addresses]
+
+
+def read_hosts(path: Path) -> list[str]:
+    """The first word of each line; ``#`` starts a comment. So MPI's host files are understood.
+
+    Raises:
+      OSError: It cannot be read.
+    """
+    words = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
+    return [line[0] for line in words if line]
+
+
+def lines_to_paste(addresses: Sequence[str], command: Sequence[str]) -> list[str]:
+    """For each worker a comment, and the command with its ``TF_CONFIG``."""
+    lines = []
+    for index, address in enumerate(addresses):
+        config = tf_config({"worker": addresses}, Task("worker", index))
+        lines += [
+            f"# on {split_address(address)[0]}:",
+            f"TF_CONFIG={shlex.quote(config)} {shlex.join(command)}",
+        ]
+    return lines

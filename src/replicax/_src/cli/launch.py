@@ -1,0 +1,218 @@
+"""``replicax launch``: its options, and what they mean. Running the tasks is ``supervisor.py``'s."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from replicax._src.cli.display import make_display
+from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
+from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
+from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.processes import ProcessStartError
+from replicax._src.cluster.spec import ClusterSpec, Membership, Task
+
+_DESCRIPTION: Final = """\
+Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG, with free ports; its lines are
+printed with its name before them. Everything ends with the launcher, however that ends.
+
+The exit code is that of the task that failed first, 0 if none did, 130 after Ctrl-C and 143 after SIGTERM. When a
+task fails the others may end by themselves for the grace time; then they get SIGTERM, and after as long again
+SIGKILL. Where there are parameter servers there is a chief too, unless --no-chief is given, and its end is the end of
+the whole; otherwise that of the chief and all workers is.
+"""
+_EPILOG: Final = """\
+several hosts, one worker on each:
+  replicax launch --hosts h0,h1 train.py              prints for each host the line to paste there
+  replicax launch --hosts h0,h1 --task-index 1 train.py  runs worker 1; give it on each host its own index
+  The hosts must reach each other at --port; a host may have a port of its own, h0:2222.
+
+environment of the tasks:
+  TF_CONFIG               the cluster and which task this is
+  REPLICAX_RESTART_COUNT  0, and one more after each restart
+  REPLICAX_STATUS_FILE    where a task may write {"step": 12, "time": time.time(), "state": "training"} for the table
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command ``launch``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "launch",
+        help="run a script as the tasks of a cluster on this machine",
+        usage="%(prog)s [options] (script.py | -m module) [arguments ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    who = parser.add_argument_group("tasks")
+    who.add_argument("--workers", type=_count, metavar="N", help="tasks of type worker (1)")
+    who.add_argument("--chief", action=argparse.BooleanOptionalAction, help="one more task, of type chief")
+    who.add_argument("--ps", type=_count, default=0, metavar="N", help="parameter servers (0)")
+    who.add_argument("--evaluator", action="store_true", help="one more task, of type evaluator")
+    who.add_argument(
+        "--devices-per-worker",
+        type=_positive,
+        metavar="N",
+        help="virtual CPU devices of each task but the parameter servers, on the CPU unless JAX_PLATFORMS is set",
+    )
+    how = parser.add_argument_group("failures and the end")
+    how.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="after a failure start all tasks again, at most N times (0)",
+    )
+    how.add_argument(
+        "--grace", type=_seconds, default=10.0, metavar="S", help="the grace time, in seconds (10)"
+    )
+    how.add_argument(
+        "--evaluator-timeout",
+        type=_seconds,
+        default=600.0,
+        metavar="S",
+        help="how long the evaluator may go on after the training, in seconds (600)",
+    )
+    hosts = parser.add_argument_group("several hosts")
+    either = hosts.add_mutually_exclusive_group()
+    either.add_argument("--hosts", metavar="A,B", help="one worker on each of these")
+    either.add_argument("--hosts-file", type=Path, metavar="FILE", help="the same: one host in a line")
+    hosts.add_argument(
+        "--port", type=_positive, default=DEFAULT_PORT, help=f"where workers listen ({DEFAULT_PORT})"
+    )
+    hosts.add_argument("--task-index", type=_count, metavar="I", help="run worker I, this host's")
+    parser.add_argument("--plain", action="store_true", help="no table and no colours, also on a terminal")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, as python -m"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what the options say; returns the exit code. Ends this process with code 2 if they make no sense."""
+    parser: argparse.ArgumentParser = options.parser
+    command = _command(options, parser)
+    try:
+        hosts = _hosts(options, parser)
+        if hosts is not None:
+            if options.task_index is None:
+                print("\n".join(lines_to_paste(hosts, ["python3", *command])))
+                return 0
+            starts = [_start_on_host(options, parser, hosts, command)]
+        else:
+            starts = _starts_here(options, command)
+        return _run_tasks(starts, options)
+    except ClusterError as error:
+        parser.error(str(error))
+    except ProcessStartError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+
+
+def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """What comes after ``python``."""
+    if options.module is not None:
+        if not options.module:
+            parser.error("-m needs the name of a module")
+        return ["-m", *options.module]
+    command = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if not command:
+        parser.error("which script? Give its path after the options, or -m and a module")
+    script = Path(command[0])
+    if not script.exists():
+        parser.error(f"there is no script {command[0]!r} in {Path.cwd()}")
+    if not os.access(script, os.R_OK):
+        parser.error(f"the script {command[0]!r} may not be read")
+    return command
+
+
+def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str] | None:
+    """The addresses of the workers on several hosts."""
+    if options.hosts is None and options.hosts_file is None:
+        if options.task_index is not None:
+            parser.error("--task-index needs --hosts or --hosts-file")
+        return None
+    if options.workers is not None or options.ps or options.evaluator or options.chief:
+        parser.error(
+            "with --hosts there is one worker on each host, and no other task: --workers, --chief, --ps and "
+            "--evaluator do not go with it. For other clusters set TF_CONFIG on each host"
+        )
+    hosts = options.hosts.split(",") if options.hosts is not None else []
+    if options.hosts_file is not None:
+        try:
+            hosts = read_hosts(options.hosts_file)
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--hosts-file cannot be read: {error}")
+    if not hosts:
+        parser.error("there are no hosts in --hosts-file")
+    addresses = addresses_of(hosts, options.port)
+    Membership(ClusterSpec({"worker": addresses}, source="--hosts"), Task("worker", 0))
+    return addresses
+
+
+def _starts_here(options: argparse.Namespace, command: Sequence[str]) -> list[Start]:
+    has_chief = bool(options.ps) if options.chief is None else options.chief
+    num_workers = options.workers if options.workers is not None else 1
+    layout = Layout(num_workers, has_chief, options.ps, options.evaluator)
+    cluster = layout.on_this_machine(free_ports(len(layout.tasks_with_address)))
+    return [_start(options, cluster, task, command) for task in layout.tasks]
+
+
+def _start_on_host(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, hosts: Sequence[str], command: Sequence[str]
+) -> Start:
+    if options.task_index >= len(hosts):
+        parser.error(f"--task-index {options.task_index}: there are {len(hosts)} hosts, numbered from 0")
+    return _start(options, {"worker": hosts}, Task("worker", options.task_index), command)
+
+
+def _start(
+    options: argparse.Namespace, cluster: Mapping[str, Sequence[str]], task: Task, command: Sequence[str]
+) -> Start:
+    environment = {**os.environ, "TF_CONFIG": tf_config(cluster, task), "PYTHONUNBUFFERED": "1"}
+    if options.devices_per_worker is not None and task.type != "ps":
+        environment |= device_environment(options.devices_per_worker, os.environ)
+    return Start(task, [sys.executable, *command], environment)
+
+
+def _run_tasks(starts: Sequence[Start], options: argparse.Namespace) -> int:
+    tasks = [start.task for start in starts]
+    how = SupervisorOptions(options.max_restarts, options.grace, options.evaluator_timeout)
+    with tempfile.TemporaryDirectory(prefix="replicax-launch-") as directory:
+        display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
+        try:
+            return Supervisor(starts, display, how, Path(directory)).run()
+        finally:
+            display.close()
+
+
+def _count(text: str) -> int:
+    return _number(text, 0)
+
+
+def _positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def _number(text: str, least: int) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
+    return seconds

@@ -1,0 +1,60 @@
+"""What a task tells the launcher about itself: a small file with its step, and how fast the steps follow."""
+
+from __future__ import annotations
+
+import collections
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_WINDOW_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """One reading of a task's status file: JSON ``{"step": int, "time": float, "state": str}``.
+
+    Attributes:
+      step: How many steps it has made.
+      time: When it wrote that, in seconds of ``time.time``.
+      state: What it is doing, in a word.
+    """
+
+    step: int
+    time: float
+    state: str
+
+
+def read_status(path: Path) -> Status | None:
+    """Returns what a task has written; None if there is nothing, or nothing of that form."""
+    try:
+        content = json.loads(path.read_text())
+        return Status(int(content["step"]), float(content["time"]), str(content.get("state", "")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class Speed:
+    """Steps per second, over the last 10 s, from readings of a status file."""
+
+    def __init__(self) -> None:
+        self._readings: collections.deque[Status] = collections.deque()
+
+    def add(self, status: Status) -> None:
+        """Takes a reading; one that was seen already changes nothing."""
+        readings = self._readings
+        if readings and status.step < readings[-1].step:  # it has started again
+            readings.clear()
+        if not readings or status.time > readings[-1].time:
+            readings.append(status)
+        while len(readings) > 2 and readings[-1].time - readings[0].time > _WINDOW_S:
+            readings.popleft()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """None until two readings differ."""
+        if len(self._readings) < 2:
+            return None
+        first, last = self._readings[0], self._readings[-1]
+        return (last.step - first.step) / (last.time - first.time)

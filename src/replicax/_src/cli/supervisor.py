@@ -1,0 +1,257 @@
+"""``Supervisor``: the tasks of a cluster as processes, from their start until all of them are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from replicax._src.cli.display import Display, Row
+from replicax._src.cli.status import Speed, read_status
+from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE, STATUS_FILE_VARIABLE
+from replicax._src.cluster.processes import Process, resident_bytes, signal_name
+from replicax._src.cluster.spec import Task
+
+_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TICK_S: Final = 0.05
+_REFRESH_S: Final = 0.5
+_NUM_LAST_LINES: Final = 20
+
+
+@dataclass(frozen=True)
+class Start:
+    """How one task is started.
+
+    Attributes:
+      task: Which one.
+      command: What runs.
+      environment: All its variables.
+    """
+
+    task: Task
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class SupervisorOptions:
+    """How running them ends.
+
+    Attributes:
+      max_restarts: How often all tasks are started again after one has failed.
+      grace_s: How long the others may go on after one has failed, and again after they were asked to end.
+      evaluator_timeout_s: How long the evaluator may go on after the training has ended.
+    """
+
+    max_restarts: int = 0
+    grace_s: float = 10.0
+    evaluator_timeout_s: float = 600.0
+
+
+class Supervisor:
+    """Runs tasks until the training has ended, one of them has failed, or a signal says to end.
+
+    The training has ended well when the chief and all workers have exited with 0; with parameter servers, when the
+    chief has. What is left then is ended: parameter servers at once, the evaluator after its time. When one fails
+    the others may end by themselves for ``grace_s``, then get SIGTERM, and after as long again SIGKILL. SIGINT,
+    SIGTERM and SIGHUP become SIGTERM for all tasks; a second one SIGKILL.
+
+    Args:
+      starts: The tasks.
+      display: Where their lines go.
+      options: How it ends.
+      directory: Where the tasks write their status files. It exists.
+    """
+
+    def __init__(
+        self, starts: Sequence[Start], display: Display, options: SupervisorOptions, directory: Path
+    ):
+        self._starts, self._display, self._options = starts, display, options
+        self._status_files = {
+            start.task: directory / f"{start.task.type}-{start.task.index}.json" for start in starts
+        }
+        self._signals: list[int] = []
+        self._wake = threading.Event()
+        self._processes: dict[Task, Process] = {}
+        self._speeds: dict[Task, Speed] = {}
+        self._num_restarts = 0
+        self._next_refresh = 0.0
+
+    def run(self) -> int:
+        """Runs it, from the main thread; returns the exit code for the launcher.
+
+        That is 0; the exit code of the task that failed first; or 128 and the signal that ended it.
+
+        Raises:
+          ProcessStartError: A task could not be started; none is left.
+        """
+        with self._signals_noticed():
+            while True:
+                failed = self._run_once()
+                if self._signals:
+                    return 128 + self._signals[0]
+                if failed is None:
+                    return 0
+                if self._num_restarts == self._options.max_restarts:
+                    return failed
+                self._num_restarts += 1
+                self._display.note(
+                    f"Starting all tasks again: restart {self._num_restarts} of {self._options.max_restarts}."
+                )
+
+    def _run_once(self) -> int | None:
+        """Runs all tasks once; returns the exit code of the first that failed."""
+        self._processes = {}
+        with contextlib.ExitStack() as stack:
+            for start in self._starts:
+                self._processes[start.task] = stack.enter_context(self._started(start))
+            self._wait(lambda: self._is_trained() or self._failed() is not None)
+            if not self._signals and self._failed() is None:
+                self._await_evaluator()
+            failed = self._failed()
+            if failed is not None and not self._signals:
+                self._await_others(failed)
+            self._end_all()
+            self._refresh(time.monotonic())
+        if failed is None or self._signals:
+            return None
+        self._show_failure(failed)
+        ending = self._processes[failed].ending
+        assert ending is not None
+        return ending.exit_code
+
+    def _started(self, start: Start) -> Process:
+        self._status_files[start.task].unlink(missing_ok=True)
+        self._speeds[start.task] = Speed()
+        own = {
+            STATUS_FILE_VARIABLE: str(self._status_files[start.task]),
+            RESTART_COUNT_VARIABLE: str(self._num_restarts),
+        }
+        return Process(
+            start.command,
+            environment={**start.environment, **own},
+            name=str(start.task),
+            num_lines_kept=_NUM_LAST_LINES,
+            on_line=functools.partial(self._display.line, start.task),
+        )
+
+    # --- how it goes --------------------------------------------------------------------------------------
+
+    def _is_trained(self) -> bool:
+        """Whether all whose end is the end of the training have exited with 0."""
+        types = {task.type for task in self._processes}
+        deciding = ("chief",) if {"chief", "ps"} <= types else ("chief", "worker")
+        endings = [p.ending for task, p in self._processes.items() if task.type in deciding]
+        return all(ending is not None and ending.is_success for ending in endings)
+
+    def _failed(self) -> Task | None:
+        """The task that was the first to end badly."""
+        endings = [(p.ending, task) for task, p in self._processes.items() if p.ending is not None]
+        bad = [(ending.time, number) for number, (ending, _) in enumerate(endings) if not ending.is_success]
+        return endings[min(bad)[1]][1] if bad else None
+
+    def _running(self) -> list[Process]:
+        return [process for process in self._processes.values() if process.is_running]
+
+    def _await_evaluator(self) -> None:
+        evaluators = [p for task, p in self._processes.items() if task.type == "evaluator" and p.is_running]
+        if evaluators:
+            limit_s = self._options.evaluator_timeout_s
+            self._display.note(f"The training has ended; the evaluator may go on for {limit_s:g} s.")
+            self._wait(lambda: not any(p.is_running for p in evaluators), limit_s)
+
+    def _await_others(self, failed: Task) -> None:
+        running = self._running()
+        if running:
+            self._display.note(
+                f"{failed} {self._processes[failed].ending}. {_listed(running)} may end by themselves for "
+                f"{self._options.grace_s:g} s."
+            )
+            self._wait(lambda: not self._running(), self._options.grace_s)
+
+    def _end_all(self) -> None:
+        """SIGTERM, then SIGKILL, for all that run."""
+        running = self._running()
+        if not running:
+            return
+        if self._signals:
+            self._display.note(f"{signal_name(self._signals[0])}: ending {_listed(running)}.")
+        num_signals = len(self._signals)
+        for process in running:
+            process.terminate()
+        self._wait(lambda: not self._running(), self._options.grace_s, num_signals)
+        if killed := self._running():
+            self._display.note(f"{_listed(killed)} did not end, and will be killed.")
+
+    def _show_failure(self, failed: Task) -> None:
+        process = self._processes[failed]
+        self._display.note(f"{failed} {process.ending}, the first to fail. Its last lines:")
+        for line in process.lines or ("(it has written nothing)",):
+            self._display.note(f"    {line}")
+
+    # --- waiting ------------------------------------------------------------------------------------------
+
+    def _wait(
+        self, is_over: Callable[[], bool], timeout_s: float = float("inf"), num_signals: int = 0
+    ) -> None:
+        """Until ``is_over``, the time is up, or there are more than ``num_signals`` signals."""
+        deadline = time.monotonic() + timeout_s
+        while not is_over() and len(self._signals) <= num_signals:
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if self._display.is_broken and signal.SIGPIPE not in self._signals:
+                self._signals.append(signal.SIGPIPE)
+                return
+            if now >= self._next_refresh:
+                self._refresh(now)
+            self._wake.wait(_TICK_S)
+            self._wake.clear()
+
+    @contextlib.contextmanager
+    def _signals_noticed(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in _PASSED_ON}
+        before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup, `&`
+        for number in before:
+            signal.signal(number, self._notice)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        self._wake.set()
+
+    # --- the table ----------------------------------------------------------------------------------------
+
+    def _refresh(self, now: float) -> None:
+        self._next_refresh = now + _REFRESH_S
+        self._display.update([self._row(task, process) for task, process in self._processes.items()])
+
+    def _row(self, task: Task, process: Process) -> Row:
+        status, speed = read_status(self._status_files[task]), self._speeds[task]
+        if status is not None:
+            speed.add(status)
+        state = str(process.ending) if process.ending is not None else (status and status.state) or "running"
+        return Row(
+            task,
+            state,
+            process.pid,
+            None if status is None else status.step,
+            speed.steps_per_s if process.is_running else None,
+            resident_bytes(process.pid) if process.is_running else None,
+            self._num_restarts,
+        )
+
+
+def _listed(processes: Sequence[Process]) -> str:
+    return ", ".join(process.name for process in processes)

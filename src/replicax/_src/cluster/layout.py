@@ -1,0 +1,140 @@
+"""``Layout``: which tasks a cluster on this machine has, at which ports, and what each is told in its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.processes import ProcessStartError
+from replicax._src.cluster.spec import Task
+
+STATUS_FILE_VARIABLE: Final = "REPLICAX_STATUS_FILE"
+RESTART_COUNT_VARIABLE: Final = "REPLICAX_RESTART_COUNT"
+
+_LOOPBACK: Final = "127.0.0.1"
+_FIRST_PORT: Final = 15_000
+_PORT_RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# XLA's thread pool for several virtual devices in one process; see docs/design/005-cpu-meshes.md.
+_CPU_POOL_THREADS: Final = 16
+_HOST_DEVICES_FLAG: Final = re.compile(r"--xla_force_host_platform_device_count=\S*")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many tasks of each type a cluster has.
+
+    Attributes:
+      num_workers: Of type ``worker``, besides the chief.
+      chief: Whether there is one; worker 0 is the chief otherwise.
+      num_ps: Parameter servers.
+      evaluator: Whether there is one. It has no address, as with Kubeflow: nobody connects to it.
+
+    Raises:
+      ClusterError: A number is negative, or nobody computes.
+
+    >>> [str(task) for task in Layout(num_workers=2, evaluator=True).tasks]
+    ['worker 0', 'worker 1', 'evaluator 0']
+    """
+
+    num_workers: int = 1
+    chief: bool = False
+    num_ps: int = 0
+    evaluator: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0 or self.num_ps < 0:
+            raise ClusterError(
+                f"A cluster cannot have {self.num_workers} workers and {self.num_ps} parameter servers: numbers of "
+                "tasks are at least 0."
+            )
+        if not self.num_workers and not self.chief:
+            raise ClusterError("A cluster needs at least one worker, or a chief: somebody has to compute.")
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All of them: the chief, the workers, the parameter servers, the evaluator."""
+        return (*self.tasks_with_address, *([Task("evaluator", 0)] if self.evaluator else []))
+
+    @property
+    def tasks_with_address(self) -> tuple[Task, ...]:
+        """Those that stand in the cluster of ``TF_CONFIG``."""
+        counts = {"chief": int(self.chief), "worker": self.num_workers, "ps": self.num_ps}
+        return tuple(Task(kind, index) for kind, count in counts.items() for index in range(count))
+
+    def on_this_machine(self, ports: Sequence[int]) -> dict[str, list[str]]:
+        """The cluster of ``TF_CONFIG``, with loopback addresses.
+
+        Args:
+          ports: One for each of ``tasks_with_address``.
+        """
+        cluster: dict[str, list[str]] = {}
+        for task, port in zip(self.tasks_with_address, ports, strict=True):
+            cluster.setdefault(task.type, []).append(f"{_LOOPBACK}:{port}")
+        return cluster
+
+
+def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
+    """The ``TF_CONFIG`` of one task of a cluster.
+
+    >>> tf_config({"worker": ["a:1", "b:1"]}, Task("worker", 1))
+    '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    """
+    own = {"type": task.type, "index": task.index}
+    return json.dumps({"cluster": {job: list(to) for job, to in cluster.items()}, "task": own})
+
+
+def device_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What makes ``num_devices`` virtual CPU devices in a process, besides, or instead of, what is in ``environment``."""
+    changes = {"JAX_NUM_CPU_DEVICES": str(num_devices)}
+    if "JAX_PLATFORMS" not in environment:
+        changes["JAX_PLATFORMS"] = "cpu"
+    if num_devices > 1 and "PJRT_NPROC" not in environment:
+        changes["PJRT_NPROC"] = str(_CPU_POOL_THREADS)
+    flags = environment.get("XLA_FLAGS", "")
+    if _HOST_DEVICES_FLAG.search(flags):  # JAX refuses to have both
+        changes["XLA_FLAGS"] = _HOST_DEVICES_FLAG.sub("", flags).strip()
+    return changes
+
+
+def free_ports(num_ports: int) -> list[int]:
+    """Returns different ports that are free now, on all interfaces.
+
+    They are bound for a moment, and released: use them soon. Where the system tells which ports it gives to outgoing
+    connections these are left out, so that later only somebody who asks for one of ours by number can have it.
+
+    Raises:
+      ProcessStartError: There are not as many.
+    """
+    numbers = _static_ports()
+    with contextlib.ExitStack() as held:
+        ports: list[int] = []
+        for port in numbers:
+            if len(ports) == num_ports:
+                break
+            bound = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                bound.bind(("", port))
+                ports.append(bound.getsockname()[1])
+    if len(ports) < num_ports:
+        raise ProcessStartError(f"Only {len(ports)} of {num_ports} ports that were asked for are free.")
+    return ports
+
+
+def _static_ports(max_tries: int = 1000) -> list[int]:
+    """Ports to try, in random order, that the system does not give away by itself; 0 lets it choose."""
+    try:
+        low, high = map(int, _PORT_RANGE_FILE.read_text().split())
+    except (OSError, ValueError):
+        return [0] * max_tries
+    outside = [port for port in range(_FIRST_PORT, 65_536) if not low <= port <= high]
+    if len(outside) < max_tries:
+        return [0] * max_tries
+    return random.SystemRandom().sample(outside, max_tries)

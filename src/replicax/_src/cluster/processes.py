@@ -1,0 +1,369 @@
+"""``Process``: a command that runs on this machine for one task, watched, and gone when this process is.
+
+POSIX only. Each is started by a small process of its own, ``keeper.py``, which outlives neither side.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from replicax._src.errors import ReplicaxError
+
+_KEEPER: Final = str(Path(__file__).with_name("keeper.py"))
+_START_TIMEOUT_S: Final = 60.0  # of a keeper: 20 ms, if the machine is not busy
+_CLOSE_TIMEOUT_S: Final = 10.0
+_MAX_LINE_BYTES: Final = 1 << 16
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+
+class ProcessStartError(ReplicaxError, RuntimeError):
+    """The process of a task could not be started."""
+
+
+class ProcessTimeoutError(ReplicaxError, TimeoutError):
+    """The process of a task did not end, or did not say what was waited for, in time."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended: it exited by itself with ``code``, or ``signal`` killed it; the other is None.
+
+    Attributes:
+      code: What it exited with.
+      signal: The number of the signal.
+      time: When, in seconds of ``time.monotonic``, which all processes of a machine share.
+    """
+
+    code: int | None
+    signal: int | None
+    time: float
+
+    @property
+    def is_success(self) -> bool:
+        return self.code == 0
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would say: the code, or 128 and the signal."""
+        return 128 + self.signal if self.signal is not None else self.code or 0
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exited with code {self.code}"
+        return f"was killed by {signal_name(self.signal)}"
+
+
+class Process:
+    """A command that runs as a process in a session of its own. It is running when this has been made.
+
+    It ends with this process, also if that is killed by ``kill -9``; ``close`` ends it too. So do all processes that
+    it has started, on Linux without exception. Until ``close`` it keeps its number, so that no signal can reach
+    another process. Nothing is read from this process's standard input. From any thread.
+
+    Args:
+      command: The program and its arguments.
+      environment: All its variables; None: this process's.
+      name: What messages call it: ``"worker 0"``.
+      directory: Where it runs; None: where this process does.
+      num_lines_kept: How many of its last lines ``lines`` has.
+      on_line: Called with each line of its output, standard error included, in a thread of its own. If it raises,
+        it is not called any more, and ``wait`` or ``close`` raises that.
+
+    Raises:
+      ProcessStartError: There is no such program or directory, or no process could be made.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        name: str = "process",
+        directory: str | os.PathLike[str] | None = None,
+        num_lines_kept: int = 1000,
+        on_line: Callable[[str], None] | None = None,
+    ):
+        self.name = name
+        self.is_stopped = False
+        self._on_line = on_line
+        self._error: BaseException | None = None
+        self._lines: collections.deque[str] = collections.deque(maxlen=num_lines_kept)
+        self._num_lines = 0
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._ending: Ending | None = None
+        self._has_ended = threading.Event()
+        self._keeper, self._output, self._report = _start_keeper(name, command, environment, directory)
+        self.pid = self._await_start()
+        self._thread = threading.Thread(target=self._watch, name=f"replicax-{name}", daemon=True)
+        self._thread.start()
+
+    def _await_start(self) -> int:
+        word, _, rest = _first_line(self._report, _START_TIMEOUT_S).partition(" ")
+        if word == "started":
+            return int(rest)
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.kill()
+        self._keeper.wait(_CLOSE_TIMEOUT_S)
+        os.close(self._output)
+        os.close(self._report)
+        raise ProcessStartError(f"{self.name} could not be started: {rest or 'its keeper did not answer'}.")
+
+    @property
+    def ending(self) -> Ending | None:
+        """How it ended; None while it runs. All that it has written until then is in ``lines``."""
+        return self._ending
+
+    @property
+    def is_running(self) -> bool:
+        return self._ending is None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The last lines of its output, without line ends."""
+        with self._lock:
+            return tuple(self._lines)
+
+    def kill(self) -> None:
+        """Ends it at once, as ``kill -9`` does. What it has started goes on until ``close``."""
+        self._send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Asks it to end: SIGTERM."""
+        self._send(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Halts it, until ``resume``: SIGSTOP."""
+        self.is_stopped = True
+        self._send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets it go on: SIGCONT."""
+        self.is_stopped = False
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        """Sends a signal; of a process that has ended nothing is asked."""
+        with self._lock:
+            if self._ending is None and not self._is_closed:
+                with contextlib.suppress(ProcessLookupError):  # where an ended process is not kept
+                    os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float) -> Ending:
+        """Waits until it has ended.
+
+        Raises:
+          ProcessTimeoutError: It has not within ``timeout_s``. It goes on running.
+        """
+        if not self._has_ended.wait(timeout_s):
+            raise ProcessTimeoutError(
+                f"{self.name} (pid {self.pid}) still runs after {timeout_s:g} s.{shown_lines(self.lines)}"
+            )
+        self._raise_error()
+        assert self._ending is not None
+        return self._ending
+
+    def close(self) -> None:
+        """Kills it and all that it has started, if they run, and waits until they are gone (5 ms; at most 10 s)."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            self._keeper.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait(_CLOSE_TIMEOUT_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._raise_error()
+
+    def statistics(self) -> dict[str, Any]:
+        """Its number, how many lines it has written, and how many of them are kept."""
+        with self._lock:
+            return {"pid": self.pid, "num_lines": self._num_lines, "num_lines_kept": len(self._lines)}
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # --- in the thread ------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Reads output and reports, until the keeper has ended; nothing of the command is left then."""
+        cutter, report = _Cutter(), b""
+        os.set_blocking(self._output, False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            selector.register(self._report, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if self._output in ready and self._take(cutter) == b"":
+                    selector.unregister(self._output)
+                if self._report in ready:
+                    piece = os.read(self._report, 4096)
+                    report += piece
+                    if (piece == b"" or b"\n" in report) and self._ending is None:
+                        self._finish(cutter, report.decode())
+                    if piece == b"":
+                        break
+        os.close(self._output)
+        os.close(self._report)
+
+    def _take(self, cutter: _Cutter) -> bytes | None:
+        """One piece of output; b"" at its end, None if there is nothing now."""
+        try:
+            piece = os.read(self._output, _MAX_LINE_BYTES)
+        except BlockingIOError:
+            return None
+        self._deliver(cutter.cut(piece) if piece else cutter.rest())
+        return piece
+
+    def _finish(self, cutter: _Cutter, report: str) -> None:
+        while self._take(cutter):
+            pass
+        self._deliver(cutter.rest())
+        words = report.split()
+        with self._lock:
+            if len(words) == 3:
+                code = int(words[1]) if words[0] == "exited" else None
+                number = int(words[1]) if words[0] == "killed" else None
+                self._ending = Ending(code, number, float(words[2]))
+            else:  # its keeper was killed, and the command with it
+                self._ending = Ending(None, signal.SIGKILL, time.monotonic())
+        self._has_ended.set()
+
+    def _deliver(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            with self._lock:
+                self._lines.append(line)
+                self._num_lines += 1
+            if self._on_line is not None:
+                try:
+                    self._on_line(line)
+                except (
+                    BaseException
+                ) as error:  # raised by wait or close; its output must be read all the same
+                    self._error, self._on_line = error, None
+
+
+class _Cutter:
+    """Cuts a stream of bytes into lines. A lone carriage return, of a progress bar, ends a line too."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def cut(self, piece: bytes) -> list[str]:
+        """The lines that ``piece`` completes."""
+        data = self._held + piece
+        lines, start = [], 0
+        for match in _LINE_END.finditer(data):
+            line, start_of_next = data[start : match.start()], match.end()
+            if line or match[0] != b"\r":
+                lines.append(line)
+            start = start_of_next
+        self._held = data[start:]
+        if len(self._held) > _MAX_LINE_BYTES:
+            lines.append(self._held)
+            self._held = b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def rest(self) -> list[str]:
+        """What stands after the last line end, at the end of the stream."""
+        rest, self._held = self._held.removesuffix(b"\r"), b""
+        return [rest.decode(errors="replace")] if rest else []
+
+
+def _start_keeper(
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str] | None,
+    directory: str | os.PathLike[str] | None,
+) -> tuple[subprocess.Popen[bytes], int, int]:
+    """The keeper, where the output is read, and where the keeper's reports are."""
+    output, output_end = os.pipe()
+    report, report_end = os.pipe()
+    try:
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), str(report_end), *command],
+            stdin=subprocess.PIPE,
+            stdout=output_end,
+            stderr=output_end,
+            pass_fds=(report_end,),
+            env=None if environment is None else dict(environment),
+            cwd=directory,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        os.close(output)
+        os.close(report)
+        raise ProcessStartError(f"{name} could not be started: {error}.") from error
+    finally:
+        os.close(output_end)
+        os.close(report_end)
+    return keeper, output, report
+
+
+def _first_line(descriptor: int, timeout_s: float) -> str:
+    """The first line that is written; "" if none comes."""
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            piece = os.read(descriptor, 1) if selector.select(timeout_s) else b""
+            if not piece:
+                return ""
+            line += piece
+    return line.decode().rstrip("\n")
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def shown_lines(lines: Sequence[str], num_lines: int = 10) -> str:
+    """The last lines of some output as the end of a message."""
+    if not lines:
+        return " It has written nothing."
+    return " Its last lines:\n" + "\n".join(f"    {line}" for line in lines[-num_lines:])
+
+
+def resident_bytes(pid: int) -> int | None:
+    """The memory of a process that is in RAM, RSS; None if it has ended, or where /proc does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _page_bytes()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@functools.cache
+def _page_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE")

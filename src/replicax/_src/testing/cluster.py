@@ -1,0 +1,275 @@
+"""``LocalCluster``: a cluster of real processes on this machine, for tests, to kill, stop, slow down and partition."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.processes import ProcessTimeoutError, shown_lines
+from replicax._src.cluster.routes import ROUTES_VARIABLE
+from replicax._src.cluster.spec import Task, split_address
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.testing.proxy import Proxy
+from replicax._src.testing.reports import REPORT_FILE_VARIABLE
+from replicax._src.testing.tasks import ClusterResults, LocalTask
+
+_POLL_S = 0.02
+
+
+class LocalCluster:
+    """Runs a program as all tasks of a cluster on this machine, each with its own ``TF_CONFIG``, on the CPU.
+
+    Use it in ``with``. When it is closed no process is left, nor when this process ends, however it does. POSIX only;
+    made and used outside of traced functions.
+
+    Args:
+      num_workers: Tasks of type ``worker``.
+      chief: Whether there is one more, of type ``chief``.
+      num_ps: Parameter servers.
+      evaluator: Whether there is an evaluator.
+      devices_per_worker: Virtual CPU devices of each task but the parameter servers.
+      environment: Variables of all tasks, besides those of this process; None takes one away.
+      timeout_s: How long waiting for tasks may take where nothing else is said.
+      has_proxies: Whether ``partition``, ``delay`` and ``heal`` shall work. Each task then reaches each other one
+        through a proxy of its own, by ``REPLICAX_ROUTES``. That concerns replicax's control channel; JAX's own
+        connections go to addresses that only JAX knows.
+
+    Raises:
+      ClusterError: There would be no tasks.
+
+    >>> with LocalCluster(num_workers=2) as cluster:
+    ...     cluster.start("import os\\nprint(os.environ['TF_CONFIG'][-31:])")
+    ...     results = cluster.wait()
+    >>> results["worker", 1].output
+    ('{"type": "worker", "index": 1}}',)
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        *,
+        chief: bool = False,
+        num_ps: int = 0,
+        evaluator: bool = False,
+        devices_per_worker: int = 1,
+        environment: Mapping[str, str | None] | None = None,
+        timeout_s: float = 60.0,
+        has_proxies: bool = False,
+    ):
+        if isinstance(devices_per_worker, bool) or devices_per_worker < 1:
+            raise InvalidArgumentError(
+                f"devices_per_worker is a number of at least 1, got {devices_per_worker!r}."
+            )
+        self._layout = Layout(num_workers, chief, num_ps, evaluator)
+        self._devices_per_worker, self._timeout_s = devices_per_worker, timeout_s
+        changed = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        self._environment = {name: value for name, value in changed.items() if value is not None}
+        self._directory = tempfile.TemporaryDirectory(prefix="replicax-cluster-")
+        self._proxies: dict[tuple[Task, Task], Proxy] = {}
+        self._tasks: dict[tuple[str, int], LocalTask] = {}
+        self._is_closed = False
+        ports = free_ports(len(self._layout.tasks_with_address))
+        self.cluster = self._layout.on_this_machine(ports)
+        if has_proxies:
+            self._make_proxies()
+
+    def _make_proxies(self) -> None:
+        for to in self._layout.tasks_with_address:
+            host, port = split_address(self._address_of(to))
+            for source in self._layout.tasks:
+                if source != to:
+                    self._proxies[source, to] = Proxy(host, port)
+
+    def _address_of(self, task: Task) -> str:
+        return self.cluster[task.type][task.index]
+
+    @property
+    def tasks(self) -> Mapping[tuple[str, int], LocalTask]:
+        """The tasks that were started: ``cluster.tasks["worker", 1]``."""
+        return self._tasks
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of all processes that tasks have had."""
+        return tuple(pid for task in self._tasks.values() for pid in task.pids)
+
+    def start(self, program: str | os.PathLike[str] | Callable[..., Any], args: Sequence[str] = ()) -> None:
+        """Starts a program as every task.
+
+        Args:
+          program: The path of a script; or its source, a str of more than one line; or a function, whose source is
+            taken: it imports what it needs, and is called with ``args``, all str.
+          args: The arguments on its command line.
+
+        Raises:
+          InvalidArgumentError: There is no such script, no source of that function, or tasks were started already.
+          ProcessStartError: A process could not be made. None is left.
+        """
+        if self._tasks or self._is_closed:
+            raise InvalidArgumentError(
+                "LocalCluster.start was called before, or the cluster is closed. Make another one, or call restart()."
+            )
+        command = [sys.executable, str(self._script_of(program)), *map(str, args)]
+        try:
+            for task in self._layout.tasks:
+                self._tasks[task.type, task.index] = self._started(task, command)
+        except BaseException:
+            self.close()
+            raise
+
+    def _started(self, task: Task, command: Sequence[str]) -> LocalTask:
+        report_file = Path(self._directory.name) / f"{task.type}-{task.index}.reports"
+        own = {"TF_CONFIG": tf_config(self.cluster, task), REPORT_FILE_VARIABLE: str(report_file)}
+        if task.type != "ps":
+            own |= device_environment(self._devices_per_worker, self._environment)
+        routes = {
+            self._address_of(to): p.address for (source, to), p in self._proxies.items() if source == task
+        }
+        if routes:
+            own[ROUTES_VARIABLE] = json.dumps(routes)
+        return LocalTask(task, command, {**self._environment, **own}, report_file, self._timeout_s)
+
+    def _script_of(self, program: str | os.PathLike[str] | Callable[..., Any]) -> Path:
+        if callable(program):
+            return self._written(_source_of(program))
+        if isinstance(program, str) and "\n" in program:
+            return self._written(textwrap.dedent(program))
+        path = Path(program)
+        if not path.is_file():
+            raise InvalidArgumentError(
+                f"LocalCluster.start: there is no script {str(program)!r} in {Path.cwd()}. Give its path, or source code "
+                "of more than one line."
+            )
+        return path
+
+    def _written(self, source: str) -> Path:
+        path = Path(self._directory.name) / "program.py"
+        path.write_text(source)
+        return path
+
+    def wait(self, timeout_s: float | None = None) -> ClusterResults:
+        """Waits until all tasks have ended. Blocks.
+
+        Args:
+          timeout_s: How long at most; the cluster's ``timeout_s`` by default.
+
+        Returns:
+          What became of each task. ``raise_if_failed()`` of it raises if one did not exit with 0.
+
+        Raises:
+          ProcessTimeoutError: Some still run; it names them, with their last lines. They go on.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while running := [task for task in self._tasks.values() if task.is_running]:
+            if time.monotonic() >= deadline:
+                raise ProcessTimeoutError(
+                    "\n".join(
+                        f"{t.task} still runs after {timeout_s:g} s.{shown_lines(t.output)}" for t in running
+                    )
+                )
+            time.sleep(_POLL_S)
+        return ClusterResults([task.wait(timeout_s) for task in self._tasks.values()])
+
+    def restart(self, task_type: str, index: int) -> None:
+        """Starts the process of a task again, on the same port; kills it first if it runs."""
+        self._task(task_type, index).restart()
+
+    def _task(self, task_type: str, index: int) -> LocalTask:
+        try:
+            return self._tasks[task_type, index]
+        except KeyError:
+            there = ", ".join(str(task.task) for task in self._tasks.values()) or "none, before start()"
+            raise InvalidArgumentError(
+                f"There is no {task_type} {index} in this cluster; there are: {there}."
+            ) from None
+
+    def partition(
+        self, task_type: str, index: int, *, how: Literal["blackhole", "cut"] = "blackhole"
+    ) -> None:
+        """Parts a task from all others, on the control channel, until ``heal``.
+
+        Args:
+          task_type: Of the task.
+          index: Of the task.
+          how: "blackhole": nothing arrives, and nobody is told, as if a cable was pulled. "cut": connections are ended,
+            and new ones end at once.
+
+        Raises:
+          InvalidArgumentError: There is no such task, or the cluster has no proxies.
+        """
+        for proxy in self._proxies_of(task_type, index):
+            proxy.set(how)
+
+    def delay(self, task_type: str, index: int, delay_s: float) -> None:
+        """Delays all between a task and the others, each way, on the control channel, until ``heal``.
+
+        Raises:
+          InvalidArgumentError: There is no such task, or the cluster has no proxies.
+        """
+        for proxy in self._proxies_of(task_type, index):
+            proxy.set(delay_s=delay_s)
+
+    def heal(self) -> None:
+        """Ends all partitions and delays."""
+        for proxy in self._proxies.values():
+            proxy.set()
+
+    def _proxies_of(self, task_type: str, index: int) -> list[Proxy]:
+        task = Task(task_type, index)
+        if task not in self._layout.tasks:
+            there = ", ".join(map(str, self._layout.tasks))
+            raise InvalidArgumentError(f"There is no {task} in this cluster; there are: {there}.")
+        if not self._proxies:
+            raise InvalidArgumentError(
+                "This cluster has no proxies between its tasks, so that they cannot be parted. Make it with "
+                "LocalCluster(..., has_proxies=True); it needs several tasks with addresses."
+            )
+        return [proxy for ends, proxy in self._proxies.items() if task in ends]
+
+    def close(self) -> None:
+        """Kills what runs, and waits until all is gone: 10 ms for each task."""
+        self._is_closed = True
+        with contextlib.ExitStack() as stack:  # all are closed, also if one raises
+            stack.callback(self._directory.cleanup)
+            for part in (*self._proxies.values(), *self._tasks.values()):
+                stack.callback(part.close)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of each task, and of each proxy, by their names."""
+        proxies = {f"{source} to {to}": p.statistics() for (source, to), p in self._proxies.items()}
+        return {
+            "tasks": {str(task.task): task.statistics() for task in self._tasks.values()},
+            "proxies": proxies,
+        }
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"LocalCluster.start: the source of {function!r} cannot be found ({error}). Give the path of a script, or its "
+            "source as a str."
+        ) from error
+    if not source.startswith("def "):
+        raise InvalidArgumentError(
+            f"LocalCluster.start takes a plain function, written with def and without decorators, got {function!r}."
+        )
+    return f"{source}\n\nimport sys\n\n{function.__name__}(*sys.argv[1:])\n"

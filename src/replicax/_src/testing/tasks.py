@@ -1,0 +1,288 @@
+"""One task of a ``LocalCluster``: the process that a test kills, stops and slows down, and what became of it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
+from replicax._src.cluster.processes import Ending, Process, ProcessTimeoutError, shown_lines
+from replicax._src.cluster.spec import Task
+from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.testing.reports import read_reports
+
+_SLOW_PERIOD_S: Final = 0.05
+_NUM_LINES_KEPT: Final = 10_000
+
+
+class TaskFailedError(ReplicaxError, AssertionError):
+    """A task of a ``LocalCluster`` did not exit with 0."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What became of a task.
+
+    Attributes:
+      task: Which one.
+      exit_code: Of its process; 128 and the signal if one killed it, as shells say: 137 for SIGKILL.
+      signal: The signal that killed it, or None.
+      output: Its lines, standard error included, also of the processes before a restart.
+      reports: What it said with ``rx.testing.report``, one dict for each call.
+    """
+
+    task: Task
+    exit_code: int
+    signal: int | None
+    output: tuple[str, ...]
+    reports: tuple[dict[str, Any], ...]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """All reports in one dict; of a name that comes again it has the last value."""
+        return {name: value for report in self.reports for name, value in report.items()}
+
+
+class ClusterResults(Mapping[tuple[str, int], TaskResult]):
+    """What became of each task: ``results["worker", 1]``."""
+
+    def __init__(self, results: Sequence[TaskResult]):
+        self._results = {(result.task.type, result.task.index): result for result in results}
+
+    def __getitem__(self, key: tuple[str, int]) -> TaskResult:
+        return self._results[key]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def raise_if_failed(self) -> None:
+        """Raises if a task did not exit with 0.
+
+        Raises:
+          TaskFailedError: With the last lines of each that did not. It is an ``AssertionError``.
+        """
+        bad = [result for result in self.values() if result.exit_code]
+        if bad:
+            raise TaskFailedError(
+                "\n".join(
+                    f"{r.task} ended with exit code {r.exit_code}.{shown_lines(r.output, 20)}" for r in bad
+                )
+            )
+
+
+class LocalTask:
+    """A task of a ``LocalCluster``, which makes it. Its methods may be called from any thread.
+
+    Args:
+      task: Which one.
+      command: What runs.
+      environment: All its variables.
+      report_file: Where it writes reports.
+      timeout_s: How long waiting may take where nothing else is said.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        report_file: Path,
+        timeout_s: float,
+    ):
+        self.task = task
+        self._command, self._environment = command, environment
+        self._report_file, self._timeout_s = report_file, timeout_s
+        self._output: collections.deque[str] = collections.deque(maxlen=_NUM_LINES_KEPT)
+        self._has_more = threading.Condition()
+        self._num_restarts = 0
+        self._slowing: _Slowing | None = None
+        self._pids: list[int] = []
+        self._process = self._started()
+
+    def _started(self) -> Process:
+        process = Process(
+            self._command,
+            environment={**self._environment, RESTART_COUNT_VARIABLE: str(self._num_restarts)},
+            name=str(self.task),
+            num_lines_kept=100,
+            on_line=self._take_line,
+        )
+        self._pids.append(process.pid)
+        return process
+
+    def _take_line(self, line: str) -> None:
+        with self._has_more:
+            self._output.append(line)
+            self._has_more.notify_all()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of all processes that it has had."""
+        return tuple(self._pids)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended; a stopped one has not."""
+        return self._process.is_running
+
+    @property
+    def ending(self) -> Ending | None:
+        """How its process ended; None while it runs."""
+        return self._process.ending
+
+    @property
+    def output(self) -> tuple[str, ...]:
+        """Its lines until now."""
+        with self._has_more:
+            return tuple(self._output)
+
+    @property
+    def reports(self) -> tuple[dict[str, Any], ...]:
+        """What it has reported until now."""
+        return read_reports(self._report_file)
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        self._process.kill()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.terminate()
+
+    def stop(self) -> None:
+        """SIGSTOP: it is there, and does nothing, until ``resume``."""
+        self._stop_slowing()
+        self._process.stop()
+
+    def resume(self) -> None:
+        """SIGCONT; also after ``slow_down``."""
+        self._stop_slowing()
+        self._process.resume()
+
+    def slow_down(self, share: float) -> None:
+        """Stops and resumes it by turns, every 50 ms, until ``resume``.
+
+        Args:
+          share: Of the time in which it runs: above 0, below 1.
+        """
+        if not 0 < share < 1:
+            raise InvalidArgumentError(
+                f"slow_down({share!r}): `share` is the part of the time in which the task runs, above 0 and below 1. For "
+                "none of the time call stop(), for all of it resume()."
+            )
+        self._stop_slowing()
+        self._slowing = _Slowing(self._process, share)
+
+    def _stop_slowing(self) -> None:
+        slowing, self._slowing = self._slowing, None
+        if slowing is not None:
+            slowing.close()
+
+    def restart(self) -> None:
+        """Starts its process again, with the same command, ports and environment; kills it first if it runs.
+
+        ``REPLICAX_RESTART_COUNT`` is one more. Output and reports go on.
+        """
+        self._stop_slowing()
+        self._process.close()
+        self._num_restarts += 1
+        self._process = self._started()
+
+    def wait(self, timeout_s: float | None = None) -> TaskResult:
+        """Waits until its process has ended.
+
+        Args:
+          timeout_s: How long at most; the cluster's ``timeout_s`` by default.
+
+        Raises:
+          ProcessTimeoutError: It still runs.
+        """
+        ending = self._process.wait(self._timeout_s if timeout_s is None else timeout_s)
+        return TaskResult(self.task, ending.exit_code, ending.signal, self.output, self.reports)
+
+    def wait_for_output(self, text: str, timeout_s: float | None = None) -> str:
+        """Waits until a line has ``text`` in it; returns the first such line.
+
+        Raises:
+          ProcessTimeoutError: None has in time, or the process has ended without one.
+        """
+
+        def found() -> str | None:
+            return next((line for line in self._output if text in line), None)
+
+        return self._wait_for(found, f"a line with {text!r}", timeout_s)
+
+    def wait_for_report(self, name: str, timeout_s: float | None = None) -> Any:
+        """Waits until it has reported a value of this name; returns the first.
+
+        Raises:
+          ProcessTimeoutError: It has not in time, or the process has ended without.
+        """
+
+        def found() -> tuple[Any] | None:
+            return next(((report[name],) for report in self.reports if name in report), None)
+
+        return self._wait_for(found, f"a report of {name!r}", timeout_s)[0]
+
+    def _wait_for(self, found: Callable[[], Any], what: str, timeout_s: float | None) -> Any:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        with self._has_more:
+            while True:
+                is_over = not self._process.is_running or time.monotonic() >= deadline
+                if (thing := found()) is not None:
+                    return thing
+                if is_over:
+                    how = self._process.ending or f"has not within {timeout_s:g} s"
+                    raise ProcessTimeoutError(
+                        f"Waited for {what} from {self.task}, which {how}.{shown_lines(tuple(self._output))}"
+                    )
+                self._has_more.wait(0.02)
+
+    def close(self) -> None:
+        """Kills it, and all that it has started, if they run."""
+        self._stop_slowing()
+        self._process.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Its process's, and how often it was restarted."""
+        return {**self._process.statistics(), "num_restarts": self._num_restarts}
+
+
+class _Slowing:
+    """Stops and resumes a process by turns, in a thread."""
+
+    def __init__(self, process: Process, share: float):
+        self._process, self._share = process, share
+        self._must_end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replicax-slowing", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._process.is_running:
+                self._process.stop()
+                if self._must_end.wait(_SLOW_PERIOD_S * (1 - self._share)):
+                    break
+                self._process.resume()
+                if self._must_end.wait(_SLOW_PERIOD_S * self._share):
+                    break
+            self._process.resume()
+
+    def close(self) -> None:
+        self._must_end.set()
+        self._thread.join(5.0)

@@ -1,0 +1,549 @@
+"""``replicax launch``: what it prints, what it exits with, and that it leaves nothing. The scripts are a few lines."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import replicax
+
+LIMIT_S = 30
+pytestmark = pytest.mark.timeout(60)
+
+# The launcher without the imports of replicax/__init__.py: JAX takes a second. So it needs none of them.
+LAUNCHER = f"""
+import sys, types
+sys.modules["replicax"] = package = types.ModuleType("replicax")
+package.__path__ = {replicax.__path__!r}
+from replicax.__main__ import main
+code = main()
+assert not {{"jax", "numpy"}} & set(sys.modules)
+sys.exit(code)
+"""
+START = [sys.executable, "-c", LAUNCHER, "launch"]
+
+# What scripts begin with.
+TASK = """
+import json, os, signal, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+task = config["task"]["type"] + " " + str(config["task"]["index"])
+restart = int(os.environ["REPLICAX_RESTART_COUNT"])
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(source):
+        path = tmp_path / "script.py"
+        path.write_text(TASK + textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+def clean_environment(**more):
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PJRT_", "TF_CONFIG", "NO_COLOR"))
+    }
+    return {**environment, "TERM": "xterm", **more}
+
+
+def launch(*arguments, **environment):
+    return subprocess.run(
+        [*START, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=clean_environment(**environment),
+    )
+
+
+@contextlib.contextmanager
+def launched(*arguments):
+    """A launcher that goes on, and is gone afterwards."""
+    process = subprocess.Popen(
+        [*START, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment(),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, what, limit_s=LIMIT_S):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(0.01)
+
+
+# --- tasks --------------------------------------------------------------------------------------------
+
+
+def test_lines_have_the_name_of_their_task_and_arguments_are_passed_on(script):
+    path = script("print(sys.argv[1:]); print('to stderr', file=sys.stderr)")
+    result = launch("--workers", 2, "--evaluator", path, "--workers", "7", "-m", "--", "x")
+    assert result.returncode == 0
+    arguments = "['--workers', '7', '-m', '--', 'x']"
+    assert sorted(result.stdout.splitlines()) == sorted(
+        f"{task:11} | {line}"
+        for task in ("worker 0", "worker 1", "evaluator 0")
+        for line in (arguments, "to stderr")
+    )
+
+
+def test_each_task_gets_its_configuration(script, tmp_path):
+    path = script("""
+    print(json.dumps([config, task, restart, sorted(k for k in os.environ if k.startswith(("JAX_", "PJRT_")))]))
+    open(os.path.join(sys.argv[1], task), "w").close()
+    while "chief" not in task or len(os.listdir(sys.argv[1])) < 4:
+        time.sleep(0.01)
+    """)
+    (tmp_path / "there").mkdir()
+    result = launch("--workers", 2, "--ps", 1, "--devices-per-worker", 2, path, tmp_path / "there")
+    assert result.returncode == 0, result.stderr
+    told = {
+        line.partition("|")[0].strip(): json.loads(line.partition("|")[2])
+        for line in result.stdout.splitlines()
+    }
+    assert set(told) == {"chief 0", "worker 0", "worker 1", "ps 0"}
+    clusters = [config["cluster"] for config, *_ in told.values()]
+    assert all(cluster == clusters[0] for cluster in clusters)
+    assert {job: len(addresses) for job, addresses in clusters[0].items()} == {
+        "chief": 1,
+        "worker": 2,
+        "ps": 1,
+    }
+    addresses = [address for job in clusters[0].values() for address in job]
+    assert len(set(addresses)) == 4
+    for name, (_, task, restart, variables) in told.items():
+        assert name == task
+        assert restart == 0
+        assert variables == ([] if name == "ps 0" else ["JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC"])
+
+
+def test_a_module(tmp_path):
+    (tmp_path / "some_module.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    result = launch("-m", "some_module", "--lr", "0.1", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "worker 0 | __main__ ['--lr', '0.1']\n"
+
+
+def test_the_evaluator_is_waited_for_and_ended(script):
+    path = script("""
+    if "evaluator" in task:
+        time.sleep(0.3)
+        print("evaluated")
+        if sys.argv[1] == "forever":
+            time.sleep(60)
+    """)
+    result = launch("--evaluator", path, "once")
+    assert result.returncode == 0
+    assert "evaluator 0 | evaluated" in result.stdout
+    began = time.monotonic()
+    result = launch("--evaluator", "--evaluator-timeout", 1, path, "forever")
+    assert result.returncode == 0
+    assert "evaluator 0 | evaluated" in result.stdout
+    assert "the evaluator may go on for 1 s" in result.stderr
+    assert time.monotonic() - began < LIMIT_S
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_is_the_exit_code_and_its_last_lines_are_repeated(script):
+    path = script("""
+    if task == "worker 1":
+        for i in range(100):
+            print("line", i)
+        sys.exit(7)
+    time.sleep(0.5)
+    print("the others are gone")
+    sys.exit(8)  # by itself, and later
+    """)
+    result = launch("--workers", 3, path)
+    assert result.returncode == 7
+    assert "worker 0 | the others are gone" in result.stdout
+    assert "worker 1 exited with code 7. worker 0, worker 2 may end by themselves for 10 s." in result.stderr
+    last = result.stderr.partition("worker 1 exited with code 7, the first to fail. Its last lines:\n")[2]
+    assert last.splitlines() == [f"    line {i}" for i in range(80, 100)]
+
+
+def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(script, tmp_path):
+    path = script("""
+    print("ready")
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    if task == "worker 1":
+        sys.exit(7)
+    time.sleep(0.3)
+    sys.exit(8)
+    """)
+    with launched("--workers", 3, path, tmp_path / "go") as launcher:
+        for _ in range(3):
+            assert "ready" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        time.sleep(0.8)
+        launcher.send_signal(signal.SIGCONT)
+        rest = launcher.communicate(timeout=LIMIT_S)[0]
+        assert launcher.returncode == 7
+    assert "worker 1 exited with code 7, the first to fail" in rest
+
+
+def test_a_task_that_is_killed(script):
+    result = launch(
+        "--workers",
+        2,
+        "--grace",
+        0.1,
+        script("""
+    if task == "worker 0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    """),
+    )
+    assert result.returncode == 137
+    assert "worker 0 was killed by SIGKILL, the first to fail" in result.stderr
+    assert "(it has written nothing)" in result.stderr
+
+
+def test_who_does_not_end_is_asked_and_then_killed(script):
+    result = launch(
+        "--workers",
+        3,
+        "--grace",
+        0.3,
+        script("""
+    def end(number, frame):
+        print("asked to end")
+        if task == "worker 1":
+            sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+    print("ready")
+    if task == "worker 0":
+        time.sleep(0.3)
+        sys.exit(1)
+    while True:
+        time.sleep(60)
+    """),
+    )
+    assert result.returncode == 1
+    assert "worker 1 | asked to end" in result.stdout
+    assert "worker 2 | asked to end" in result.stdout
+    assert "worker 2 did not end, and will be killed" in result.stderr
+    assert "worker 1 did not" not in result.stderr
+
+
+@pytest.mark.parametrize(("num_restarts", "code"), [(1, 5), (2, 0), (9, 0)])
+def test_restarts(script, num_restarts, code):
+    path = script("""
+    print(restart, config["cluster"]["worker"])
+    if task == "worker 1" and restart < 2:
+        sys.exit(5)
+    if restart < 2:
+        time.sleep(60)
+    """)
+    result = launch("--workers", 2, "--grace", 0, "--max-restarts", num_restarts, path)
+    assert result.returncode == code
+    lines = [
+        line.partition("| ")[2].split(maxsplit=1) for line in result.stdout.splitlines() if "worker 1" in line
+    ]
+    assert [count for count, _ in lines] == ["0", "1", "2"][: num_restarts + 1]
+    assert len({ports for _, ports in lines}) == 1
+    assert f"restart 1 of {num_restarts}" in result.stderr
+
+
+def test_output_that_nobody_reads_ends_it(script):
+    path = script("while True: print('x', flush=True); time.sleep(0.01)")
+    with launched("--workers", 2, "--grace", 1, path) as launcher:
+        assert re.fullmatch(r"worker . \| x\n", launcher.stdout.readline())
+        launcher.stdout.close()
+        assert launcher.wait(LIMIT_S) == 141
+
+
+# --- its own end --------------------------------------------------------------------------------------
+
+FOREVER = """
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+def end(number, frame):
+    print("asked to end", flush=True)
+    if sys.argv[1] == "obeys":
+        sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("pids", os.getpid(), child.pid)
+while True:
+    time.sleep(60)
+"""
+
+
+def started_pids(process, num_tasks):
+    pids = []
+    while len(pids) < 2 * num_tasks:
+        line = process.stdout.readline()
+        assert line, "the launcher has ended"
+        pids += map(int, line.partition("pids")[2].split())
+    return pids
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["INT", "TERM", "HUP"],
+)
+def test_signals_are_passed_on(script, number, code):
+    with launched("--workers", 2, script(FOREVER), "obeys") as launcher:
+        pids = started_pids(launcher, 2)
+        launcher.send_signal(number)
+        rest = launcher.communicate(timeout=LIMIT_S)[0]
+        assert launcher.returncode == code
+    assert not any(map(is_there, pids))
+    assert f"{number.name}: ending worker 0, worker 1." in rest
+    assert "worker 0 | asked to end" in rest
+    assert "worker 1 | asked to end" in rest
+    assert "first to fail" not in rest
+
+
+def test_who_does_not_obey_is_killed_after_the_grace_time_or_a_second_signal(script):
+    with launched("--grace", 0.3, script(FOREVER), "no") as launcher:
+        pids = started_pids(launcher, 1)
+        launcher.send_signal(signal.SIGTERM)
+        assert "worker 0 did not end, and will be killed" in launcher.communicate(timeout=LIMIT_S)[0]
+        assert launcher.returncode == 143
+    assert not any(map(is_there, pids))
+    with launched("--grace", 1000, script(FOREVER), "no") as launcher:
+        pids = started_pids(launcher, 1)
+        launcher.send_signal(signal.SIGINT)
+        until(lambda: "asked to end" in launcher.stdout.readline(), "the first signal to arrive")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(LIMIT_S) == 130
+    assert not any(map(is_there, pids))
+
+
+def test_killed_it_leaves_nothing(script):
+    with launched("--workers", 3, script(FOREVER), "no") as launcher:
+        pids = started_pids(launcher, 3)
+        assert all(map(is_there, pids))
+        launcher.kill()
+        until(lambda: not any(map(is_there, pids)), "everything gone", limit_s=1)
+
+
+def test_a_signal_that_was_ignored_stays_ignored(script):
+    path = script("print('ready', flush=True); time.sleep(0.6); print('finished')")
+    command = f"trap '' HUP; exec {shlex.join([*START, path])}"
+    process = subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True)
+    try:
+        assert "ready" in process.stdout.readline()
+        process.send_signal(signal.SIGHUP)  # as after nohup
+        assert "finished" in process.communicate(timeout=LIMIT_S)[0]
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+# --- on a terminal ------------------------------------------------------------------------------------
+
+
+def on_a_terminal(*arguments, **environment):
+    """What is written on a terminal of 100 columns, and the exit code."""
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        [*START, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=other_end,
+        stderr=other_end,
+        env=clean_environment(COLUMNS="100", **environment),
+    )
+    os.close(other_end)
+    written, deadline = b"", time.monotonic() + LIMIT_S
+    try:
+        while time.monotonic() < deadline and select.select([terminal], [], [], LIMIT_S)[0]:
+            try:
+                piece = os.read(terminal, 65536)
+            except OSError:
+                break
+            written += piece
+        code = process.wait(LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    return written.decode(), code
+
+
+STEPS = """
+for step in range(1, 15):
+    status = {"step": 10 * step, "time": 0.1 * step, "state": "training"}
+    with open(os.environ["REPLICAX_STATUS_FILE"] + ".new", "w") as file:
+        json.dump(status, file)
+    os.replace(file.name, os.environ["REPLICAX_STATUS_FILE"])
+    time.sleep(0.1)
+print("done")
+sys.exit(3 * (task == "worker 1"))
+"""
+
+
+def test_a_table_of_the_tasks(script):
+    pytest.importorskip("rich")
+    text, code = on_a_terminal("--workers", 2, script(STEPS))
+    assert code == 3
+    bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert re.search(r"task +state +pid +step +steps/s +memory +restarts", bare)
+    assert re.search(r"worker 0 +training +\d+ +\d+ +100\.0 +\d+ MB +0", bare)
+    assert re.search(r"worker 1 +exited with code 3 +\d+ +140 +– +– +0", bare)
+    assert "worker 0 | done" in bare
+    assert "\x1b[36mworker 0 | \x1b[0mdone" in text, "the prefix has no colour, or the line has one"
+    assert bare.count("steps/s") >= 4, "it was not refreshed twice a second"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "is_coloured"),
+    [(["--plain"], {}, True), ([], {"TERM": "dumb"}, False), (["--plain"], {"NO_COLOR": "1"}, False)],
+    ids=["plain", "dumb", "no colour"],
+)
+def test_lines_alone_on_a_terminal(script, options, environment, is_coloured):
+    text, code = on_a_terminal("--workers", 2, *options, script("print('done')"), **environment)
+    assert code == 0
+    first, second = (
+        ("\x1b[36mworker 0 | \x1b[0m", "\x1b[33mworker 1 | \x1b[0m")
+        if is_coloured
+        else ("worker 0 | ", "worker 1 | ")
+    )
+    assert sorted(text.splitlines()) == sorted([f"{first}done", f"{second}done"])
+
+
+def test_without_rich_there_are_lines_alone(script, tmp_path):
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text("raise ImportError('not here')")
+    text, code = on_a_terminal(script("print('done')"), PYTHONPATH=str(tmp_path))
+    assert code == 0
+    assert text.splitlines() == ["\x1b[36mworker 0 | \x1b[0mdone"]
+
+
+# --- several hosts ------------------------------------------------------------------------------------
+
+
+def test_lines_to_paste(script, tmp_path):
+    path = script("print(task, config['cluster'], sys.argv[1:])")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# all of them\nh0 slots=4\n\nh1:2222  # the other\n")
+    for arguments in (["--hosts", "h0,h1:2222"], ["--hosts-file", hosts]):
+        result = launch(*arguments, "--port", 7000, path, "a b")
+        assert result.returncode == 0, result.stderr
+        first, first_line, second, second_line = result.stdout.splitlines()
+        assert (first, second) == ("# on h0:", "# on h1:")
+        for index, line in enumerate((first_line, second_line)):
+            printed = subprocess.run(
+                ["bash", "-c", line.replace("python3", sys.executable)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=LIMIT_S,
+                env=clean_environment(REPLICAX_RESTART_COUNT="0"),
+            ).stdout
+            assert printed == f"worker {index} {{'worker': ['h0:7000', 'h1:2222']}} ['a b']\n"
+
+
+def test_the_task_of_this_host(script):
+    path = script("print(task, config['cluster'])")
+    result = launch("--hosts", "h0,h1", "--task-index", 1, path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "worker 1 | worker 1 {'worker': ['h0:12345', 'h1:12345']}\n"
+
+
+# --- what cannot be -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "which script?"),
+        (["--workers", "2"], "which script?"),
+        (["-m"], "-m needs the name of a module"),
+        (["no/such/script.py"], "there is no script 'no/such/script.py' in "),
+        (["--workers", "two", "x.py"], "'two' is not a whole number of at least 0"),
+        (["--workers", "-1", "x.py"], "'-1' is not a whole number of at least 0"),
+        (["--workers", "0", __file__], "at least one worker, or a chief"),
+        (["--devices-per-worker", "0", "x.py"], "'0' is not a whole number of at least 1"),
+        (["--grace", "soon", "x.py"], "'soon' is not a number of seconds"),
+        (["--grace", "nan", "x.py"], "'nan' is not a number of seconds"),
+        (["--worker", "2", "x.py"], "unrecognized arguments: --worker"),
+        (["--task-index", "1", __file__], "--task-index needs --hosts"),
+        (["--hosts", "a,b", "--task-index", "2", __file__], "there are 2 hosts, numbered from 0"),
+        (["--hosts", "a,b", "--workers", "2", __file__], "one worker on each host"),
+        (["--hosts", "a,,b", __file__], "it has no host"),
+        (["--hosts", "a,a", __file__], "stands 2 times"),
+        (["--hosts", "a", "--hosts-file", "f", __file__], "not allowed with"),
+        (["--hosts-file", "no/such/file", __file__], "--hosts-file cannot be read"),
+    ],
+)
+def test_bad_options(capsys, arguments, says):
+    from replicax.__main__ import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", *arguments])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error.replace("\n", " ")
+    assert error.startswith("usage: replicax launch [options] (script.py | -m module) [arguments ...]")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_script_that_may_not_be_read(script):
+    path = script("")
+    os.chmod(path, 0)
+    result = launch(path)
+    assert result.returncode == 2
+    assert f"the script '{path}' may not be read" in result.stderr
+
+
+def test_help(capsys):
+    from replicax.__main__ import main
+
+    for arguments, says in (["--help"], "launch"), (["launch", "--help"], "REPLICAX_RESTART_COUNT"):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert says in capsys.readouterr().out
+
+
+def test_python_m_replicax(script):
+    """The real command, JAX and all."""
+    result = subprocess.run(
+        [sys.executable, "-m", "replicax", "launch", script("print('done')")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=clean_environment(
+            PYTHONPATH=os.pathsep.join([str(Path(replicax.__path__[0]).parent), *sys.path])
+        ),
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "worker 0 | done\n", "")

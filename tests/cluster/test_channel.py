@@ -1,0 +1,249 @@
+"""The control channel on real sockets: members in threads of this process, and the hub in another thread."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from checks import message
+from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.frames import Decoder, FrameError, encode, listen
+from replicax._src.cluster.hub import Hub
+from replicax._src.cluster.service import HubServer
+from replicax.errors import ClusterStartError, PeerFailureError, ProgramMismatchError
+
+pytestmark = pytest.mark.timeout(30)
+NAMES = ["worker 0", "worker 1", "worker 2"]
+
+
+@contextlib.contextmanager
+def serving(names=NAMES, **options):
+    """A hub, and its address. When the block ends it ends too, whoever is still connected."""
+    listener = listen("127.0.0.1:0", backlog=8)
+    server = HubServer(Hub(names, **options), listener, "print", "worker 0 at here", {"coordinator": "there"})
+    must_end = threading.Event()
+    thread = threading.Thread(target=server.run, args=(must_end, 0.0))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        must_end.set()
+        thread.join(timeout=10)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def channels(address, names=NAMES, **options):
+    """The channels of all members, connected."""
+    made = [Channel(address, number, names, "print", **options) for number in range(len(names))]
+    try:
+        for channel in made:
+            assert channel.connect(time.monotonic() + 5)["coordinator"] == "there"
+        yield made
+    finally:
+        for channel in made:
+            channel.leave()
+
+
+def gathered_by_all(members, key, values):
+    results = [None] * len(members)
+
+    def gather(number):
+        results[number] = members[number].gather(key, values[number], 5.0, what="to test")
+
+    threads = [threading.Thread(target=gather, args=(n,)) for n in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    return results
+
+
+def test_values_are_gathered():
+    values = [1, {"two": [2.5, None]}, "trois " * 50_000]  # the last needs several reads
+    with serving() as address, channels(address) as members:
+        assert gathered_by_all(members, "a", values) == [values] * 3
+        assert gathered_by_all(members, "b", [0, 0, 0]) == [[0, 0, 0]] * 3
+
+
+def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
+    with serving() as address, channels(address) as (first, second, third):
+        second.begin(3, "#0 train_step")
+        # What the kernel does when the process is killed.
+        killed = threading.Timer(0.2, second._socket.shutdown, [socket.SHUT_RDWR])
+        killed.start()
+        start = time.monotonic()
+        with pytest.raises(PeerFailureError) as caught:
+            first.gather("k", 1, 10.0, what="to test")
+        assert time.monotonic() - start < 2
+        assert caught.value.tasks == ("worker 1",)
+        assert "in its program number 3, #0 train_step" in str(caught.value)
+        assert third.wait_for_failure(2) is not None
+        message(PeerFailureError, third.check, "worker 1 died without a word", "start the job again")
+        killed.join()
+
+
+def test_an_error_of_another_is_shown():
+    with serving() as address, channels(address) as (first, second, _):
+        second.tell_error("Traceback\n  line 3\nValueError: my own")
+        assert first.wait_for_failure(2) is not None
+        message(PeerFailureError, first.check, "worker 1 raised an error", "    ValueError: my own")
+
+
+def test_who_leaves_is_no_failure_until_it_is_needed():
+    with serving() as address, channels(address) as (first, second, _):
+        second.leave()
+        first.wait_for_failure(2)
+        call = lambda: first.gather("k", 1, 5.0, what="to test")  # noqa: E731
+        message(PeerFailureError, call, "worker 1 has ended its program", "All tasks must run the same steps")
+
+
+def test_who_is_silent_is_given_up():
+    with serving(silence_s=1.5) as address, channels(address) as (first, second, _):
+        second._write_lock.acquire()  # it beats no more, as if it were stopped
+        try:
+            assert first.wait_for_failure(5) is not None
+            message(PeerFailureError, first.check, "worker 1 has been silent for 2 s", "stopped")
+        finally:
+            second._write_lock.release()
+
+
+def test_a_hub_that_is_gone():
+    """Its machine is down, say: here its thread ends with the block."""
+    with serving() as address:
+        channel = Channel(address, 1, NAMES, "print")
+        channel.connect(time.monotonic() + 5)
+    assert channel.wait_for_failure(3) is not None
+    message(PeerFailureError, channel.check, "beside worker 0", address, "ended the connection")
+    channel.leave()
+
+
+def test_different_programs_are_a_mismatch():
+    with serving() as address, channels(address) as (first, second, _):
+        first.begin(4, "#1 evaluate")
+        second.begin(4, "#0 train_step")
+        assert first.wait_for_failure(3) is not None
+        says = [
+            "worker 0: in its program number 4, #1 evaluate",
+            "worker 1: in its program number 4, #0 train_step",
+        ]
+        message(ProgramMismatchError, first.check, *says, "in the same order")
+
+
+def test_who_is_missing_is_named_in_time(caplog):
+    with serving() as address, contextlib.ExitStack() as stack:
+        channel = Channel(address, 0, NAMES, "print")
+        channel.connect(time.monotonic() + 5)
+        stack.callback(channel.leave)
+        call = lambda: channel.gather("start", 1, 2.5, what="for all tasks to start")  # noqa: E731
+        said = "worker 1 (has not come), worker 2 (has not come)"
+        message(PeerFailureError, call, "worker 0 waited 2 s for all tasks to start", said)
+
+
+def test_a_wait_can_be_given_up():
+    with serving() as address, channels(address) as (first, *_):
+        stop = threading.Event()
+        threading.Timer(0.2, stop.set).start()
+        start = time.monotonic()
+        with pytest.raises(PeerFailureError):
+            first.gather("k", 1, 60.0, what="to test", is_cancelled=stop.is_set)
+        assert time.monotonic() - start < 3
+
+
+def test_nobody_listens():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    channel = Channel(address, 1, NAMES, "print")
+    says = ["worker 1 waited 0 s for worker 0", address, "REPLICAX_START_TIMEOUT_S"]
+    message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.3), *says)
+
+
+@pytest.mark.parametrize(
+    ("number", "fingerprint", "says"),
+    [
+        (1, "another", "belongs to another cluster, worker 0 at here"),
+        (0, "print", "another process is worker 0"),
+    ],
+)
+def test_who_does_not_belong_is_refused(number, fingerprint, says):
+    with serving() as address:
+        first = Channel(address, 0, NAMES, "print")
+        first.connect(time.monotonic() + 5)
+        other = Channel(address, number, NAMES, fingerprint)
+        message(ClusterStartError, lambda: other.connect(time.monotonic() + 5), "refuses", says)
+        first.leave()
+
+
+def test_another_program_at_the_address():
+    """It answers with something else: the members say so when their time is over."""
+    with listen("127.0.0.1:0", backlog=8) as listener:
+        stop = threading.Event()
+
+        def answer():
+            listener.settimeout(0.1)
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        channel = Channel(f"127.0.0.1:{listener.getsockname()[1]}", 1, NAMES, "print")
+        message(
+            ClusterStartError, lambda: channel.connect(time.monotonic() + 0.5), "does not answer", "announced"
+        )
+        stop.set()
+        thread.join(timeout=5)
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", encode({"kind": "nonsense"}), b"\xff" * 100])
+def test_noise_does_not_disturb_the_hub(noise):
+    with serving() as address:
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(noise)
+            assert stranger.recv(100) == b""  # it hangs up
+        with channels(address) as members:
+            assert gathered_by_all(members, "a", [1, 2, 3]) == [[1, 2, 3]] * 3
+
+
+# --- frames --------------------------------------------------------------------------------------------
+
+
+def test_frames_may_come_in_any_pieces():
+    messages = [{"kind": "a", "value": "é" * 300}, {"kind": "b"}, {"kind": "c", "n": [1, 2]}]
+    data = b"".join(map(encode, messages))
+    for size in (1, 3, 7, 1000):
+        decoder = Decoder()
+        pieces = (data[start : start + size] for start in range(0, len(data), size))
+        assert [m for piece in pieces for m in decoder.feed(piece)] == messages
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1x"])
+def test_what_is_no_frame(data):
+    with pytest.raises(FrameError):
+        list(Decoder().feed(data))
+
+
+def test_the_waiting_is_said(caplog):
+    """A line every 10 s, with the names; here the interval is shortened."""
+    from replicax._src.cluster import channel as module
+
+    before, module._REMINDER_S = module._REMINDER_S, 1.2
+    try:
+        with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
+            channel = Channel(address, 2, NAMES, "print")
+            channel.connect(time.monotonic() + 5)
+            with pytest.raises(PeerFailureError):
+                channel.gather("start", 1, 3.0, what="for all tasks to start")
+            channel.leave()
+    finally:
+        module._REMINDER_S = before
+    assert "worker 2 waits since" in caplog.text
+    assert "worker 0 (has not come), worker 1 (has not come)" in caplog.text

@@ -1,0 +1,93 @@
+"""Which tasks there are, what they are told, and ports that are free."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from checks import message
+from replicax._src.cluster.errors import ClusterEnvironmentError, ClusterError
+from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.routes import routed_address
+from replicax._src.cluster.spec import ClusterSpec, Membership, Task
+
+
+def test_tasks_and_their_configurations():
+    layout = Layout(2, chief=True, num_ps=1, evaluator=True)
+    assert [str(task) for task in layout.tasks] == ["chief 0", "worker 0", "worker 1", "ps 0", "evaluator 0"]
+    cluster = layout.on_this_machine([1, 2, 3, 4])
+    assert cluster == {
+        "chief": ["127.0.0.1:1"],
+        "worker": ["127.0.0.1:2", "127.0.0.1:3"],
+        "ps": ["127.0.0.1:4"],
+    }
+    for task in layout.tasks:
+        config = json.loads(tf_config(cluster, task))
+        assert config == {"cluster": cluster, "task": {"type": task.type, "index": task.index}}
+        Membership(ClusterSpec(config["cluster"]), Task(**config["task"]))  # the strategies accept it
+
+
+def test_layouts_that_make_no_sense():
+    message(ClusterError, lambda: Layout(0), "at least one worker, or a chief")
+    message(ClusterError, lambda: Layout(-1), "-1 workers", "at least 0")
+    message(ClusterError, lambda: Layout(1, num_ps=-2), "-2 parameter servers")
+
+
+def test_ports_are_different_and_free():
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    for port in ports:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+
+
+def test_ports_are_not_those_that_the_system_gives_away():
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not file.exists():
+        pytest.skip("this system does not tell")
+    low, high = map(int, file.read_text().split())
+    assert not [port for port in free_ports(50) if low <= port <= high]
+
+
+def test_ports_in_use_are_left_out(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("replicax._src.cluster.layout._static_ports", lambda: [port, 0])
+        assert free_ports(1) != [port]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "environment", "expected"),
+    [
+        (1, {}, {"JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}),
+        (2, {}, {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "16"}),
+        (2, {"JAX_PLATFORMS": "cuda,cpu", "PJRT_NPROC": "64"}, {"JAX_NUM_CPU_DEVICES": "2"}),
+        (
+            1,
+            {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"},
+            {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": "--xla_a=1"},
+        ),
+    ],
+)
+def test_environment_of_devices(num_devices, environment, expected):
+    assert device_environment(num_devices, environment) == expected
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a:1": 3}'])
+def test_routes_that_are_none(text):
+    environment = {"REPLICAX_ROUTES": text}
+    message(
+        ClusterEnvironmentError,
+        lambda: routed_address("a:1", environment),
+        "REPLICAX_ROUTES",
+        text,
+        '{"host:port": "host:port"',
+    )
+
+
+def test_a_route_is_taken():
+    environment = {"REPLICAX_ROUTES": '{"a:1": "b:2"}'}
+    assert routed_address("a:1", environment) == "b:2"
+    assert routed_address("b:2", environment) == "b:2"

@@ -1,0 +1,356 @@
+"""Processes are watched, obey, and leave nothing behind: not when they are closed, nor when their parent is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from replicax._src.cluster import processes
+from replicax._src.cluster.processes import Process, ProcessStartError, ProcessTimeoutError, resident_bytes
+
+LIMIT_S = 20
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux has what others lack")
+pytestmark = pytest.mark.timeout(60)
+
+
+def python(program, *arguments, **options):
+    command = [sys.executable, "-I", "-S", "-u", "-c", textwrap.dedent(program), *map(str, arguments)]
+    return Process(command, **options)
+
+
+def until(condition, what, limit_s=LIMIT_S):
+    deadline = time.monotonic() + limit_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(0.01)
+    return result
+
+
+def is_there(pid):
+    """Whether a process runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def lines_of(program, *arguments):
+    with python(program, *arguments) as process:
+        process.wait(LIMIT_S)
+        return process.lines
+
+
+# --- output -------------------------------------------------------------------------------------------
+
+
+def test_both_streams_are_read_in_order_and_a_line_without_end_is_one():
+    program = """
+    import sys
+    print("one"); print("two", file=sys.stderr); print(); print("drei ü"); sys.stdout.write("last")
+    """
+    assert lines_of(program) == ("one", "two", "", "drei ü", "last")
+
+
+def test_carriage_returns_end_lines_too():
+    program = r"""
+    import os, time
+    os.write(1, b"a\r\nb\r"); time.sleep(0.1); os.write(1, b"\n\r 10%\r 20%\n\xff\r")
+    """
+    assert lines_of(program) == ("a", "b", " 10%", " 20%", "�")
+
+
+def test_a_line_that_does_not_end_is_cut():
+    lines = lines_of("import os\nfor _ in range(5): os.write(1, b'x' * 50_000)")
+    assert len(lines) > 1
+    assert "".join(lines) == "x" * 250_000
+
+
+def test_all_lines_are_delivered_and_the_last_are_kept():
+    got = []
+    with python("for i in range(5000): print(i)", num_lines_kept=3, on_line=got.append) as process:
+        process.wait(LIMIT_S)
+        assert got == [str(i) for i in range(5000)]
+        assert process.lines == ("4997", "4998", "4999")
+        assert process.statistics() == {"pid": process.pid, "num_lines": 5000, "num_lines_kept": 3}
+
+
+def test_an_error_of_who_gets_the_lines_is_raised_and_the_process_is_not_blocked():
+    def fail(line):
+        raise OSError("disk full")
+
+    with python("for i in range(100_000): print(i)", on_line=fail) as process:
+        with pytest.raises(OSError, match="disk full"):
+            process.wait(LIMIT_S)
+        assert process.wait(LIMIT_S).is_success
+        assert process.lines[-1] == "99999"
+
+
+def test_output_of_what_it_has_started_goes_on():
+    program = """
+    import subprocess, sys
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); print('later', flush=True); time.sleep(60)"])
+    """
+    with python(program) as process:
+        assert process.wait(LIMIT_S).is_success
+        until(lambda: process.lines == ("later",), "the line of the child")
+
+
+# --- how it starts and ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "text"), [(0, "exited with code 0"), (3, "exited with code 3")])
+def test_exit_code(code, text):
+    with python(f"raise SystemExit({code})") as process:
+        ending = process.wait(LIMIT_S)
+        assert (ending.code, ending.signal, ending.exit_code) == (code, None, code)
+        assert str(ending) == text
+        assert ending.is_success == (code == 0)
+        assert process.ending is ending
+        assert not process.is_running
+
+
+def test_death_by_a_signal():
+    with python("import time; time.sleep(60)") as process:
+        assert process.is_running
+        assert process.ending is None
+        process.kill()
+        ending = process.wait(LIMIT_S)
+        assert (ending.code, ending.signal, ending.exit_code) == (None, signal.SIGKILL, 137)
+        assert str(ending) == "was killed by SIGKILL"
+        process.kill()
+        process.terminate()
+        process.stop()
+
+
+def test_the_time_of_the_end_tells_who_was_first():
+    with python("import time; time.sleep(0.3)") as late, python("") as early:
+        assert early.wait(LIMIT_S).time < late.wait(LIMIT_S).time < time.monotonic()
+
+
+def test_environment_directory_and_input(tmp_path):
+    program = "import os, sys; print(sorted(os.environ.items()), os.getcwd(), repr(sys.stdin.read()))"
+    with python(program, environment={"A": "b", "LC_CTYPE": "C.UTF-8"}, directory=tmp_path) as process:
+        process.wait(LIMIT_S)
+        assert process.lines == (f"[('A', 'b'), ('LC_CTYPE', 'C.UTF-8')] {tmp_path} ''",)
+
+
+def test_it_has_a_session_of_its_own_and_no_signal_is_ignored():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        command = ["sh", "-c", "ps -o sid=,pid= -p $$; grep SigIgn /proc/$$/status; ls /proc/$$/fd"]
+        with Process(command) as process:
+            process.wait(LIMIT_S)
+            (session, pid), ignored, *descriptors = [line.split() for line in process.lines]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert session == pid == str(process.pid)
+    assert int(ignored[1], 16) == 0
+    assert len(descriptors) == 3, "it has inherited descriptors"
+
+
+def test_what_cannot_be_started_says_why(tmp_path):
+    with pytest.raises(
+        ProcessStartError, match=r"worker 0 could not be started: No such file .*'no-such-program'"
+    ):
+        Process(["no-such-program"], name="worker 0")
+    with pytest.raises(ProcessStartError, match=r"could not be started: .*nowhere"):
+        Process(["ls"], directory=tmp_path / "nowhere")
+    with pytest.raises(ProcessStartError, match="Permission denied"):
+        Process([str(tmp_path)])
+
+
+def test_waiting_is_bounded():
+    with python("import time; print('busy'); time.sleep(60)", name="worker 3") as process:
+        until(lambda: process.lines, "its line")
+        began = time.monotonic()
+        with pytest.raises(
+            ProcessTimeoutError, match=r"worker 3 \(pid \d+\) still runs after 0.1 s(.|\n)*busy"
+        ):
+            process.wait(0.1)
+        assert time.monotonic() - began < 5
+        assert process.is_running
+
+
+# --- obeying ------------------------------------------------------------------------------------------
+
+COUNTING = "import time\nfor i in range(100_000): print(i); time.sleep(0.01)"
+
+
+def test_stop_and_resume():
+    with python(COUNTING) as process:
+        until(lambda: process.lines, "counting")
+        process.stop()
+        assert process.is_stopped
+        time.sleep(0.1)
+        before = len(process.lines)
+        time.sleep(0.2)
+        assert len(process.lines) == before
+        assert process.is_running
+        process.resume()
+        assert not process.is_stopped
+        until(lambda: len(process.lines) > before, "counting on")
+
+
+def test_a_stopped_process_can_be_killed_and_closed():
+    with python(COUNTING) as process, python(COUNTING) as other:
+        process.stop()
+        process.kill()
+        assert process.wait(LIMIT_S).signal == signal.SIGKILL
+        other.stop()
+    assert other.wait(0).signal == signal.SIGKILL
+
+
+def test_terminate_lets_it_end_in_order():
+    program = """
+    import signal, sys, time
+    def end(number, frame):
+        print("ending"); sys.exit(7)
+    signal.signal(signal.SIGTERM, end)
+    print("ready")
+    time.sleep(60)
+    """
+    with python(program) as process:
+        until(lambda: process.lines == ("ready",), "its start")
+        process.terminate()
+        assert process.wait(LIMIT_S).code == 7
+        assert process.lines == ("ready", "ending")
+
+
+@ON_LINUX
+def test_memory():
+    assert 1e6 < resident_bytes(os.getpid()) < 1e12
+    with python("") as process:
+        process.wait(LIMIT_S)
+    assert resident_bytes(process.pid) is None
+
+
+# --- leaving nothing ----------------------------------------------------------------------------------
+
+# Starts a child in its group and one in a session of its own, whose numbers it prints.
+FAMILY = """
+import subprocess, sys, time
+for own_session in (False, True):
+    print(subprocess.Popen(["sleep", "60"], start_new_session=own_session).pid)
+print("ready")
+time.sleep({seconds})
+"""
+
+
+@ON_LINUX
+@pytest.mark.parametrize("how", ["it runs", "it has ended", "it was killed", "it is stopped"])
+def test_close_ends_it_and_all_that_it_has_started(how):
+    with python(FAMILY.format(seconds=0 if how == "it has ended" else 60)) as process:
+        until(lambda: process.lines[2:] == ("ready",), "its start")
+        children = list(map(int, process.lines[:2]))
+        if how == "it was killed":
+            process.kill()
+        if how == "it is stopped":
+            process.stop()
+        if how in ("it has ended", "it was killed"):
+            process.wait(LIMIT_S)
+        assert all(map(is_there, children))
+    assert not any(map(is_there, (process.pid, *children)))
+    assert not os.path.exists(f"/proc/{process.pid}")
+    assert process.ending is not None
+    process.close()
+    process.kill()
+
+
+@ON_LINUX
+def test_its_number_is_not_given_away_before_close():
+    with python("") as process:
+        process.wait(LIMIT_S)
+        time.sleep(0.5)
+        assert os.path.exists(f"/proc/{process.pid}")
+    assert not os.path.exists(f"/proc/{process.pid}")
+
+
+def test_no_descriptor_and_no_thread_is_left():
+    def number():
+        return len(os.listdir("/dev/fd")), threading.active_count()
+
+    before = number()
+    for _ in range(3):
+        with python("print(1)") as process:
+            process.wait(LIMIT_S)
+    with pytest.raises(ProcessStartError):
+        Process(["no-such-program"])
+    assert number() == before
+
+
+def test_it_outlives_the_thread_that_started_it():
+    started = []
+    thread = threading.Thread(target=lambda: started.append(python("import time; time.sleep(60)")))
+    thread.start()
+    thread.join()
+    with started[0] as process:
+        time.sleep(0.4)
+        assert process.is_running
+
+
+PARENT = """
+import os, sys, time, types
+sys.modules["replicax"] = package = types.ModuleType("replicax")  # without its imports: JAX takes a second
+package.__path__ = [sys.argv[1]]
+from replicax._src.cluster.processes import Process
+process = Process([sys.executable, "-u", "-c", sys.argv[2]], on_line=lambda line: print(line, flush=True))
+print("pid", process.pid, process._keeper.pid, flush=True)
+if sys.argv[3] == "fork":  # a child that holds all descriptors
+    if os.fork() == 0:
+        os.setsid()
+        print("forked", os.getpid(), flush=True)
+        time.sleep(5)
+        os._exit(0)
+if sys.argv[3] == "exit":
+    time.sleep(0.3)
+    sys.exit()
+time.sleep(60)
+"""
+
+
+@ON_LINUX
+@pytest.mark.parametrize("how", ["kill", "kill the group", "exit", "fork"])
+def test_all_is_gone_a_second_after_the_parent(how):
+    package = os.path.dirname(os.path.dirname(os.path.dirname(processes.__file__)))
+    program = FAMILY.format(seconds=60)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, package, program, how],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    numbers, forked = [], []
+    try:
+        while len(numbers) < 4 or (how == "fork" and not forked):
+            line = parent.stdout.readline()
+            assert line, "the parent has ended"
+            (forked if line.startswith("forked") else numbers).extend(
+                int(w) for w in line.split() if w.isdigit()
+            )
+        if how == "kill the group":
+            os.killpg(parent.pid, signal.SIGKILL)
+        elif how != "exit":
+            parent.kill()
+        parent.wait(LIMIT_S)
+        until(lambda: not any(map(is_there, numbers)), "everything gone", limit_s=1)
+        assert all(map(is_there, forked))
+    finally:
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
+@ON_LINUX
+def test_it_dies_with_its_keeper():
+    with python("import time; time.sleep(60)") as process:
+        process._keeper.kill()
+        assert process.wait(LIMIT_S).signal == signal.SIGKILL
+        until(lambda: not is_there(process.pid), "its end")
