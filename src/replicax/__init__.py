@@ -3,7 +3,7 @@
 One training program, and one object, the strategy, that says where it runs. Importing this starts no backend.
 """
 
-from replicax import config, data, errors, experimental, nn, optax, testing
+from replicax import cluster_resolver, config, data, errors, experimental, nn, optax, testing
 from replicax._src.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -39,6 +39,7 @@ from replicax._src.strategies import default  # noqa: F401  (makes the default s
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.mirrored import MirroredStrategy
+from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from replicax._src.strategies.one_device import OneDeviceStrategy
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.values import DistributedValues, Mirrored, PerReplica
@@ -60,6 +61,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -75,6 +77,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "assert_same",
+    "cluster_resolver",
     "cond",
     "config",
     "data",

@@ -1,5 +1,21 @@
 """Every exception that replicax raises on purpose: ``rx.errors``. See ``docs/errors.md``."""
 
+from replicax._src.cluster.errors import (
+    AddressError,
+    ClusterEnvironmentError,
+    ClusterError,
+    ClusterManagerError,
+    ClusterTypeError,
+    RepeatedTaskError,
+    TaskError,
+)
+from replicax._src.cluster.failures import (
+    ClusterFailureError,
+    ClusterStartError,
+    PeerFailureError,
+    ProgramMismatchError,
+)
+from replicax._src.cluster.processes import ProcessStartError, ProcessTimeoutError
 from replicax._src.errors import (
     BackendStartedError,
     ContextError,
@@ -28,6 +44,7 @@ from replicax._src.errors import (
     UnsupportedError,
     VariableError,
 )
+from replicax._src.input.agreed import WorkersDifferError
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
 from replicax._src.input.autoshard import NotEnoughFilesError
 from replicax._src.input.dataset import ClosedIteratorError, EmptyOptionalError, OutOfRangeError
@@ -42,10 +59,18 @@ from replicax._src.input.files.formats import UnreadableFileError
 from replicax._src.input.files.paths import MissingFileError
 from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import UnbatchedDatasetError
+from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [
+    "AddressError",
     "BackendStartedError",
     "ClosedIteratorError",
+    "ClusterEnvironmentError",
+    "ClusterError",
+    "ClusterFailureError",
+    "ClusterManagerError",
+    "ClusterStartError",
+    "ClusterTypeError",
     "ColumnError",
     "ContextError",
     "CrossReplicaContextError",
@@ -70,13 +95,20 @@ __all__ = [
     "OneDeviceDifferenceError",
     "OneShotSourceError",
     "OutOfRangeError",
+    "PeerFailureError",
     "PerReplicaUseError",
+    "ProcessStartError",
+    "ProcessTimeoutError",
+    "ProgramMismatchError",
     "ReductionError",
+    "RepeatedTaskError",
     "ReplicaContextError",
     "ReplicaxError",
     "ScopeNestingError",
     "StructureError",
     "TapeError",
+    "TaskError",
+    "TaskFailedError",
     "TraceError",
     "TracedConditionError",
     "UnbatchedDatasetError",
@@ -85,4 +117,5 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedSourceError",
     "VariableError",
+    "WorkersDifferError",
 ]

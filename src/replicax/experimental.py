@@ -4,15 +4,21 @@ from replicax._src.options import (
     CommunicationImplementation,
     CommunicationOptions,
     ValueContext,
+    collective_hints,
 )
 from replicax._src.strategies.central_storage import CentralStorageStrategy
+from replicax._src.strategies.multi_worker_mirrored import of_older_signature
 
 CollectiveCommunication = CommunicationImplementation
+CollectiveHints = collective_hints
+MultiWorkerMirroredStrategy = of_older_signature
 
 __all__ = [
     "CentralStorageStrategy",
     "CollectiveCommunication",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
     "ValueContext",
 ]

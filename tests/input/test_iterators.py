@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import grain
 import jax
@@ -20,6 +21,8 @@ from replicax._src.input.sources import PerReplicaPulls, open_source
 
 class Lists:
     """Places rows as lists."""
+
+    topology = SimpleNamespace(peers=None)
 
     def place(self, step):
         return jax.tree.map(lambda array: array.tolist(), step.tree.unflatten(step.arrays))

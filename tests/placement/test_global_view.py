@@ -49,7 +49,7 @@ def run(step, state, held, *batches, capacity=1):
 
 def made(num_replicas, step=running_sums, *, donates=True, keeps_all=False):
     places = topology(num_replicas)
-    return GlobalStep(step, places, donates=donates, keeps_all=keeps_all), HeldState(places)
+    return GlobalStep(step, "step", places, donates=donates, keeps_all=keeps_all), HeldState(places)
 
 
 @settings(max_examples=25)

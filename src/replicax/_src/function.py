@@ -163,4 +163,4 @@ def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], mesh: A
         args, kwargs, cells = jax.tree_util.tree_unflatten(tree, leaves)
         return key.with_cells(fn, cells)(*args, **kwargs)
 
-    return PlacedCode(trace_code(call, [leaf.aval() for leaf in inputs], argument_mesh=mesh))
+    return PlacedCode(trace_code(call, [leaf.aval() for leaf in inputs], key.name_of(fn), argument_mesh=mesh))

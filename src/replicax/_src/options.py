@@ -159,6 +159,11 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
 
 
+def collective_hints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
+    """``CommunicationOptions`` under TensorFlow's oldest name for them, ``CollectiveHints``."""
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
 @dataclass(frozen=True)
 class ValueContext:
     """What the function of ``experimental_distribute_values_from_function`` may know.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
+from replicax._src.cluster.peers import Peers, joined_peers
+from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.errors import BackendStartedError, DeviceError
+from replicax._src.input.autoshard import WorkerShare
 from replicax._src.jax_compat import Device
 
 REPLICA_AXIS = "replica"
@@ -33,8 +37,11 @@ _DEVICE_NAME = re.compile(
 class Topology:
     """R devices in a row, one per replica, as a mesh with the axis ``replica``.
 
+    In several processes all have the same topology, and each the devices of some adjacent replicas.
+
     Attributes:
       devices: The R devices, in replica order.
+      peers: The processes that they belong to; None if they are all of this one.
       mesh: The mesh over them.
       replicated: The sharding of an array that every device holds whole.
       per_replica: The sharding of an array [R, ...] of which device r holds row r.
@@ -42,6 +49,7 @@ class Topology:
     """
 
     devices: tuple[Device, ...]
+    peers: Peers | None
     mesh: Mesh
     replicated: NamedSharding
     per_replica: NamedSharding
@@ -51,8 +59,11 @@ class Topology:
     def of(cls, devices: Sequence[Device]) -> Topology:
         """The topology of ``devices``, replica r on the r-th."""
         mesh = Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,))
+        is_shared = len({device.process_index for device in devices}) > 1
+        peers = joined_peers() if is_shared else None
         return cls(
             tuple(devices),
+            peers,
             mesh,
             NamedSharding(mesh, PartitionSpec()),
             NamedSharding(mesh, PartitionSpec(REPLICA_AXIS)),
@@ -67,10 +78,140 @@ class Topology:
     def is_cpu(self) -> bool:
         return self.devices[0].platform == "cpu"
 
+    # --- this process's part --------------------------------------------------------------------------
+
+    @functools.cached_property
+    def local_replicas(self) -> range:
+        """The numbers of this process's replicas."""
+        if self.peers is None:
+            return range(self.num_replicas)
+        count = self.num_replicas // len(self.peers)
+        return range(self.peers.number * count, (self.peers.number + 1) * count)
+
+    @functools.cached_property
+    def share(self) -> WorkerShare:
+        """Which part of the input this process feeds."""
+        if self.peers is None:
+            return WorkerShare(num_replicas=self.num_replicas)
+        return WorkerShare(len(self.peers), self.peers.number, self.num_replicas)
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[Device, ...]:
+        """The devices of this process's replicas."""
+        return tuple(self.devices[r] for r in self.local_replicas)
+
+    @functools.cached_property
+    def needs_token(self) -> bool:
+        """Whether programs that meet are to be counted: on CPU too many of them must not wait. See ``in_flight``."""
+        return self.is_cpu and self.num_replicas > 1 and self.peers is None
+
+    # --- arrays onto the devices ------------------------------------------------------------------------
+
+    def put_whole(self, nest: Any) -> Any:
+        """Arrays [...] of this process, or host values, whole on every device.
+
+        In several processes each has to give the same values; nobody compares them.
+        """
+        return self._put(nest, self.replicated)
+
+    def put_rows(self, nest: Any) -> Any:
+        """Arrays [R, ...], or host values, row r on the device of replica r. Each process takes its own rows."""
+        return self._put(nest, self.per_replica)
+
+    def _put(self, nest: Any, sharding: NamedSharding) -> Any:
+        if self.peers is None:
+            return jax.device_put(nest, sharding)
+        return jax.tree_util.tree_map(lambda value: self._put_shared(value, sharding), nest)
+
+    def _put_shared(self, value: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable and value.sharding != sharding:
+            return self.compile(_unchanged, "placing an array", out_shardings=sharding)(value)
+        return jax_compat.put(value, sharding)
+
+    def join_rows(self, rows: Sequence[Any], shape: Sequence[int]) -> jax.Array:
+        """The array [R, ...] of which this process has ``rows``.
+
+        Args:
+          rows: [1, ...] for each replica of this process.
+          shape: Of one row.
+        """
+        parts = [jax.device_put(row, device) for row, device in zip(rows, self.local_devices, strict=True)]
+        return jax.make_array_from_single_device_arrays((self.num_replicas, *shape), self.per_replica, parts)
+
+    def put_stacked(self, nest: Any) -> Any:
+        """Arrays [steps, rows of this process's replicas, ...] as [steps, R, ...]."""
+        if self.peers is None:
+            return jax.device_put(nest, self.stacked)
+        return jax.tree_util.tree_map(self._put_stacked_shared, nest)
+
+    def _put_stacked_shared(self, value: Any) -> jax.Array:
+        shape = (value.shape[0], self.num_replicas, *value.shape[2:])
+        parts = [jax.device_put(value[:, i : i + 1], d) for i, d in enumerate(self.local_devices)]
+        return jax.make_array_from_single_device_arrays(shape, self.stacked, parts)
+
+    def put_leaders(self, value: Any) -> jax.Array:
+        """The first process's value, whole on every device; the others give one of the same shape and dtype."""
+        if self.peers is None:
+            return self.put_whole(value)
+        rows = self.join_rows([value[None]] * len(self.local_replicas), value.shape)
+        return self._take_first(rows)
+
+    def put_agreed(self, values: Sequence[jax.Array], names: Sequence[str]) -> list[jax.Array]:
+        """Values of variables that each process has set by itself, whole on every device.
+
+        Where they differ, all take the first process's, and say so.
+        """
+        if self.peers is None:
+            return [self.put_whole(value) for value in values]
+        digests = [_digest(value) for value in values]
+        of_all = self.peers.gather("values", digests, "to compare variables")
+        differ = [i for i in range(len(values)) if len({their[i] for their in of_all}) > 1]
+        if differ:
+            shown = ", ".join(names[i] for i in differ[:5]) + (", …" if len(differ) > 5 else "")
+            log.warning(
+                "The workers had set %d variable(s) to different values (%s): all go on with those of %s. Set the same "
+                "values everywhere; for random ones use the same seed.",
+                len(differ),
+                shown,
+                self.peers.names[0],
+            )
+        return [self.put_leaders(v) if i in differ else self.put_whole(v) for i, v in enumerate(values)]
+
+    @functools.cached_property
+    def _take_first(self) -> Any:
+        return self.compile(
+            _first_row, "taking the first worker's initial value", out_shardings=self.replicated
+        )
+
+    # --- programs ---------------------------------------------------------------------------------------
+
+    def compile(self, function: Callable[..., Any], name: str, **options: Any) -> Any:
+        """``jax.jit`` for the devices. In several processes all must call the result, in the same order.
+
+        Args:
+          function: Pure.
+          name: For people.
+          **options: Of ``jax.jit``.
+        """
+        compiled = jax.jit(function, **options)
+        return compiled if self.peers is None else SharedProgram(compiled, name, self.peers)
+
+
+def _digest(value: jax.Array) -> str:
+    return hashlib.sha256(np.asarray(value).tobytes()).hexdigest()
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _first_row(rows: Any) -> Any:
+    return rows[0]
+
 
 def local_devices() -> list[Device]:
     """The devices of JAX's default backend in this process; starts it if it has not started."""
-    _prepare_backend()
+    prepare_backend()
     return list(jax.local_devices())
 
 
@@ -98,7 +239,7 @@ def set_local_devices(num_devices: int) -> None:
             f"before anything uses JAX (before the first array, before the first strategy), or start Python "
             f"with the environment variable JAX_NUM_CPU_DEVICES={num_devices}."
         )
-    _prepare_backend()
+    prepare_backend()
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
@@ -108,7 +249,7 @@ def cpu_pool_is_large() -> bool:
     return value.isdigit() and int(value) >= _CPU_POOL_THREADS
 
 
-def _prepare_backend() -> None:
+def prepare_backend() -> None:
     if not jax_compat.backend_started():
         os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
 
@@ -146,7 +287,7 @@ def resolve_device(device: Any) -> Device:
             f"jax.Device."
         )
     kind, index = match["kind"].lower(), int(match["index"] or 0)
-    _prepare_backend()
+    prepare_backend()
     try:
         candidates = jax.local_devices(backend=kind)
     except RuntimeError:

@@ -179,9 +179,12 @@ class PerReplica(DistributedValues):
                 key=lambda shard: shard.replica_id if self.is_equal else (shard.index[0].start or 0),
             )
             rows = [shard.data if self.is_equal else shard.data[0] for shard in shards]
+            if self.shapes is not None:
+                shapes = [self.shapes[shard.index[0].start or 0] for shard in shards]
+                return tuple(map(cut, rows, shapes))
         if self.shapes is None:
             return tuple(rows)
-        return tuple(cut(row, shape) for row, shape in zip(rows, self.shapes, strict=True))
+        return tuple(map(cut, rows, self.shapes))
 
     def as_array(self) -> Any:
         if self._array is None or self.is_equal or self.num_replicas == 1:
@@ -201,9 +204,21 @@ class PerReplica(DistributedValues):
         if isinstance(array, jax_compat.Tracer) or not isinstance(array, (jax.Array, np.ndarray)):
             return f"PerReplica({self.num_replicas} components of {array})"
         shared = self.is_shared
-        parts = "\n".join(f"  {i}: {np.asarray(value)!r}" for i, value in enumerate(self.values))
+        replicas = _local_replicas(array, self.num_replicas, self.is_equal)
+        parts = "\n".join(
+            f"  {i}: {np.asarray(value)!r}" for i, value in zip(replicas, self.values, strict=True)
+        )
         self.is_shared = shared
         return f"PerReplica:{{\n{parts}\n}}"
+
+
+def _local_replicas(array: Any, num_replicas: int, is_equal: bool) -> Sequence[int]:
+    """The numbers of the replicas whose components are in this process."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return range(num_replicas)
+    return sorted(
+        shard.replica_id if is_equal else (shard.index[0].start or 0) for shard in array.addressable_shards
+    )
 
 
 class Mirrored(DistributedValues):
@@ -290,18 +305,24 @@ def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
 
-def per_replica_from_components(topology: Topology, components: Sequence[Any]) -> PerReplica:
-    """Places one host or device array per replica; shapes may differ, ranks and dtypes may not."""
+def per_replica_from_components(
+    topology: Topology, components: Sequence[Any], shapes: tuple[tuple[int, ...], ...] | None = None
+) -> PerReplica:
+    """Places one host or device array for each replica of this process.
+
+    Shapes may differ, ranks and dtypes may not. In several processes all call it.
+
+    Args:
+      shapes: Of all R components, if they are known; else processes ask each other.
+    """
     arrays = [np.asarray(c) if not isinstance(c, jax.Array) else c for c in components]
-    shapes = tuple(tuple(a.shape) for a in arrays)
+    if shapes is None:
+        shapes = tuple(tuple(a.shape) for a in arrays)
+        if topology.peers is not None:
+            found = topology.peers.gather("shapes", shapes, "to make a per-replica value")
+            shapes = tuple(tuple(shape) for part in found for shape in part)
     padded = largest_shape(shapes)
-    rows = [
-        jax.device_put(pad(a, padded)[None], device)
-        for a, device in zip(arrays, topology.devices, strict=True)
-    ]
-    array = jax.make_array_from_single_device_arrays(
-        (topology.num_replicas, *padded), topology.per_replica, rows
-    )
+    array = topology.join_rows([pad(a, padded)[None] for a in arrays], padded)
     return PerReplica(array, topology.num_replicas, shapes if len(set(shapes)) > 1 else None)
 
 

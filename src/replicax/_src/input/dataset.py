@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.input.agreed import agreed
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Placer, Reader, StackedSteps
@@ -114,6 +115,11 @@ class DistributedDataset:
         """What places its steps."""
         return self._placer
 
+    def start(self) -> Pass:
+        """A pass through its steps; in several processes all start it, and it ends for all at one step."""
+        elements, peers = self._source.iterate(), self._placer.topology.peers
+        return elements if peers is None else agreed(self._source, elements, peers)
+
     def reader_of(self, elements: Pass, *, places_ahead: bool | None = None) -> Reader:
         """What reads a pass for one iterator. Steps wait where those of the dataset do, unless ``places_ahead`` says."""
         places_ahead = self._places_ahead if places_ahead is None else places_ahead
@@ -201,7 +207,7 @@ class DistributedIterator:
             raise NotResumableError(
                 f"set_state takes what get_state returned, a dict with version 1; got {state!r}."
             )
-        new = self._dataset.source.iterate()
+        new = self._dataset.start()
         new.set_state(state["elements"])
         self._reader.close()
         self._reader = self._dataset.reader_of(new)
@@ -242,7 +248,7 @@ class DistributedIterator:
     def _start(self) -> Reader:
         for guard in iteration_guard:
             guard()
-        return self._dataset.reader_of(self._dataset.source.iterate())
+        return self._dataset.reader_of(self._dataset.start())
 
     def get_next(self) -> Any:
         """Returns the next element.

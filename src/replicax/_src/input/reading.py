@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from replicax._src import jax_compat
+from replicax._src.input.agreed import AgreedPass
 from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.prefetch import Prefetcher
 
@@ -154,6 +155,8 @@ class Reader:
         self._num_ahead, self._places_ahead = num_ahead, places_ahead
         self._state = _state_of(elements)  # after the step that was taken last
         self._items = _Items(elements, self._state is not None, placer, places_ahead)
+        if isinstance(elements, AgreedPass):
+            elements.is_stopped = self._items.is_stopped
         self._prefetcher: Prefetcher | None = None
         self._lock = threading.Lock()
         # Steps that were read in a form that is not asked for any more.

@@ -64,12 +64,14 @@ class LocalRows:
     Attributes:
       arrays: ``[num_rows, ...]``: the rows of all the worker's replicas, one after the other.
       tree: The structure of the nest that the arrays are the leaves of.
-      sizes: How many rows each replica gets.
+      sizes: How many rows each replica of this worker gets.
+      all_sizes: The same of all R replicas; None where workers have batches of their own, and have not agreed yet.
     """
 
     arrays: list[Any]
     tree: Any
     sizes: tuple[int, ...]
+    all_sizes: tuple[int, ...] | None = None
 
 
 class Source(abc.ABC):
@@ -155,12 +157,15 @@ def open_source(
 
 @final
 class GlobalBatches(Source):
-    """Steps that are the worker's rows of batches ``[global_batch, ...]``, to be cut over its replicas."""
+    """Steps that are the worker's rows of batches ``[global_batch, ...]``, to be cut over its replicas.
+
+    Attributes:
+      is_shared: All workers see the same batches.
+    """
 
     def __init__(self, elements: Elements, share: WorkerShare, decision: ShardingDecision):
         self._elements, self._share, self._decision = elements, share, decision
-        # With the policy DATA all workers see the same batches; else each has its own.
-        self._is_shared = share.num_workers == 1 or decision.policy is AutoShardPolicy.DATA
+        self.is_shared = share.num_workers == 1 or decision.policy is AutoShardPolicy.DATA
 
     @property
     def num_replicas(self) -> int:
@@ -169,7 +174,7 @@ class GlobalBatches(Source):
     @property
     def cardinality(self) -> Cardinality | None:
         count = self._elements.cardinality
-        return count if self._is_shared or count in (0, INFINITE) else None
+        return count if self.is_shared or count in (0, INFINITE) else None
 
     def iterate(self) -> Pass:
         """Yields LocalRows.
@@ -181,7 +186,7 @@ class GlobalBatches(Source):
         """
         elements = self._elements.iterate()
         is_immutable = self._elements.traits.is_immutable
-        if self._is_shared:
+        if self.is_shared:
             return _SharedBatches(elements, self._share, is_immutable)
         return _OwnBatches(elements, self._share, is_immutable)
 
@@ -231,7 +236,8 @@ class _SharedBatches(Pass):
 
     def __next__(self) -> LocalRows:
         batch = _Batch(next(self._elements), self._share.num_replicas)
-        return batch.cut(rows_of_global_batch(batch.num_rows, self._share), self._is_immutable)
+        rows = rows_of_global_batch(batch.num_rows, self._share)
+        return batch.cut(rows, self._is_immutable, split_sizes(batch.num_rows, self._share.num_replicas))
 
     def get_state(self) -> Any:
         return self._elements.get_state()
@@ -287,14 +293,14 @@ class _Batch:
         if not shapes or any(shape[0] != self.num_rows for shape in shapes):
             common_num_rows(element)  # says what is wrong
 
-    def cut(self, rows: Rows, is_immutable: bool) -> LocalRows:
+    def cut(self, rows: Rows, is_immutable: bool, all_sizes: tuple[int, ...] | None = None) -> LocalRows:
         """Some of its rows."""
         arrays = self._arrays
         if rows.start != 0 or rows.stop != self.num_rows:
             arrays = [array[rows.start : rows.stop] for array in arrays]
         if not is_immutable:
             arrays = list(map(_kept, arrays))
-        return LocalRows(arrays, self._tree, rows.sizes)
+        return LocalRows(arrays, self._tree, rows.sizes, all_sizes)
 
 
 def _kept(array: Any) -> Any:

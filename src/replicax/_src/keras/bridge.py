@@ -11,17 +11,18 @@ from typing import Any
 
 import keras
 
-from replicax._src import context
+from replicax._src import context, jax_compat
 from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import losses, models, replica_steps
+from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax._src.keras.threads import carry_state
 from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture
 from replicax._src.program.program import trace_scopes
-from replicax._src.program.slots import slot_makers
+from replicax._src.program.slots import is_local, slot_makers
 from replicax._src.values import variable_types
 
 _originals: list[tuple[type, str, Any]] = []
@@ -91,12 +92,24 @@ def _scope(capture: Any) -> Any:
     return keras_capture.capture_scope(capture)
 
 
+def _take_leaders_value(variable: Any) -> None:
+    """In several processes a new variable begins with the value that it has in the first."""
+    strategy = context.owners.get(id(variable))
+    if strategy is None or strategy.topology.peers is None or not accessor.is_built(variable):
+        return
+    with jax_compat.outside_traces():
+        (value,) = accessor.get([variable])
+        if is_local(value):
+            accessor.set([variable], [strategy.topology.put_leaders(value)])
+
+
 def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]:
     """Remembers the strategy in whose scope a variable is made."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         context.remember_owner(self)
+        _take_leaders_value(self)
 
     return __init__
 

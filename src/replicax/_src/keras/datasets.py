@@ -163,7 +163,7 @@ class DistributedInput(keras.utils.PyDataset):
             return self._again.popleft()
         if self._reader is None or index == 0:
             self.close()
-            elements = self._dataset.source.iterate()
+            elements = self._dataset.start()
             self._reader = self._dataset.reader_of(elements, places_ahead=False)
         try:
             batch = _whole_batch(self._reader.take_on_host())

@@ -24,6 +24,7 @@ from replicax._src.errors import (
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
+from replicax._src.keras.workers import start_together
 from replicax._src.program.capture import current_capture
 
 Method = Callable[..., Any]
@@ -93,6 +94,9 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     stack.enter_context(made.in_use())
                 if strategy is None and inputs:
                     strategy = context.get_strategy()  # Keras's own steps would not see where the data end
+                if strategy is not None and strategy.topology.peers is not None:
+                    given = signature.bind(self, *args, **kwargs).arguments
+                    start_together(strategy.topology.peers, name, given)
                 if strategy is not None:
                     stack.enter_context(_placed_steps(self, PHASES[name], strategy))
                 return original(self, *args, **kwargs)

@@ -131,6 +131,7 @@ class GlobalStepFunction(StepFunction):
         self._held = HeldState(strategy.topology)
         self._step = GlobalStep(
             self._step_of_model,
+            f"{type(model).__name__}.{phase.step_name}",
             strategy.topology,
             donates=not phase.is_predict,  # Keras uses the state of a prediction again
             keeps_all=phase.is_predict,

@@ -65,13 +65,14 @@ class GlobalStep:
 
     Args:
       step: Traced once for each form.
+      name: Of the step, for people.
       topology: The devices.
       donates: Whether programs overwrite the memory of the state that they change.
       keeps_all: Of several steps in one call all outputs are wanted, not only the last.
     """
 
-    def __init__(self, step: Step, topology: Topology, *, donates: bool, keeps_all: bool):
-        self._step, self._topology = step, topology
+    def __init__(self, step: Step, name: str, topology: Topology, *, donates: bool, keeps_all: bool):
+        self._step, self._name, self._topology = step, name, topology
         self._donates, self._keeps_all = donates, keeps_all
         self._programs: dict[Hashable, _Program] = {}
 
@@ -87,7 +88,7 @@ class GlobalStep:
         program = self._programs.get(form)
         if program is None:
             program = _Program(
-                self._step, state, batch, capacity, self._topology, self._donates, self._keeps_all
+                self._step, self._name, state, batch, capacity, self._topology, self._donates, self._keeps_all
             )
             if capacity > 1 and program.is_slow_in_a_loop:
                 program = self.program(state, batch, 1)
@@ -111,6 +112,7 @@ class _Program:
     def __init__(
         self,
         step: Step,
+        name: str,
         state: HeldState,
         batch: Batch,
         capacity: int,
@@ -118,6 +120,7 @@ class _Program:
         donates: bool,
         keeps_all: bool,
     ):
+        self._name = name
         self._topology, self._capacity, self._donates = topology, capacity, donates
         self._keeps_all = keeps_all and capacity > 1
         self._outputs_tree: Any = None
@@ -134,8 +137,8 @@ class _Program:
         self._jaxpr = jax_compat.rebuild(jaxpr, outvars=outs)
         # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
-        self._consts = [jax.device_put(c, topology.replicated) for c in consts]
-        self._needs_token = topology.is_cpu and topology.num_replicas > 1
+        self._consts = topology.put_whole(list(consts))
+        self._needs_token = topology.needs_token
         self._compiled = self._compile()
 
     def _trace(self, step: Step, held: HeldState, batch: Batch) -> Any:
@@ -171,8 +174,9 @@ class _Program:
         run = self._run_one if self._capacity == 1 else self._run_several
         whole = self._topology.replicated
         batch = [layout.sharding(is_stacked=self._capacity > 1) for layout in self._layouts]
-        return jax.jit(
+        return self._topology.compile(
             run,
+            self._name,
             in_shardings=(whole, whole, whole, batch, *[whole] * (self._capacity > 1)),
             out_shardings=whole,
             donate_argnums=(0,) if self._donates else (),
@@ -213,7 +217,7 @@ class _Program:
 
     def _placed_count(self, count: int) -> jax.Array:
         if count not in self._counts:
-            self._counts[count] = jax.device_put(np.int32(count), self._topology.replicated)
+            self._counts[count] = self._topology.put_whole(np.int32(count))
         return self._counts[count]
 
     def _token(self) -> list[Any]:
@@ -288,7 +292,7 @@ class _Layout:
         """Places an array. One of the host is copied: who owns it may write the next batch into it."""
         sharding = self.sharding(is_stacked=False)
         if isinstance(leaf, jax.Array):
-            return jax.device_put(self._pad_on_device(leaf), sharding)
+            return jax_compat.put(self._pad_on_device(leaf), sharding)
         padded = memory.empty(self._padded, self._dtype)
         self._fill(padded, leaf)
         return jax_compat.put_parts(padded.shape, list(self._parts(padded)), sharding)
@@ -299,12 +303,12 @@ class _Layout:
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             rows = [self._pad_on_device(leaf) for leaf in leaves]
             rows += [jnp.zeros_like(rows[0])] * (capacity - len(leaves))
-            return jax.device_put(jnp.stack(rows), sharding)
+            return jax_compat.put(jnp.stack(rows), sharding)
         stacked = memory.empty((capacity, *self._padded), self._dtype)
         for number, leaf in enumerate(leaves):
             self._fill(stacked[number, ...], np.asarray(leaf))
         stacked[len(leaves) :] = 0
-        return jax.device_put(stacked, sharding)
+        return jax_compat.put(stacked, sharding)
 
     def _fill(self, padded: np.ndarray, leaf: np.ndarray) -> None:
         if self._padded == self._shape:
@@ -320,6 +324,6 @@ class _Layout:
 
     def _parts(self, array: np.ndarray) -> Iterator[np.ndarray]:
         if not self._is_split:
-            return itertools.repeat(array, self._topology.num_replicas)
+            return iter([array] * len(self._topology.local_replicas))
         rows = self._padded[0] // self._topology.num_replicas
-        return (array[start : start + rows] for start in range(0, self._padded[0], rows))
+        return (array[r * rows : (r + 1) * rows] for r in self._topology.local_replicas)

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import jax
 
-from replicax._src.program.slots import own_copies
+from replicax._src.program.slots import is_local, own_copies, own_copy_here
 from replicax._src.topology import Topology
 
 # Arrays that programs gave back, by id: their buffers belong to nothing else.
@@ -116,9 +116,19 @@ class HeldState:
                 to_copy.append(i)
             elif not is_ours:
                 to_place.append(i)
+        if self._topology.peers is not None:
+            self._agree(values, [i for i in to_copy + to_place if is_local(values[i])])
+            to_place = []
         new = own_copies([values[i] for i in to_copy], whole)
-        new += jax.device_put([values[i] for i in to_place], whole)
+        new += self._topology.put_whole([values[i] for i in to_place])
         self.store([*to_copy, *to_place], new)
+
+    def _agree(self, values: list[Any], positions: Sequence[int]) -> None:
+        names = [f"array {i} of the model's state" for i in positions]
+        copies = [own_copy_here(values[i]) for i in positions]
+        for i, agreed in zip(positions, self._topology.put_agreed(copies, names), strict=True):
+            values[i] = agreed
+        self.store(positions, [values[i] for i in positions])
 
     def values(self) -> list[Any]:
         """All arrays, one group after the other."""

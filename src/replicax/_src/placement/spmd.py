@@ -172,7 +172,8 @@ class SlotGroup:
     """Slots whose values go into a program together; reads and writes them with few Python operations."""
 
     def __init__(self, slots: Sequence[Slot], placement: VariablePlacement):
-        self.slots = sorted(slots, key=lambda s: id(s.accessor))
+        kinds = {id(accessor): n for n, accessor in enumerate(dict.fromkeys(s.accessor for s in slots))}
+        self.slots = sorted(slots, key=lambda s: kinds[id(s.accessor)])
         self._topology = placement.topology
         self._parameter_device = placement.parameter_device
         self._accessors = list(dict.fromkeys(s.accessor for s in self.slots))
@@ -308,6 +309,7 @@ class Launcher:
     """A compiled program with the state that it reads and writes.
 
     Args:
+      name: Of the function, for people.
       is_row: For each argument leaf, whether device r holds only row r of it.
       shapes: For each argument leaf the padded local shape; only for several variants.
       donated: Which argument leaves are given away.
@@ -317,6 +319,7 @@ class Launcher:
     def __init__(
         self,
         program: ReplicaProgram,
+        name: str,
         placement: VariablePlacement,
         is_row: Sequence[bool],
         donated: Sequence[bool],
@@ -331,11 +334,13 @@ class Launcher:
         self._donates_args = any(donated)
         self._donates = not program.has_callbacks
         self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement)
-        self._needs_token = program.has_collectives and topology.is_cpu and topology.num_replicas > 1
-        self.consts = [jax.device_put(v.consts, topology.replicated) for v in program.variants]
+        self._needs_token = program.has_collectives and topology.needs_token
+        self.consts = [topology.put_whole(v.consts) for v in program.variants]
         self.placed = self._place(rows_of_replica)
         donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
-        self.compiled = jax.jit(self.placed, donate_argnums=donate, compiler_options=compiler_options)
+        self.compiled = topology.compile(
+            self.placed, name, donate_argnums=donate, compiler_options=compiler_options
+        )
 
     @property
     def state_slots(self) -> tuple[list[Slot], list[Slot]]:

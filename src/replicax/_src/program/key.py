@@ -140,6 +140,13 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) and _is_numeric(value.dtype)
 
 
+def name_of(fn: Callable[..., Any]) -> str:
+    """What a function is called, for people."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__qualname__", type(fn).__qualname__)
+
+
 def _is_numeric(dtype: Any) -> bool:
     return not isinstance(dtype, np.dtype) or dtype.kind in "biufcV"  # typed random keys; V: bfloat16 and kin
 

@@ -124,9 +124,18 @@ def own_copy(value: Any, sharding: Any) -> jax.Array:
 
     ``jax.device_put`` alone may share the buffer of its argument, and programs donate what they are given.
     """
+    return jax_compat.put(own_copy_here(value), sharding)
+
+
+def is_local(value: Any) -> bool:
+    """Whether a value is of this process only."""
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def own_copy_here(value: Any) -> jax.Array:
+    """A strongly typed copy, where ``value`` is."""
     copy = jnp.copy(value)
-    copy = jax.lax.convert_element_type(copy, copy.dtype)  # strips the weak type, which would recompile
-    return jax.device_put(copy, sharding)
+    return jax.lax.convert_element_type(copy, copy.dtype)  # strips the weak type, which would recompile
 
 
 @functools.cache
@@ -143,7 +152,7 @@ def own_copies(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
         return []
     values = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
     if not all(value.sharding == sharding or not value.committed for value in values):
-        values = jax.device_put(values, sharding)
+        values = [jax_compat.put(value, sharding) for value in values]
     return _copying_to(sharding)(values)
 
 
@@ -169,6 +178,8 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
     check_no_tracer(slot, value)
     if slot.sharing is Sharing.COMPONENTS:
         placed = own_copy(value, topology.per_replica)
+    elif topology.peers is not None and is_local(value):
+        placed = topology.put_agreed([own_copy_here(value)], [slot.name])[0]
     else:
         placed = own_copy(value, topology.replicated)
     slot.placed = placed
@@ -181,4 +192,4 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
 def spread_sum(value: jax.Array, topology: Topology) -> jax.Array:
     """Components [R, ...] whose sum is ``value``: the first replica's is the value, the others' zero."""
     rows = [value] + [jnp.zeros_like(value)] * (topology.num_replicas - 1)
-    return jax.device_put(jnp.stack(rows), topology.per_replica)
+    return topology.put_rows(jnp.stack(rows))

@@ -61,11 +61,13 @@ class TracedCode:
       strategy: On whose devices it runs.
       kinds: For each array that it returns "row" (a PerReplica, device r holds row r), "whole" (a value that
         every device holds) or "plain" (an array).
+      name: Of the function, for people.
     """
 
     variant: Variant
     strategy: Any
     kinds: Sequence[str]
+    name: str
 
 
 def mesh_of(arrays: Sequence[Any]) -> Any:
@@ -88,6 +90,7 @@ class _NoStrategy:
 def trace_code(
     call: Callable[[list[Any]], Any],
     avals: Sequence[Any],
+    name: str,
     strategy: Any = None,
     argument_mesh: Any = None,
 ) -> TracedCode:
@@ -95,6 +98,7 @@ def trace_code(
 
     Args:
       call: Calls the code with a list of tracers of ``avals``.
+      name: Of the function, for people.
       strategy: Whose code it is; None finds it out.
       argument_mesh: Where the arguments are, if they are values of a strategy: code that names no strategy runs
         there, or where the values of a strategy are that it closes over.
@@ -113,7 +117,7 @@ def trace_code(
             if mesh is not None and home_strategy.is_default:
                 topology = Topology.of(list(mesh.devices.flat))
                 home_strategy = _NoStrategy(topology, VariablePlacement(topology, None))
-            return TracedCode(variant, home_strategy, kinds)
+            return TracedCode(variant, home_strategy, kinds, name)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
 
@@ -163,7 +167,7 @@ class CodeState:
         written = [entry.slot for entry in variant.written]
         self.state = ProgramState(slots, written, strategy.variable_placement)
         self.donates = not has_callback(variant.jaxpr)
-        self.consts = jax.device_put(variant.consts, topology.replicated)
+        self.consts = topology.put_whole(variant.consts)
         self._variant = variant
         self._from_loaded = _positions(self.state.slots, slots)
         self._to_written = _positions(written, self.state.written.slots)
@@ -199,15 +203,16 @@ class PlacedCode:
         self._code = code
         self._topology = topology = code.strategy.topology
         self._variables = variables = CodeState(code)
-        needs_token = topology.is_cpu and topology.num_replicas > 1
+        needs_token = topology.needs_token
 
         def body(written: list[Any], read: list[Any], consts: list[Any], args: list[Any]):
             writes, outs = variables.evaluate(written, read, consts, args)
             return writes, variables.sums(writes), outs, [jnp.int8(0)] if needs_token else []
 
         row, whole = topology.per_replica, topology.replicated
-        self._compiled = jax.jit(
+        self._compiled = topology.compile(
             body,
+            code.name,
             donate_argnums=(0,) if variables.donates else (),
             out_shardings=(
                 *variables.shardings,
@@ -238,9 +243,7 @@ def on_mesh(args: Sequence[Any], topology: Topology) -> list[Any]:
     """Arguments of a program over all devices: JAX arrays elsewhere are copied to each of them."""
     mesh_devices = set(topology.devices)
     return [
-        jax.device_put(a, topology.replicated)
-        if isinstance(a, jax.Array) and a.sharding.device_set != mesh_devices
-        else a
+        topology.put_whole(a) if isinstance(a, jax.Array) and a.sharding.device_set != mesh_devices else a
         for a in args
     ]
 

@@ -14,10 +14,11 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input import memory
+from replicax._src.input.agreed import AgreedParts
 from replicax._src.input.arrays import ArrayDataset, from_arrays
-from replicax._src.input.autoshard import DistributeOptions, WorkerShare
+from replicax._src.input.autoshard import DistributeOptions
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
-from replicax._src.input.opening import UnsupportedSourceError
+from replicax._src.input.opening import UnsupportedSourceError, open_elements
 from replicax._src.input.sources import LocalRows, PerReplicaPulls, Source, open_source
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.topology import Topology
@@ -42,7 +43,7 @@ def distribute(
     if distribute_options is not None and not isinstance(distribute_options, DistributeOptions):
         distribute_options = DistributeOptions(distribute_options)  # a policy, or its name
     policy = None if distribute_options is None else distribute_options.auto_shard_policy
-    source = open_source(dataset, share=WorkerShare(num_replicas=topology.num_replicas), policy=policy)
+    source = open_source(dataset, share=topology.share, policy=policy)
     return _distributed(source, BatchPlacer(topology), options)
 
 
@@ -56,12 +57,19 @@ def distribute_from_function(
             f"distribute_datasets_from_function needs a function of an InputContext that returns a dataset, got "
             f"{dataset_fn!r}. Distribute a dataset with experimental_distribute_dataset."
         )
-    num_replicas = topology.num_replicas
+    num_replicas, share = topology.num_replicas, topology.share
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        if share.num_workers > 1:
+            raise UnsupportedError(
+                "InputReplicationMode.PER_REPLICA is only supported in strategies of one process. Leave the mode out: the "
+                "function is called once for each worker."
+            )
         made = [dataset_fn(InputContext(num_replicas, r, num_replicas)) for r in range(num_replicas)]
         source = PerReplicaPulls.from_each(made)
     else:
-        source = PerReplicaPulls.from_one(dataset_fn(InputContext(1, 0, num_replicas)), num_replicas)
+        context = InputContext(share.num_workers, share.worker_index, num_replicas)
+        elements = [open_elements(dataset_fn(context))] * share.replicas_per_worker
+        source = PerReplicaPulls(elements, num_replicas)
     return _distributed(source, PartsPlacer(topology), options)
 
 
@@ -152,12 +160,13 @@ class BatchPlacer:
         topology, sizes = self._topology, step.sizes
         if topology.num_replicas == 1:
             return step.tree.unflatten([_put_whole(topology, array) for array in step.arrays])
-        is_even = sizes[0] == sizes[-1]
+        all_sizes = sizes if topology.peers is None or step.all_sizes is None else step.all_sizes
+        is_even = min(all_sizes) == max(all_sizes)
         values = [
             PerReplica(
-                _put_rows(topology, _rows_of_replicas(array, sizes)),
+                _put_rows(topology, _rows_of_replicas(array, sizes, max(all_sizes))),
                 topology.num_replicas,
-                None if is_even else _shapes(array, sizes),
+                None if is_even else _shapes(array, all_sizes),
             )
             for array in step.arrays
         ]
@@ -166,18 +175,23 @@ class BatchPlacer:
     def stack(self, steps: Sequence[LocalRows], capacity: int) -> Stack:
         """Places several steps of one signature."""
         topology, sizes = self._topology, steps[0].sizes
+        all_sizes = steps[0].all_sizes or sizes
         columns = [list(map(np.asarray, column)) for column in zip(*(s.arrays for s in steps), strict=True)]
-        shapes = [None if sizes[0] == sizes[-1] else _shapes(a, sizes) for a in steps[0].arrays]
+        is_even = min(all_sizes) == max(all_sizes)
+        shapes = [None if is_even else _shapes(a, all_sizes) for a in steps[0].arrays]
         form = StepForm(steps[0].tree, tuple(shapes), topology.num_replicas)
         if topology.num_replicas == 1:
             arrays = [memory.stack(column, capacity) for column in columns]
-            return Stack(jax.device_put(arrays, topology.replicated), form)
-        arrays = [memory.stack([_rows_of_replicas(a, sizes) for a in column], capacity) for column in columns]
-        return Stack(jax.device_put(arrays, topology.stacked), form)
+            return Stack(topology.put_whole(arrays), form)
+        most = max(all_sizes)
+        arrays = [
+            memory.stack([_rows_of_replicas(a, sizes, most) for a in column], capacity) for column in columns
+        ]
+        return Stack(topology.put_stacked(arrays), form)
 
     def signature(self, step: LocalRows) -> Hashable:
         """Equal for steps that can be stacked."""
-        return step.tree, step.sizes, tuple((a.shape, a.dtype) for a in step.arrays)
+        return step.tree, step.all_sizes or step.sizes, tuple((a.shape, a.dtype) for a in step.arrays)
 
 
 def _shapes(array: Any, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -185,24 +199,27 @@ def _shapes(array: Any, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _put_rows(topology: Topology, array: Any) -> jax.Array:
-    """Puts row r of an array [R, ...] on device r."""
-    if isinstance(array, jax.Array):
-        return jax.device_put(array, topology.per_replica)
+    """Puts the rows of an array, one for each replica of this process, on their devices: [R, ...]."""
     rows = [array[replica : replica + 1] for replica in range(len(array))]
-    return jax_compat.put_parts(array.shape, rows, topology.per_replica)
+    if not isinstance(array, jax.Array):
+        shape = (topology.num_replicas, *array.shape[1:])
+        return jax_compat.put_parts(shape, rows, topology.per_replica)
+    if topology.peers is None:
+        return jax.device_put(array, topology.per_replica)
+    return topology.join_rows(rows, array.shape[1:])
 
 
 def _put_whole(topology: Topology, array: Any) -> jax.Array:
     """Puts an array on the one device there is."""
     if isinstance(array, jax.Array):
-        return jax.device_put(array, topology.replicated)
+        return topology.put_whole(array)
     return jax_compat.put_parts(array.shape, [array], topology.replicated)
 
 
-def _rows_of_replicas(array: Any, sizes: tuple[int, ...]) -> Any:
-    """The rows of an array as [R, rows, ...]: those of replica r, and zeros where it has fewer than others."""
-    shape = (len(sizes), max(sizes), *array.shape[1:])
-    if min(sizes) == max(sizes):
+def _rows_of_replicas(array: Any, sizes: tuple[int, ...], most: int) -> Any:
+    """The rows of an array as [replicas, most, ...]: those of each replica, and zeros where it has fewer."""
+    shape = (len(sizes), most, *array.shape[1:])
+    if min(sizes) == most:
         return array.reshape(shape)
     stops = list(itertools.accumulate(sizes))
     parts = [array[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
@@ -229,7 +246,7 @@ class PartsPlacer:
     def place(self, step: Sequence[Any]) -> Any:
         """A nest of PerReplica; with one replica of arrays on its device."""
         if self._topology.num_replicas == 1:
-            return jax.device_put(step[0], self._topology.replicated)
+            return self._topology.put_whole(step[0])
         return join_components(self._topology, step)
 
     def stack(self, steps: Sequence[Sequence[Any]], capacity: int) -> Stack:
@@ -240,18 +257,19 @@ class PartsPlacer:
         shapes: list[Any] = []
         arrays = []
         for columns in zip(*columns_of_steps, strict=True):  # of one leaf: for each step the replicas' arrays
-            its_shapes = tuple(array.shape for array in columns[0])
+            its_shapes = _shapes_of_all(steps[0], len(shapes)) or tuple(array.shape for array in columns[0])
             padded = largest_shape(its_shapes)
             rows = [np.stack([pad(np.asarray(array), padded) for array in column]) for column in columns]
             arrays.append(memory.stack([row[0] for row in rows] if is_single else rows, capacity))
             shapes.append(its_shapes if len(set(its_shapes)) > 1 else None)
-        sharding = topology.replicated if is_single else topology.stacked
-        return Stack(jax.device_put(arrays, sharding), StepForm(tree, tuple(shapes), topology.num_replicas))
+        placed = topology.put_whole(arrays) if is_single else topology.put_stacked(arrays)
+        return Stack(placed, StepForm(tree, tuple(shapes), topology.num_replicas))
 
     def signature(self, step: Sequence[Any]) -> Hashable:
         """Equal for steps that can be stacked."""
         flat = [jax.tree_util.tree_flatten(part) for part in step]
-        return tuple((tree, tuple((a.shape, a.dtype) for a in leaves)) for leaves, tree in flat)
+        local = tuple((tree, tuple((a.shape, a.dtype) for a in leaves)) for leaves, tree in flat)
+        return (local, tuple(map(tuple, step.shapes))) if isinstance(step, AgreedParts) else local
 
 
 def join_components(topology: Topology, nests: Sequence[Any]) -> Any:
@@ -261,7 +279,17 @@ def join_components(topology: Topology, nests: Sequence[Any]) -> Any:
       InvalidArgumentError: Leaves that are no arrays; structures, ranks or dtypes that differ.
     """
     tree, columns = _components(nests)
-    return tree.unflatten([per_replica_from_components(topology, column) for column in columns])
+    return tree.unflatten(
+        [
+            per_replica_from_components(topology, column, _shapes_of_all(nests, position))
+            for position, column in enumerate(columns)
+        ]
+    )
+
+
+def _shapes_of_all(nests: Sequence[Any], position: int) -> tuple[tuple[int, ...], ...] | None:
+    """The shapes of one leaf on all replicas, where processes have agreed on them."""
+    return tuple(nests.shapes[position]) if isinstance(nests, AgreedParts) else None
 
 
 def _components(nests: Sequence[Any]) -> tuple[Any, list[list[Any]]]:

@@ -33,20 +33,20 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
-        """The devices that replicas compute on, in replica order.
+        """The devices of this process that replicas compute on, in replica order.
 
         Raises:
           ContextError: Of the default strategy.
         """
         self._needs_devices("worker_devices")
-        return tuple(self._strategy.topology.devices)
+        return self._strategy.topology.local_devices
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
         """The devices that hold variables."""
         self._needs_devices("parameter_devices")
         one = self._strategy.variable_placement.parameter_device
-        return (one,) if one is not None else tuple(self._strategy.topology.devices)
+        return (one,) if one is not None else self._strategy.topology.local_devices
 
     def _needs_devices(self, what: str) -> None:
         if self._strategy.is_default:
@@ -59,8 +59,8 @@ class StrategyExtended:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether every worker builds a program of its own: no, on one machine."""
-        return False
+        """Whether every worker builds a program of its own."""
+        return self._strategy.topology.peers is not None
 
     @property
     def experimental_should_init(self) -> bool:
@@ -69,13 +69,13 @@ class StrategyExtended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints."""
-        return True
+        """Whether this process writes checkpoints: the chief."""
+        return self._strategy.is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries."""
-        return True
+        """Whether this process writes summaries: the chief."""
+        return self._strategy.is_chief
 
     # --- running --------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class StrategyExtended:
         strategy = self._strategy
         if isinstance(tensor, jax_compat.Tracer):
             return tensor
-        array = jax.device_put(tensor, strategy.topology.replicated)
+        array = strategy.topology.put_whole(tensor)
         return Mirrored(array, strategy.num_replicas_in_sync) if strategy.num_replicas_in_sync > 1 else array
 
     # --- variables ------------------------------------------------------------------------------------

@@ -160,14 +160,18 @@ def _reduce_per_replica(
 def _launch(topology: Topology, compute: Callable[[Any], tuple[Any, Any]], value: PerReplica) -> Any:
     """Computes on the devices; where they meet to do so, within the limit of programs in flight."""
     result, token = compute(value.stored)
-    if topology.is_cpu and not value.is_equal:
+    if topology.needs_token and not value.is_equal:
         in_flight.add(token)
     return result
 
 
-def _compiled_on(topology: Topology, compute: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Any]]:
+def _compiled_on(
+    topology: Topology, compute: Callable[[Any], Any], name: str
+) -> Callable[[Any], tuple[Any, Any]]:
     """``compute`` of the stored array, with a token that is there when the program has run."""
-    return jax.jit(lambda array: (compute(array), jnp.int8(0)), out_shardings=topology.replicated)
+    return topology.compile(
+        lambda array: (compute(array), jnp.int8(0)), name, out_shardings=topology.replicated
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -179,7 +183,8 @@ def _compiled(
     shapes: tuple[tuple[int, ...], ...] | None,
     axes: tuple[int, ...] | None,
 ):
-    return _compiled_on(topology, functools.partial(_compute, op, num_replicas, is_equal, shapes, axes))
+    compute = functools.partial(_compute, op, num_replicas, is_equal, shapes, axes)
+    return _compiled_on(topology, compute, f"strategy.reduce({op.name}, axis={axes})")
 
 
 def _compute(
@@ -271,7 +276,7 @@ def _gather_per_replica(topology: Topology, value: PerReplica, axis: int) -> Any
 
 @functools.lru_cache(maxsize=512)
 def _compiled_join(topology: Topology, shapes: tuple[tuple[int, ...], ...], is_equal: bool, axis: int):
-    return _compiled_on(topology, functools.partial(_join, shapes, is_equal, axis))
+    return _compiled_on(topology, functools.partial(_join, shapes, is_equal, axis), "strategy.gather")
 
 
 def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: Any) -> Any:
@@ -283,28 +288,26 @@ def _join(shapes: Sequence[tuple[int, ...]], is_equal: bool, axis: int, array: A
 
 def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
     """``Strategy.experimental_local_results``."""
-    num_replicas = topology.num_replicas
-    if num_replicas == 1:
+    count = len(topology.local_replicas)
+    if topology.num_replicas == 1:
         return value.values if isinstance(value, DistributedValues) else (value,)
     if is_value(value):
-        return _components_of(value, num_replicas)
+        return _components_of(value, count)
     if not isinstance(value, (tuple, list, dict, IndexedSlices)):
         return (value,)
     leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=is_value)
-    per_leaf = [_components_of(leaf, num_replicas) for leaf in leaves]
-    return tuple(
-        jax.tree_util.tree_unflatten(tree, [values[r] for values in per_leaf]) for r in range(num_replicas)
-    )
+    per_leaf = [_components_of(leaf, count) for leaf in leaves]
+    return tuple(jax.tree_util.tree_unflatten(tree, [values[r] for values in per_leaf]) for r in range(count))
 
 
-def _components_of(leaf: Any, num_replicas: int) -> tuple[Any, ...]:
-    """What each replica has of a leaf: components, copies of a variable, or the same value."""
+def _components_of(leaf: Any, count: int) -> tuple[Any, ...]:
+    """What each replica of this process has of a leaf: components, copies of a variable, or the same value."""
     if isinstance(leaf, DistributedValues) or hasattr(leaf, "values"):
         return leaf.values
     if is_variable(leaf):  # of Keras
         held = leaf.value
         shards = [] if isinstance(held, jax_compat.Tracer) else held.addressable_shards
-        if len(shards) == num_replicas:
+        if len(shards) == count:
             return tuple(jnp.copy(s.data) for s in sorted(shards, key=lambda s: s.replica_id))
-        return (held,) * num_replicas
-    return (leaf,) * num_replicas
+        return (held,) * count
+    return (leaf,) * count

@@ -295,7 +295,9 @@ class Runner:
         is_row = isinstance(distributed, PerReplica) and not distributed.is_equal
         wanted = self._topology.per_replica if is_row else self._topology.replicated
         sharding = array.sharding
-        return array if sharding is wanted or sharding == wanted else jax.device_put(array, wanted)
+        if sharding is wanted or sharding == wanted:
+            return array
+        return self._topology.put_rows(array) if is_row else self._topology.put_whole(array)
 
     # --- donation -------------------------------------------------------------------------------------
 
@@ -419,6 +421,7 @@ class Runner:
                 check_no_leaks(variant)
         launcher = Launcher(
             program,
+            key.name_of(fn),
             self._strategy.variable_placement,
             [leaf.kind == "row" for leaf in inputs],
             donated,

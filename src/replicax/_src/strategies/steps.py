@@ -96,7 +96,7 @@ class StepLoop:
         row = topology.stacked if keeps_all else topology.per_replica
         shardings = [row if kind == "row" else topology.replicated for kind in code.kinds]
         avals = [v.aval for v in code.variant.jaxpr.outvars[: len(shardings)]]
-        needs_token = topology.is_cpu and topology.num_replicas > 1
+        needs_token = topology.needs_token
 
         def body(
             written: Any, read: Any, consts: Any, stack: Sequence[Any], others: Any, start: Any, stop: Any
@@ -133,8 +133,9 @@ class StepLoop:
         out_shardings = [
             topology.per_replica if kind == "row" else topology.replicated for kind in code.kinds
         ]
-        self._compiled = jax.jit(
+        self._compiled = topology.compile(
             body,
+            f"run_steps of {code.name}",
             donate_argnums=(0,) if variables.donates else (),
             out_shardings=(*variables.shardings, out_shardings, [topology.replicated] if needs_token else []),
         )
@@ -271,7 +272,7 @@ class StepsRunner:
                 cells = tree.unflatten(tracers[len(inputs) :])
                 return one_step(key.with_cells(fn, cells), stack.form.step_of(tracers[: len(inputs)]))
 
-            code = trace_code(call, [leaf.aval() for leaf in described], self._strategy)
+            code = trace_code(call, [leaf.aval() for leaf in described], key.name_of(fn), self._strategy)
             loop = StepLoop(code, len(inputs), steps.capacity, keeps_all=keeps_all)
             programs.put(signature, described, loop)
             self._cache.report_trace(fn, described)

@@ -13,6 +13,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
+from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.collectives import cross_device
 from replicax._src.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from replicax._src.collectives.in_replica import Communicator
@@ -61,6 +62,9 @@ class Strategy:
         *,
         parameter_device: Device | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+        is_chief: bool = True,
+        communication_options: CommunicationOptions | None = None,
     ):
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise InvalidArgumentError(
@@ -69,6 +73,8 @@ class Strategy:
             )
         self._make_topology = make_topology
         self._parameter_device = parameter_device
+        self._cluster_resolver, self._is_chief = cluster_resolver, is_chief
+        self._communication_options = communication_options
         self._ops = cross_device_ops or NcclAllReduce()
         self._extended = StrategyExtended(self)
 
@@ -119,6 +125,7 @@ class Strategy:
         self, communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None
     ) -> Any:
         """``all_reduce`` of a replica function, through this strategy's cross-device operations."""
+        options = options or self._communication_options
         return cross_device.reduce_in_replica(self._ops, communicator, op, value, options)
 
     # --- properties -----------------------------------------------------------------------------------
@@ -129,9 +136,14 @@ class Strategy:
         return self.topology.num_replicas
 
     @property
-    def cluster_resolver(self) -> Any:
-        """The cluster resolver; None on one machine."""
-        return None
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What described the cluster; None on one machine."""
+        return self._cluster_resolver
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes what is written once: checkpoints, summaries."""
+        return self._is_chief
 
     @property
     def extended(self) -> StrategyExtended:
@@ -359,7 +371,7 @@ class Strategy:
         """Makes per-replica values from a function.
 
         Args:
-          value_fn: Called once per replica with a ``ValueContext``; returns an array or number, or a nest of
+          value_fn: Called once for each replica of this process with a ``ValueContext``; returns an array or number, or a nest of
             such, of the same structure and dtypes each time. Shapes may differ.
 
         Returns:
@@ -370,7 +382,7 @@ class Strategy:
         """
         context.check_may_enter(self)
         num_replicas = self.num_replicas_in_sync
-        results = [value_fn(ValueContext(r, num_replicas)) for r in range(num_replicas)]
+        results = [value_fn(ValueContext(r, num_replicas)) for r in self.topology.local_replicas]
         return results[0] if num_replicas == 1 else datasets.join_components(self.topology, results)
 
     # --- data -----------------------------------------------------------------------------------------

@@ -37,10 +37,16 @@ class VariablePlacement:
             return own_copy(value, jax.sharding.SingleDeviceSharding(self.parameter_device))
         return own_copy(value, self.topology.replicated)
 
+    def place_initial(self, value: Any, components: Any | None) -> jax.Array:
+        """As ``place``, for a new variable: in several processes the first one's value is taken."""
+        if components is None and self.topology.peers is not None:
+            return self.topology.put_leaders(value)
+        return self.place(value, components)
+
     def beside(self, value: Any, has_components: bool) -> jax.Array:
         """``value`` on the devices where a variable is kept, so that both can enter one computation."""
         if self.parameter_device is None or has_components:
-            return jax.device_put(value, self.topology.replicated)
+            return self.topology.put_whole(value)
         return jax.device_put(value, self.parameter_device)
 
     def components(self, stored: jax.Array, has_components: bool) -> tuple[jax.Array, ...]:
@@ -50,5 +56,5 @@ class VariablePlacement:
             return tuple(shard.data[0] for shard in shards)
         shards = sorted(stored.addressable_shards, key=lambda s: s.replica_id)
         if len(shards) == 1:
-            return tuple(jnp.copy(shards[0].data) for _ in range(self.num_replicas))
+            return tuple(jnp.copy(shards[0].data) for _ in self.topology.local_replicas)
         return tuple(jnp.copy(shard.data) for shard in shards)

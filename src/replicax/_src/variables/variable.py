@@ -92,7 +92,7 @@ class Variable(ArrayLike):
         )
         with jax_compat.outside_traces():
             parts = self._initial_components(value) if self._has_components else None
-            self._value = self._placement.place(value, parts)
+            self._value = self._placement.place_initial(value, parts)
 
     # --- reading --------------------------------------------------------------------------------------
 

@@ -1,0 +1,356 @@
+"""The control channel of one process: it beats, gathers values from all tasks, and hears who is gone.
+
+See hub.py for the rules. ``Link`` is what the rest of replicax sees of it, and has a twin without sockets for tests.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from replicax._src.cluster.failures import (
+    ClusterFailureError,
+    ClusterStartError,
+    PeerFailureError,
+    again,
+    describe_status,
+    of_gone,
+    of_mismatch,
+)
+from replicax._src.cluster.frames import Decoder, FrameError, encode
+from replicax._src.cluster.routes import routed_address
+from replicax._src.cluster.spec import split_address
+
+log = logging.getLogger("replicax")
+_BEAT_S = 1.0
+_STATUS_FILE_S = 0.5
+_RETRY_S = 0.1
+_REMINDER_S = 10.0
+_LOOK_S = 0.2
+
+
+@final
+class Channel:
+    """A connection to the hub, with a thread of its own that listens and beats.
+
+    Args:
+      address: Of the hub.
+      number: Of this process.
+      names: Of all tasks, by number.
+      fingerprint: Of the cluster, equal in all its processes.
+      silence_s: After how many seconds without a word from the hub it counts as gone.
+    """
+
+    def __init__(
+        self, address: str, number: int, names: Sequence[str], fingerprint: str, *, silence_s: float = 60.0
+    ):
+        self._address, self._number, self._names = address, number, tuple(names)
+        self._fingerprint, self._silence_s = fingerprint, silence_s
+        self._socket: socket.socket | None = None
+        self._write_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._gathered: dict[str, list[Any]] = {}
+        self._missing: dict[str, str] = {}
+        self._failure: ClusterFailureError | None = None
+        self._is_closed = False
+        self._decoder = Decoder()
+        self._received: collections.deque[dict[str, Any]] = collections.deque()
+        self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
+        self._status_since = time.monotonic()
+        self._status_file = os.environ.get("REPLICAX_STATUS_FILE")
+        self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
+        self.on_failure: Callable[[ClusterFailureError], None] = lambda failure: None
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    def connect(self, deadline: float) -> dict[str, Any]:
+        """Joins the cluster, once the hub is there.
+
+        Args:
+          deadline: When to give up, on the clock of ``time.monotonic``.
+
+        Returns:
+          What the hub tells who joins.
+
+        Raises:
+          ClusterStartError: It did not answer in time, or refuses.
+        """
+        host, port = split_address(routed_address(self._address, os.environ))
+        started = reminded = time.monotonic()
+        trouble: object = "not tried"
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                raise ClusterStartError(
+                    f"{self._me} waited {now - started:.0f} s for {self._names[0]}, which does not answer at "
+                    f"{self._address} ({trouble}). Start it, look whether the address is right and the port open between "
+                    "the machines (replicax doctor), or allow more time with REPLICAX_START_TIMEOUT_S."
+                )
+            if now - reminded >= 10:
+                reminded = now
+                log.warning(
+                    "Waiting for %s at %s since %.0f s: %s.",
+                    self._names[0],
+                    self._address,
+                    now - started,
+                    trouble,
+                )
+            try:
+                connection = socket.create_connection((host, port), timeout=min(5.0, deadline - now))
+                try:
+                    welcome = self._shake_hands(connection, min(deadline, time.monotonic() + 10))
+                except BaseException:
+                    connection.close()
+                    raise
+                break
+            except (OSError, FrameError) as error:
+                trouble = error
+                time.sleep(_RETRY_S)
+        self._socket = connection
+        self._thread.start()
+        return welcome
+
+    def _shake_hands(self, connection: socket.socket, deadline: float) -> dict[str, Any]:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = {"kind": "hello", "member": self._number, "fingerprint": self._fingerprint}
+        connection.sendall(encode(hello))
+        while not self._received:
+            connection.settimeout(max(0.05, deadline - time.monotonic()))
+            data = connection.recv(2**16)
+            if not data:
+                raise FrameError("it ended the connection; is that port another program's?")
+            self._received.extend(self._decoder.feed(data))
+        answer = self._received.popleft()
+        if answer["kind"] == "refused":
+            raise ClusterStartError(
+                f"{self._names[0]} at {self._address} refuses {self._me}: {answer['text']}"
+            )
+        connection.setblocking(False)
+        return answer
+
+    def leave(self) -> None:
+        """Says that this process ends in order, unless it has said otherwise, and ends the connection."""
+        if self._socket is None or self._is_closed:
+            return
+        self._send({"kind": "left"})
+        self._is_closed = True
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2)
+        self._socket.close()
+
+    def tell_error(self, text: str) -> None:
+        """Says that this process ends with an error, which the others will show."""
+        self._send({"kind": "raised", "text": text[-8000:]})
+
+    @property
+    def file_descriptor(self) -> int:
+        """Of the connection; -1 without one."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    # --- what it is for -----------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> ClusterFailureError | None:
+        """Why the tasks cannot go on together, if they cannot."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raises what has happened to the others.
+
+        Raises:
+          ClusterFailureError: They cannot go on.
+        """
+        if self._failure is not None:
+            raise again(self._failure)
+
+    def gather(
+        self,
+        key: str,
+        value: Any,
+        timeout_s: float,
+        *,
+        what: str,
+        position: int | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Any]:
+        """Gives ``value`` and gets the values of all, by number. All processes call it, with the same keys.
+
+        Args:
+          key: Not used before.
+          value: As JSON has it.
+          timeout_s: How long the others may take.
+          what: What they wait to do, for messages: "to start".
+          position: Of the program that is about to run, if it is about that.
+          is_cancelled: Asked now and then; the wait ends, with an error, if so.
+
+        Raises:
+          PeerFailureError: Somebody is gone, or missing for too long.
+        """
+        self.check()
+        self._send({"kind": "offer", "key": key, "value": value, "position": position})
+        started = reminded = time.monotonic()
+        with self._changed:
+            while key not in self._gathered:
+                self.check()
+                now = time.monotonic()
+                if now - started >= timeout_s or is_cancelled():
+                    raise self._out_of_time(key, timeout_s, what)
+                if now - reminded >= _REMINDER_S:
+                    reminded = now
+                    log.warning(
+                        "%s waits since %.0f s %s, for %s.",
+                        self._me,
+                        now - started,
+                        what,
+                        self._missing_in(key),
+                    )
+                self._changed.wait(min(started + timeout_s - now, _LOOK_S))
+            return self._gathered.pop(key)
+
+    @property
+    def _me(self) -> str:
+        return self._names[self._number]
+
+    def _missing_in(self, key: str) -> str:
+        return self._missing.get(key, "the other tasks")
+
+    def _out_of_time(self, key: str, timeout_s: float, what: str) -> ClusterFailureError:
+        return PeerFailureError(
+            f"{self._me} waited {timeout_s:.0f} s {what}, for {self._missing_in(key)}. All tasks must be started, and make "
+            "the same calls of replicax in the same order."
+        )
+
+    def begin(self, position: int, program: str) -> None:
+        """A program begins; if it is another one than before the others hear of it at once."""
+        before = self._status.get("program")
+        self._status = {"position": position, "program": program, "doing": "in"}
+        self._status_since = time.monotonic()
+        if program != before:
+            self._send({"kind": "beat", "status": self._status})
+
+    def end(self) -> None:
+        """The program has ended, or has been dispatched."""
+        self._status = {**self._status, "doing": "between"}
+        self._status_since = time.monotonic()
+
+    def wait_for_failure(self, timeout_s: float) -> ClusterFailureError | None:
+        """What has happened to the others, or will be known in so many seconds."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._failure is None and time.monotonic() < deadline:
+                self._changed.wait(max(0.01, deadline - time.monotonic()))
+        return self._failure
+
+    # --- the thread ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        connection = self._socket
+        assert connection is not None
+        heard = time.monotonic()
+        next_beat = next_file = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            while not self._is_closed:
+                while self._received:  # the first may have come with the welcome
+                    self._receive(self._received.popleft())
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + _BEAT_S
+                    self._send({"kind": "beat", "status": self._status})
+                if self._status_file and now >= next_file:
+                    next_file = now + _STATUS_FILE_S
+                    self._write_status(self._status_file)
+                if selector.select(min(_BEAT_S, _STATUS_FILE_S) / 2):
+                    try:
+                        data = connection.recv(2**16)
+                        self._received.extend(self._decoder.feed(data))
+                    except BlockingIOError:
+                        continue
+                    except (OSError, FrameError):
+                        data = b""
+                    if not data:
+                        self._lose("ended the connection")
+                        return
+                    heard = time.monotonic()
+                elif time.monotonic() - heard > self._silence_s:
+                    self._lose(f"has not been heard of for {self._silence_s:.0f} s")
+                    return
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "gathered":
+                with self._changed:
+                    self._gathered[message["key"]] = message["values"]
+                    self._changed.notify_all()
+            case "reminder":
+                self._missing[message["key"]] = self._describe_missing(message)
+            case "gone":
+                number, how = message["member"], message["how"]
+                self._fail(of_gone(self._names, number, how, message["text"], message["status"]))
+            case "mismatch":
+                self._fail(of_mismatch(self._names, message["statuses"]))
+
+    def _describe_missing(self, reminder: Mapping[str, Any]) -> str:
+        statuses = dict(reminder["statuses"])
+        return ", ".join(
+            f"{self._names[number]} ({describe_status(statuses[number])})"
+            if number in statuses
+            else f"{self._names[number]} (has not come)"
+            for number in reminder["missing"]
+        )
+
+    def _write_status(self, path: str) -> None:
+        """For the launcher: which step this process is at."""
+        status = self._status
+        text = json.dumps({"step": status["position"] + 1, "time": time.time(), "state": status["doing"]})
+        fresh = Path(f"{path}.new")
+        try:
+            fresh.write_text(text)
+            fresh.replace(path)
+        except OSError:
+            self._status_file = None
+
+    def _send(self, message: dict[str, Any]) -> None:
+        connection = self._socket
+        if connection is None or self._is_closed:
+            return
+        data = memoryview(encode(message))
+        deadline = time.monotonic() + 10
+        with self._write_lock:
+            while data:
+                try:
+                    data = data[connection.send(data) :]
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        return  # the hub does not read; its silence will be noticed
+                    time.sleep(0.001)
+                except OSError:
+                    return  # the thread notices too
+
+    def _lose(self, how: str) -> None:
+        if self._is_closed:
+            return
+        self._fail(
+            PeerFailureError(
+                f"The hub of the cluster, beside {self._names[0]} at {self._address}, {how}: that machine, or the network "
+                "between, is down. End this process, and start the job again.",
+                (self._names[0],),
+            )
+        )
+
+    def _fail(self, failure: ClusterFailureError) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            self._changed.notify_all()
+        self.on_failure(failure)

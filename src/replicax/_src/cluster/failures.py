@@ -1,0 +1,105 @@
+"""What goes wrong between the tasks of a cluster, as errors: each names the task. docs/errors.md has an entry for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replicax._src.errors import ReplicaxError
+
+
+class ClusterFailureError(ReplicaxError, RuntimeError):
+    """The tasks of a cluster cannot go on together. This process cannot either: end it, and start the job again."""
+
+
+class ClusterStartError(ClusterFailureError):
+    """The tasks of a cluster did not find each other, or do not fit together."""
+
+
+class PeerFailureError(ClusterFailureError):
+    """Another task died, raised, went silent, or ended its program while it was needed.
+
+    Attributes:
+      tasks: The names of the tasks: ``("worker 1",)``.
+    """
+
+    def __init__(self, message: str, tasks: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.tasks = tasks
+
+
+class ProgramMismatchError(ClusterFailureError):
+    """Tasks run different programs, or the same ones in another order."""
+
+
+def of_gone(
+    names: Sequence[str], number: int, how: str, text: str, status: Mapping[str, Any]
+) -> PeerFailureError:
+    """The failure that another task is gone.
+
+    Args:
+      names: Of all tasks.
+      number: Of the one that is gone.
+      how: See hub.py.
+      text: Its error, or for how many seconds it has been silent.
+      status: Of its last beat.
+    """
+    name = names[number]
+    where = describe_status(status)
+    again = "This process cannot go on without it: end it, and start the job again."
+    if how == "raised":
+        return PeerFailureError(f"{name} raised an error ({where}):\n{_indented(text)}\n{again}", (name,))
+    if how == "left":
+        return PeerFailureError(
+            f"{name} has ended its program, and this process still needs it. All tasks must run the same steps: look for "
+            f"what only some of them do (an early return, another number of epochs or batches). It was {where}.",
+            (name,),
+        )
+    if how == "silent":
+        return PeerFailureError(
+            f"{name} has been silent for {text} s: it is stopped, its machine hangs, or the network between is down. It was "
+            f"{where}. {again}",
+            (name,),
+        )
+    return PeerFailureError(
+        f"{name} died without a word: it was killed (out of memory?) or crashed; its own output may say more. It was "
+        f"{where}. {again}",
+        (name,),
+    )
+
+
+def of_mismatch(
+    names: Sequence[str], statuses: Sequence[tuple[int, Mapping[str, Any]]]
+) -> ProgramMismatchError:
+    """The failure that two tasks are at different programs."""
+    lines = "\n".join(f"  {names[number]}: {describe_status(status)}" for number, status in statuses)
+    return ProgramMismatchError(
+        "The tasks do not run the same programs in the same order, and would wait for each other for ever:\n"
+        f"{lines}\n"
+        "Every task must make the same calls of replicax (run, reduce, gather, fit, reading distributed datasets, making "
+        "variables) in the same order. Look for an `if` on the task, the chief or local data around one of them."
+    )
+
+
+def describe_status(status: Mapping[str, Any]) -> str:
+    """Where a task is, in words."""
+    position, program = status.get("position"), status.get("program")
+    if "next" in status and status["next"][0] > (position or 0):
+        return (
+            f"about to run, for the first time, its program number {status['next'][0]}, {status['next'][1]}"
+        )
+    if program is None or position is None or position < 0:
+        return "before its first program"
+    where = "in" if status.get("doing") == "in" else "after"
+    return f"{where} its program number {position}, {program}"
+
+
+def again(failure: ClusterFailureError) -> ClusterFailureError:
+    """The same failure to raise once more, without the traceback of the first time."""
+    if isinstance(failure, PeerFailureError):
+        return PeerFailureError(str(failure), failure.tasks)
+    return type(failure)(str(failure))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.strip().splitlines())

@@ -1,0 +1,83 @@
+"""Messages of the control channel on a socket: JSON behind its length. No rules here, they are in hub.py."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from replicax._src.cluster.spec import split_address
+
+_LENGTH = struct.Struct("!I")
+_LARGEST = 64 * 2**20
+
+
+class FrameError(ValueError):
+    """What came is no message of a control channel."""
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes."""
+    text = json.dumps(message).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+@final
+class Decoder:
+    """Takes bytes as they come and gives whole messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that are complete now.
+
+        Raises:
+          FrameError: These are no messages; somebody else is talking.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > _LARGEST:
+                raise FrameError(f"a message of {length} bytes was announced")
+            if len(self._buffer) < _LENGTH.size + length:
+                return
+            text = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
+            del self._buffer[: _LENGTH.size + length]
+            try:
+                message = json.loads(text)
+            except ValueError as error:
+                raise FrameError(f"a message is not JSON: {text[:40]!r}") from error
+            if not isinstance(message, dict) or "kind" not in message:
+                raise FrameError(f"a message has no kind: {text[:40]!r}")
+            yield message
+
+
+def bind_host(host: str) -> str:
+    """Where to listen for those who reach this machine as ``host``: on all its networks, if that is not loopback only.
+
+    A name may stand for an address that this machine does not have itself: of a Kubernetes service, say.
+    """
+    return host if host in ("localhost", "::1") or host.startswith("127.") else "0.0.0.0"
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """A socket that listens on ``host:port``.
+
+    Raises:
+      OSError: It cannot; the port may be in use.
+    """
+    host, port = split_address(address)
+    host = bind_host(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # right after a restart on the same port
+    try:
+        listener.bind((host, port))
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

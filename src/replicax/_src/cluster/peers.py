@@ -1,0 +1,176 @@
+"""The other processes of a cluster, as programs and datasets see them: values gathered, programs agreed on.
+
+All processes run the same programs in the same order; each has a position, counted from 0. Before a program runs for the
+first time the processes compare what they have compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+
+from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.failures import ClusterFailureError, ProgramMismatchError, again
+from replicax._src.cluster.watchdog import Watchdog
+
+# How long an error of the devices waits for the reason: what has happened to another task.
+_REASON_S = 5.0
+
+
+@final
+class Peers:
+    """What a process has of its cluster.
+
+    Args:
+      channel: To the others.
+      names: Of all tasks, by number.
+      number: Of this process.
+      timeout_s: How long others may be behind.
+
+    Attributes:
+      waits: Programs are waited for where they are started.
+    """
+
+    def __init__(self, channel: Channel, names: Sequence[str], number: int, timeout_s: float):
+        self._channel = channel
+        self.names, self.number, self.timeout_s = tuple(names), number, timeout_s
+        self._num_gathered: dict[str, int] = {}
+        self._num_topics = 0
+        self._labels: dict[str, str] = {}
+        self._position = -1
+        self._lock = threading.RLock()
+        self._is_running = False
+        self.waits = True
+        self.watchdog = Watchdog(lambda: self._is_running)
+        channel.on_failure = self.watchdog.unblock
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is process 0, whose initial values all take."""
+        return self.number == 0
+
+    def new_topic(self, name: str) -> str:
+        """A topic that nobody has used. All processes ask for as many, in the same order."""
+        self._num_topics += 1
+        return f"{name} {self._num_topics}"
+
+    def gather(
+        self, topic: str, value: Any, what: str, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
+        """The values of all processes, by number; all call it, in the same order for each topic.
+
+        Args:
+          topic: What the value is about: threads that gather have topics of their own.
+          value: As JSON has it.
+          what: What they wait to do, for messages.
+          is_cancelled: Asked now and then; the wait ends, with an error, if so.
+
+        Raises:
+          ClusterFailureError: Somebody is gone, or missing for too long.
+        """
+        count = self._num_gathered[topic] = self._num_gathered.get(topic, -1) + 1
+        return self._channel.gather(
+            f"{topic} {count}", value, self.timeout_s, what=what, is_cancelled=is_cancelled
+        )
+
+    def check(self) -> None:
+        """Raises what has happened to the others, if they cannot go on."""
+        self._channel.check()
+
+    def agree(self, name: str, text: str) -> str:
+        """Makes sure that all processes are about to run the same program. For known ones it costs nothing.
+
+        Args:
+          name: Of the program, for people.
+          text: What it does.
+
+        Returns:
+          The program's label.
+
+        Raises:
+          ProgramMismatchError: They are about to run different ones.
+        """
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        label = self._labels.get(digest)
+        if label is not None:
+            return label
+        with self._lock:
+            position, number = self._position + 1, len(self._labels)
+            offers = self._channel.gather(
+                f"program {number}",
+                [digest, name, position],
+                self.timeout_s,
+                what=f"to run {name} for the first time",
+                position=position,
+            )
+            if any(offer[0] != digest or offer[2] != position for offer in offers):
+                raise self._mismatch(offers)
+            label = self._labels[digest] = f"#{number} {name}"
+            return label
+
+    def _mismatch(self, offers: Sequence[Sequence[Any]]) -> ProgramMismatchError:
+        lines = "\n".join(
+            f"  {name}: {program}, as program number {position}, code {digest[:12]}"
+            for name, (digest, program, position) in zip(self.names, offers, strict=True)
+        )
+        return ProgramMismatchError(
+            f"The tasks are about to run different programs, which would wait for each other or mix up their values:\n{lines}\n"
+            "All tasks must run the same code, of the same version, on batches of the same shapes, and make the same calls of "
+            "replicax in the same order. Where the name is the same, something in the function differs: a number or shape that "
+            "comes from the task, the machine, or unseeded randomness."
+        )
+
+    @contextlib.contextmanager
+    def running(self, label: str, *, is_new: bool) -> Iterator[None]:
+        """Around the start of a program, and the wait for it.
+
+        Args:
+          label: What ``agree`` returned.
+          is_new: Its first run; connections that are made in it are those of collectives.
+
+        Raises:
+          ClusterFailureError: Somebody is gone; also in place of the error that this gives on the devices.
+        """
+        self._channel.check()
+        with self._lock:
+            self._position += 1
+            self._is_running = True
+            self._channel.begin(self._position, label)
+            try:
+                with self.watchdog.learning() if is_new else contextlib.nullcontext():
+                    yield
+            except jax.errors.JaxRuntimeError as error:
+                failure = self.explain(error)
+                if failure is None:
+                    raise
+                raise failure from error
+            finally:
+                self._is_running = False
+                self._channel.end()
+
+    def explain(self, error: BaseException) -> ClusterFailureError | None:
+        """What has happened to another task, if that is why the devices gave an error."""
+        del error
+        failure = self._channel.wait_for_failure(_REASON_S)
+        return None if failure is None else again(failure)
+
+
+_joined: list[Peers] = []
+
+
+def joined_peers() -> Peers | None:
+    """The processes of the cluster that this process has joined."""
+    return _joined[0] if _joined else None
+
+
+def note_joined(peers: Peers) -> None:
+    """This process has joined a cluster. It can do that once."""
+    _joined.append(peers)

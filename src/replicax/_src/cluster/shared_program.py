@@ -1,0 +1,55 @@
+"""A compiled function that several processes run together: agreed on before its first run, and guarded in each."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, final
+
+import jax
+
+from replicax._src.cluster.peers import Peers
+
+# Calls back into Python carry addresses of this process.
+_ADDRESSES = re.compile(r"(?<=callback)[^\n]*|backend_config = \"\d+\"|\d{9,}")
+
+
+@final
+class SharedProgram:
+    """What ``jax.jit`` gave, for several processes. All must call it in the same order as each other's programs.
+
+    Args:
+      compiled: The function.
+      name: For people.
+      peers: The processes.
+    """
+
+    def __init__(self, compiled: Any, name: str, peers: Peers):
+        self._compiled, self._name, self._peers = compiled, name, peers
+        self._labels: dict[Any, str] = {}
+
+    def lower(self, *args: Any) -> Any:
+        """As ``jax.jit(...).lower``."""
+        return self._compiled.lower(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it, and waits for the result where the devices are CPUs: an error of them has to be met here.
+
+        Raises:
+          ProgramMismatchError: The others are about to run something else.
+          ClusterFailureError: Another process is gone.
+        """
+        form = tuple(_form(leaf) for leaf in jax.tree_util.tree_leaves(args))
+        label = self._labels.get(form)
+        is_new = label is None
+        if label is None:
+            text = self._compiled.lower(*args).as_text()
+            label = self._labels[form] = self._peers.agree(self._name, _ADDRESSES.sub("", text))
+        with self._peers.running(label, is_new=is_new):
+            results = self._compiled(*args)
+            if self._peers.waits:
+                jax.block_until_ready(results)
+            return results
+
+
+def _form(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else type(leaf)

@@ -1,0 +1,229 @@
+"""From the description of a cluster to JAX on several processes: once per process, bounded, and with names in its errors."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import jax
+
+from replicax._src import jax_compat
+from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError
+from replicax._src.cluster.peers import Peers, note_joined
+from replicax._src.errors import BackendStartedError, InvalidArgumentError
+
+log = logging.getLogger("replicax")
+_SERVICE_START_S = 60.0
+_SERVICE_LINGER_S = 30.0
+_LAST_TO_LEAVE_S = 60.0
+
+
+def seconds_from_environment(name: str, default: float) -> float:
+    """A limit that the environment may set.
+
+    Raises:
+      InvalidArgumentError: It is no positive number.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise InvalidArgumentError(f"{name}={text!r} in the environment is not a positive number of seconds.")
+
+
+@final
+class LiveCluster:
+    """This process's place in a cluster that has started; ended when the process ends.
+
+    Attributes:
+      peers: The other processes.
+      identity: Names, addresses and number: who starts again must be the same.
+    """
+
+    def __init__(self, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float):
+        self.identity = (tuple(names), tuple(addresses), number)
+        self._service: subprocess.Popen[str] | None = None
+        self._is_in_jax = False
+        silence_s = seconds_from_environment("REPLICAX_SILENCE_TIMEOUT_S", 60.0)
+        start_s = seconds_from_environment("REPLICAX_START_TIMEOUT_S", 300.0)
+        deadline = time.monotonic() + start_s
+        cluster = ", ".join(f"{name} at {address}" for name, address in zip(names, addresses, strict=True))
+        fingerprint = hashlib.sha256(cluster.encode()).hexdigest()
+        if number == 0:
+            self._service = _start_service(addresses[0], names, fingerprint, cluster, silence_s)
+        self._channel = Channel(addresses[0], number, names, fingerprint, silence_s=silence_s)
+        try:
+            coordinator = self._channel.connect(deadline)["coordinator"]
+            self.peers = Peers(self._channel, names, number, max(deadline - time.monotonic(), 1.0))
+            self._compare()
+            self.peers.timeout_s = timeout_s
+            jax_compat.join_processes(coordinator, len(names), number, int(start_s))
+            self._is_in_jax = True
+            note_joined(self.peers)
+        except BaseException:
+            self.close()
+            raise
+        self._say_errors()
+        atexit.register(self.close)  # before JAX's own, which was registered first
+
+    def _compare(self) -> None:
+        """All are there, and fit together."""
+        versions = {"jax": jax_compat.VERSION, "python": ".".join(map(str, sys.version_info[:2]))}
+        found = self.peers.gather("start", versions, "for all tasks to start")
+        for name, theirs in zip(self.peers.names, found, strict=True):
+            if theirs != found[0]:
+                raise ClusterStartError(
+                    f"{self.peers.names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: programs that they compile "
+                    "would differ. Install the same versions on all machines."
+                )
+
+    def compare_devices(self, devices: Sequence[Any]) -> None:
+        """Every process has as many devices as the others.
+
+        Raises:
+          ClusterStartError: They have not.
+        """
+        found = self.peers.gather("devices", [len(devices), devices[0].platform], "to compare devices")
+        if any(theirs != found[0] for theirs in found):
+            have = ", ".join(
+                f"{name} has {count} of {platform}"
+                for name, (count, platform) in zip(self.peers.names, found, strict=True)
+            )
+            raise ClusterStartError(
+                f"Every worker must have the same number of devices, of one kind: {have}. Give each process the same "
+                "(CUDA_VISIBLE_DEVICES, replicax.config.set_local_devices, replicax launch --devices-per-worker)."
+            )
+
+    def _say_errors(self) -> None:
+        before = sys.excepthook
+
+        def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                failure = self.peers.explain(error)
+                if failure is not None:
+                    error.add_note(f"\nThe reason: {failure}")
+            if not isinstance(error, ClusterFailureError) and self._channel.failure is None:
+                self._channel.tell_error("".join(traceback.format_exception(kind, error, trace)))
+            before(kind, error, trace)
+
+        sys.excepthook = excepthook
+
+    def close(self) -> None:
+        """Leaves the cluster. Process 0 leaves last."""
+        atexit.unregister(self.close)
+        if self._is_in_jax:
+            self._is_in_jax = False
+            jax_compat.leave_processes()
+        self._channel.leave()
+        service, self._service = self._service, None
+        if service is None:
+            return
+        assert service.stdin is not None
+        service.stdin.close()
+        try:
+            service.wait(_LAST_TO_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            service.kill()
+            service.wait()
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _start_service(
+    address: str, names: Sequence[str], fingerprint: str, cluster: str, silence_s: float
+) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[3])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    # A session of its own: Ctrl-C is for the tasks, and it must outlive them.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "replicax._src.cluster.service"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+    )
+    settings = {
+        "address": address,
+        "names": list(names),
+        "fingerprint": fingerprint,
+        "cluster": cluster,
+        "silence_s": silence_s,
+        "linger_s": _SERVICE_LINGER_S,
+    }
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(settings) + "\n")
+    process.stdin.flush()
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()  # type: ignore[union-attr]
+    try:
+        answer = json.loads(lines.get(timeout=_SERVICE_START_S) or "{}")
+    except queue.Empty:
+        answer = {}
+    if "coordinator" in answer:
+        return process
+    process.kill()
+    process.wait()
+    reason = answer.get("error", "it said nothing")
+    raise ClusterStartError(
+        f"{names[0]} cannot listen at its own address {address}: {reason}. Another program, or an earlier run of this one, may "
+        "have the port; or the address is not of this machine. Choose another port in TF_CONFIG, on all tasks."
+    )
+
+
+_joined: LiveCluster | None = None
+_lock = threading.Lock()
+
+
+def join_cluster(
+    names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float = 600.0
+) -> LiveCluster:
+    """Makes this process part of a cluster; the second time it is the one that it is part of.
+
+    Args:
+      names: Of all tasks, for messages.
+      addresses: Of all tasks; that of the first is where they meet.
+      number: Of this process among them.
+      timeout_s: How long others may be behind, later.
+
+    Raises:
+      BackendStartedError: JAX's backend has started already.
+      ClusterStartError: A task is missing, or they do not fit together.
+      ClusterFailureError: A task has gone meanwhile.
+    """
+    global _joined
+    with _lock:
+        if _joined is not None:
+            if _joined.identity != (tuple(names), tuple(addresses), number):
+                raise ClusterStartError(
+                    f"This process is {_joined.peers.names[_joined.peers.number]} of a cluster already, and cannot be "
+                    f"{names[number]} of another. TF_CONFIG must stay as it is while the process lives."
+                )
+            _joined.peers.check()
+            return _joined
+        if jax_compat.backend_started():
+            raise BackendStartedError(
+                "Collective ops must be configured at program startup: JAX's backend has started, so this process can no "
+                "longer join a cluster. Make the strategy before anything uses JAX: before the first array, the first model."
+            )
+        _joined = LiveCluster(names, addresses, number, timeout_s)
+        return _joined

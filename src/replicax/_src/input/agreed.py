@@ -1,0 +1,175 @@
+"""Steps that several processes take together: each has its own rows, and all know the sizes of all and end together.
+
+What is agreed for each step travels on the control channel, from the thread that reads ahead, so that no step waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src.cluster.failures import PeerFailureError
+from replicax._src.cluster.peers import Peers
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.elements import EmptyDatasetError, Pass
+from replicax._src.input.order import INFINITE
+from replicax._src.input.sources import GlobalBatches, LocalRows, Source
+
+
+class WorkersDifferError(InvalidArgumentError):
+    """The workers' datasets, which must have the same batches, or steps of one form, do not."""
+
+
+@final
+class AgreedParts(list):
+    """The elements of this process's replicas, with the shapes of all.
+
+    Attributes:
+      shapes: For each array of the nest the shapes on all R replicas.
+    """
+
+    def __init__(self, parts: Sequence[Any], shapes: Sequence[Sequence[tuple[int, ...]]]):
+        super().__init__(parts)
+        self.shapes = shapes
+
+
+def agreed(source: Source, elements: Pass, peers: Peers) -> Pass:
+    """A pass of which all processes take as many steps.
+
+    Raises:
+      WorkersDifferError: The lengths of datasets are known, should be equal, and are not.
+    """
+    topic = peers.new_topic("data")
+    is_shared = isinstance(source, GlobalBatches) and source.is_shared
+    if not is_shared or source.cardinality is None:
+        return AgreedPass(elements, peers, topic, source)
+    length = None if source.cardinality == INFINITE else source.cardinality
+    lengths = peers.gather(topic, length, "to read a dataset")
+    if any(theirs != length for theirs in lengths):
+        have = ", ".join(f"{name} {count}" for name, count in zip(peers.names, lengths, strict=True))
+        raise WorkersDifferError(
+            f"The workers' datasets have different numbers of batches: {have}. Each worker must be given the same dataset, of "
+            "which it takes its own rows; where each has data of its own, use distribute_datasets_from_function, or the "
+            "policy OFF or FILE."
+        )
+    return elements
+
+
+@final
+class AgreedPass(Pass):
+    """Takes a step when all processes do, and ends when the last one's data have ended.
+
+    A process whose data have ended before gives its replicas steps without rows.
+    """
+
+    def __init__(self, elements: Pass, peers: Peers, topic: str, source: Source):
+        self._elements, self._peers, self._topic, self._source = elements, peers, topic, source
+        self._num_local = source.num_replicas // len(peers)
+        self._last: Any = None
+        self._num_steps = 0
+        self.is_stopped = threading.Event()
+
+    def __next__(self) -> Any:
+        try:
+            step = next(self._elements, None)
+        except Exception as error:
+            self._gather({"error": f"{type(error).__name__}: {error}"})
+            raise
+        offers = self._gather(None if step is None else _offer_of(step))
+        self._num_steps += 1
+        for name, offer in zip(self._peers.names, offers, strict=True):
+            if offer is not None and "error" in offer:
+                raise PeerFailureError(
+                    f"{name} could not read its next batch:\n    {offer['error']}", (name,)
+                )
+        known = next((offer for offer in offers if offer is not None), None)
+        if known is None:
+            raise StopIteration
+        self._check_forms(offers)
+        if step is None:
+            step = self._empty()
+            offers[self._peers.number] = _offer_of(step)
+        self._last = step
+        # What a process offers that has no step left: as many replicas without rows.
+        nothing = _offer_of(_without_rows(step))
+        return _joined(step, [offer or nothing for offer in offers])
+
+    def _gather(self, offer: Any) -> list[Any]:
+        return self._peers.gather(
+            self._topic, offer, "to read the next batch", is_cancelled=self.is_stopped.is_set
+        )
+
+    def _check_forms(self, offers: Sequence[Any]) -> None:
+        """Raises unless all have arrays of one form, and of a shared batch all rows."""
+        present = {
+            name: offer for name, offer in zip(self._peers.names, offers, strict=True) if offer is not None
+        }
+        for what, said in (("arrays", "form"), ("rows of the global batch", "batch")):
+            found = {name: offer[said] for name, offer in present.items()}
+            if len({repr(value) for value in found.values()}) > 1:
+                have = ", ".join(f"{name} {value}" for name, value in found.items())
+                raise WorkersDifferError(
+                    f"The workers' batches do not fit together: step {self._num_steps} has, as {what}, {have}. All workers must "
+                    "be given datasets of the same structure, and with the policy DATA the same dataset."
+                )
+
+    def _empty(self) -> Any:
+        """A step without rows, for the replicas of this process."""
+        return _of_spec(self._source, self._num_local) if self._last is None else _without_rows(self._last)
+
+    def get_state(self) -> Any:
+        return self._elements.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._elements.set_state(state)
+
+
+def _offer_of(step: LocalRows | Sequence[Any]) -> dict[str, Any]:
+    """What the other processes need to know of a step."""
+    if isinstance(step, LocalRows):
+        form = [[list(array.shape[1:]), str(array.dtype)] for array in step.arrays]
+        batch = None if step.all_sizes is None else sum(step.all_sizes)
+        return {"form": form, "batch": batch, "sizes": step.sizes}
+    leaves = [jax.tree_util.tree_leaves(part) for part in step]
+    arrays = [
+        [np.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf for leaf in part] for part in leaves
+    ]
+    form = [[array.ndim, str(array.dtype)] for array in arrays[0]]
+    return {"form": form, "batch": None, "shapes": [[array.shape for array in part] for part in arrays]}
+
+
+def _joined(step: Any, offers: Sequence[dict[str, Any]]) -> Any:
+    """The step, with what all offered."""
+    if isinstance(step, LocalRows):
+        return replace(step, all_sizes=tuple(size for offer in offers for size in offer["sizes"]))
+    replicas = [shapes for offer in offers for shapes in offer["shapes"]]
+    return AgreedParts(step, [[tuple(shape) for shape in column] for column in zip(*replicas, strict=True)])
+
+
+def _of_spec(source: Source, num_local: int) -> Any:
+    """A step without rows of a dataset that has given none."""
+    try:
+        specs, tree = jax.tree_util.tree_flatten(source.element_spec())
+    except EmptyDatasetError as error:
+        raise WorkersDifferError(
+            "This worker's dataset has no element at all, so that not even its structure is known, and other workers have "
+            "some. Give every worker at least one element, or a dataset that says its structure."
+        ) from error
+    arrays = [np.zeros([0, *(dim or 0 for dim in s.shape[1:])] if s.shape else (), s.dtype) for s in specs]
+    if isinstance(source, GlobalBatches):
+        return LocalRows(arrays, tree, (0,) * num_local)
+    return [tree.unflatten(arrays)] * num_local
+
+
+def _without_rows(step: Any) -> Any:
+    if isinstance(step, LocalRows):
+        return replace(step, arrays=[array[:0] for array in step.arrays], sizes=(0,) * len(step.sizes))
+    return [
+        jax.tree_util.tree_map(lambda leaf: leaf[:0] if np.ndim(leaf) else np.zeros((), leaf.dtype), part)
+        for part in step
+    ]

@@ -1,0 +1,122 @@
+"""``MultiWorkerMirroredStrategy``: the devices of several processes, variables mirrored on all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, final
+
+import jax
+
+from replicax._src.cluster.detect import choose_resolver
+from replicax._src.cluster.resolver import ClusterResolver, membership_of
+from replicax._src.cluster.start import join_cluster
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.options import CommunicationImplementation, CommunicationOptions
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.topology import Topology, device_name, prepare_backend, resolve_devices
+
+log = logging.getLogger("replicax")
+_TIMEOUT_S = 600.0
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on several machines, or processes: one replica per device of each worker.
+
+    Start the same program once for each worker, with a ``TF_CONFIG`` that says who is there and which of them it is
+    (``replicax launch`` does it on one machine). Making the strategy blocks until all have come. From then on all workers
+    make the same calls of replicax, in the same order; each feeds the replicas on its own devices. Variables begin with
+    the values of the chief (worker 0 if there is none).
+
+    Args:
+      cluster_resolver: Who is in the cluster; default: ``TF_CONFIG``, else what a launcher (torchrun, Open MPI, Slurm,
+        SageMaker) has put into the environment, else this worker alone.
+      communication_options: How collectives communicate; ``timeout_seconds`` is how long a worker waits for others.
+
+    Raises:
+      ClusterError: The description of the cluster is wrong.
+      ClusterStartError: A worker is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default), or they do not fit
+        together.
+      BackendStartedError: JAX was used before, in a cluster of several workers.
+
+    Source: tf.distribute.MultiWorkerMirroredStrategy.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        options = _checked(communication_options)
+        self._resolver = choose_resolver().resolver if cluster_resolver is None else cluster_resolver
+        self._membership = membership_of(self._resolver)
+        topology = self._topology_of_cluster(options)
+        super().__init__(
+            lambda: topology,
+            cluster_resolver=self._resolver,
+            is_chief=self._membership.is_chief,
+            communication_options=options,
+        )
+        log.info(
+            "Using MultiWorkerMirroredStrategy: %s of %d, %d replicas, on %s here.",
+            self._membership.task,
+            self._membership.num_workers,
+            topology.num_replicas,
+            ", ".join(map(device_name, topology.local_devices)),
+        )
+
+    def _topology_of_cluster(self, options: CommunicationOptions) -> Topology:
+        membership = self._membership
+        if membership.num_workers == 1:
+            return Topology.of(resolve_devices(None))
+        prepare_backend()
+        live = join_cluster(
+            [str(task) for task in membership.workers],
+            membership.addresses,
+            membership.id_in_cluster,
+            options.timeout_seconds or _TIMEOUT_S,
+        )
+        live.compare_devices(jax.local_devices())
+        # The ids of devices have gaps between processes.
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        _say_what_communicates(options.implementation, devices[0].platform)
+        return Topology.of(devices)
+
+
+def _checked(options: Any) -> CommunicationOptions:
+    if options is not None and not isinstance(options, CommunicationOptions):
+        raise InvalidArgumentError(
+            f"communication_options must be an rx.CommunicationOptions, got {options!r}. A cluster is described by "
+            "`cluster_resolver`, the first argument."
+        )
+    return options or CommunicationOptions()
+
+
+def _say_what_communicates(wanted: CommunicationImplementation, platform: str) -> None:
+    """Warns where the hardware does not have what was asked for."""
+    if wanted is CommunicationImplementation.NCCL and platform == "cpu":
+        log.warning("CommunicationImplementation.NCCL is for GPUs: on CPUs the workers use gloo's ring.")
+    if wanted is CommunicationImplementation.RING and platform != "cpu":
+        log.warning(
+            "CommunicationImplementation.RING is for CPUs: on %s XLA uses the library of that hardware, which chooses "
+            "ring or tree by itself.",
+            platform.upper(),
+        )
+
+
+def of_older_signature(
+    communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+    cluster_resolver: ClusterResolver | None = None,
+) -> MultiWorkerMirroredStrategy:
+    """``MultiWorkerMirroredStrategy`` with the arguments of TensorFlow's older, experimental name.
+
+    Args:
+      communication: AUTO, RING or NCCL.
+      cluster_resolver: Who is in the cluster.
+
+    Source: tf.distribute.experimental.MultiWorkerMirroredStrategy.
+    """
+    return MultiWorkerMirroredStrategy(
+        cluster_resolver,
+        CommunicationOptions(implementation=CommunicationImplementation.parse(communication)),
+    )

@@ -1,0 +1,308 @@
+"""Workers that are missing, killed, stopped, wrong or different, in real processes: every one is named in time."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(90)
+LIMIT_S = 40
+
+
+def steps(fault, victim):
+    """Steps with collectives; at the 20th the victim does something that the others do not."""
+    import os
+    import signal
+    import sys
+    import time
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    index = strategy.cluster_resolver.task_id
+    is_victim = index == int(victim)
+    with strategy.scope():
+        weights = rx.Variable(jnp.ones(1000))
+    ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
+
+    def train_step(x):
+        total = rx.get_replica_context().all_reduce("SUM", weights * x)
+        weights.assign(total / jnp.sum(total))
+        return jnp.sum(total)
+
+    def evaluate(x):
+        return rx.get_replica_context().all_reduce("SUM", x * 5)
+
+    def with_number_of_worker(x):
+        return rx.get_replica_context().all_reduce("SUM", x * (index + 1.0))
+
+    def step():
+        return float(strategy.reduce("SUM", strategy.run(train_step, args=(ones,)), axis=None))
+
+    at = time.monotonic()
+    try:
+        for number in range(60):
+            at = time.monotonic()
+            if number == 20:
+                report(step=number)
+                if fault == "different code":
+                    strategy.run(with_number_of_worker, args=(ones,))
+                if fault == "killed while others are idle" and not is_victim:
+                    time.sleep(2)
+                    at = time.monotonic()
+                if is_victim and fault.startswith("killed"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if is_victim and fault == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if is_victim and fault == "raises":
+                    raise ValueError("a mistake of my own")
+                if is_victim and fault == "leaves":
+                    sys.exit(0)
+                if is_victim and fault == "a program more":
+                    strategy.run(evaluate, args=(ones,))
+                if is_victim and fault == "a known program more":
+                    strategy.run(train_step, args=(ones,))
+            if fault == "compiling" and number == 20:
+
+                def long_to_trace(x):
+                    if is_victim:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return rx.get_replica_context().all_reduce("SUM", x)
+
+                strategy.run(long_to_trace, args=(ones,))
+            step()
+    except rx.errors.ClusterFailureError as error:
+        tasks = list(getattr(error, "tasks", ()))
+        report(kind=type(error).__name__, text=str(error), tasks=tasks, after_s=time.monotonic() - at)
+        sys.exit(3)
+    report(done=True)
+
+
+def run(local_cluster, fault, victim, workers=2, **environment):
+    cluster = local_cluster(workers, environment=environment, timeout_s=LIMIT_S)
+    cluster.start(steps, [fault, str(victim)])
+    survivors = [n for n in range(workers) if n != victim]
+    return cluster, {n: cluster.tasks["worker", n] for n in survivors}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("killed", "died without a word"),
+        ("raises", "ValueError: a mistake of my own"),
+        ("leaves", "has ended its program"),
+        ("killed while others are idle", "died without a word"),
+        pytest.param("compiling", "died without a word", marks=pytest.mark.long),
+    ],
+)
+def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim):
+    """Process 0 included, which JAX's own coordination takes down with it."""
+    cluster, survivors = run(local_cluster, fault, victim)
+    results = cluster.wait()
+    for number in survivors:
+        result = results["worker", number]
+        assert result.exit_code == 3, result.output
+        assert result.report["kind"] == "PeerFailureError"
+        assert result.report["tasks"] == [f"worker {victim}"]
+        assert says in result.report["text"]
+        assert result.report["after_s"] < 5
+        assert "stack trace" not in "\n".join(result.output)
+
+
+@pytest.mark.long
+def test_all_survivors_of_three_learn_it(local_cluster):
+    cluster, survivors = run(local_cluster, "killed", 0, workers=3)
+    results = cluster.wait()
+    assert [results["worker", n].report["tasks"] for n in survivors] == [["worker 0"]] * 2
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
+    """The step that waits for it is unblocked."""
+    _, survivors = run(local_cluster, "stopped", victim, REPLICAX_SILENCE_TIMEOUT_S="4")
+    ((_, survivor),) = survivors.items()
+    survivor.wait(LIMIT_S)
+    (last,) = [r for r in survivor.wait(1).reports if "kind" in r]
+    assert last["tasks"] == [f"worker {victim}"]
+    assert re.search("has been silent for [45] s", last["text"])
+    assert last["after_s"] < 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim"),
+    [
+        ("a program more", 0),
+        ("a program more", 1),
+        ("a known program more", 0),
+        ("a known program more", 1),
+        ("different code", 1),
+    ],
+)
+def test_different_programs_are_an_error_on_all(local_cluster, fault, victim):
+    cluster, _ = run(local_cluster, fault, victim)
+    for result in cluster.wait().values():
+        assert result.exit_code == 3, result.output
+        assert result.report["kind"] == "ProgramMismatchError", result.report["text"]
+        assert "worker 0:" in result.report["text"]
+        assert "worker 1:" in result.report["text"]
+        assert result.report["after_s"] < 5
+
+
+# --- at the start ---------------------------------------------------------------------------------------
+
+
+def starting():
+    """Makes the strategy, and says what came of it."""
+    import sys
+
+    import replicax as rx
+    from replicax.testing import report
+
+    try:
+        rx.MultiWorkerMirroredStrategy()
+    except rx.errors.ReplicaxError as error:
+        report(kind=type(error).__name__, text=str(error))
+        sys.exit(3)
+    report(started=True)
+
+
+def source_of(function, before=""):
+    import inspect
+    import textwrap
+
+    return f"{before}\n{textwrap.dedent(inspect.getsource(function))}\n{function.__name__}()\n"
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_is_missing_is_named_in_time(local_cluster, missing):
+    leave = f"""
+    import json, os, sys
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == {missing}:
+        sys.exit(0)
+    """
+    import textwrap
+
+    cluster = local_cluster(2, environment={"REPLICAX_START_TIMEOUT_S": "4"}, timeout_s=LIMIT_S)
+    cluster.start(source_of(starting, textwrap.dedent(leave)))
+    result = cluster.wait()["worker", 1 - missing]
+    assert result.exit_code == 3, result.output
+    said = "worker 1 (has not come)" if missing else "waited 4 s for worker 0, which does not answer"
+    assert said in result.report["text"]
+
+
+def test_different_numbers_of_devices(local_cluster):
+    before = """
+import json, os
+os.environ["JAX_NUM_CPU_DEVICES"] = str(json.loads(os.environ["TF_CONFIG"])["task"]["index"] + 1)
+"""
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(source_of(starting, before))
+    for result in cluster.wait().values():
+        assert result.report["kind"] == "ClusterStartError"
+        assert "worker 0 has 1 of cpu, worker 1 has 2 of cpu" in result.report["text"]
+
+
+def test_a_port_in_use(local_cluster):
+    cluster = local_cluster(2, environment={"REPLICAX_START_TIMEOUT_S": "8"}, timeout_s=LIMIT_S)
+    host, port = cluster.cluster["worker"][0].split(":")
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((host, int(port)))
+        other.listen()
+        cluster.start(starting)
+        results = cluster.wait()
+    first = results["worker", 0].report
+    assert first["kind"] == "ClusterStartError"
+    assert f"cannot listen at its own address {host}:{port}: Address already in use" in first["text"]
+    assert results["worker", 1].exit_code == 3
+
+
+def test_jax_was_used_before(local_cluster):
+    cluster = local_cluster(2, environment={"REPLICAX_START_TIMEOUT_S": "5"}, timeout_s=LIMIT_S)
+    cluster.start(source_of(starting, "import jax.numpy\njax.numpy.ones(3)"))
+    for result in cluster.wait().values():
+        assert result.report["kind"] == "BackendStartedError"
+        assert "Collective ops must be configured at program startup" in result.report["text"]
+
+
+def test_two_processes_with_one_index(local_cluster, tmp_path):
+    """Three say that they are of a cluster of two: the one that comes last is refused."""
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(source_of(starting, "import time"))
+    config = {"cluster": cluster.cluster, "task": {"type": "worker", "index": 1}}
+    reports = tmp_path / "reports"
+    subprocess.run(
+        [sys.executable, "-c", source_of(starting)],
+        env={**os.environ, "TF_CONFIG": json.dumps(config), "REPLICAX_REPORT_FILE": str(reports)},
+        timeout=LIMIT_S,
+        check=False,
+    )
+    third = json.loads(reports.read_text())
+    seen = [third, *(result.report for result in cluster.wait().values())]
+    refused = [report for report in seen if "kind" in report]
+    assert [report["kind"] for report in refused] == ["ClusterStartError"], seen
+    assert "worker 0" in refused[0]["text"]
+    assert "refuses worker 1: another process is worker 1 already" in refused[0]["text"]
+
+
+def test_a_job_may_start_again_on_the_same_ports(local_cluster):
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(starting)
+    cluster.wait().raise_if_failed()
+    for number in range(2):
+        cluster.restart("worker", number)
+    cluster.wait().raise_if_failed()
+
+
+def test_nothing_is_left_after_a_kill_of_all(local_cluster):
+    """The service beside worker 0 ends when all who were connected are gone."""
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(steps, ["none", "9"])
+    for number in range(2):
+        cluster.tasks["worker", number].wait_for_report("step", LIMIT_S)
+    services = services_of(cluster.tasks["worker", 0].pid)
+    assert len(services) == 1
+    for number in range(2):
+        os.kill(cluster.tasks["worker", number].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(map(_runs_service, services)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_runs_service(pid) for pid in services)
+
+
+def services_of(pid):
+    """The processes under ``pid`` that run the service."""
+    children = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            todo.append(child)
+            if _runs_service(child):
+                found.append(child)
+    return found
+
+
+def _runs_service(pid):
+    try:
+        return b"cluster.service" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

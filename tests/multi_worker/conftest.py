@@ -1,0 +1,33 @@
+"""Clusters of real processes, each run once for the tests that look at what it reported."""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from replicax.testing import LocalCluster, report  # noqa: F401
+
+ENVIRONMENT = {"KERAS_BACKEND": "jax"}
+
+
+@pytest.fixture(scope="session")
+def reports_of():
+    """``reports_of(program, *args, workers=2, devices=1)``: for each worker all that it reported, as one dict."""
+
+    @functools.cache
+    def run(program, *args, workers=2, devices=1):
+        with LocalCluster(
+            workers, devices_per_worker=devices, environment=ENVIRONMENT, timeout_s=120
+        ) as cluster:
+            cluster.start(program, args)
+            results = cluster.wait()
+            results.raise_if_failed()
+            return [
+                {name: value for part in results["worker", n].reports for name, value in part.items()}
+                for n in range(workers)
+            ]
+
+    return run

@@ -1,0 +1,208 @@
+"""What tests run as all workers of a cluster, and on one device, to compare: functions that import what they need."""
+
+
+def promises():
+    """Everything that the strategy says of itself, and what its methods give."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    worker = strategy.cluster_resolver.task_id
+    devices = strategy.extended.worker_devices
+    report(
+        num_replicas=strategy.num_replicas_in_sync,
+        num_devices=len(devices),
+        processes=sorted({device.process_index for device in devices}),
+        checkpoint=strategy.extended.should_checkpoint,
+        summary=strategy.extended.should_save_summary,
+    )
+    with strategy.scope():
+        initial = rx.Variable(5.0 + worker)
+        total = rx.Variable(0.0)
+        on_read = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+    report(initial=float(initial))
+
+    numbers = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group + 1)
+    )
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: np.arange(context.replica_id_in_sync_group + 1, dtype=np.float32)
+    )
+
+    def step(x):
+        context = rx.get_replica_context()
+        everyone = context.all_reduce("SUM", x)
+        total.assign_add(everyone)
+        on_read.assign_add(x)
+        merged = context.merge_call(lambda s, y: s.reduce("MEAN", y, axis=None), args=(x,))
+        ids = jnp.asarray(context.replica_id_in_sync_group)
+        return x * 10, everyone, merged, context.all_gather(x[None], axis=0), ids
+
+    tens, everyone, merged, gathered, ids = strategy.run(step, args=(numbers,))
+    local = strategy.experimental_local_results
+    report(
+        tens=[float(v) for v in local(tens)],
+        ids=[int(v) for v in local(ids)],
+        everyone=float(local(everyone)[0]),
+        merged=float(local(merged)[0]),
+        gathered=np.asarray(local(gathered)[0]).tolist(),
+        total=float(total),
+        on_read=float(on_read.read_value()),
+        reduced=float(strategy.reduce("SUM", tens, axis=None)),
+        mean=float(strategy.reduce("MEAN", tens, axis=None)),
+        rows=np.asarray(strategy.gather(rows, axis=0)).tolist(),
+        sum_of_rows=float(strategy.reduce("SUM", rows, axis=0)),
+        mean_of_rows=float(strategy.reduce("MEAN", rows, axis=0)),
+        shown=repr(tens),
+    )
+
+    @rx.function
+    def twice(x):
+        first = strategy.run(step, args=(x,))[0]
+        return strategy.reduce("SUM", strategy.run(step, args=(first,))[0], axis=None)
+
+    report(function=float(twice(numbers)), total_after=float(total))
+    total.assign(3.0)
+    report(assigned=float(total), plain=float(total + 1))
+
+
+def datasets(folder):
+    """What each worker's replicas get, step by step."""
+    from pathlib import Path
+
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    worker = strategy.cluster_resolver.task_id
+
+    def steps_of(dataset):
+        return [
+            [np.asarray(value).tolist() for value in strategy.experimental_local_results(element)]
+            for element in dataset
+        ]
+
+    def rows(count):
+        return rx.data.from_arrays(np.arange(count))
+
+    def batches(count, size):
+        for start in range(0, count, size):
+            yield np.arange(start, min(start + size, count))
+
+    distribute = strategy.experimental_distribute_dataset
+    files = sorted(Path(folder).glob("*.txt"))
+    report(
+        data=steps_of(distribute(rows(8).batch(3))),
+        generator=steps_of(distribute(batches(8, 3))),
+        off=steps_of(distribute(rows(5).batch(3), distribute_options="OFF")),
+        uneven=steps_of(
+            strategy.distribute_datasets_from_function(
+                lambda context: rows(8 + context.input_pipeline_id).batch(2)
+            )
+        ),
+        partial=steps_of(
+            strategy.distribute_datasets_from_function(
+                lambda context: list(batches(14, 4))[context.input_pipeline_id :: context.num_input_pipelines]
+            )
+        ),
+        nothing=steps_of(
+            strategy.distribute_datasets_from_function(
+                lambda context: rows(4 * context.input_pipeline_id).batch(2)
+            )
+        ),
+        again=[steps_of(dataset) for dataset in [distribute(rows(4).batch(4))] * 2],
+        few_files=steps_of(distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4))),
+        policy=str(distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4))),
+        files=steps_of(distribute(rx.data.from_text_lines(files).map(len).batch(4))),
+    )
+    try:
+        distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4), distribute_options="FILE")
+    except rx.errors.NotEnoughFilesError as error:
+        report(not_enough=str(error))
+    for name, given in (("lengths", rows(6 + worker).batch(3)), ("shapes", iter([np.ones((4, worker + 1))]))):
+        try:
+            list(distribute(given))
+        except rx.errors.WorkersDifferError as error:
+            report(**{name: str(error)})
+
+
+def training(num_rows, batch_size):
+    """A loop of steps with a tape, over batches that do not divide; of the losses and weights."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    num_rows, batch_size = int(num_rows), int(batch_size)
+    strategy = rx.MultiWorkerMirroredStrategy()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_rows, 5)).astype("float32")
+    y = rng.integers(0, 3, num_rows)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.Adam(0.05)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    def step(features, labels):
+        with rx.GradientTape() as tape:
+            logits = model(features, training=True)
+            loss = rx.nn.compute_average_loss(loss_of(labels, logits))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        accuracy.update_state(labels, logits)
+        return loss
+
+    @rx.function
+    def train(features, labels):
+        return strategy.reduce("SUM", strategy.run(step, args=(features, labels)), axis=None)
+
+    data = rx.data.from_arrays((x, y)).shuffle(1000, seed=1).batch(batch_size)
+    losses = [
+        float(train(*batch)) for _ in range(2) for batch in strategy.experimental_distribute_dataset(data)
+    ]
+    report(
+        losses=losses,
+        accuracy=float(accuracy.result()),
+        weights=[np.asarray(weight).tolist() for weight in model.get_weights()],
+    )
+
+
+def fitting(seed):
+    """Keras's own loops, with batch normalisation, dropout and metrics; with no seed they shuffle."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(45, 6)).astype("float32")
+    y = rng.integers(0, 3, 45)
+    if seed != "none":
+        keras.utils.set_random_seed(int(seed))
+    with strategy.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
+        )
+        model.compile(
+            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+        )
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2)
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays((x, y)).batch(16))
+    report(
+        history=history.history,
+        evaluated=model.evaluate(x, y, batch_size=16, verbose=0),
+        predicted=model.predict(x, batch_size=16, verbose=0).tolist(),
+        weights=[np.asarray(weight).tolist() for weight in model.get_weights()],
+    )
+    del dataset

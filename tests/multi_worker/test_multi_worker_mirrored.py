@@ -1,0 +1,167 @@
+"""``MultiWorkerMirroredStrategy`` in real processes: what each worker sees, and that all together are one device."""
+
+import itertools
+
+import numpy as np
+import pytest
+from programs import datasets, fitting, promises, training
+
+pytestmark = pytest.mark.timeout(180)
+CLUSTERS = [(2, 1), (2, 2), pytest.param((3, 1), marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=CLUSTERS, ids=lambda size: f"{size[0]}_workers_of_{size[1]}")
+def size(request):
+    return request.param
+
+
+@pytest.fixture
+def workers(size, reports_of):
+    return reports_of(promises, workers=size[0], devices=size[1])
+
+
+def test_devices_and_replicas(size, workers):
+    num_workers, num_devices = size
+    for number, worker in enumerate(workers):
+        assert worker["num_replicas"] == num_workers * num_devices
+        assert worker["num_devices"] == num_devices
+        assert worker["processes"] == [number]
+        assert worker["ids"] == list(range(number * num_devices, (number + 1) * num_devices))
+        assert worker["checkpoint"] == worker["summary"] == (number == 0)
+
+
+def test_the_chiefs_initial_value_is_everywhere(workers):
+    assert [worker["initial"] for worker in workers] == [5.0] * len(workers)
+
+
+def test_values_of_replicas(size, workers):
+    num_replicas = size[0] * size[1]
+    numbers = [r + 1.0 for r in range(num_replicas)]
+    total = sum(numbers)
+    assert list(itertools.chain(*(worker["tens"] for worker in workers))) == [10 * n for n in numbers]
+    rows = [float(i) for r in range(num_replicas) for i in range(r + 1)]
+    for worker in workers:
+        assert worker["everyone"] == total
+        assert worker["merged"] == pytest.approx(total / num_replicas)
+        assert worker["gathered"] == numbers
+        assert worker["total"] == worker["on_read"] == total
+        assert worker["reduced"] == 10 * total
+        assert worker["mean"] == pytest.approx(10 * total / num_replicas)
+        assert worker["rows"] == rows
+        assert worker["sum_of_rows"] == sum(rows)
+        assert worker["mean_of_rows"] == pytest.approx(np.mean(rows))
+        assert worker["function"] == 100 * total
+        assert worker["total_after"] == total + total + 10 * total
+        assert (worker["assigned"], worker["plain"]) == (3.0, 4.0)
+
+
+def test_a_value_is_shown_with_the_numbers_of_this_workers_replicas(size, workers):
+    last = size[0] * size[1] - 1
+    assert f"  {last}: array({10 * (last + 1)}., dtype=float32)" in workers[-1]["shown"]
+    assert "  0: " not in workers[-1]["shown"]
+
+
+# --- datasets ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fed(reports_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for number in range(3):  # lines of the lengths 10, 11, 12; 20, 21, 22; 30, 31, 32
+        lines = ["x" * (10 * (number + 1) + i) for i in range(3)]
+        (folder / f"{number}.txt").write_text("\n".join(lines) + "\n")
+    return reports_of(datasets, str(folder))
+
+
+def steps(fed, name):
+    """For each worker its steps; each has one replica."""
+    return [[step[0] for step in worker[name]] for worker in fed]
+
+
+@pytest.mark.parametrize("name", ["data", "generator"])
+def test_data(fed, name):
+    """TensorFlow's case, input_lib_test::testMWMSWithDataSharding."""
+    assert steps(fed, name) == [[[0, 1], [3, 4], [6]], [[2], [5], [7]]]
+
+
+def test_off(fed):
+    """Each worker reads everything; its slices begin with its own. (TensorFlow cuts the last batch into 2 and 0 rows.)"""
+    assert steps(fed, "off") == [[[0, 1], [2], [3], [4]], [[0], [1, 2], [3], [4]]]
+
+
+def test_sources_of_different_lengths_end_together(fed):
+    """TensorFlow's case, input_lib_test::testDifferentDatasetsMultiWorker."""
+    assert steps(fed, "uneven") == [
+        [[0, 1], [2, 3], [4, 5], [6, 7], []],
+        [[0, 1], [2, 3], [4, 5], [6, 7], [8]],
+    ]
+
+
+def test_a_partial_batch_at_the_end(fed):
+    """TensorFlow's case, testSimpleInputFromFnLastPartialBatch."""
+    assert steps(fed, "partial") == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13]]]
+
+
+def test_a_worker_without_data_steps_with_the_others(fed):
+    assert steps(fed, "nothing") == [[[], []], [[0, 1], [2, 3]]]
+
+
+def test_a_dataset_can_be_gone_through_again(fed):
+    assert [worker["again"] for worker in fed] == [[[[[0, 1]]]] * 2, [[[[2, 3]]]] * 2]
+
+
+def test_files(fed):
+    """Worker 0 has the files 0 and 2, worker 1 the file 1; every line is seen once, and both end together."""
+    seen = [list(itertools.chain(*worker)) for worker in steps(fed, "files")]
+    assert seen == [[10, 11, 12, 30, 31, 32], [20, 21, 22]]
+    assert len({len(worker) for worker in steps(fed, "files")}) == 1
+
+
+def test_fewer_files_than_workers(fed):
+    seen = list(itertools.chain(*itertools.chain(*steps(fed, "few_files"))))
+    assert sorted(seen) == [10, 11, 12]
+    assert "1 files are not enough for 2 workers" in fed[0]["policy"]
+    assert all("at least one file for each of the 2 workers" in worker["not_enough"] for worker in fed)
+
+
+def test_datasets_that_differ_are_an_error(fed):
+    for worker in fed:
+        assert "different numbers of batches: worker 0 2, worker 1 3" in worker["lengths"]
+        assert "do not fit together" in worker["shapes"]
+
+
+# --- training ------------------------------------------------------------------------------------------
+
+
+def assert_trained_alike(got, expected):
+    np.testing.assert_allclose(got["losses"], expected["losses"], rtol=1e-5)
+    assert got["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-5)
+    for weight, wanted in zip(got["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-6)
+
+
+# 37 rows in batches of 8: the last has 5. 3 rows in batches of 2: the last leaves replicas without a row.
+@pytest.mark.parametrize("rows", [("37", "8"), ("3", "2"), pytest.param(("32", "8"), marks=pytest.mark.long)])
+def test_training_equals_one_device(size, reports_of, rows):
+    (expected,) = reports_of(training, *rows, workers=1)
+    for got in reports_of(training, *rows, workers=size[0], devices=size[1]):
+        assert_trained_alike(got, expected)
+
+
+def test_fit_equals_one_device(size, reports_of):
+    (expected,) = reports_of(fitting, "3", workers=1)
+    for got in reports_of(fitting, "3", workers=size[0], devices=size[1]):
+        assert got["history"].keys() == expected["history"].keys()
+        for name, values in expected["history"].items():
+            np.testing.assert_allclose(got["history"][name], values, rtol=1e-5)
+        np.testing.assert_allclose(got["evaluated"], expected["evaluated"], rtol=1e-5)
+        np.testing.assert_allclose(got["predicted"], expected["predicted"], rtol=1e-4, atol=1e-6)
+        for weight, wanted in zip(got["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(weight, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_seed_all_workers_train_one_model(reports_of):
+    first, second = reports_of(fitting, "none")
+    assert first["history"] == second["history"]
+    for weight, other in zip(first["weights"], second["weights"], strict=True):
+        np.testing.assert_array_equal(weight, other)
