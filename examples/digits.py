@@ -7,7 +7,6 @@ devices there are. Run ``python examples/digits.py --help`` for the options.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -44,7 +43,8 @@ def main() -> None:
 
     trainer = Trainer(strategy, num_steps=options.epochs * len(train_data))
     steps_per_s = train(trainer, train_data, test_data, options.epochs)
-    print_summary(strategy, steps_per_s, float(trainer.test_accuracy.result()))
+    if strategy.extended.should_save_summary:
+        print_summary(strategy, steps_per_s, float(trainer.test_accuracy.result()))
 
 
 class Trainer:
@@ -144,7 +144,8 @@ def train(trainer: Trainer, train_data: Any, test_data: Any, epochs: int) -> flo
             for inputs in test_batches:
                 trainer.distributed_test_step(inputs)
             progress.remove_task(bar)
-            progress.console.print(epoch_line(epoch, epochs, trainer), highlight=False, soft_wrap=True)
+            if trainer.strategy.extended.should_save_summary:  # of several workers, one
+                progress.console.print(epoch_line(epoch, epochs, trainer), highlight=False, soft_wrap=True)
     return num_steps / seconds
 
 
@@ -180,7 +181,8 @@ def parse_options() -> argparse.Namespace:
         "--strategy",
         choices=["auto", "one_device", "mirrored", "central_storage"],
         default="auto",
-        help="auto (the default): one_device on one device, mirrored on several",
+        help="auto (the default): one_device on one device, mirrored on several, MultiWorkerMirroredStrategy where "
+        "TF_CONFIG or a launcher describes several workers",
     )
     parser.add_argument(
         "--devices",
@@ -199,8 +201,7 @@ def parse_options() -> argparse.Namespace:
         if (options.devices or 1) > 1:
             parser.error(f"--strategy one_device runs on 1 device, and --devices is {options.devices}")
         options.devices = 1
-    if options.strategy == "auto":
-        check_cluster(parser)
+    options.has_workers = options.strategy == "auto" and num_workers(parser) > 1
     return options
 
 
@@ -221,27 +222,25 @@ def whole_number(smallest: int, largest: int | None = None) -> Any:
     return parse
 
 
-def check_cluster(parser: argparse.ArgumentParser) -> None:
-    """Ends the program if TF_CONFIG asks for a strategy that this version does not have."""
-    text = os.environ.get("TF_CONFIG")
-    if not text:
-        return
+def num_workers(parser: argparse.ArgumentParser) -> int:
+    """How many workers the cluster has that TF_CONFIG, or a launcher, describes; 1 without any."""
     try:
-        cluster = dict(json.loads(text).get("cluster") or {})
-        num_workers = len(cluster.get("chief", [])) + len(cluster.get("worker", []))
-        num_servers = len(cluster.get("ps", []))
-    except (ValueError, TypeError, AttributeError):
-        parser.error(f"TF_CONFIG is not a JSON object with a cluster in it: {text}")
-    missing = "ParameterServerStrategy" if num_servers else "MultiWorkerMirroredStrategy"
-    if num_servers or num_workers > 1:
+        membership = rx.cluster_resolver.choose_resolver().membership
+    except rx.errors.ClusterError as error:
+        parser.error(str(error))
+    if "ps" in membership.spec.jobs:
         parser.error(
-            f"TF_CONFIG describes {num_workers} workers and {num_servers} parameter servers, which calls for "
-            f"{missing}. It is not in this version of replicax. Unset TF_CONFIG, or choose --strategy mirrored "
-            f"to train on the devices of this machine alone."
+            "The cluster has parameter servers, which calls for ParameterServerStrategy. It is not in this version of "
+            "replicax. Unset TF_CONFIG, or choose --strategy mirrored to train on the devices of this machine alone."
         )
+    return membership.num_workers
 
 
 def make_strategy(options: argparse.Namespace) -> rx.Strategy:
+    if options.has_workers:
+        if options.devices:
+            rx.config.set_local_devices(options.devices)
+        return rx.MultiWorkerMirroredStrategy()  # before anything uses JAX
     rx.config.set_local_devices(
         options.devices or VIRTUAL_CPU_DEVICES
     )  # no effect where there are accelerators

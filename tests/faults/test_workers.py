@@ -240,11 +240,12 @@ def test_jax_was_used_before(local_cluster):
 def test_two_processes_with_one_index(local_cluster, tmp_path):
     """Three say that they are of a cluster of two: the one that comes last is refused."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
-    cluster.start(source_of(starting, "import time"))
+    source = source_of(starting) + "\nimport time\ntime.sleep(8)"  # whoever comes first is there still
+    cluster.start(source)
     config = {"cluster": cluster.cluster, "task": {"type": "worker", "index": 1}}
     reports = tmp_path / "reports"
     subprocess.run(
-        [sys.executable, "-c", source_of(starting)],
+        [sys.executable, "-c", source],
         env={**os.environ, "TF_CONFIG": json.dumps(config), "REPLICAX_REPORT_FILE": str(reports)},
         timeout=LIMIT_S,
         check=False,

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -529,15 +530,29 @@ def put(value: Any, sharding: Any) -> jax.Array:
 
     ``jax.device_put`` compares the values of all processes there, by a collective of its own.
     """
-    if sharding.is_fully_addressable or (isinstance(value, jax.Array) and value.sharding == sharding):
+    is_traced = isinstance(value, Tracer)
+    if sharding.is_fully_addressable or is_traced or getattr(value, "sharding", None) == sharding:
         return jax.device_put(value, sharding)
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
-    places = sharding.addressable_devices_indices_map(array.shape)
-    parts = [jax.device_put(array[index], device) for device, index in places.items()]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+    with outside_traces():
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+        places = sharding.addressable_devices_indices_map(array.shape)
+        parts = [jax.device_put(array[index], device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 VERSION = jax.__version__
+_STATUS = re.compile(r"[A-Z_]{4,}: ")
+
+
+def is_of_devices(error: BaseException) -> bool:
+    """Whether an error comes from running a program, not from tracing or compiling it.
+
+    Where the CPU runs programs synchronously (jax 0.10), it is a plain ValueError that begins with a status: UNKNOWN.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return True
+    return type(error) is ValueError and _STATUS.match(str(error)) is not None
+
 
 # --- several processes ----------------------------------------------------------------------------------
 

@@ -124,7 +124,8 @@ class Topology:
         return jax.tree_util.tree_map(lambda value: self._put_shared(value, sharding), nest)
 
     def _put_shared(self, value: Any, sharding: NamedSharding) -> jax.Array:
-        if isinstance(value, jax.Array) and not value.is_fully_addressable and value.sharding != sharding:
+        is_elsewhere = isinstance(value, jax.Array) and not isinstance(value, jax_compat.Tracer)
+        if is_elsewhere and not value.is_fully_addressable and value.sharding != sharding:
             return self.compile(_unchanged, "placing an array", out_shardings=sharding)(value)
         return jax_compat.put(value, sharding)
 

@@ -75,13 +75,13 @@ class Hub:
           Why it may not, if so.
         """
         member = self._members[number]
+        if member.is_here and not member.gone:
+            return f"another process is {member.name} already. Each task of the cluster is one process; give each its own index."
         if member.gone:
             return (
                 f"{member.name} has been here before, and {_HOW[member.gone]}. A job is started again as a whole: end the "
                 "other tasks first."
             )
-        if member.is_here:
-            return f"another process is {member.name} already. Each task of the cluster is one process; give each its own index."
         member.is_here, member.heard_at = True, now
         return None
 

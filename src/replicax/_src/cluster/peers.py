@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
-import jax
-
+from replicax._src import jax_compat
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.failures import ClusterFailureError, ProgramMismatchError, again
 from replicax._src.cluster.watchdog import Watchdog
@@ -147,7 +146,7 @@ class Peers:
             try:
                 with self.watchdog.learning() if is_new else contextlib.nullcontext():
                     yield
-            except jax.errors.JaxRuntimeError as error:
+            except Exception as error:
                 failure = self.explain(error)
                 if failure is None:
                     raise
@@ -158,8 +157,7 @@ class Peers:
 
     def explain(self, error: BaseException) -> ClusterFailureError | None:
         """What has happened to another task, if that is why the devices gave an error."""
-        del error
-        failure = self._channel.wait_for_failure(_REASON_S)
+        failure = self._channel.wait_for_failure(_REASON_S) if jax_compat.is_of_devices(error) else None
         return None if failure is None else again(failure)
 
 

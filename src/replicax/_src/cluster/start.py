@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-import jax
-
 from replicax._src import jax_compat
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError
@@ -114,10 +112,9 @@ class LiveCluster:
         before = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                failure = self.peers.explain(error)
-                if failure is not None:
-                    error.add_note(f"\nThe reason: {failure}")
+            failure = self.peers.explain(error)
+            if failure is not None:
+                error.add_note(f"\nThe reason: {failure}")
             if not isinstance(error, ClusterFailureError) and self._channel.failure is None:
                 self._channel.tell_error("".join(traceback.format_exception(kind, error, trace)))
             before(kind, error, trace)
