@@ -8,6 +8,7 @@ from programs import datasets, fitting, promises, training
 
 pytestmark = pytest.mark.timeout(180)
 CLUSTERS = [(2, 1), (2, 2), pytest.param((3, 1), marks=pytest.mark.long)]
+TRAINED_ON = [(2, 1), *(pytest.param(size, marks=pytest.mark.long) for size in [(2, 2), (3, 1)])]
 
 
 @pytest.fixture(scope="module", params=CLUSTERS, ids=lambda size: f"{size[0]}_workers_of_{size[1]}")
@@ -141,6 +142,7 @@ def assert_trained_alike(got, expected):
 
 
 # 37 rows in batches of 8: the last has 5. 3 rows in batches of 2: the last leaves replicas without a row.
+@pytest.mark.parametrize("size", TRAINED_ON, ids=str)
 @pytest.mark.parametrize("rows", [("37", "8"), ("3", "2"), pytest.param(("32", "8"), marks=pytest.mark.long)])
 def test_training_equals_one_device(size, reports_of, rows):
     (expected,) = reports_of(training, *rows, workers=1)
@@ -148,6 +150,7 @@ def test_training_equals_one_device(size, reports_of, rows):
         assert_trained_alike(got, expected)
 
 
+@pytest.mark.parametrize("size", TRAINED_ON, ids=str)
 def test_fit_equals_one_device(size, reports_of):
     (expected,) = reports_of(fitting, "3", workers=1)
     for got in reports_of(fitting, "3", workers=size[0], devices=size[1]):
