@@ -16,7 +16,7 @@ MLP, SMALL = fit_process.DENSE
 CNN = fit_process.CNN
 BATCHES = {MLP: 128, SMALL: 128, CNN: 64}
 NUM_STEPS = {MLP: 128, SMALL: 256, CNN: 32}
-GENERATIONS = 5
+GENERATIONS = 3
 
 OURS, ONE_DEVICE, DATA_PARALLEL = "replicax", "Keras, one device", "Keras DataParallel"
 TF_MIRRORED, TF_ONE_DEVICE = "TensorFlow Mirrored", "TensorFlow, one device"
