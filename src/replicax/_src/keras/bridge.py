@@ -46,6 +46,8 @@ def install() -> None:
     _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
     _replace(keras.losses.Loss, "__call__", losses.wrapped_call)
+    if losses.adds_sums():
+        _replace(keras.Layer, "add_loss", losses.wrapped_add_loss)
     _replace_in_models("__init__", models.wrapped_init)
     _replace_in_models("compile", models.wrapped_compile)
     _replace_in_models("losses", losses.wrapped_losses)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
@@ -81,12 +82,14 @@ class _Local(threading.local):
       is_in_compute_loss: Whether ``Model.compute_loss`` is running.
       is_gathered: What it was given has the rows of all replicas.
       losses_of: The model whose loss is computed, with its own losses.
+      summed: Losses that are sums over the rows of this replica, not means.
     """
 
     rows: int | None = None
     is_in_compute_loss = False
     is_gathered = False
     losses_of: tuple[Any, list[Any]] | None = None
+    summed: tuple[Any, ...] = ()
 
 
 _local = _Local()
@@ -105,7 +108,7 @@ def _inside(**changes: Any) -> Iterator[None]:
 
 def in_replica_step(rows: int) -> contextlib.AbstractContextManager[None]:
     """Inside, a model's own step runs on a replica that has ``rows`` rows."""
-    return _inside(rows=rows)
+    return _inside(rows=rows, summed=())
 
 
 def rows_of_replica_step() -> int | None:
@@ -173,6 +176,24 @@ def _unshared(model: Any) -> list[Any]:
         return model.losses
 
 
+def adds_sums() -> bool:
+    """Whether the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15)."""
+    return "divide_no_nan" not in inspect.getsource(keras.Layer.__call__)
+
+
+def wrapped_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Layer.add_loss``, which notes the losses that Keras itself adds for activity regularisers."""
+    source = inspect.getfile(keras.Layer)
+
+    def add_loss(self: Any, loss: Any) -> Any:
+        caller = sys._getframe(1).f_code
+        if _local.rows is not None and caller.co_name == "__call__" and caller.co_filename == source:
+            _local.summed = (*_local.summed, loss)
+        return original(self, loss)
+
+    return add_loss
+
+
 def wrapped_losses(original: property) -> property:
     """``Layer.losses``, of which each is that of the whole batch: a mean over rows, or the same on all replicas."""
 
@@ -182,10 +203,16 @@ def wrapped_losses(original: property) -> property:
         of = _local.losses_of
         own = of[1] if of is not None and of[0] is self else original.__get__(self)
         weight = _weight(_local.rows or 0)
-        shared = [_shared_value(jnp.asarray(loss), weight) for loss in own]
+        shared = [
+            _shared_value(jnp.asarray(loss), jnp.float32(1) if _is_summed(loss) else weight) for loss in own
+        ]
         return shared if _local.is_in_compute_loss else [SharedLoss(loss) for loss in shared]
 
     return property(losses, doc=original.__doc__)
+
+
+def _is_summed(loss: Any) -> bool:
+    return any(loss is noted for noted in _local.summed)
 
 
 def _of_whole_batch(
