@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 
 
+def not_with_keras_3_12(why):
+    """Marks a test of what that version of Keras, the oldest that is supported, does otherwise by itself."""
+    return pytest.mark.skipif(keras.__version__.startswith("3.12."), reason=f"Keras 3.12 {why}")
+
+
 def message(error_type, call, *says):
     """The message of the error that ``call`` raises, having checked that it says all of ``says``."""
     with pytest.raises(error_type) as caught:

@@ -6,6 +6,7 @@ import pytest
 from keras import layers, ops
 
 import replicax as rx
+from checks import not_with_keras_3_12
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 
@@ -41,6 +42,7 @@ def losses_and_gradients(strategy):
     return float(strategy.reduce("SUM", total, axis=None)), [np.asarray(g) for g in first], count
 
 
+@not_with_keras_3_12("adds activity losses as sums over rows, and the formula here is for means")
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_added_losses_are_collected_and_differentiated(num_replicas):
     total, gradients, count = losses_and_gradients(rx.OneDeviceStrategy("cpu:0"))
