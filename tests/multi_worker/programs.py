@@ -206,3 +206,107 @@ def fitting(seed):
         weights=[np.asarray(weight).tolist() for weight in model.get_weights()],
     )
     del dataset
+
+
+def fitting_of_datasets(kind, style, given):
+    """Keras's loops over datasets, of which each worker has rows of its own or takes its own rows.
+
+    ``kind``: "shared" batches, "files" of which each worker reads its own (in the folder ``given``), a "function" that gives
+    each worker its part, or "steps": the batches that ``given`` lists.
+    ``style`` of the steps: "jax", "tensorflow", or "several" in one call.
+    """
+    import json
+
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    layers, losses = keras.layers, keras.losses
+
+    def parse(line):
+        numbers = [float(word) for word in line.split()]
+        return np.array(numbers[:-1], "float32"), np.int32(numbers[-1])
+
+    def of_function(context):
+        """Of step s the first worker has s + 2 rows, the second has 3, and both have the same number of steps or one more."""
+        rng = np.random.default_rng(context.input_pipeline_id)
+        for step in range(4 + context.input_pipeline_id):
+            x = rng.normal(size=(3 if context.input_pipeline_id else step + 2, 4)).astype("float32")
+            yield x, (x[:, 0] > 0).astype("int32")
+
+    def of_steps():
+        for x, y in json.loads(given):
+            yield np.array(x, "float32"), np.array(y, "int32")
+
+    class OwnStep(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with rx.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {**self.compute_metrics(x, y, y_pred, None), "mean": keras.ops.mean(y_pred)}
+
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(8, "relu")(inputs)
+        if style != "tensorflow":  # whose replicas normalise and drop by themselves
+            hidden = layers.Dropout(0.2)(layers.BatchNormalization()(hidden))
+        model = (OwnStep if style == "tensorflow" else keras.Model)(inputs, layers.Dense(2)(hidden))
+        model.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            steps_per_execution=3 if style == "several" else 1,
+        )
+    if kind == "function":
+        dataset = strategy.distribute_datasets_from_function(lambda context: list(of_function(context)))
+    elif kind == "steps":
+        dataset = strategy.distribute_datasets_from_function(lambda context: list(of_steps()))
+    else:
+        policy = {"shared": "DATA", "files": "FILE"}[kind]
+        lines = rx.data.from_text_lines(f"{given}/*.txt").map(parse).batch(7)
+        dataset = strategy.experimental_distribute_dataset(lines, distribute_options=policy)
+    local = strategy.experimental_local_results
+    report(
+        steps=[
+            [np.concatenate(list(map(np.asarray, local(part)))).tolist() for part in step] for step in dataset
+        ]
+    )
+    report(
+        history=model.fit(dataset, epochs=2, verbose=0).history,
+        evaluated=model.evaluate(dataset, verbose=0),
+        predicted=np.asarray(model.predict(dataset, verbose=0)).tolist(),
+        weights=[np.asarray(weight).tolist() for weight in model.get_weights()],
+    )
+
+
+def fitting_of_different_batches():
+    """A dataset of Keras's own that each worker shuffles in its own way."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    rng = np.random.default_rng(strategy.cluster_resolver.task_id)
+    x = np.arange(32, dtype="float32")[:, None]
+
+    def batches():
+        while True:
+            rows = rng.permutation(32)[:8]
+            yield x[rows], x[rows]
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(batches(), steps_per_epoch=4, verbose=0)
+    except rx.errors.WorkersDifferError as error:
+        report(text=str(error))

@@ -1,10 +1,18 @@
 """``MultiWorkerMirroredStrategy`` in real processes: what each worker sees, and that all together are one device."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
-from programs import datasets, fitting, promises, training
+from programs import (
+    datasets,
+    fitting,
+    fitting_of_datasets,
+    fitting_of_different_batches,
+    promises,
+    training,
+)
 
 pytestmark = pytest.mark.timeout(180)
 CLUSTERS = [(2, 1), (2, 2), pytest.param((3, 1), marks=pytest.mark.long)]
@@ -154,13 +162,64 @@ def test_training_equals_one_device(size, reports_of, rows):
 def test_fit_equals_one_device(size, reports_of):
     (expected,) = reports_of(fitting, "3", workers=1)
     for got in reports_of(fitting, "3", workers=size[0], devices=size[1]):
-        assert got["history"].keys() == expected["history"].keys()
-        for name, values in expected["history"].items():
-            np.testing.assert_allclose(got["history"][name], values, rtol=1e-5)
-        np.testing.assert_allclose(got["evaluated"], expected["evaluated"], rtol=1e-5)
-        np.testing.assert_allclose(got["predicted"], expected["predicted"], rtol=1e-4, atol=1e-6)
-        for weight, wanted in zip(got["weights"], expected["weights"], strict=True):
-            np.testing.assert_allclose(weight, wanted, rtol=1e-4, atol=1e-6)
+        assert_fitted_alike(got, expected)
+
+
+def assert_fitted_alike(got, expected):
+    assert got["history"].keys() == expected["history"].keys()
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(got["history"][name], values, rtol=1e-5)
+    np.testing.assert_allclose(got["evaluated"], expected["evaluated"], rtol=1e-5)
+    np.testing.assert_allclose(got["predicted"], expected["predicted"], rtol=1e-4, atol=1e-6)
+    for weight, wanted in zip(got["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(weight, wanted, rtol=1e-4, atol=1e-6)
+
+
+KINDS = [
+    ("shared", "jax"),
+    ("function", "jax"),
+    ("files", "tensorflow"),
+    *(
+        pytest.param(kind, style, marks=pytest.mark.long)
+        for kind, style in [
+            ("files", "jax"),
+            ("shared", "several"),
+            ("files", "several"),
+            ("function", "several"),
+            ("shared", "tensorflow"),
+            ("function", "tensorflow"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "style"), KINDS)
+def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
+    """One device is fed what all workers are fed in a step: no row is lost, or counted twice."""
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        rows = rng.normal(size=(5 + 4 * number, 4)).round(3)
+        lines = [" ".join(map(str, [*row, int(row[0] > 0)])) for row in rows]
+        (tmp_path / f"{number}.txt").write_text("\n".join(lines) + "\n")
+    given = str(tmp_path) if kind in ("shared", "files") else ""
+    workers = reports_of(fitting_of_datasets, kind, style, given)
+    steps = [
+        [[row for part in parts for row in part] for parts in zip(*step)]
+        for step in zip(*(worker["steps"] for worker in workers))
+    ]
+    assert sum(len(y) for _, y in steps) == (27 if given else 2 + 3 + 4 + 5 + 5 * 3)
+    (expected,) = reports_of(fitting_of_datasets, "steps", style, json.dumps(steps), workers=1)
+    for got in workers:
+        assert_fitted_alike(got, expected)
+
+
+def test_workers_that_are_given_different_batches_are_told(reports_of):
+    for worker in reports_of(fitting_of_different_batches):
+        assert (
+            "given different batches as number 1: worker 0 float32[8, 1], float32[8, 1], digest"
+            in worker["text"]
+        )
+        assert "seed" in worker["text"]
 
 
 def test_without_a_seed_all_workers_train_one_model(reports_of):

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax._src.placement.global_view import Batch, GlobalStep
+from replicax._src.placement.batch import Batch
+from replicax._src.placement.global_view import GlobalStep
 from replicax._src.placement.held_state import HeldState
 from replicax._src.topology import Topology
 

@@ -13,13 +13,15 @@ import keras
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, KerasScopeError, MixedStrategiesError
+from replicax._src.input.agreed import AgreedParts
 from replicax._src.input.arrays import ArrayDataset
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.input.files.dataset import FileDataset
-from replicax._src.input.order import INFINITE
+from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Reader
 from replicax._src.input.sources import LocalRows
+from replicax._src.placement.batch import WorkerRows
 from replicax._src.strategies.datasets import distribute
 from replicax._src.values import DistributedValues
 
@@ -86,14 +88,26 @@ def as_keras_input(data: Any, strategy: Any, argument: str, given: Mapping[str, 
         raise _of_another_strategy(strategy, argument)
     if argument == "x":
         _check_alone(name, given)
-    if data.cardinality == 0:
+    cardinality = _agreed_cardinality(data)
+    if cardinality == 0:
         raise _empty()
-    if data.cardinality == INFINITE and given.get(steps) is None:
+    if cardinality == INFINITE and given.get(steps) is None:
         raise InvalidArgumentError(
             f"`{argument}` is a {name} without end, and Keras would go on for ever: say how many batches to take, with "
             f"`{steps}`, or leave `repeat` out."
         )
-    return DistributedInput(data, ends_by_itself=given.get(steps) is None)
+    return DistributedInput(data, cardinality, ends_by_itself=given.get(steps) is None)
+
+
+def _agreed_cardinality(data: DistributedDataset) -> Cardinality | None:
+    """How many steps all processes take: as many as the one with the most."""
+    here, peers = data.cardinality, data.placer.topology.peers
+    if peers is None:
+        return here
+    of_all = peers.gather("keras steps", here, "to compare the lengths of datasets")
+    if INFINITE in of_all:
+        return INFINITE
+    return None if None in of_all else max(of_all)
 
 
 def _is_ours(data: Any) -> bool:
@@ -139,9 +153,9 @@ class DistributedInput(keras.utils.PyDataset):
     ``on_epoch_end`` too. What it has looked at belongs to the first epoch: the dataset is not started again for it.
     """
 
-    def __init__(self, dataset: DistributedDataset, *, ends_by_itself: bool):
+    def __init__(self, dataset: DistributedDataset, cardinality: Cardinality | None, *, ends_by_itself: bool):
         super().__init__()
-        self._dataset = dataset
+        self._dataset, self._cardinality = dataset, cardinality
         self._ends_by_itself = ends_by_itself  # nobody asked for a number of batches
         self._reader: Reader | None = None
         self._looked_at: list[Any] | None = []  # until the first epoch begins
@@ -150,8 +164,7 @@ class DistributedInput(keras.utils.PyDataset):
     @property
     def num_batches(self) -> int | None:
         """Keras takes None for a dataset without end; one of unknown length says where it ends."""
-        cardinality = self._dataset.cardinality
-        return None if cardinality in (None, INFINITE) else int(cardinality)
+        return None if self._cardinality in (None, INFINITE) else int(self._cardinality)
 
     def __getitem__(self, index: int) -> Any:
         """The next batch; index 0 starts again.
@@ -203,14 +216,25 @@ class DistributedInput(keras.utils.PyDataset):
 
 
 def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
-    """The rows of all replicas together: a nest of arrays ``[num_rows, ...]``, a tuple or dict."""
+    """The rows of all replicas of this process together: a nest of arrays ``[num_rows, ...]``, a tuple or dict.
+
+    Of several processes each has its own rows, as ``WorkerRows``.
+    """
     if isinstance(step, LocalRows):
-        batch = step.tree.unflatten(step.arrays)
+        batch, sizes = step.tree.unflatten(step.arrays), step.all_sizes
     else:
         batch = jax.tree_util.tree_map(_joined, *step)
+        sizes = _agreed_sizes(step) if isinstance(step, AgreedParts) else None
+    if sizes is not None:
+        batch = jax.tree_util.tree_map(lambda rows: WorkerRows.of(rows, sizes), batch)
     if isinstance(batch, (tuple, dict)):
         return batch
     return tuple(batch) if isinstance(batch, list) else (batch,)
+
+
+def _agreed_sizes(step: AgreedParts) -> tuple[int, ...]:
+    """The rows of each replica; an element that is a number is a row."""
+    return tuple(shape[0] if shape else 1 for shape in step.shapes[0])
 
 
 def _joined(*parts: Any) -> np.ndarray:

@@ -160,6 +160,7 @@ def _check_metrics(metrics: Any, strategy: Any, model: Any) -> None:
 def _placed_steps(model: Any, phase: Phase, strategy: Any) -> Iterator[None]:
     """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
     function = _step_function(model, phase, strategy)
+    function.begin()
     try:
         yield
     finally:

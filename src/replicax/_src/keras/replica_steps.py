@@ -15,15 +15,17 @@ import keras
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.autoshard import rows_of_global_batch
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.split import split_sizes
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered, rows_of_replica_step
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
 from replicax._src.options import RunOptions
-from replicax._src.placement.global_view import Batch
+from replicax._src.placement.batch import Batch
 from replicax._src.program.tape import GradientTape
 from replicax._src.strategies.datasets import BatchPlacer
+from replicax._src.topology import Topology
 from replicax._src.values import PerReplica, is_value
 
 
@@ -43,13 +45,16 @@ class ReplicaStepFunction(StepFunction):
     def __init__(self, model: Any, phase: Phase, strategy: Any):
         super().__init__(model, phase, strategy)
         self._placer = BatchPlacer(strategy.topology)
+        self._weighted_mean = strategy.topology.compile(
+            _weighted_mean, f"{self._name}, mean over rows", out_shardings=strategy.topology.replicated
+        )
 
         def step(data: Any) -> Any:
             rows = next((leaf.shape[0] for leaf in jax.tree_util.tree_leaves(data) if leaf.ndim), 0)
             with in_replica_step(rows):
                 return getattr(model, phase.step_name)(data)
 
-        step.__qualname__ = f"{type(model).__name__}.{phase.step_name}"
+        step.__qualname__ = self._name
         # What another model's step is traced for is no reason to warn of this one.
         step.replicax_family = object()
         self._replica_step = step
@@ -58,29 +63,53 @@ class ReplicaStepFunction(StepFunction):
         for group, variables in zip(state, self._phase.variables_of(self._model), strict=True):
             values = list(group)
             accessor.set(variables[: len(values)], values)
-        outputs = [self._run(Batch(_without_nones(data), is_kept=True)) for data in self._take(iterator)]
+        outputs = [self._run(batch) for batch in self._take(iterator, is_kept=True)]
         if not outputs:
             raise StopIteration
         # No state: it is in the variables, and what Keras holds too would be copied in each step.
         return (joined(outputs) if self._phase.is_predict else outputs[-1]), tuple([] for _ in state)
 
+    def _standardised(self, data: Any) -> Any:
+        return _without_nones(data)
+
     def finish(self) -> None:
         """Nothing is left to do: the variables have had their values all along."""
 
     def _run(self, batch: Batch) -> Any:
-        sizes = split_sizes(batch.num_rows, self._strategy.num_replicas_in_sync)
-        value = self._placer.place(LocalRows(batch.leaves, batch.tree, sizes))
+        rows = _rows_here(batch, self._strategy.topology)
+        sizes = rows.all_sizes or rows.sizes
+        value = self._placer.place(rows)
         options = None if self._is_compiled else RunOptions(eager=True)
         with own_compute_loss_gathered(self._model):
             result = self._strategy.run(self._replica_step, args=(value,), options=options)
         if result is None:
-            name = f"{type(self._model).__name__}.{self._phase.step_name}"
             raise InvalidArgumentError(
-                f"{name} returned None. It must return {self._phase.described_result}."
+                f"{self._name} returned None. It must return {self._phase.described_result}."
             )
         if self._phase.is_predict:
             return result if len(sizes) == 1 else self._strategy.gather(result, axis=0)
-        return jax.tree_util.tree_map(lambda leaf: _of_all_rows(leaf, sizes), result, is_leaf=is_value)
+        return jax.tree_util.tree_map(lambda leaf: self._of_all_rows(leaf, sizes), result, is_leaf=is_value)
+
+    def _of_all_rows(self, value: Any, sizes: Sequence[int]) -> Any:
+        """One value for the logs: the mean over the rows, where replicas return different ones."""
+        if not isinstance(value, PerReplica):
+            return value
+        if value.is_equal:
+            return value.values[0]
+        weights = self._strategy.topology.put_whole(np.asarray(sizes, np.float32))
+        return self._weighted_mean(value.array, weights)
+
+
+def _rows_here(batch: Batch, topology: Topology) -> LocalRows:
+    """The rows of a batch that the replicas of this process take."""
+    if batch.worker_sizes is not None:
+        here = topology.local_replicas
+        return LocalRows(
+            batch.leaves, batch.tree, batch.worker_sizes[here.start : here.stop], batch.worker_sizes
+        )
+    rows = rows_of_global_batch(batch.num_rows, topology.share)
+    leaves = [leaf[rows.start : rows.stop] for leaf in batch.leaves]
+    return LocalRows(leaves, batch.tree, rows.sizes, split_sizes(batch.num_rows, topology.num_replicas))
 
 
 def _without_nones(data: Any) -> Any:
@@ -91,17 +120,7 @@ def _without_nones(data: Any) -> Any:
     return data
 
 
-def _of_all_rows(value: Any, sizes: Sequence[int]) -> Any:
-    """One value for the logs: the mean over the rows, where replicas return different ones."""
-    if not isinstance(value, PerReplica):
-        return value
-    if value.is_equal:
-        return value.values[0]
-    return _weighted_mean(value.array, np.asarray(sizes, np.float32))
-
-
-@jax.jit
-def _weighted_mean(rows: jax.Array, weights: Any) -> jax.Array:
+def _weighted_mean(rows: jax.Array, weights: jax.Array) -> jax.Array:
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         rows = rows.astype(jnp.float32)
     weights = weights.reshape(-1, *[1] * (rows.ndim - 1))

@@ -19,7 +19,9 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import is_end
-from replicax._src.placement.global_view import Batch, GlobalStep
+from replicax._src.keras.workers import SameBatches
+from replicax._src.placement.batch import Batch
+from replicax._src.placement.global_view import GlobalStep
 from replicax._src.placement.held_state import HeldState
 
 State = Sequence[Any]
@@ -81,6 +83,12 @@ class StepFunction(abc.ABC):
 
     def __init__(self, model: Any, phase: Phase, strategy: Any):
         self._model, self._phase, self._strategy = model, phase, strategy
+        self._name = f"{type(model).__name__}.{phase.step_name}"
+        self._same_batches = SameBatches(strategy.topology.peers, self._name)
+
+    def begin(self) -> None:
+        """Called before the loop."""
+        self._same_batches.begin()
 
     @property
     def strategy(self) -> Any:
@@ -102,8 +110,12 @@ class StepFunction(abc.ABC):
     def finish(self) -> None:
         """Called when the loop has ended, or failed: the variables have the state again, all of it."""
 
-    def _take(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches for one call. An error of the dataset comes after the batches before it."""
+    def _take(self, iterator: Iterator[Any], *, is_kept: bool) -> Iterator[Batch]:
+        """The batches for one call. An error of the dataset comes after the batches before it.
+
+        Args:
+          is_kept: A batch is used after the dataset has gone on.
+        """
         for _ in range(self._most_steps):
             try:
                 data = next(iterator)
@@ -111,7 +123,13 @@ class StepFunction(abc.ABC):
                 return
             if is_end(data):
                 return
-            yield data
+            batch = Batch(self._standardised(data), is_kept=is_kept)
+            self._same_batches.look_at(batch)
+            yield batch
+
+    def _standardised(self, data: Any) -> Any:
+        """What the dataset has yielded, as the step takes it."""
+        return data
 
     @property
     def _most_steps(self) -> int:
@@ -131,7 +149,7 @@ class GlobalStepFunction(StepFunction):
         self._held = HeldState(strategy.topology)
         self._step = GlobalStep(
             self._step_of_model,
-            f"{type(model).__name__}.{phase.step_name}",
+            self._name,
             strategy.topology,
             donates=not phase.is_predict,  # Keras uses the state of a prediction again
             keeps_all=phase.is_predict,
@@ -150,7 +168,7 @@ class GlobalStepFunction(StepFunction):
         return outputs, new
 
     def _wrong_result(self, got: str) -> InvalidArgumentError:
-        name = f"{type(self._model).__name__}.{self._phase.step_name}"
+        name = self._name
         if self._phase.is_predict:
             return InvalidArgumentError(
                 f"{name} {got}. It must return (predictions, non_trainable_variables)."
@@ -166,8 +184,8 @@ class GlobalStepFunction(StepFunction):
         error: Exception | None = None
         capacity = self._most_steps
         try:
-            for data in self._take(iterator):
-                batches.append(Batch(data, is_kept=capacity > 1))
+            for batch in self._take(iterator, is_kept=capacity > 1):
+                batches.append(batch)
         except Exception as of_data:
             error = of_data  # after the steps before it
         if error is None and not batches:

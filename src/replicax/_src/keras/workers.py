@@ -1,17 +1,18 @@
-"""What several processes compare before one of Keras's loops: that they go through the same rows in the same order."""
+"""What several processes compare, before one of Keras's loops and in it: that they go through the same rows in the same order."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from replicax._src.cluster.peers import Peers
 from replicax._src.input.agreed import WorkersDifferError
+from replicax._src.placement.batch import Batch
 
 _NUM_COMPARED_ROWS = 32
 
@@ -47,12 +48,11 @@ def _look_at(nest: Any) -> list[Any] | None:
     leaves = jax.tree_util.tree_leaves(nest)
     if not leaves or not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
         return None
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        rows = leaf if leaf.ndim == 0 else (leaf[:_NUM_COMPARED_ROWS], leaf[-_NUM_COMPARED_ROWS:])
-        for part in jax.tree_util.tree_leaves(rows):
-            digest.update(np.ascontiguousarray(part).tobytes())
-    return [[f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves], digest.hexdigest()]
+    ends = [
+        leaf if leaf.ndim == 0 else (leaf[:_NUM_COMPARED_ROWS], leaf[-_NUM_COMPARED_ROWS:]) for leaf in leaves
+    ]
+    forms = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
+    return [forms, _digest(jax.tree_util.tree_leaves(ends))]
 
 
 def _share_random_state(peers: Peers, method: str) -> None:
@@ -69,3 +69,54 @@ def _share_random_state(peers: Peers, method: str) -> None:
     (kind, keys, *rest), (version, words, gauss) = first
     np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
     random.setstate((version, tuple(words), gauss))
+
+
+@final
+class SameBatches:
+    """Compares whole batches that all processes are given: the 1st, 2nd, 4th, 8th and so on.
+
+    Args:
+      peers: The processes; None if there is one.
+      name: Of the step, for people.
+    """
+
+    def __init__(self, peers: Peers | None, name: str):
+        self._peers, self._name = peers, name
+        self._num_seen = 0
+
+    def begin(self) -> None:
+        """Another loop begins."""
+        self._num_seen = 0
+
+    def look_at(self, batch: Batch) -> None:
+        """The next batch.
+
+        Raises:
+          WorkersDifferError: The processes were given different ones.
+        """
+        if self._peers is None or batch.worker_sizes is not None:
+            return
+        self._num_seen += 1
+        if self._num_seen & (self._num_seen - 1):
+            return
+        here = [[f"{leaf.dtype}{list(leaf.shape)}" for leaf in batch.leaves], _digest(batch.leaves)]
+        of_all = self._peers.gather("keras batches", here, f"for batch {self._num_seen} of {self._name}")
+        if all(theirs == here for theirs in of_all):
+            return
+        have = ", ".join(
+            f"{task} {', '.join(forms)}, digest {digest[:8]}"
+            for task, (forms, digest) in zip(self._peers.names, of_all, strict=True)
+        )
+        raise WorkersDifferError(
+            f"{self._name}: the workers were given different batches as number {self._num_seen}: {have}. Each takes its own rows "
+            "of one global batch, so the dataset must give all of them the same ones: give its shuffle the same seed everywhere. "
+            "Where each worker has rows of its own, pass strategy.distribute_datasets_from_function(...), or a dataset "
+            "distributed with the policy FILE."
+        )
+
+
+def _digest(leaves: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()

@@ -3,13 +3,16 @@
 The program is the one that one device would run; the partitioner splits it. So every sum over the batch is over all of
 it, whatever the step computes, and no formula is needed. State is whole on every device, the rows of a batch are split;
 a batch that does not divide is padded on the host, and the program begins by cutting the padding off.
+
+The partitioner sums each array by itself, which costs processes on CPUs a round trip for each. There the program is split
+here instead, if all its operations are known to keep rows apart (``program/rows``): all that a step sums travels together.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
@@ -17,46 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.input import memory
+from replicax._src.collectives.in_replica import packed_sum
+from replicax._src.placement.batch import Batch, BatchLayout
 from replicax._src.placement.held_state import HeldState
 from replicax._src.placement.spmd import in_flight, note_loss
+from replicax._src.program.rows.layout import Rows, RowSplit, Shared
+from replicax._src.program.rows.plan import FlatProgram, RowsPlan
+from replicax._src.program.rows.rules import NotByRowsError
 from replicax._src.program.slots import state_lock
 from replicax._src.topology import Topology
 
+log = logging.getLogger("replicax")
 Step = Callable[[Any, Any], tuple[Any, Any]]
 """From the state and a batch to the outputs and the new state; the structure of the state stays as it is."""
-
-
-@final
-class Batch:
-    """One batch as it comes from a dataset, on the host or on devices.
-
-    Attributes:
-      leaves: Its arrays.
-      tree: The structure of the nest that they are the leaves of.
-      num_rows: The first dim of the first array, which is that of the others as a rule.
-      signature: Equal for batches that one program takes.
-    """
-
-    __slots__ = ("leaves", "num_rows", "signature", "tree")
-
-    def __init__(self, nest: Any, *, is_kept: bool = False):
-        """Takes what a dataset yields.
-
-        Args:
-          nest: Of arrays.
-          is_kept: The dataset may yield others, into the same memory, before this one is on the devices: copy it.
-        """
-        leaves, self.tree = jax.tree_util.tree_flatten(nest)
-        self.leaves = [
-            leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves
-        ]
-        if is_kept:
-            self.leaves = [
-                memory.copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in self.leaves
-            ]
-        self.num_rows = next((leaf.shape[0] for leaf in self.leaves if leaf.ndim), 0)
-        self.signature: Hashable = (self.tree, tuple((leaf.shape, leaf.dtype) for leaf in self.leaves))
 
 
 @final
@@ -123,9 +99,11 @@ class _Program:
         self._name = name
         self._topology, self._capacity, self._donates = topology, capacity, donates
         self._keeps_all = keeps_all and capacity > 1
+        self._gives_rows = keeps_all
         self._outputs_tree: Any = None
         self._counts: dict[int, jax.Array] = {}
-        self._layouts = [_Layout(leaf.shape, leaf.dtype, batch.num_rows, topology) for leaf in batch.leaves]
+        self._split = RowSplit(batch.sizes(topology.num_replicas))
+        self._layouts = [BatchLayout(leaf, batch, self._split, topology) for leaf in batch.leaves]
         jaxpr, consts = self._trace(step, state, batch)
         num_state, num_consts = len(state.values()), len(consts)
         invars = jaxpr.invars[num_consts : num_consts + num_state]
@@ -138,6 +116,7 @@ class _Program:
         # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
+        self._plan = self._plan_by_rows(num_consts + num_state)
         self._needs_token = topology.needs_token
         self._compiled = self._compile()
 
@@ -145,9 +124,6 @@ class _Program:
         sizes = held.sizes
 
         def flat(state: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-            leaves = [
-                layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)
-            ]
             remaining = iter(state)
             given = tuple([next(remaining) for _ in range(size)] for size in sizes)
             outputs, new = step(given, batch.tree.unflatten(leaves))
@@ -170,14 +146,45 @@ class _Program:
         cost a small network a factor of 3 to 5 (jax 0.10)."""
         return self._topology.is_cpu and "conv_general_dilated" in jax_compat.primitives_of(self._jaxpr)
 
+    def _plan_by_rows(self, num_whole: int) -> RowsPlan | None:
+        """The program split by rows, where that is faster and can be done."""
+        topology = self._topology
+        if topology.peers is None or not topology.is_cpu or self._gives_rows:
+            return None
+        rows = [Rows(0) if layout.is_split else Shared.WHOLE for layout in self._layouts]
+        try:
+            plan = RowsPlan(FlatProgram(self._jaxpr), [Shared.WHOLE] * num_whole + rows, self._split)
+        except NotByRowsError as reason:
+            log.warning(
+                "%s: the processes sum each array by itself (the global view), not all together, which is slower: %s.",
+                self._name,
+                reason,
+            )
+            return None
+        log.info(
+            "%s: the processes sum all arrays of a step together, in %d round(s).",
+            self._name,
+            plan.num_rounds,
+        )
+        return plan
+
     def _compile(self) -> Any:
         run = self._run_one if self._capacity == 1 else self._run_several
         whole = self._topology.replicated
         batch = [layout.sharding(is_stacked=self._capacity > 1) for layout in self._layouts]
+        shardings = (whole, whole, whole, batch, *[whole] * (self._capacity > 1))
+        if self._plan is not None:
+            run = jax_compat.shard_map(
+                run,
+                mesh=self._topology.mesh,
+                in_specs=jax.tree_util.tree_map(lambda sharding: sharding.spec, shardings),
+                out_specs=whole.spec,
+                check_vma=False,
+            )
         return self._topology.compile(
             run,
             self._name,
-            in_shardings=(whole, whole, whole, batch, *[whole] * (self._capacity > 1)),
+            in_shardings=shardings,
             out_shardings=whole,
             donate_argnums=(0,) if self._donates else (),
         )
@@ -186,10 +193,16 @@ class _Program:
         state: list[Any] = [None] * (len(self.written) + len(self._read))
         for i, value in zip([*self.written, *self._read], [*written, *read], strict=True):
             state[i] = value
-        outs = jax_compat.eval_jaxpr(self._jaxpr, [*consts, *state, *leaves])
+        outs = self._evaluate_whole([*consts, *state], leaves)
         for i in self._repeated:
             outs[i] = jnp.copy(outs[i])
         return outs[: len(self.written)], outs[len(self.written) :]
+
+    def _evaluate_whole(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        if self._plan is not None:
+            return self._plan.evaluate([*args, *leaves], lambda values: packed_sum(values, is_cpu=True))
+        rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
+        return jax_compat.eval_jaxpr(self._jaxpr, [*args, *rows])
 
     def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:
         new, outputs = self._evaluate(written, read, consts, leaves)
@@ -261,69 +274,3 @@ class _Program:
             on_host = [np.asarray(leaf) for leaf in outputs]
             return [self._outputs_tree.unflatten([leaf[i] for leaf in on_host]) for i in range(len(batches))]
         return [self._outputs_tree.unflatten(outputs)]
-
-
-@final
-class _Layout:
-    """How one array of a batch lies on the devices: its rows split, padded to a multiple of the devices, or whole.
-
-    Attributes:
-      aval: What the program gets.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any, num_rows: int, topology: Topology):
-        self._topology, self._shape = topology, shape
-        self._is_split = bool(shape) and shape[0] == num_rows > 0 and topology.num_replicas > 1
-        rows = math.ceil(num_rows / topology.num_replicas) * topology.num_replicas
-        self._padded = (rows, *shape[1:]) if self._is_split else shape
-        self._dtype = jax.dtypes.canonicalize_dtype(dtype)
-        self.aval = jax_compat.shaped(self._padded, self._dtype)
-
-    def sharding(self, *, is_stacked: bool) -> Any:
-        if not self._is_split:
-            return self._topology.replicated
-        return self._topology.stacked if is_stacked else self._topology.per_replica
-
-    def without_padding(self, leaf: Any) -> Any:
-        """In the program: the rows that there are."""
-        return leaf if self._padded == self._shape else leaf[: self._shape[0]]
-
-    def put(self, leaf: Any) -> jax.Array:
-        """Places an array. One of the host is copied: who owns it may write the next batch into it."""
-        sharding = self.sharding(is_stacked=False)
-        if isinstance(leaf, jax.Array):
-            return jax_compat.put(self._pad_on_device(leaf), sharding)
-        padded = memory.empty(self._padded, self._dtype)
-        self._fill(padded, leaf)
-        return jax_compat.put_parts(padded.shape, list(self._parts(padded)), sharding)
-
-    def put_stacked(self, leaves: Sequence[Any], capacity: int) -> jax.Array:
-        """Places the arrays of several batches as one, with the batches as a new first dim."""
-        sharding = self.sharding(is_stacked=True)
-        if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            rows = [self._pad_on_device(leaf) for leaf in leaves]
-            rows += [jnp.zeros_like(rows[0])] * (capacity - len(leaves))
-            return jax_compat.put(jnp.stack(rows), sharding)
-        stacked = memory.empty((capacity, *self._padded), self._dtype)
-        for number, leaf in enumerate(leaves):
-            self._fill(stacked[number, ...], np.asarray(leaf))
-        stacked[len(leaves) :] = 0
-        return jax_compat.put(stacked, sharding)
-
-    def _fill(self, padded: np.ndarray, leaf: np.ndarray) -> None:
-        if self._padded == self._shape:
-            padded[...] = leaf
-        else:
-            padded[: len(leaf)], padded[len(leaf) :] = leaf, 0
-
-    def _pad_on_device(self, leaf: jax.Array) -> jax.Array:
-        if self._padded == self._shape:
-            return leaf
-        rows = self._padded[0] - self._shape[0]
-        return jnp.concatenate([leaf, jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)])
-
-    def _parts(self, array: np.ndarray) -> Iterator[np.ndarray]:
-        if not self._is_split:
-            return iter([array] * len(self._topology.local_replicas))
-        rows = self._padded[0] // self._topology.num_replicas
-        return (array[r * rows : (r + 1) * rows] for r in self._topology.local_replicas)

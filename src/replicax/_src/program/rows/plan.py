@@ -1,0 +1,321 @@
+"""The plan of a program by rows: which values are completed, that is summed over the replicas, and when.
+
+All that a step sums over its batch is summed in as few rounds as its operations depend on one another: gradients, loss and
+metrics together, as a rule, in one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src import jax_compat
+from replicax._src.program.rows.layout import Layout, Rows, RowSplit, Shared
+from replicax._src.program.rows.rules import Applied, Incomplete, NotByRowsError, apply, refused
+from replicax._src.program.verdict import is_call
+from replicax._src.topology import REPLICA_AXIS
+from replicax._src.user_code import UNKNOWN
+
+SumOverReplicas = Callable[[Sequence[Any]], Sequence[Any]]
+Atom = Any
+"""The number of a value, or a literal of JAX."""
+_REMATERIALISES = frozenset(["remat", "remat2", "checkpoint"])
+_ADDITIONS = frozenset(["add", "add_any"])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An equation between numbered values. Calls of functions are no operations: what they do stands here.
+
+    Attributes:
+      line: Of the user's code.
+    """
+
+    eqn: Any
+    operands: Sequence[Atom]
+    results: Sequence[int]
+    line: str
+
+
+@final
+class FlatProgram:
+    """A jaxpr without calls of inner functions.
+
+    Args:
+      consts: The values of its constvars.
+
+    Attributes:
+      operations: In order.
+      inputs: The numbers of its operands.
+      outputs: What it gives.
+      consts: Values that it holds, by number.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any] = ()):
+        self._numbers = itertools.count()
+        self.operations: list[Operation] = []
+        self.consts: dict[int, Any] = {}
+        self.inputs = [next(self._numbers) for _ in jaxpr.invars]
+        self.outputs = self._inline(jaxpr, consts, self.inputs)
+
+    def _inline(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], called_at: str = UNKNOWN
+    ) -> list[Atom]:
+        held = [next(self._numbers) for _ in consts]
+        self.consts.update(zip(held, consts, strict=True))
+        env: dict[Any, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *inputs], strict=True))
+
+        def read(atom: Any) -> Atom:
+            return atom if isinstance(atom, jax_compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            line = jax_compat.equation_line(eqn)
+            line = called_at if line == UNKNOWN else line
+            if is_call(eqn) and eqn.primitive.name not in _REMATERIALISES:
+                inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+                given = operands[len(operands) - len(inner.invars) :]
+                results: Sequence[Atom] = self._inline(inner, inner_consts, given, line)
+            else:
+                results = [next(self._numbers) for _ in eqn.outvars]
+                self.operations.append(Operation(eqn, operands, results, line))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+@final
+class RowsPlan:
+    """A program over a whole batch, as each replica runs it on its rows.
+
+    Args:
+      program: The program.
+      layouts: How its operands lie.
+      split: Which rows each replica has.
+      is_body: It is the body of a loop: its results lie as they come, and what it adds to a sum stays one.
+
+    Attributes:
+      num_rounds: How many times the replicas wait for each other.
+      completed_inputs: The positions of operands that it needs whole.
+      layouts: How the results lie.
+
+    Raises:
+      NotByRowsError: It cannot be split.
+    """
+
+    def __init__(
+        self,
+        program: FlatProgram,
+        layouts: Sequence[Layout],
+        split: RowSplit,
+        *,
+        is_body: bool = False,
+    ):
+        self._split, self._is_body = split, is_body
+        self._program = program
+        self._inputs = tuple(layouts)
+        self._completed: set[int] = set()
+        while not self._is_settled():
+            pass
+        self.num_rounds = max((self._rounds[n] + 1 for n in self._completed), default=0)
+        self.completed_inputs = [i for i, n in enumerate(program.inputs) if n in self._completed]
+
+    def _is_settled(self) -> bool:
+        """Goes through the program; False if more values than known have to be completed, which changes what follows.
+
+        (What is completed anyway is used whole: else a gradient that is clipped would be summed twice.)
+        """
+        program = self._program
+        known = set(self._completed)
+        self._layouts: dict[int, Layout] = dict(zip(program.inputs, self._inputs, strict=True))
+        self._layouts.update(dict.fromkeys(program.consts, Shared.WHOLE))
+        self._rounds = dict.fromkeys(self._layouts, 0)
+        self._applied: list[tuple[int, Operation, Applied]] = []
+        for operation in program.operations:
+            applied = self._apply(operation)
+            number = max((self._round_of(atom) for atom in operation.operands), default=0)
+            self._applied.append((number, operation, applied))
+            for result, layout in zip(operation.results, applied.layouts, strict=True):
+                self._layouts[result], self._rounds[result] = layout, number
+        self.layouts = [self._layout_of(atom) for atom in program.outputs]
+        if not self._is_body:
+            if any(isinstance(layout, Rows) for layout in self.layouts):
+                raise NotByRowsError("a result of the step has a row for each row of the batch")
+            for atom in program.outputs:
+                self._complete(atom)
+        return self._completed == known
+
+    def _apply(self, operation: Operation) -> Applied:
+        while True:
+            try:
+                layouts = [self._layout_of(atom) for atom in operation.operands]
+                rule = _scan if operation.eqn.primitive.name == "scan" else apply
+                return rule(operation.eqn, layouts, self._split)
+            except Incomplete as wanted:
+                if self._is_body and operation.eqn.primitive.name in _ADDITIONS:
+                    return _added_up(operation.eqn, layouts, self._split)
+                for i in wanted.numbers:
+                    self._complete(operation.operands[i])
+            except NotByRowsError as error:
+                error.line = error.line or operation.line
+                raise
+
+    def _complete(self, atom: Atom) -> None:
+        if self._layout_of(atom) is not Shared.WHOLE:
+            self._completed.add(atom)
+
+    def _layout_of(self, atom: Atom) -> Layout:
+        if isinstance(atom, jax_compat.Literal) or atom in self._completed:
+            return Shared.WHOLE
+        return self._layouts[atom]
+
+    def _round_of(self, atom: Atom) -> int:
+        if isinstance(atom, jax_compat.Literal):
+            return 0
+        return self._rounds[atom] + (atom in self._completed)
+
+    # --- in the program of a replica ------------------------------------------------------------------
+
+    def evaluate(self, args: Sequence[Any], sum_over_replicas: SumOverReplicas) -> list[Any]:
+        """Runs it on one replica, under the axis ``replica``.
+
+        Args:
+          args: What the replica has of the operands.
+          sum_over_replicas: Sums arrays of this replica with those of the others.
+
+        Returns:
+          What it has of the results.
+        """
+        env: dict[int, Any] = dict(zip(self._program.inputs, args, strict=True)) | self._program.consts
+        by_round = sorted(self._applied, key=lambda applied: applied[0])  # (keeps the order within a round)
+        remaining = iter(by_round)
+        upcoming = next(remaining, None)
+        for number in range(self.num_rounds + 1):
+            while upcoming is not None and upcoming[0] == number:
+                _, operation, applied = upcoming
+                operands = [_read(env, atom) for atom in operation.operands]
+                env.update(zip(operation.results, applied.evaluate(operands), strict=True))
+                upcoming = next(remaining, None)
+            self._sum(env, number, sum_over_replicas)
+        return [_read(env, atom) for atom in self._program.outputs]
+
+    def _sum(self, env: dict[int, Any], number: int, sum_over_replicas: SumOverReplicas) -> None:
+        """Completes what the round has computed."""
+        due = sorted(n for n in self._completed if self._rounds[n] == number)
+        sums = [n for n in due if self._layouts[n] is Shared.SUM]
+        env.update(zip(sums, sum_over_replicas([env[n] for n in sums]), strict=True))
+        for n in due:
+            if self._layouts[n] is not Shared.SUM:
+                env[n] = _extreme(env[n], self._layouts[n])
+
+
+def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    """The sum of whole values and of parts of a sum, as parts of a sum."""
+    parts = [Shared.SUM] * len(layouts)
+    applied = apply(eqn, parts, split)
+    return Applied(
+        applied.layouts, lambda args: applied.evaluate(list(map(split.converted, args, layouts, parts)))
+    )
+
+
+def _read(env: Mapping[int, Any], atom: Atom) -> Any:
+    return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+
+
+def _extreme(value: Any, kind: Layout) -> Any:
+    combine = jax.lax.pmax if kind is Shared.MAX else jax.lax.pmin
+    if value.dtype == bool:
+        return combine(value.astype(jnp.int32), REPLICA_AXIS).astype(bool)
+    return combine(value, REPLICA_AXIS)
+
+
+# --- loops --------------------------------------------------------------------------------------------
+
+
+def _scan(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    """A loop whose steps need nothing of the other replicas; a sum that it adds up is summed after it."""
+    if all(layout is Shared.WHOLE for layout in layouts) or eqn.effects:
+        return apply(eqn, layouts, split)
+    extremes = [i for i, layout in enumerate(layouts) if layout in (Shared.MAX, Shared.MIN)]
+    if extremes:
+        raise Incomplete(extremes)
+    num_consts, num_carry = jax_compat.scan_counts(eqn)
+    consts, given = list(layouts[:num_consts]), list(layouts[num_consts : num_consts + num_carry])
+    xs = [_without_leading_dim(eqn, layout) for layout in layouts[num_consts + num_carry :]]
+    body = FlatProgram(*jax_compat.inner_jaxpr(eqn.params["jaxpr"]))
+    carry = given
+    while True:
+        plan = _plan_of_body(eqn, body, [*consts, *carry, *xs], layouts, split)
+        grown = [_joined(eqn, *pair) for pair in zip(carry, plan.layouts[:num_carry], strict=True)]
+        if grown == carry:
+            break
+        carry = grown
+
+    def evaluate(args: Sequence[Any]) -> list[Any]:
+        held, first, slices = _parted(args, num_consts, num_carry)
+        first = [split.converted(*three) for three in zip(first, given, carry, strict=True)]
+
+        def step(state: Any, x: Any) -> Any:
+            results = plan.evaluate([*held, *state, *x], _no_sum)
+            lay = zip(results[:num_carry], plan.layouts[:num_carry], carry, strict=True)
+            return [split.converted(*three) for three in lay], results[num_carry:]
+
+        last, ys = jax.lax.scan(
+            step,
+            first,
+            slices,
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*last, *ys]
+
+    return Applied([*carry, *map(_with_leading_dim, plan.layouts[num_carry:])], evaluate)
+
+
+def _plan_of_body(
+    eqn: Any, body: FlatProgram, inside: Sequence[Layout], outside: Sequence[Layout], split: RowSplit
+) -> RowsPlan:
+    plan = RowsPlan(body, inside, split, is_body=True)
+    incomplete = [i for i in plan.completed_inputs if outside[i] is Shared.SUM]
+    if incomplete:
+        raise Incomplete(incomplete)
+    if plan.num_rounds:
+        raise refused(eqn, "needs a sum over the batch in every step of a loop")
+    return plan
+
+
+def _parted(args: Sequence[Any], num_consts: int, num_carry: int) -> tuple[list[Any], list[Any], list[Any]]:
+    end = num_consts + num_carry
+    return list(args[:num_consts]), list(args[num_consts:end]), list(args[end:])
+
+
+def _no_sum(values: Sequence[Any]) -> Sequence[Any]:
+    assert not values
+    return values
+
+
+def _joined(eqn: Any, before: Layout, after: Layout) -> Layout:
+    """How a value lies that a loop carries: as it goes in, and comes out."""
+    if before == after:
+        return before
+    others = {before, after} - {Shared.WHOLE}
+    if len(others) == 1 and not others & {Shared.MAX, Shared.MIN}:
+        return others.pop()
+    raise refused(eqn, "carries a value that is split by rows in one step and summed in another")
+
+
+def _without_leading_dim(eqn: Any, layout: Layout) -> Layout:
+    if not isinstance(layout, Rows):
+        return layout
+    if layout.dim == 0:
+        raise refused(eqn, "goes over the rows of the batch one by one")
+    return Rows(layout.dim - 1, layout.unit)
+
+
+def _with_leading_dim(layout: Layout) -> Layout:
+    return Rows(layout.dim + 1, layout.unit) if isinstance(layout, Rows) else layout

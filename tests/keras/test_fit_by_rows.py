@@ -1,0 +1,49 @@
+"""Keras's own steps, split by rows as processes on CPUs run them: which can be, in how many sums, and that they are equal."""
+
+import jax
+import keras
+import pytest
+from fit_models import SUBJECTS
+
+from checks import assert_close
+from replicax._src.keras.steps import TEST, TRAIN
+from splitting import plan_of, run_by_rows
+
+# Batch normalisation waits for the mean, the variance and their gradients; a mask for the number of rows that count.
+ROUNDS = {
+    "dense": (6, 1),
+    "built_by_fit": (6, 1),
+    "convolution": (6, 1),
+    "gru_per_time_step": (2, 2),
+    "add_loss": (3, 2),
+    "custom_train_step": (3, 1),
+    "mixed_bfloat16": (6, 1),
+    "dice": (3, 2),
+}
+SIZES = (70, 64, 65)
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # Keras, in BinaryIoU
+
+
+def step_of(name, phase):
+    """The step as a function of the state and a batch, and both."""
+    subject = SUBJECTS[name]
+    keras.utils.set_random_seed(1)
+    model = subject.build()
+    rows = subject.rows()
+    model.train_on_batch(*rows)
+    state = tuple([variable.value for variable in group] for group in phase.variables_of(model))
+    step = getattr(model, phase.step_name)
+    return lambda state, batch: step(state, batch), state, rows
+
+
+@pytest.mark.parametrize("phase", [TRAIN, pytest.param(TEST, marks=pytest.mark.long)], ids=["train", "test"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_step_split_by_rows_is_the_whole_step(name, phase):
+    step, state, rows = step_of(name, phase)
+    plan, _ = plan_of(step, state, rows, SIZES)
+    assert plan.num_rounds == ROUNDS.get(name, (1, 1))[phase is TEST]
+    got, _ = run_by_rows(step, state, rows, SIZES)
+    expected = jax.tree_util.tree_leaves(jax.jit(step)(state, rows))
+    subject = SUBJECTS[name]
+    for one, other in zip(got, expected, strict=True):
+        assert_close(one, other, subject.weight_rtol, subject.weight_atol)

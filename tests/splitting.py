@@ -1,0 +1,56 @@
+"""Runs a program over a whole batch as replicas run it that have some of the rows each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from replicax._src import jax_compat
+from replicax._src.program.rows.layout import Rows, RowSplit, Shared
+from replicax._src.program.rows.plan import FlatProgram, RowsPlan
+
+GARBAGE = {"f": np.nan, "i": 10**6, "b": True}
+
+
+def plan_of(function, whole, batch, sizes):
+    """The plan of ``function(whole, batch)``, and its operands in order."""
+    flat, tree = jax.tree_util.tree_flatten((whole, batch))
+    closed = jax.make_jaxpr(lambda *args: function(*tree.unflatten(args)))(*flat)
+    num_rows = len(jax.tree_util.tree_leaves(batch))
+    layouts = [Shared.WHOLE] * (len(flat) - num_rows) + [Rows(0)] * num_rows
+    return RowsPlan(FlatProgram(closed.jaxpr, closed.consts), layouts, RowSplit(sizes)), flat
+
+
+def held(array, sizes):
+    """What the replicas hold of an array, one after the other: as many rows each, garbage where there are less."""
+    array = np.asarray(array)
+    parts = np.split(array, np.cumsum(sizes)[:-1])
+    padded = np.full((len(sizes), max(sizes), *array.shape[1:]), GARBAGE[array.dtype.kind], array.dtype)
+    for rows, part in zip(padded, parts):
+        rows[: len(part)] = part
+    return padded.reshape(-1, *array.shape[1:])
+
+
+def run_by_rows(function, whole, batch, sizes):
+    """The results of the split program, as replica 0 has them; all are checked to have the same. And how often it sums."""
+    plan, flat = plan_of(function, whole, batch, sizes)
+    num_whole = len(jax.tree_util.tree_leaves(whole))
+    mesh = Mesh(np.array(jax.devices()[: len(sizes)]), ("replica",))
+    sums = []
+
+    def summed(values):
+        sums.append(len(values))
+        return [jax.lax.psum(value, "replica") for value in values]
+
+    split = jax_compat.shard_map(
+        lambda *args: [jnp.asarray(result)[None] for result in plan.evaluate(args, summed)],
+        mesh=mesh,
+        in_specs=(PartitionSpec(),) * num_whole + (PartitionSpec("replica"),) * (len(flat) - num_whole),
+        out_specs=PartitionSpec("replica"),
+        check_vma=False,
+    )
+    args = [value if i < num_whole else held(value, sizes) for i, value in enumerate(flat)]
+    results = [np.asarray(result) for result in jax.jit(split)(*args)]
+    for result in results:
+        np.testing.assert_array_equal(result, np.broadcast_to(result[0], result.shape))
+    return [result[0] for result in results], [count for count in sums if count]
