@@ -19,7 +19,8 @@ import peer_process
 
 CPU_POOL_THREADS = "16"  # what replicax gives XLA where several virtual devices share the CPU
 DENSE = {"MLP 64-256-256-10": (64, 256, 256, 10), "10 k parameters, 64-128-10": (64, 128, 10)}
-CNN = "CNN 16x16x3"
+CNN, DIGITS = "CNN 16x16x3", "digits CNN"
+SHAPES = {name: sizes[:1] for name, sizes in DENSE.items()} | {CNN: (16, 16, 3), DIGITS: (8, 8, 1)}
 CLASSES = 10
 
 
@@ -28,7 +29,7 @@ def build(contestant: str, model: str, rows: int, batch: int, steps_per_executio
 
     Args:
       contestant: A key of ``SCOPES``.
-      model: A key of ``DENSE``, or ``CNN``.
+      model: A key of ``SHAPES``.
       rows: Of the data.
       batch: Rows of a step, over all devices.
       steps_per_execution: For ``compile``.
@@ -108,29 +109,41 @@ def compiled_model(name: str, steps_per_execution: int) -> Any:
     import keras
 
     keras.utils.set_random_seed(0)
-    layers = keras.layers
-    if name == CNN:
-        hidden = [
-            keras.Input((16, 16, 3)),
-            layers.Conv2D(16, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.Flatten(),
-        ]
-    else:
-        first, *others = DENSE[name][:-1]
-        hidden = [keras.Input((first,)), *(layers.Dense(n, activation="relu") for n in others)]
-    model = keras.Sequential([*hidden, layers.Dense(CLASSES)])
+    model = keras.Sequential([keras.Input(SHAPES[name]), *_hidden(name), keras.layers.Dense(CLASSES)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3), loss, steps_per_execution=steps_per_execution)
     return model
 
 
+def _hidden(name: str) -> list[Any]:
+    from keras import layers
+
+    if name == CNN:
+        return [
+            layers.Conv2D(16, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.Flatten(),
+        ]
+    if name == DIGITS:  # as in examples/digits.py
+        return [
+            layers.Conv2D(24, 3, padding="same", use_bias=False),
+            layers.BatchNormalization(momentum=0.9),
+            layers.ReLU(),
+            layers.Conv2D(48, 3, strides=2, padding="same", use_bias=False),
+            layers.BatchNormalization(momentum=0.9),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dropout(0.5),
+            layers.Dense(64, activation="relu"),
+        ]
+    return [layers.Dense(n, activation="relu") for n in DENSE[name][1:-1]]
+
+
 def data(name: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Features and labels."""
-    shape = (16, 16, 3) if name == CNN else DENSE[name][:1]
     rng = np.random.default_rng(0)
-    features = rng.normal(size=(rows, *shape)).astype(np.float32)
+    features = rng.normal(size=(rows, *SHAPES[name])).astype(np.float32)
     return features, rng.integers(0, CLASSES, rows).astype(np.int32)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -94,8 +95,8 @@ def initial_state(sizes: Sequence[int]) -> dict[str, Any]:
     return {"params": params, "m": zeros, "v": [z.copy() for z in zeros], "count": np.int32(0), "rate": rate}
 
 
-def hand_written_step(mesh: Any, rows: int) -> Callable[..., Any]:
-    """One step, compiled."""
+def hand_written_step(mesh: Any, rows: int, *, is_packed: bool = False) -> Callable[..., Any]:
+    """One step, compiled; ``is_packed``: the gradients are summed in one buffer."""
 
     def loss_of(params: Sequence[Any], batch: Any) -> Any:
         x, labels = batch
@@ -107,7 +108,11 @@ def hand_written_step(mesh: Any, rows: int) -> Callable[..., Any]:
 
     def step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
         loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch)
-        gradients = jax.lax.psum(gradients, "replica")
+        if is_packed:
+            buffer, unpack = jax.flatten_util.ravel_pytree(gradients)
+            gradients = unpack(jax.lax.psum(buffer, "replica"))
+        else:
+            gradients = jax.lax.psum(gradients, "replica")
         count = state["count"] + 1
         time = count.astype(jnp.float32)
         rate = state["rate"] * jnp.sqrt(1 - BETA_2**time) / (1 - BETA_1**time)

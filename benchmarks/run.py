@@ -25,6 +25,7 @@ import feeding
 import fit
 import memory
 import models
+import multi_worker
 import overhead
 import peers
 import rounds
@@ -53,6 +54,9 @@ SECTIONS = {
     "feeding": lambda arguments: feeding.main(arguments.rounds, arguments.tensorflow, arguments.torch),
     "fit": lambda arguments: fit.main(arguments.rounds, arguments.tensorflow),
     "memory": lambda arguments: memory.main(),
+    "multi_worker": lambda arguments: multi_worker.main(
+        arguments.rounds, arguments.tensorflow, arguments.torch
+    ),
     "peers": lambda arguments: peers.main(arguments.rounds, arguments.tensorflow),
 }
 

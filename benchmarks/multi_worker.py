@@ -1,0 +1,133 @@
+"""Two workers on one machine: all-reduces, training steps and the start, beside JAX by hand, TensorFlow and torch.
+
+``make bench`` runs it with the others; ``python benchmarks/multi_worker.py --help`` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import fit_process
+import workers
+from worker_timing import NUM_WORKERS
+from workers import Contestant
+
+KIB, MIB = 2**10, 2**20
+# Bytes, and how many all-reduces of as many a round has.
+ALL_REDUCES = {4: 200, 4 * KIB: 200, 64 * KIB: 200, MIB: 60, 4 * MIB: 30, 16 * MIB: 10, 64 * MIB: 5}
+LARGEST_BESIDE_TORCH = 4 * MIB
+MODELS = (next(iter(fit_process.DENSE)), fit_process.CNN, fit_process.DIGITS)
+ROWS = 64 * NUM_WORKERS
+NUM_STEPS = 64
+NUM_STARTS = 5
+START_LIMIT_S, START_BAR_S = 120.0, 10.0
+
+OURS, BY_HAND, TENSORFLOW, TORCH = "replicax", "JAX by hand", "TensorFlow", "torch, gloo"
+RUN, FIT, DDP = "replicax, strategy.run", "replicax, Keras fit", "torch DDP, gloo"
+SCRIPT = "worker_replicax.py"
+
+
+def main(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
+    """Prints all parts."""
+    for part in PARTS.values():
+        part(num_rounds, tensorflow_python, torch_python)
+
+
+def all_reduces(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
+    """The bars, by p10: faster than TensorFlow at every size, at most 1.3 times torch's gloo up to 4 MiB."""
+    task = {"task": "all_reduce"}
+    contestants = {
+        OURS: Contestant(sys.executable, SCRIPT, {"contestant": "replicax", **task}),
+        BY_HAND: Contestant(sys.executable, SCRIPT, {"contestant": "by hand", **task}),
+        TENSORFLOW: Contestant(tensorflow_python, "worker_tensorflow.py", task),
+        TORCH: Contestant(torch_python, "worker_torch.py", task),
+    }
+    turns = {size: (count, {"size": size}) for size, count in ALL_REDUCES.items()}
+    for size, timings in workers.compare(contestants, turns, num_rounds).items():
+        workers.report(f"All-reduce over two workers, {_in_words(size)} of float32", timings, OURS)
+        workers.print_bar(timings, OURS, TENSORFLOW, 1.0)
+        if size <= LARGEST_BESIDE_TORCH:
+            workers.print_bar(timings, OURS, TORCH, 1.3)
+
+
+def steps(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
+    """The bars, by p10: at least 1.5 times TensorFlow's steps/s, at most 1.1 times DDP's time per step.
+
+    All have their batch at hand, and none sums the loss, but for ``fit``: it reads its batches, and its figures are means
+    over epochs, with what an epoch costs.
+    """
+    for model in MODELS:
+        options: dict[str, Any] = {"model": model, "rows": ROWS}
+        task = {"task": "steps", **options}
+        contestants = {
+            RUN: Contestant(sys.executable, SCRIPT, {"contestant": "replicax", **task}),
+            FIT: Contestant(sys.executable, SCRIPT, {"contestant": "replicax", "task": "fit", **options}),
+            TENSORFLOW: Contestant(tensorflow_python, "worker_tensorflow.py", task),
+            DDP: Contestant(torch_python, "worker_torch.py", task),
+        }
+        if model in fit_process.DENSE:
+            contestants[BY_HAND] = Contestant(sys.executable, SCRIPT, {"contestant": "by hand", **task})
+        timings = workers.compare(contestants, {model: (NUM_STEPS, {})}, num_rounds)[model]
+        workers.report(f"One step, batch {ROWS} on two workers, Adam: {model}", timings, RUN)
+        for name in (RUN, FIT):
+            workers.print_bar(timings, name, TENSORFLOW, 1 / 1.5)
+            workers.print_bar(timings, name, DDP, 1.1)
+
+
+def start_up(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
+    """From ``replicax launch --workers 2`` to the end of the first step; the bar: at most 10 s. Only ours."""
+    seconds = [_started() for _ in range(min(num_rounds, NUM_STARTS))]
+    each = ", ".join(f"{s:.2f}" for s in seconds)
+    print(f"\nreplicax launch --workers {NUM_WORKERS}, s to the end of the first step: {MODELS[0]}")
+    print(
+        f"  median {statistics.median(seconds):.2f}, best {min(seconds):.2f}, worst {max(seconds):.2f}: {each}"
+    )
+    is_met = max(seconds) <= START_BAR_S
+    print(f"  the worst is {max(seconds):.2f} s (bar: at most {START_BAR_S:g}): {workers.verdict(is_met)}")
+
+
+def _started() -> float:
+    script = str(Path(__file__).parent / "start_up_worker.py")
+    command = [sys.executable, "-m", "replicax", "launch", "--workers", str(NUM_WORKERS), "--plain", script]
+    start = time.time()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
+    ended = [float(text) for text in re.findall(r"first step ended at ([\d.]+)", done.stdout)]
+    if done.returncode or len(ended) != NUM_WORKERS:
+        raise SystemExit(f"{script} failed under replicax launch:\n{done.stdout}{done.stderr}")
+    return max(ended) - start
+
+
+def _in_words(size: int) -> str:
+    if size >= MIB:
+        return f"{size // MIB} MiB"
+    return f"{size // KIB} KiB" if size >= KIB else f"{size} B"
+
+
+PARTS = {"all_reduce": all_reduces, "steps": steps, "start_up": start_up}
+
+
+def _command_line() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--rounds", type=int, default=6, help="alternating rounds (default 6)")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow 2.21")
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch 2.13")
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {arguments.rounds} rounds")
+    for name, part in PARTS.items():
+        if arguments.only in (None, name):
+            part(arguments.rounds, arguments.tensorflow, arguments.torch)
+
+
+if __name__ == "__main__":
+    _command_line()

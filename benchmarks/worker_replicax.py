@@ -1,0 +1,155 @@
+"""One worker of replicax, or of JAX by hand, in ``multi_worker.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+
+import fit_process
+import models
+import peer_process
+import replicax as rx
+import worker_timing
+from worker_timing import NUM_WORKERS, Run
+
+FIT_STEPS = 32
+
+
+def build(contestant: str, task: str, index: int, addresses: Sequence[str], **task_options: Any) -> Run:
+    """What the worker does when it is told to.
+
+    Args:
+      contestant: A key of ``TASKS``.
+      task: A key of its tasks.
+      index: Of this worker.
+      addresses: Of all.
+      **task_options: The arguments of the task.
+    """
+    if contestant == "replicax":
+        own = {"type": "worker", "index": index}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": own})
+        place: Any = rx.MultiWorkerMirroredStrategy()
+    else:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        jax.distributed.initialize(addresses[0], len(addresses), index)
+        place = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+    assert len(jax.devices()) == NUM_WORKERS
+    return TASKS[contestant][task](place, **task_options)
+
+
+# --- replicax -------------------------------------------------------------------------------------------
+
+
+def all_reduce(strategy: rx.Strategy) -> Run:
+    """One call of ``run`` with one all-reduce, and the wait for its result."""
+
+    def step(x: Any) -> Any:
+        return rx.get_replica_context().all_reduce(rx.ReduceOp.SUM, x)
+
+    def make(size: int) -> Callable[[], Any]:
+        value = strategy.experimental_distribute_values_from_function(lambda context: ones(size))
+
+        def once() -> Any:
+            result = strategy.experimental_local_results(strategy.run(step, args=(value,)))[0]
+            return jax.block_until_ready(result)
+
+        return once
+
+    return worker_timing.of_sizes(make, np.asarray)
+
+
+def steps(strategy: rx.Strategy, model: str, rows: int) -> Run:
+    """One training step through ``run``, on a fixed batch."""
+    import keras
+
+    with strategy.scope():
+        network = fit_process.compiled_model(model, 1)
+        network.optimizer.build(network.trainable_variables)
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    dataset = rx.data.from_arrays(fit_process.data(model, rows)).batch(rows)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+    def step(batch: Any) -> Any:
+        features, labels = batch
+        with rx.GradientTape() as tape:
+            per_example = loss_object(labels, network(features, training=True))
+            loss = rx.nn.compute_average_loss(per_example, global_batch_size=rows)
+        gradients = tape.gradient(loss, network.trainable_variables)
+        network.optimizer.apply_gradients(zip(gradients, network.trainable_variables, strict=True))
+        return loss
+
+    def once() -> Any:
+        loss = strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0]
+        return jax.block_until_ready(loss)
+
+    return worker_timing.of_steps(once, float)
+
+
+def fit(strategy: rx.Strategy, model: str, rows: int) -> Run:
+    """Means over epochs of ``fit``, with its input and its loop."""
+    with strategy.scope():
+        network = fit_process.compiled_model(model, 1)
+    epoch = fit_process.steps(network, *fit_process.data(model, 3 * FIT_STEPS * rows), rows)
+
+    def run(count: int) -> list[float]:
+        return [epoch(FIT_STEPS) / FIT_STEPS for _ in range(max(1, count // FIT_STEPS))]
+
+    return run
+
+
+# --- JAX by hand ----------------------------------------------------------------------------------------
+
+
+def all_reduce_by_hand(mesh: jax.sharding.Mesh) -> Run:
+    """One call of ``jit(shard_map(psum))``, and the wait for its result."""
+    row, whole = jax.sharding.PartitionSpec("replica"), jax.sharding.PartitionSpec()
+    total = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x[0], "replica"), mesh=mesh, in_specs=row, out_specs=whole)
+    )
+
+    def make(size: int) -> Callable[[], Any]:
+        sharding = jax.sharding.NamedSharding(mesh, row)
+        value = jax.make_array_from_process_local_data(sharding, ones(size)[None])
+        return lambda: jax.block_until_ready(total(value))
+
+    return worker_timing.of_sizes(make, np.asarray)
+
+
+def steps_by_hand(mesh: jax.sharding.Mesh, model: str, rows: int) -> Run:
+    """The step of ``models.py``, with the gradients in one buffer."""
+    sizes = fit_process.DENSE[model]
+    row, whole = jax.sharding.PartitionSpec("replica"), jax.sharding.PartitionSpec()
+    state = jax.device_put(models.initial_state(sizes), jax.sharding.NamedSharding(mesh, whole))
+    batch = jax.device_put(models.data(sizes, rows), jax.sharding.NamedSharding(mesh, row))
+    step = models.hand_written_step(mesh, rows, is_packed=True)
+
+    def once() -> Any:
+        nonlocal state
+        state, loss = step(state, batch)
+        return jax.block_until_ready(loss).addressable_data(0)
+
+    return worker_timing.of_steps(once, lambda loss: float(loss[0]))
+
+
+def ones(size: int) -> np.ndarray:
+    """As many bytes."""
+    return np.ones(size // 4, np.float32)
+
+
+TASKS = {
+    "replicax": {"all_reduce": all_reduce, "steps": steps, "fit": fit},
+    "by hand": {"all_reduce": all_reduce_by_hand, "steps": steps_by_hand},
+}
+
+
+if __name__ == "__main__":
+    peer_process.answer(build)
