@@ -310,3 +310,35 @@ def fitting_of_different_batches():
         model.fit(batches(), steps_per_epoch=4, verbose=0)
     except rx.errors.WorkersDifferError as error:
         report(text=str(error))
+
+
+def buffers(bytes_per_pack):
+    """Sums of large, small and odd arrays, and how many buffers they travel in."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    options = rx.CommunicationOptions(bytes_per_pack=int(bytes_per_pack))
+    strategy = rx.MultiWorkerMirroredStrategy(communication_options=options)
+    sizes = [1, 250_001, 0, 1_000_003, 3, 2_500_001]
+
+    def step(replica):
+        arrays = [jnp.arange(size, dtype=jnp.float32) % 1000 + replica for size in sizes]
+        counts = [replica.astype(jnp.int32), jnp.full(3, 7)]
+        return rx.get_replica_context().all_reduce("SUM", [*arrays, *counts])
+
+    replicas = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+    results = [strategy.experimental_local_results(r)[0] for r in strategy.run(step, args=(replicas,))]
+    num_replicas = strategy.num_replicas_in_sync
+    ids = sum(range(num_replicas))
+    expected = [num_replicas * (np.arange(size) % 1000) + ids for size in sizes]
+    text = strategy.runner.last_launcher.lower([replicas.stored]).as_text()
+    report(
+        are_right=all(np.array_equal(r, e) for r, e in zip(results, expected, strict=False)),
+        counts=[int(results[-2]), np.asarray(results[-1]).tolist()],
+        num_buffers=text.count("stablehlo.all_reduce"),
+    )

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from programs import (
+    buffers,
     datasets,
     fitting,
     fitting_of_datasets,
@@ -62,6 +63,21 @@ def test_values_of_replicas(size, workers):
         assert worker["function"] == 100 * total
         assert worker["total_after"] == total + total + 10 * total
         assert (worker["assigned"], worker["plain"]) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_pack", "num_buffers"),
+    [
+        (0, 3 + 1),  # the two of at least 2 MiB, the other floats, the ints
+        pytest.param(1 << 20, 4 + 1, marks=pytest.mark.long),
+        pytest.param(1 << 30, 1 + 1, marks=pytest.mark.long),
+    ],
+)
+def test_arrays_are_summed_in_common_buffers(reports_of, bytes_per_pack, num_buffers):
+    for worker in reports_of(buffers, str(bytes_per_pack)):
+        assert worker["are_right"]
+        assert worker["counts"] == [1, [14, 14, 14]]
+        assert worker["num_buffers"] == num_buffers
 
 
 def test_a_value_is_shown_with_the_numbers_of_this_workers_replicas(size, workers):

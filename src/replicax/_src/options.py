@@ -141,8 +141,8 @@ class CommunicationOptions:
     """How collectives communicate.
 
     Attributes:
-      bytes_per_pack: Small arrays are joined into buffers of at most this many bytes before they are
-        reduced; 0 lets replicax choose.
+      bytes_per_pack: Arrays of one dtype are joined into buffers of at most this many bytes before they are
+        reduced; larger arrays travel by themselves, and are not cut. 0 lets replicax choose.
       timeout_seconds: Seconds after which a collective between processes fails; None is 600.
       implementation: AUTO, RING or NCCL. In one process XLA chooses, and this has no effect.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 from replicax._src.errors import ReductionError, UnsupportedError
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.program.capture import Capture
-from replicax._src.topology import REPLICA_AXIS
+from replicax._src.topology import REPLICA_AXIS, Topology
 from replicax._src.values import cut, largest_shape, pad
 
-# Leaves of at least this size are reduced by themselves: joining them would only cost memory.
-_ALONE_BYTES = 256 * 1024
+# On CPUs each array of an all-reduce costs 10 to 20 µs in one process, and 100 µs to 3 ms between processes, whatever its
+# size. Larger arrays are reduced by themselves: joining them, or cutting them, costs more in copies than it saves.
+_ALONE_BYTES, _SHARED_ALONE_BYTES = 256 * 1024, 2 * 1024 * 1024
 _DEFAULT_PACK_BYTES = 4 * 1024 * 1024
 
 
@@ -81,14 +83,53 @@ class Communicator(abc.ABC):
         """Every replica's array, in replica order; their shapes may differ."""
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Which arrays travel in a common buffer.
+
+    Attributes:
+      bytes_per_pack: Of a buffer, at most.
+      alone_bytes: Arrays of at least so many travel as they are; None: those that do not fit into a buffer.
+    """
+
+    bytes_per_pack: int
+    alone_bytes: int | None = None
+
+    @classmethod
+    def on(cls, topology: Topology, options: CommunicationOptions | None = None) -> Packing | None:
+        """What the options say, or what suits the devices; None: XLA's own way."""
+        if options is not None and options.bytes_per_pack:
+            return cls(options.bytes_per_pack)
+        if not topology.is_cpu:
+            return None
+        return cls(_DEFAULT_PACK_BYTES, _ALONE_BYTES if topology.peers is None else _SHARED_ALONE_BYTES)
+
+    def packs(self, values: Sequence[jax.Array]) -> list[list[int]]:
+        """Indices of the values that travel together, which have one dtype."""
+        packs: list[list[int]] = []
+        open_packs: dict[Any, tuple[list[int], int]] = {}
+        for i, value in enumerate(values):
+            size = value.size * value.dtype.itemsize
+            if self.alone_bytes is not None and size >= self.alone_bytes:
+                packs.append([i])
+                continue
+            members, total = open_packs.get(value.dtype, ([], 0))
+            if not members or total + size > self.bytes_per_pack:
+                members, total = [], 0
+                packs.append(members)
+            members.append(i)
+            open_packs[value.dtype] = (members, total + size)
+        return packs
+
+
 @final
 class TracedCommunicator(Communicator):
     """Collectives as JAX primitives, in a replica function that is being traced."""
 
-    def __init__(self, capture: Capture, is_cpu: bool):
+    def __init__(self, capture: Capture, topology: Topology):
         assert capture.num_replicas is not None
         self._capture = capture
-        self._is_cpu = is_cpu
+        self._topology = topology
 
     @property
     def num_replicas(self) -> int:
@@ -98,7 +139,7 @@ class TracedCommunicator(Communicator):
         return jax.lax.axis_index(REPLICA_AXIS)
 
     def sum(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        return packed_sum(values, self._is_cpu, (options or CommunicationOptions()).bytes_per_pack)
+        return packed_sum(values, Packing.on(self._topology, options))
 
     def components(self, value: Any) -> list[Any]:
         value = jnp.asarray(value)
@@ -110,40 +151,19 @@ class TracedCommunicator(Communicator):
         return [cut(stacked[r], shape) for r, shape in enumerate(shapes)]
 
 
-def packed_sum(values: Sequence[Any], is_cpu: bool, bytes_per_pack: int = 0) -> list[Any]:
-    """Sums arrays over the replica axis; on CPU small ones travel in common buffers.
-
-    Every operand of an all-reduce costs 10 to 20 µs on a CPU mesh, whatever its size.
-    """
+def packed_sum(values: Sequence[Any], packing: Packing | None) -> list[Any]:
+    """Sums arrays over the replica axis."""
     values = [jnp.asarray(v) for v in values]
     if not values:
         return []
-    if not is_cpu or len(values) == 1:
+    if packing is None or len(values) == 1:
         return list(jax.lax.psum(tuple(values), REPLICA_AXIS))
     results: list[Any] = list(values)
-    for indices in _packs(values, bytes_per_pack or _DEFAULT_PACK_BYTES):
+    for indices in packing.packs(values):
         members = [values[i] for i in indices]
         for i, total in zip(indices, _sum_pack(members), strict=True):
             results[i] = total
     return results
-
-
-def _packs(values: Sequence[Any], limit: int) -> list[list[int]]:
-    """Indices of the values that travel together: one dtype, at most ``limit`` bytes, large ones alone."""
-    packs: list[list[int]] = []
-    open_packs: dict[Any, tuple[list[int], int]] = {}
-    for i, value in enumerate(values):
-        size = value.size * value.dtype.itemsize
-        if size >= _ALONE_BYTES:
-            packs.append([i])
-            continue
-        members, total = open_packs.get(value.dtype, ([], 0))
-        if not members or total + size > limit:
-            members, total = [], 0
-            packs.append(members)
-        members.append(i)
-        open_packs[value.dtype] = (members, total + size)
-    return packs
 
 
 def _sum_pack(members: Sequence[Any]) -> list[Any]:

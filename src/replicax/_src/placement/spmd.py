@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from replicax._src import jax_compat
-from replicax._src.collectives.in_replica import packed_sum
+from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.errors import TraceError
 from replicax._src.placement.uneven import UnevenEvaluator
 from replicax._src.program.program import ReplicaProgram
@@ -133,7 +133,7 @@ def _share_writes(
         # Where a replica has no rows its statistics may be nan: never 0 * nan.
         operands += [jnp.where(weight > 0, writes[i] * weight.astype(writes[i].dtype), 0) for i in averaged]
     operands += [jnp.where(index == 0, writes[i], jnp.zeros_like(writes[i])) for i in firsts]
-    results = packed_sum(operands, topology.is_cpu)
+    results = packed_sum(operands, Packing.on(topology))
     shared = list(writes)
     for i, value in zip(averaged, results[len(summed) :], strict=False):
         shared[i] = (value / total).astype(writes[i].dtype)

@@ -367,7 +367,7 @@ class Runner:
             opened = jax.tree_util.tree_unflatten(tree, leaves)
             capture = current_capture()
             assert capture is not None
-            communicator = TracedCommunicator(capture, self._topology.is_cpu)
+            communicator = TracedCommunicator(capture, self._topology)
             replica = ReplicaContext(self._strategy, None, communicator)
             with context.Scope(self._strategy), context.replica_context(self._strategy, replica):
                 nest, finish = enter_modules(opened, has_modules)
@@ -376,7 +376,7 @@ class Runner:
                 return finish(result)
 
         def sum_gradients(capture: Capture) -> SumGradients:
-            communicator = TracedCommunicator(capture, self._topology.is_cpu)
+            communicator = TracedCommunicator(capture, self._topology)
             return lambda values: (
                 self._strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None)
                 if values

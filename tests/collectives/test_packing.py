@@ -1,0 +1,108 @@
+"""Which arrays of a sum travel in one buffer, and that each comes out of it again."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import replicax as rx
+from replicax._src.collectives.in_replica import Packing, packed_sum
+
+DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
+KIB, MIB = 2**10, 2**20
+ONE_PROCESS = SimpleNamespace(is_cpu=True, peers=None)
+SEVERAL_PROCESSES = SimpleNamespace(is_cpu=True, peers=object())
+GPUS = SimpleNamespace(is_cpu=False, peers=object())
+
+
+def summed(values, packing):
+    """``packed_sum`` of arrays [R, ...] of which replica r has row r, compiled over the devices of a strategy."""
+    mesh = rx.MirroredStrategy(DEVICES).topology.mesh
+    return jax.jit(
+        jax.shard_map(
+            lambda rows: packed_sum([row[0] for row in rows], packing),
+            mesh=mesh,
+            in_specs=PartitionSpec("replica"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    ).trace(values)
+
+
+def buffers(sizes, packing):
+    """The bytes of what is reduced at once, for float32 arrays of so many bytes."""
+    rows = [jax.ShapeDtypeStruct((3, size // 4), jnp.float32) for size in sizes]
+    (call,) = summed(rows, packing).jaxpr.eqns
+    reduced = [
+        v.aval for e in call.params["jaxpr"].eqns if e.primitive.name.startswith("psum") for v in e.invars
+    ]
+    return [4 * aval.size for aval in reduced]
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        None,
+        Packing(1),
+        Packing(20),
+        Packing(4 * KIB),
+        Packing(MIB, 40),
+        Packing.on(ONE_PROCESS),
+        Packing.on(SEVERAL_PROCESSES),
+    ],
+    ids=str,
+)
+def test_every_sum_is_that_of_its_array(packing):
+    rng = np.random.default_rng(0)
+    shapes = [(), (3,), (2, 5), (0,), (1001, 7), (1,), (4, 0, 2), (70_001,)]
+    dtypes = [np.float32, np.int32, jnp.bfloat16, np.float16, np.uint8]
+    rows = [
+        np.asarray(rng.integers(0, 40, (3, *shape)), dtype)
+        for number, shape in enumerate(shapes)
+        for dtype in dtypes[: 2 + number % 4]
+    ]
+    results = summed(rows, packing).lower().compile()(rows)
+    for row, result in zip(rows, results, strict=True):
+        assert (result.shape, result.dtype) == (row.shape[1:], row.dtype)
+        np.testing.assert_array_equal(np.asarray(result, np.float64), row.astype(np.float64).sum(axis=0))
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes", "expected"),
+    [
+        (ONE_PROCESS, [KIB, 8, 4 * KIB], [5 * KIB + 8]),
+        (ONE_PROCESS, [KIB, 256 * KIB, KIB, 64 * MIB], [2 * KIB, 256 * KIB, 64 * MIB]),
+        (SEVERAL_PROCESSES, [KIB, 256 * KIB, KIB, MIB], [MIB + 258 * KIB]),
+        (SEVERAL_PROCESSES, [MIB] * 6, [4 * MIB, 2 * MIB]),
+        (SEVERAL_PROCESSES, [MIB, 2 * MIB, MIB, 64 * MIB], [2 * MIB, 2 * MIB, 64 * MIB]),
+        (SEVERAL_PROCESSES, [64 * MIB], [64 * MIB]),
+        (GPUS, [KIB, 2 * KIB], [KIB, 2 * KIB]),
+    ],
+)
+def test_what_suits_the_devices(topology, sizes, expected):
+    assert sorted(buffers(sizes, Packing.on(topology))) == sorted(expected)
+
+
+@pytest.mark.parametrize("topology", [ONE_PROCESS, SEVERAL_PROCESSES, GPUS])
+@pytest.mark.parametrize(
+    ("bytes_per_pack", "expected"),
+    [
+        (16, [16, 12, 400 * KIB, 3 * MIB]),
+        (500 * KIB, [400 * KIB + 28, 3 * MIB]),
+        (4 * MIB, [3 * MIB + 400 * KIB + 28]),
+    ],
+)
+def test_buffers_have_at_most_the_bytes_that_the_options_say(topology, bytes_per_pack, expected):
+    packing = Packing.on(topology, rx.CommunicationOptions(bytes_per_pack=bytes_per_pack))
+    assert sorted(buffers([8, 8, 12, 400 * KIB, 3 * MIB], packing)) == sorted(expected)
+
+
+def test_each_dtype_has_a_buffer_of_its_own():
+    rows = [jnp.ones((3, 5), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.int32)]
+    text = summed(rows, Packing.on(SEVERAL_PROCESSES)).lower().as_text()
+    assert text.count("stablehlo.all_reduce") == 2
+    assert "tensor<10xf32>) -> tensor<10xf32>" in text
+    assert "tensor<10xi32>) -> tensor<10xi32>" in text
