@@ -58,13 +58,11 @@ def all_reduce(strategy: rx.Strategy) -> Run:
     def make(size: int) -> Callable[[], Any]:
         value = strategy.experimental_distribute_values_from_function(lambda context: ones(size))
 
-        def once() -> Any:
-            result = strategy.experimental_local_results(strategy.run(step, args=(value,)))[0]
-            return jax.block_until_ready(result)
+        return lambda: jax.block_until_ready(strategy.run(step, args=(value,)))
 
-        return once
-
-    return worker_timing.of_sizes(make, np.asarray)
+    return worker_timing.of_sizes(
+        make, lambda total: np.asarray(strategy.experimental_local_results(total)[0])
+    )
 
 
 def steps(strategy: rx.Strategy, model: str, rows: int) -> Run:
@@ -87,11 +85,10 @@ def steps(strategy: rx.Strategy, model: str, rows: int) -> Run:
         network.optimizer.apply_gradients(zip(gradients, network.trainable_variables, strict=True))
         return loss
 
-    def once() -> Any:
-        loss = strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0]
-        return jax.block_until_ready(loss)
-
-    return worker_timing.of_steps(once, float)
+    return worker_timing.of_steps(
+        lambda: jax.block_until_ready(strategy.run(step, args=(batch,))),
+        lambda loss: float(strategy.experimental_local_results(loss)[0]),
+    )
 
 
 def fit(strategy: rx.Strategy, model: str, rows: int) -> Run:
@@ -135,9 +132,9 @@ def steps_by_hand(mesh: jax.sharding.Mesh, model: str, rows: int) -> Run:
     def once() -> Any:
         nonlocal state
         state, loss = step(state, batch)
-        return jax.block_until_ready(loss).addressable_data(0)
+        return jax.block_until_ready(loss)
 
-    return worker_timing.of_steps(once, lambda loss: float(loss[0]))
+    return worker_timing.of_steps(once, lambda loss: float(loss.addressable_data(0)[0]))
 
 
 def ones(size: int) -> np.ndarray:
