@@ -20,6 +20,7 @@ LAYERS = {
     "user_code": 0,
     "cluster/errors": 0,
     "cluster/spec": 0,
+    "cluster/membership": 0,
     "cluster/environ": 1,
     "cluster/resolver": 1,
     "cluster/tf_config": 1,

@@ -3,11 +3,12 @@
 from replicax._src.cluster.detect import PassedOver, ResolverChoice, choose_resolver
 from replicax._src.cluster.gce import GCEClusterResolver
 from replicax._src.cluster.kubernetes import KubernetesClusterResolver, KubernetesExecutableLocation
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.open_mpi import OpenMPIClusterResolver
 from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, UnionResolver
 from replicax._src.cluster.sagemaker import SageMakerClusterResolver
 from replicax._src.cluster.slurm import SlurmClusterResolver
-from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, Membership, Task
+from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, Task
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.cluster.torchrun import TorchrunClusterResolver
 

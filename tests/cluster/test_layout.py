@@ -9,8 +9,9 @@ import pytest
 from checks import message
 from replicax._src.cluster.errors import ClusterEnvironmentError, ClusterError
 from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.routes import routed_address
-from replicax._src.cluster.spec import ClusterSpec, Membership, Task
+from replicax._src.cluster.spec import ClusterSpec, Task
 
 
 def test_tasks_and_their_configurations():

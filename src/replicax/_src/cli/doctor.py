@@ -18,8 +18,9 @@ from typing import Any, Final
 from replicax._src.cluster.detect import ResolverChoice, choose_resolver
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.frames import Decoder, FrameError, encode, listen
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.routes import routed_address
-from replicax._src.cluster.spec import Membership, split_address
+from replicax._src.cluster.spec import split_address
 
 _DESCRIPTION: Final = """\
 Says which cluster this process would be part of and why, which task it would be, what it has, and whether the other

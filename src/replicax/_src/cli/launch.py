@@ -15,8 +15,9 @@ from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, 
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
-from replicax._src.cluster.spec import ClusterSpec, Membership, Task
+from replicax._src.cluster.spec import ClusterSpec, Task
 
 _DESCRIPTION: Final = """\
 Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG, with free ports; its lines are

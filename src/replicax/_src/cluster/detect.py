@@ -10,8 +10,9 @@ from typing import final
 from replicax._src.cluster import open_mpi, sagemaker, slurm, torchrun
 from replicax._src.cluster.environ import PORT_VARIABLE, leader_port, whole_number
 from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, membership_of
-from replicax._src.cluster.spec import ClusterSpec, Membership
+from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tf_config import VARIABLE, TFConfigClusterResolver, read_tf_config
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from replicax._src.cluster.errors import ClusterTypeError, RepeatedTaskError
-from replicax._src.cluster.spec import ClusterSpec, Membership
+from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.errors import InvalidArgumentError
 
 

@@ -1,4 +1,4 @@
-"""Who is in a cluster and at which address: ``ClusterSpec``, ``Task`` and ``Membership``, one task's view of it.
+"""Who is in a cluster and at which address: ``ClusterSpec`` and ``Task``. The rules are those of ``membership.py``.
 
 An address is ``host:port``. Port 0 means that nobody connects there: launchers that tell only the address of the
 leader leave the others at ``UNKNOWN_ADDRESS``. Pure: no jax, no sockets, no environment.
@@ -6,8 +6,6 @@ leader leave the others at ``UNKNOWN_ADDRESS``. Pure: no jax, no sockets, no env
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,8 +13,6 @@ from typing import Any, final
 from replicax._src.cluster.errors import AddressError, ClusterTypeError, TaskError
 
 UNKNOWN_ADDRESS = "unknown:0"
-
-_TASK_TYPES = ("chief", "worker", "evaluator", "ps", None)
 
 
 def split_address(address: str, *, source: str = "") -> tuple[str, int]:
@@ -47,7 +43,7 @@ def split_address(address: str, *, source: str = "") -> tuple[str, int]:
     else:
         return host, int(port)
     raise AddressError(
-        f"{address!r}{_from(source)} is not the address of a task: {wrong}. Write host:port, such as "
+        f"{address!r}{from_source(source)} is not the address of a task: {wrong}. Write host:port, such as "
         f"'worker0.example.com:2222', '10.0.0.7:2222' or '[::1]:2222'."
     )
 
@@ -114,7 +110,7 @@ class ClusterSpec:
         if not isinstance(cluster, Mapping):
             raise ClusterTypeError(
                 "`cluster` must be a dictionary mapping one or more job names to lists of network addresses, "
-                f"got {type(cluster).__name__}{_from(source)}: {_shown(cluster)}. Write "
+                f"got {type(cluster).__name__}{from_source(source)}: {_shown(cluster)}. Write "
                 '{"worker": ["host:port", ...]}; of a tf.train.ClusterSpec pass its as_dict().'
             )
         self._jobs = {_job_name(job, source): _tasks_of(job, tasks, source) for job, tasks in cluster.items()}
@@ -155,8 +151,8 @@ class ClusterSpec:
         job = self._job(job_name)
         if task_index not in job:
             raise TaskError(
-                f"No task with index {task_index!r} in job {job_name!r}{_from(self._source)}. It has "
-                f"{_listed(sorted(job))}."
+                f"No task with index {task_index!r} in job {job_name!r}{from_source(self._source)}. It has "
+                f"{listed(sorted(job))}."
             )
         return job[task_index]
 
@@ -178,7 +174,7 @@ class ClusterSpec:
     def _job(self, job_name: str) -> dict[int, str]:
         if job_name not in self._jobs:
             raise TaskError(
-                f"No such job in cluster: {job_name!r}{_from(self._source)}. It has {_listed(self.jobs)}."
+                f"No such job in cluster: {job_name!r}{from_source(self._source)}. It has {listed(self.jobs)}."
             )
         return self._jobs[job_name]
 
@@ -200,144 +196,13 @@ class ClusterSpec:
         return f"ClusterSpec({dict(sorted(self.as_dict().items()))!r})"
 
 
-@final
-@dataclass(frozen=True)
-class Membership:
-    """One task in a cluster, checked: TensorFlow's rules of who leads and who is counted.
-
-    *Workers* are the chief, if there is one, and the tasks of type ``worker``; they compute together. The evaluator
-    is chief of a cluster of its own, in which it is the one worker; it may be missing in ``spec``. An empty spec is
-    one worker on its own.
-
-    Attributes:
-      spec: The cluster.
-      task: Of this process.
-
-    Raises:
-      TaskError: A job that no strategy knows, two chiefs or evaluators, indices with gaps, or ``task`` is not there.
-      AddressError: An address that is malformed or stands there twice, or a leader at port 0.
-
-    >>> spec = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
-    >>> me = Membership(spec, Task("worker", 1))
-    >>> me.is_chief, me.id_in_cluster, me.num_workers, me.leader_address
-    (False, 2, 3, 'a:2222')
-    """
-
-    spec: ClusterSpec
-    task: Task
-
-    def __post_init__(self) -> None:
-        _check_job_names(self.spec)
-        _check_task_type(self.spec, self.task)
-        _check_numbers(self.spec)
-        _check_index(self.spec, self.task)
-        _check_addresses(self.spec)
-        if self.task.type in ("chief", "worker") and self.num_workers > 1:
-            _check_leader(self.spec, self.workers[0])
-
-    @classmethod
-    def of(cls, spec: ClusterSpec, task_type: str | None, task_id: int | None) -> Membership:
-        """Returns the membership of the task that a resolver names.
-
-        Raises:
-          TaskError: The spec is not empty, and type or index are missing.
-        """
-        if spec and (task_type is None or task_id is None):
-            raise TaskError(
-                "When `cluster_spec` is given, you must also specify `task_type` and `task_id`. Got the type "
-                f"{task_type!r} and the id {task_id!r}{_from(spec.source)}, and a cluster of {_listed(spec.jobs)}. "
-                f"{_how_to_name_a_task(spec)}"
-            )
-        return cls(spec, Task("worker" if task_type is None else task_type, task_id or 0))
-
-    @property
-    def is_evaluator(self) -> bool:
-        """This task evaluates, on its own."""
-        return self.task.type == "evaluator"
-
-    @property
-    def is_chief(self) -> bool:
-        """This task saves checkpoints and summaries: the chief, worker 0 if there is none, the evaluator."""
-        if self.task.type == "worker":
-            return self.task.index == 0 and not _num_tasks(self.spec, "chief")
-        return self.task.type != "ps"
-
-    @property
-    def workers(self) -> tuple[Task, ...]:
-        """The tasks that compute together, in the order of their ids; the evaluator alone for the evaluator."""
-        if self.is_evaluator or not self.spec:
-            return (self.task,)
-        return tuple(
-            Task(job, index) for job in ("chief", "worker") for index in range(_num_tasks(self.spec, job))
-        )
-
-    @property
-    def num_workers(self) -> int:
-        """How many tasks compute together: TensorFlow's ``worker_count``.
-
-        Raises:
-          TaskError: This is a parameter server.
-        """
-        if self.task.type == "ps":
-            raise TaskError(
-                "Unexpected `task_type` 'ps': a parameter server is not counted among workers. Ask on a worker."
-            )
-        return len(self.workers)
-
-    @property
-    def id_in_cluster(self) -> int:
-        """The place of this task among ``workers``: the chief has 0, worker i has i plus the number of chiefs.
-
-        Raises:
-          TaskError: This is a parameter server.
-        """
-        if self.task.type == "ps":
-            raise TaskError(
-                "There is no id for task_type 'ps': only tasks that compute have one. Ask on a worker."
-            )
-        return self.workers.index(self.task)
-
-    @property
-    def collective_leader(self) -> str:
-        """TensorFlow's name of the first worker; empty for an evaluator, and for a worker on its own."""
-        if not self.spec or self.is_evaluator:
-            return ""
-        return _leader_name(self.spec, ("chief", "worker"))
-
-    @property
-    def coordination_leader(self) -> str:
-        """TensorFlow's name of the task that coordinates: ps 0, else the chief, else worker 0; empty if alone."""
-        return _leader_name(self.spec, ("ps", "chief", "worker")) if self.spec else ""
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The addresses of ``workers``; ``UNKNOWN_ADDRESS`` where an address is not known."""
-        return tuple(self.address_of(task) for task in self.workers)
-
-    @property
-    def address(self) -> str:
-        """The address of this task."""
-        return self.address_of(self.task)
-
-    @property
-    def leader_address(self) -> str:
-        """The address of worker 0 of ``workers``, where the others connect."""
-        return self.addresses[0]
-
-    def address_of(self, task: Task) -> str:
-        """Returns the address of a task, ``UNKNOWN_ADDRESS`` if it is not in the spec."""
-        if task.type not in self.spec.jobs or task.index not in self.spec.task_indices(task.type):
-            return UNKNOWN_ADDRESS
-        return self.spec.task_address(task.type, task.index)
-
-
 # --- reading a spec -----------------------------------------------------------------------------------
 
 
 def _job_name(job: object, source: str) -> str:
     if not isinstance(job, str):
         raise ClusterTypeError(
-            f"Job name {job!r} must be bytes or unicode{_from(source)}: names are texts, such as 'worker'."
+            f"Job name {job!r} must be bytes or unicode{from_source(source)}: names are texts, such as 'worker'."
         )
     return job
 
@@ -350,13 +215,13 @@ def _tasks_of(job: str, tasks: object, source: str) -> dict[int, str]:
     else:
         raise ClusterTypeError(
             f"The tasks for job {job!r} must be a list or a dictionary from integers to strings, got "
-            f"{type(tasks).__name__}{_from(source)}: {_shown(tasks)}. Write a list, also for one task: "
+            f"{type(tasks).__name__}{from_source(source)}: {_shown(tasks)}. Write a list, also for one task: "
             f'"{job}": ["host:port"].'
         )
     for _, address in indexed:
         if not isinstance(address, str):
             raise ClusterTypeError(
-                f"Task address {address!r} must be bytes or unicode{_from(source)}: it is a "
+                f"Task address {address!r} must be bytes or unicode{from_source(source)}: it is a "
                 f"{type(address).__name__}, in job {job!r}. Write it as a text, 'host:port'."
             )
     return dict(sorted(indexed))
@@ -370,7 +235,7 @@ def _task_index(job: str, index: Any, source: str) -> int:
     if number < 0 or isinstance(index, bool):
         raise ClusterTypeError(
             f"The tasks for job {job!r} must be a list or a dictionary from integers to strings, got the key "
-            f"{index!r}{_from(source)}. Indices are whole numbers from 0."
+            f"{index!r}{from_source(source)}. Indices are whole numbers from 0."
         )
     return number
 
@@ -383,121 +248,11 @@ def _as_list(tasks: Mapping[int, str]) -> list[str]:
     return [tasks[index] for index in range(len(tasks))]
 
 
-# --- the rules ----------------------------------------------------------------------------------------
-# The texts begin with TensorFlow's, of multi_worker_util.py.
-
-
-def _num_tasks(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0
-
-
-def _leader_name(spec: ClusterSpec, jobs: Sequence[str]) -> str:
-    job = next((job for job in jobs if _num_tasks(spec, job)), None)
-    if job is None:
-        raise TaskError(
-            f"The cluster{_from(spec.source)} has neither a chief nor workers, so nobody leads: it has "
-            f"{_listed(spec.jobs)}. Add at least one worker."
-        )
-    return f"/job:{job}/replica:0/task:0"
-
-
-def _check_job_names(spec: ClusterSpec) -> None:
-    wrong = [job for job in spec.jobs if job not in _TASK_TYPES]
-    if wrong:
-        raise TaskError(
-            f"Disallowed task type found in cluster spec. Allowed types are {_TASK_TYPES} and the cluster spec is "
-            f"{spec}. Rename or leave out {_listed(wrong)}{_from(spec.source)}."
-        )
-
-
-def _check_task_type(spec: ClusterSpec, task: Task) -> None:
-    if task.type not in _TASK_TYPES:
-        raise TaskError(
-            f"Unrecognized task_type: {task.type}, valid task types are: {_TASK_TYPES}. It is the type of this "
-            f"process's task{_from(spec.source)}. {_how_to_name_a_task(spec)}"
-        )
-    if not _num_tasks_or_alone(spec, task.type):
-        raise TaskError(
-            f"`task_type` {task.type!r} not found in cluster_spec. This process's task is {task}, and the cluster"
-            f"{_from(spec.source)} has {_listed(spec.jobs)}. {_how_to_name_a_task(spec)}"
-        )
-
-
-def _check_numbers(spec: ClusterSpec) -> None:
-    for job in ("chief", "evaluator"):
-        if _num_tasks(spec, job) > 1:
-            raise TaskError(
-                f"There must be at most one '{job}' job. Got {spec.num_tasks(job)}{_from(spec.source)}: "
-                f"{_quoted(spec, job)}. Keep one; "
-                + ("the others can be workers." if job == "chief" else "one process evaluates.")
-            )
-    for job in spec.jobs:
-        indices = spec.task_indices(job)
-        if indices != list(range(len(indices))):
-            raise TaskError(
-                f"Job {job!r}{_from(spec.source)} has the task indices {_listed(indices)}, with gaps: "
-                f"{_quoted(spec, job)}. A strategy needs to know all tasks, numbered from 0."
-            )
-
-
-def _check_index(spec: ClusterSpec, task: Task) -> None:
-    num_tasks = _num_tasks_or_alone(spec, task.type)
-    if task.index < 0:
-        raise TaskError(
-            f"The `task_id` {task.index} of {task.type}{_from(spec.source)} is negative. {_how_to_name_a_task(spec)}"
-        )
-    if task.index >= num_tasks:
-        there = (
-            f"{_quoted(spec, task.type)} has"
-            if task.type in spec.jobs
-            else "Without a list of addresses it has"
-        )
-        raise TaskError(
-            f"The `task_id` {task.index} exceeds the maximum id of {task.type}. {there} {num_tasks} task(s)"
-            f"{_from(spec.source)}, numbered from 0, so the index must be at most {num_tasks - 1}. Correct the index "
-            f"of this process's task, or add its address."
-        )
-
-
-def _num_tasks_or_alone(spec: ClusterSpec, job: str) -> int:
-    """How many tasks of this job there may be: the evaluator, and a worker on its own, need no address."""
-    is_alone = job == "evaluator" or (not spec and job in ("chief", "worker"))
-    return _num_tasks(spec, job) or int(is_alone)
-
-
-def _check_addresses(spec: ClusterSpec) -> None:
-    places = [(job, index) for job in spec.jobs for index in spec.task_indices(job)]
-    addresses = [spec.task_address(*place) for place in places]
-    for (job, index), address in zip(places, addresses):
-        split_address(address, source=f"{job} {index}" + (f" of {spec.source}" if spec.source else ""))
-    counts = Counter(split_address(address.lower()) for address in addresses)
-    for (host, port), count in counts.items():
-        if count > 1 and port:
-            tasks = [f"{Task(*place)}" for place in places if _is_at(spec, place, host, port)]
-            raise AddressError(
-                f"The address {join_address(host, port)!r} stands {count} times in the cluster{_from(spec.source)}: "
-                f"for {' and '.join(tasks)}. Each task needs an address of its own; on one machine, give each another "
-                f"port."
-            )
-
-
-def _is_at(spec: ClusterSpec, place: tuple[str, int], host: str, port: int) -> bool:
-    return split_address(spec.task_address(*place).lower()) == (host, port)
-
-
-def _check_leader(spec: ClusterSpec, leader: Task) -> None:
-    address = spec.task_address(leader.type, leader.index)
-    if not split_address(address)[1]:
-        raise AddressError(
-            f"The address of {leader}{_from(spec.source)} is {address!r}. Port 0 means that nobody connects there, and "
-            f"{leader} is the one that all others connect to: give it a port."
-        )
-
-
 # --- words of messages --------------------------------------------------------------------------------
 
 
-def _from(source: str) -> str:
+def from_source(source: str) -> str:
+    """Where a spec comes from, in a message; nothing if that is not known."""
     return f" (from {source})" if source else ""
 
 
@@ -506,17 +261,6 @@ def _shown(value: object, limit: int = 100) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
-def _listed(values: Sequence[object]) -> str:
+def listed(values: Sequence[object]) -> str:
+    """``"chief, worker"``, or ``"none"``."""
     return ", ".join(map(str, values)) if values else "none"
-
-
-def _quoted(spec: ClusterSpec, job: str) -> str:
-    """A job as it stands in TF_CONFIG: ``"chief": ["a:1", "b:1"]``."""
-    return f'"{job}": {json.dumps(spec.as_dict()[job])}'
-
-
-def _how_to_name_a_task(spec: ClusterSpec) -> str:
-    job = next(iter(spec.jobs), "worker")
-    if spec.source == "TF_CONFIG":
-        return f'Write, for example, "task": {{"type": "{job}", "index": 0}} into TF_CONFIG.'
-    return f"Name one of its tasks, for example task_type='{job}', task_id=0."
