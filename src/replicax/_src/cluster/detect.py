@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from replicax._src.cluster import open_mpi, sagemaker, slurm, torchrun
-from replicax._src.cluster.environ import PORT_VARIABLE, leader_port, whole_number
+from replicax._src.cluster.environ import PORT_VARIABLE, leader_port, optional_number, whole_number
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, membership_of
@@ -155,11 +155,14 @@ def _slurm(environ: MutableMapping[str, str]) -> _Found | PassedOver:
         return PassedOver(
             "Slurm", f"{slurm.NUM_TASKS}={num_tasks}, and {_are_not_set(missing)}.", is_partial=True
         )
-    job = whole_number(environ, "SLURM_JOB_ID") if environ.get("SLURM_JOB_ID") else 0
+    job = optional_number(environ, "SLURM_JOB_ID") or 0
     # Jobs that share a node get other ports: 16 for each.
     resolver = slurm.SlurmClusterResolver(port_base=leader_port(environ, 16 * job), environ=environ)
-    local_rank = whole_number(environ, "SLURM_LOCALID") if environ.get("SLURM_LOCALID") else None
-    return _Found(resolver, f"This is a Slurm step with {slurm.NUM_TASKS}={num_tasks}.", local_rank)
+    return _Found(
+        resolver,
+        f"This is a Slurm step with {slurm.NUM_TASKS}={num_tasks}.",
+        optional_number(environ, "SLURM_LOCALID"),
+    )
 
 
 def _sagemaker(environ: MutableMapping[str, str]) -> _Found | PassedOver:

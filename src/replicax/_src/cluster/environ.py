@@ -1,10 +1,11 @@
-"""Reading what a launcher says from environment variables: numbers, sets of variables, the leader's port. Pure."""
+"""Reading what a launcher says from environment variables: numbers, sets of variables, the leader's address. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, join_address
 
 PORT_VARIABLE = "REPLICAX_PORT"
 
@@ -49,6 +50,15 @@ def whole_number(environ: Mapping[str, str], name: str, *, least: int = 0, most:
     return number
 
 
+def optional_number(environ: Mapping[str, str], name: str) -> int | None:
+    """Returns the number that a variable holds, None if it is not set or empty.
+
+    Raises:
+      ClusterEnvironmentError: It is no whole number.
+    """
+    return whole_number(environ, name) if environ.get(name) else None
+
+
 def rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
     """Returns which process this is, from 0, and how many there are.
 
@@ -81,3 +91,9 @@ def leader_port(environ: Mapping[str, str], number: int) -> int:
     if environ.get(PORT_VARIABLE):
         return whole_number(environ, PORT_VARIABLE, least=1, most=65535)
     return FIRST_PORT + number % NUM_PORTS
+
+
+def workers_of_leader(host: str, port: int, num_workers: int, source: str) -> ClusterSpec:
+    """Returns workers of which only the first one's address is known."""
+    addresses = [join_address(host, port)] + [UNKNOWN_ADDRESS] * (num_workers - 1)
+    return ClusterSpec({"worker": addresses}, source=source)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from replicax._src.cluster.errors import ClusterManagerError
-from replicax._src.cluster.resolver import ClusterResolver, master_of
+from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
 from replicax._src.errors import MissingExtraError, UnsupportedError
 
 
 @final
-class GCEClusterResolver(ClusterResolver):
+class GCEClusterResolver(AddressedResolver):
     """The running instances of an instance group, asked of Compute Engine at every ``cluster_spec()``.
 
     The tasks are sorted by address, as texts. Which of them this process is, the resolver cannot know: give ``task_id``.
@@ -87,18 +87,6 @@ class GCEClusterResolver(ClusterResolver):
                 f"No instance is running in {self._group()}. Start the instances, or correct the names."
             )
         return ClusterSpec({self._task_type: addresses}, source="Compute Engine")
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Returns the address of a task, this one by default."""
-        return master_of(self, task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Returns ``{}``: accelerators are not asked for."""
-        return {}
 
     def _group(self) -> str:
         return f"instance group {self._instance_group!r}, zone {self._zone!r}, project {self._project!r}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from replicax._src.cluster.errors import ClusterManagerError
-from replicax._src.cluster.resolver import ClusterResolver, master_of
+from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
 from replicax._src.errors import MissingExtraError
 from replicax._src.options import _NamedOption
@@ -22,7 +22,7 @@ class KubernetesExecutableLocation(_NamedOption):
 
 
 @final
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(AddressedResolver):
     """The running pods that have certain labels, asked of the API server at every ``cluster_spec()``.
 
     The tasks of a job are the pods of its label selectors, one selector after the other, each sorted by name with numbers
@@ -76,18 +76,6 @@ class KubernetesClusterResolver(ClusterResolver):
             for job, selectors in self._selectors.items()
         }
         return ClusterSpec(addresses, source="Kubernetes")
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Returns the address of a task, this one by default; nothing if it has not been set."""
-        return master_of(self, task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Returns ``{}``: accelerators are not asked for."""
-        return {}
 
     def _pods(self, selector: str) -> list[Any]:
         """The pods of one selector, by name."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
-from replicax._src.cluster.environ import leader_port, rank_and_size, require, whole_number
+from replicax._src.cluster.environ import (
+    leader_port,
+    optional_number,
+    rank_and_size,
+    require,
+    workers_of_leader,
+)
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.resolver import ClusterResolver, master_of
-from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, join_address
+from replicax._src.cluster.resolver import AddressedResolver
+from replicax._src.cluster.spec import ClusterSpec
 
 RANK = "OMPI_COMM_WORLD_RANK"
 SIZE = "OMPI_COMM_WORLD_SIZE"
@@ -24,7 +30,7 @@ _NAMESPACE = "PMIX_NAMESPACE"
 
 
 @final
-class OpenMPIClusterResolver(ClusterResolver):
+class OpenMPIClusterResolver(AddressedResolver):
     """The workers that mpirun started: OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and where mpirun itself runs.
 
     Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. Rank 0 is taken to be where mpirun
@@ -52,31 +58,17 @@ class OpenMPIClusterResolver(ClusterResolver):
         require(environ, (RANK, SIZE), "mpirun")
         rank, num_workers = rank_and_size(environ, RANK, SIZE)
         host, number = _leader(environ, num_workers)
-        address = join_address(host, leader_port(environ, number))
         self.task_type = "worker"
         self.task_id = rank
         self.environment = ""
         self.rpc_layer = rpc_layer
-        self.local_rank = whole_number(environ, LOCAL_RANK) if environ.get(LOCAL_RANK) else None
-        self._cluster_spec = ClusterSpec(
-            {"worker": [address] + [UNKNOWN_ADDRESS] * (num_workers - 1)}, source="Open MPI's variables"
-        )
+        self.local_rank = optional_number(environ, LOCAL_RANK)
+        port = leader_port(environ, number)
+        self._cluster_spec = workers_of_leader(host, port, num_workers, "Open MPI's variables")
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the workers."""
         return self._cluster_spec
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Returns the address of a task, this one by default."""
-        return master_of(self, task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Returns ``{}``: Open MPI says nothing of accelerators."""
-        return {}
 
 
 def _leader(environ: Mapping[str, str], num_workers: int) -> tuple[str, int]:

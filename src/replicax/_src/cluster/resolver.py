@@ -6,7 +6,9 @@ A resolver says which tasks there are and which of them this process is. It star
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, final
 
 from replicax._src.cluster.errors import ClusterTypeError, RepeatedTaskError
@@ -81,6 +83,79 @@ def master_of(
         return ""
     address = resolver.cluster_spec().task_address(task_type, task_id)
     return master_url(address, rpc_layer or resolver.rpc_layer)
+
+
+class AddressedResolver(ClusterResolver):
+    """A resolver whose ``master`` is the address of a task in its cluster, and that is told of few accelerators or none."""
+
+    _accelerators: Mapping[str, int] = MappingProxyType({})
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """Returns the address of a task, this one by default; nothing where that is not known."""
+        return master_of(self, task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns the accelerators of each task, as far as they are known; the arguments have no effect."""
+        return dict(self._accelerators)
+
+
+class EnvironmentResolver(ClusterResolver):
+    """A resolver that reads environment variables at every access; what it was given, or what was set, comes first.
+
+    Args:
+      task_type: In place of the one that is read.
+      task_id: In place of the one that is read.
+      environment: What ``environment`` returns.
+      environ: What is read; None: ``os.environ``.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None,
+        task_id: int | None,
+        environment: str | None,
+        environ: Mapping[str, str] | None,
+    ) -> None:
+        self.environment = environment
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environ = os.environ if environ is None else environ
+
+    @property
+    def task_type(self) -> str | None:
+        """The type that was given, else the one that is read; None where there is none."""
+        return self._read_task_type() if self._task_type is None else str(self._task_type)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index that was given, else the one that is read; None where there is none."""
+        return self._read_task_id() if self._task_id is None else int(self._task_id)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """Returns ``{}``: the variables say nothing of accelerators."""
+        return {}
+
+    @abc.abstractmethod
+    def _read_task_type(self) -> str | None:
+        """Returns the type that the variables say."""
+
+    @abc.abstractmethod
+    def _read_task_id(self) -> int | None:
+        """Returns the index that the variables say."""
 
 
 def is_one_task(spec: ClusterSpec) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.resolver import ClusterResolver, is_one_task, master_of
+from replicax._src.cluster.resolver import EnvironmentResolver, is_one_task, master_of
 from replicax._src.cluster.spec import ClusterSpec, join_address
 
 HOSTS = "SM_HOSTS"
@@ -39,13 +38,13 @@ def read_hosts(environ: Mapping[str, str]) -> tuple[list[str], int | None]:
 
 
 @final
-class SageMakerClusterResolver(ClusterResolver):
+class SageMakerClusterResolver(EnvironmentResolver):
     """The cluster of SM_HOSTS and SM_CURRENT_HOST, which are read anew at every access: one worker on each host.
 
     Args:
       port: Of all workers.
-      task_type: In place of ``worker``.
-      task_id: In place of the place of this host among the sorted ones.
+      task_type: In place of ``worker``; None outside of a cluster.
+      task_id: In place of the place of this host among the sorted ones; None outside of a cluster.
       rpc_layer: See ``ClusterResolver``.
       environment: What ``environment`` returns.
       environ: In place of ``os.environ``.
@@ -68,32 +67,9 @@ class SageMakerClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(task_type, task_id, environment, environ)
         self.rpc_layer = rpc_layer
-        self.environment = environment
         self._port = int(port)
-        self._task_type = task_type
-        self._task_id = task_id
-        self._environ = os.environ if environ is None else environ
-
-    @property
-    def task_type(self) -> str | None:
-        """The type that was given, else ``worker``; None outside of a cluster."""
-        if self._task_type is not None:
-            return str(self._task_type)
-        return None if read_hosts(self._environ)[1] is None else "worker"
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index that was given, else the place of this host among the sorted ones; None outside of a cluster."""
-        return read_hosts(self._environ)[1] if self._task_id is None else int(self._task_id)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns a worker for each host."""
@@ -107,11 +83,11 @@ class SageMakerClusterResolver(ClusterResolver):
         """Returns the address of a task, this one by default; nothing where there is only one."""
         return "" if is_one_task(self.cluster_spec()) else master_of(self, task_type, task_id, rpc_layer)
 
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Returns ``{}``: these variables say nothing of accelerators."""
-        return {}
+    def _read_task_type(self) -> str | None:
+        return None if read_hosts(self._environ)[1] is None else "worker"
+
+    def _read_task_id(self) -> int | None:
+        return read_hosts(self._environ)[1]
 
 
 def _host_list(text: str) -> list[str]:

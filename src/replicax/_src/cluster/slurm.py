@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, final
+from typing import final
 
 from replicax._src.cluster.environ import require, whole_number
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.resolver import ClusterResolver, master_of
+from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
 
 RANK = "SLURM_PROCID"
@@ -49,7 +49,7 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 
 
 @final
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(AddressedResolver):
     """The cluster of the Slurm step that this process is a task of: what ``srun`` started.
 
     Ranks are placed on nodes as ``srun`` does it by default, ``--distribution=block``, or with ``cyclic``; the
@@ -105,12 +105,13 @@ class SlurmClusterResolver(ClusterResolver):
         self._cluster_spec = _spec(jobs, places, port_base)
         most = max(tasks_on.values())
         visible = _visible_gpus(environ)
-        self._gpus_per_task = _gpus_per_task(environ, gpus_per_node, gpus_per_task, most, len(visible))
-        is_shared = most > 1 and self._gpus_per_task > 0 and "SLURM_GPUS_PER_TASK" not in environ
-        num_used = most * self._gpus_per_task
+        per_task = _gpus_per_task(environ, gpus_per_node, gpus_per_task, most, len(visible))
+        self._accelerators = {"GPU": per_task}
+        is_shared = most > 1 and per_task > 0 and "SLURM_GPUS_PER_TASK" not in environ
+        num_used = most * per_task
         gpus = visible if len(visible) >= num_used else [str(number) for number in range(num_used)]
-        first = places[rank][1] * self._gpus_per_task
-        self._own_gpus = gpus[first : first + self._gpus_per_task] if auto_set_gpu and is_shared else None
+        first = places[rank][1] * per_task
+        self._own_gpus = gpus[first : first + per_task] if auto_set_gpu and is_shared else None
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the step. It sets CUDA_VISIBLE_DEVICES, see ``auto_set_gpu``."""
@@ -121,18 +122,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns the type and the index of this process's task."""
         return self.task_type, self.task_id
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Returns the address of a task, this one by default."""
-        return master_of(self, task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Returns the GPUs of each task; the arguments have no effect."""
-        return {"GPU": self._gpus_per_task}
 
 
 # --- node lists ---------------------------------------------------------------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
-from replicax._src.cluster.resolver import ClusterResolver, is_one_task, master_of
+from replicax._src.cluster.resolver import EnvironmentResolver, is_one_task, master_of
 from replicax._src.cluster.spec import ClusterSpec
 
 VARIABLE = "TF_CONFIG"
@@ -38,7 +37,7 @@ def read_tf_config(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 @final
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(EnvironmentResolver):
     """The cluster of TF_CONFIG, which is read anew at every access.
 
     TF_CONFIG is ``{"cluster": {job: [addresses]}, "task": {"type": job, "index": number}}``, the same in all processes
@@ -46,7 +45,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Args:
       task_type: In place of the task's type in TF_CONFIG.
-      task_id: In place of the task's index.
+      task_id: In place of the task's index, which may be a text of digits.
       rpc_layer: In place of ``"rpc_layer"``.
       environment: What ``environment`` returns.
       environ: In place of ``os.environ``.
@@ -68,33 +67,8 @@ class TFConfigClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._task_type = task_type
-        self._task_id = task_id
+        super().__init__(task_type, task_id, environment, environ)
         self._rpc_layer = rpc_layer
-        self.environment = environment
-        self._environ = os.environ if environ is None else environ
-
-    @property
-    def task_type(self) -> str | None:
-        """The type that was given, else TF_CONFIG's; None where it has none."""
-        if self._task_type is not None:
-            return str(self._task_type)
-        return _task_type(_task(read_tf_config(self._environ)))
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index that was given, else TF_CONFIG's, which may be a text of digits; None where it has none."""
-        if self._task_id is not None:
-            return int(self._task_id)
-        return _task_index(_task(read_tf_config(self._environ)))
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
 
     @property
     def rpc_layer(self) -> str | None:
@@ -118,11 +92,11 @@ class TFConfigClusterResolver(ClusterResolver):
             return session_master
         return "" if is_one_task(self.cluster_spec()) else master_of(self, task_type, task_id, rpc_layer)
 
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Returns ``{}``: TF_CONFIG says nothing of accelerators."""
-        return {}
+    def _read_task_type(self) -> str | None:
+        return _task_type(_task(read_tf_config(self._environ)))
+
+    def _read_task_id(self) -> int | None:
+        return _task_index(_task(read_tf_config(self._environ)))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
-from replicax._src.cluster.environ import leader_port, rank_and_size, require, whole_number
-from replicax._src.cluster.resolver import ClusterResolver, master_of
-from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, join_address
+from replicax._src.cluster.environ import (
+    leader_port,
+    optional_number,
+    rank_and_size,
+    require,
+    whole_number,
+    workers_of_leader,
+)
+from replicax._src.cluster.resolver import AddressedResolver
+from replicax._src.cluster.spec import ClusterSpec
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @final
-class TorchrunClusterResolver(ClusterResolver):
+class TorchrunClusterResolver(AddressedResolver):
     """The workers that torchrun started: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK if it is there.
 
     Only the leader's host is known; the other workers are at ``UNKNOWN_ADDRESS``. MASTER_PORT itself belongs to
@@ -41,31 +48,18 @@ class TorchrunClusterResolver(ClusterResolver):
         environ = os.environ if environ is None else environ
         require(environ, VARIABLES, "torchrun")
         rank, num_workers = rank_and_size(environ, "RANK", "WORLD_SIZE")
-        address = join_address(environ["MASTER_ADDR"], _port(environ))
         self.task_type = "worker"
         self.task_id = rank
         self.environment = ""
         self.rpc_layer = rpc_layer
-        self.local_rank = whole_number(environ, "LOCAL_RANK") if environ.get("LOCAL_RANK") else None
-        self._cluster_spec = ClusterSpec(
-            {"worker": [address] + [UNKNOWN_ADDRESS] * (num_workers - 1)}, source="torchrun's variables"
+        self.local_rank = optional_number(environ, "LOCAL_RANK")
+        self._cluster_spec = workers_of_leader(
+            environ["MASTER_ADDR"], _port(environ), num_workers, "torchrun's variables"
         )
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the workers."""
         return self._cluster_spec
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Returns the address of a task, this one by default."""
-        return master_of(self, task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """Returns ``{}``: torchrun says nothing of accelerators."""
-        return {}
 
 
 def _port(environ: Mapping[str, str]) -> int:
