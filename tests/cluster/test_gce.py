@@ -1,12 +1,11 @@
-"""Compute Engine: TensorFlow's gce_cluster_resolver_test with a fake service, and Google's client where it is installed."""
+"""Compute Engine: TensorFlow's gce_cluster_resolver_test with a fake service, and Google's client."""
 
-import http.server
-import json
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
+from google.auth.credentials import AnonymousCredentials
+from googleapiclient import discovery
 
 from checks import message
 from replicax import errors
@@ -183,52 +182,25 @@ def test_credentials_that_are_not_there(monkeypatch):
 # --- Google's client, against a server on loopback ----------------------------------------------------
 
 
-class FakeServer(http.server.BaseHTTPRequestHandler):
-    """Compute Engine: a group of two instances; 404 for others."""
-
-    addresses = {"a": "10.0.0.2", "b": "10.0.0.1"}  # noqa: RUF012
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        if "/instanceGroups/test-instance-group/listInstances" in self.path:
-            self.answer(
-                200, {"items": [{"instance": f"https://x/instances/{name}"} for name in self.addresses]}
-            )
-        else:
-            self.answer(404, {"error": {"code": 404, "message": "no such group"}})
-
-    def do_GET(self):
-        address = self.addresses[self.path.partition("?")[0].rpartition("/")[2]]
-        self.answer(200, {"networkInterfaces": [{"networkIP": address}]})
-
-    def answer(self, status, content):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+def compute_engine(method, path):
+    """A group of two instances; 404 for others."""
+    if method == "GET":
+        address = {"a": "10.0.0.2", "b": "10.0.0.1"}[path.partition("?")[0].rpartition("/")[2]]
+        return 200, {"networkInterfaces": [{"networkIP": address}]}
+    if "/instanceGroups/test-instance-group/listInstances" in path:
+        return 200, {"items": [{"instance": f"https://x/instances/{name}"} for name in "ab"]}
+    return 404, {"error": {"code": 404, "message": "no such group"}}
 
 
 @pytest.fixture
-def real_service():
-    discovery = pytest.importorskip("googleapiclient.discovery")
-    credentials = pytest.importorskip("google.auth.credentials")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        with discovery.build(
-            "compute",
-            "v1",
-            credentials=credentials.AnonymousCredentials(),
-            client_options={"api_endpoint": f"http://127.0.0.1:{server.server_port}/compute/v1/"},
-        ) as service:
-            yield service
-        server.shutdown()
-        thread.join()
+def real_service(json_server):
+    with discovery.build(
+        "compute",
+        "v1",
+        credentials=AnonymousCredentials(),
+        client_options={"api_endpoint": f"{json_server(compute_engine)}/compute/v1/"},
+    ) as service:
+        yield service
 
 
 def test_the_real_client(real_service):

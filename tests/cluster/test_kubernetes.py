@@ -1,12 +1,10 @@
-"""Kubernetes: TensorFlow's kubernetes_cluster_resolver_test with a fake client, and the real one where it is installed."""
+"""Kubernetes: TensorFlow's kubernetes_cluster_resolver_test with a fake client, and the real one."""
 
-import http.server
-import json
 import sys
-import threading
 import urllib.parse
 from types import SimpleNamespace
 
+import kubernetes.client
 import pytest
 
 from checks import message
@@ -212,55 +210,28 @@ def test_credentials_that_cannot_be_loaded(monkeypatch):
 # --- the real client, against a server on loopback ----------------------------------------------------
 
 
-class FakeServer(http.server.BaseHTTPRequestHandler):
-    """The API server: two pods of one job, in all namespaces or in one; 403 for others."""
-
-    def do_GET(self):
-        url = urllib.parse.urlsplit(self.path)
-        selector = urllib.parse.parse_qs(url.query).get("labelSelector", [""])[0]
-        if url.path not in ("/api/v1/pods", "/api/v1/namespaces/team/pods"):
-            self.answer(403, {"kind": "Status", "status": "Failure", "message": "forbidden"})
-            return
-        numbers = (1, 0) if selector == "job-name=mnist" else ()
-        self.answer(
-            200,
-            {
-                "kind": "PodList",
-                "apiVersion": "v1",
-                "items": [
-                    {
-                        "metadata": {"name": f"mnist-{number}-abcde", "namespace": "team"},
-                        "status": {"phase": "Running", "podIP": f"10.0.0.{number}", "hostIP": "10.9.9.9"},
-                    }
-                    for number in numbers
-                ],
-            },
-        )
-
-    def answer(self, status, content):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+def api_server(method, path):
+    """Two pods of one job, in all namespaces or in one; 403 for others."""
+    url = urllib.parse.urlsplit(path)
+    if url.path not in ("/api/v1/pods", "/api/v1/namespaces/team/pods"):
+        return 403, {"kind": "Status", "status": "Failure", "message": "forbidden"}
+    selector = urllib.parse.parse_qs(url.query)["labelSelector"][0]
+    pods = [
+        {
+            "metadata": {"name": f"mnist-{number}-abcde", "namespace": "team"},
+            "status": {"phase": "Running", "podIP": f"10.0.0.{number}", "hostIP": "10.9.9.9"},
+        }
+        for number in ((1, 0) if selector == "job-name=mnist" else ())
+    ]
+    return 200, {"kind": "PodList", "apiVersion": "v1", "items": pods}
 
 
 @pytest.fixture
-def real_client():
-    kubernetes_client = pytest.importorskip("kubernetes.client")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        configuration = kubernetes_client.Configuration()
-        configuration.host = f"http://127.0.0.1:{server.server_port}"
-        with kubernetes_client.ApiClient(configuration) as api_client:
-            yield kubernetes_client.CoreV1Api(api_client)
-        server.shutdown()
-        thread.join()
+def real_client(json_server):
+    configuration = kubernetes.client.Configuration()
+    configuration.host = json_server(api_server)
+    with kubernetes.client.ApiClient(configuration) as api_client:
+        yield kubernetes.client.CoreV1Api(api_client)
 
 
 @pytest.mark.parametrize("namespace", [None, "team"])

@@ -2,11 +2,11 @@
 
 import json
 import socket
-from pathlib import Path
 
 import pytest
 
 from checks import message
+from replicax._src.cluster import layout
 from replicax._src.cluster.errors import ClusterEnvironmentError, ClusterError
 from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
 from replicax._src.cluster.membership import Membership
@@ -15,15 +15,21 @@ from replicax._src.cluster.spec import ClusterSpec, Task
 
 
 def test_tasks_and_their_configurations():
-    layout = Layout(2, chief=True, num_ps=1, evaluator=True)
-    assert [str(task) for task in layout.tasks] == ["chief 0", "worker 0", "worker 1", "ps 0", "evaluator 0"]
-    cluster = layout.on_this_machine([1, 2, 3, 4])
+    everybody = Layout(2, chief=True, num_ps=1, evaluator=True)
+    assert [str(task) for task in everybody.tasks] == [
+        "chief 0",
+        "worker 0",
+        "worker 1",
+        "ps 0",
+        "evaluator 0",
+    ]
+    cluster = everybody.on_this_machine([1, 2, 3, 4])
     assert cluster == {
         "chief": ["127.0.0.1:1"],
         "worker": ["127.0.0.1:2", "127.0.0.1:3"],
         "ps": ["127.0.0.1:4"],
     }
-    for task in layout.tasks:
+    for task in everybody.tasks:
         config = json.loads(tf_config(cluster, task))
         assert config == {"cluster": cluster, "task": {"type": task.type, "index": task.index}}
         Membership(ClusterSpec(config["cluster"]), Task(**config["task"]))  # the strategies accept it
@@ -43,19 +49,34 @@ def test_ports_are_different_and_free():
             taken.bind(("127.0.0.1", port))
 
 
-def test_ports_are_not_those_that_the_system_gives_away():
-    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if not file.exists():
-        pytest.skip("this system does not tell")
-    low, high = map(int, file.read_text().split())
-    assert not [port for port in free_ports(50) if low <= port <= high]
+def system_gives(monkeypatch, tmp_path, text):
+    """What the system says of the ports that it gives to outgoing connections; None: nothing."""
+    file = tmp_path / "ip_local_port_range"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(layout, "_PORT_RANGE_FILE", file)
+
+
+@pytest.mark.parametrize("given", ["15000\t60000\n", "18000\t65535\n", "32768\t60999\n"])
+def test_ports_are_not_those_that_the_system_gives_away(monkeypatch, tmp_path, given):
+    system_gives(monkeypatch, tmp_path, given)
+    low, high = map(int, given.split())
+    ports = free_ports(50)
+    assert not [port for port in ports if low <= port <= high or port < 15_000]
+
+
+@pytest.mark.parametrize("given", [None, "not numbers", "1024\t65000\n"])
+def test_where_the_system_tells_none_or_gives_nearly_all_it_chooses_the_ports(monkeypatch, tmp_path, given):
+    system_gives(monkeypatch, tmp_path, given)
+    assert set(layout._static_ports()) == {0}
+    assert len(set(free_ports(50))) == 50
 
 
 def test_ports_in_use_are_left_out(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr("replicax._src.cluster.layout._static_ports", lambda: [port, 0])
+        monkeypatch.setattr(layout, "_static_ports", lambda: [port, 0])
         assert free_ports(1) != [port]
 
 
