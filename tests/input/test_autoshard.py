@@ -175,7 +175,12 @@ def test_auto():
     assert choose("AUTO").policy is POLICY.DATA
     few = choose("AUTO", num_workers=3, num_files=2)
     assert few.policy is POLICY.DATA
-    assert "2 files are not enough for 3 workers" in few.reason
+    assert "2 files are not enough for 3 workers, so every worker reads all of them" in few.reason
+    assert few.is_fallback
+    assert (
+        "1 file is not enough for 2 workers, so every worker reads it" in choose("AUTO", num_files=1).reason
+    )
+    assert not any(choice.is_fallback for choice in (choose("AUTO"), choose("AUTO", num_files=2)))
     assert choose("AUTO", num_workers=1, num_files=5).reason == "one worker reads everything"
 
 

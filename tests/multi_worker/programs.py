@@ -67,10 +67,15 @@ def promises():
     report(function=float(twice(numbers)), total_after=float(total))
     total.assign(3.0)
     report(assigned=float(total), plain=float(total + 1))
+    try:
+        strategy.run(step, args=(numbers,), options=rx.RunOptions(eager=True))
+    except rx.errors.UnsupportedError as error:
+        report(eager=str(error), total_after_eager=float(total))
 
 
 def datasets(folder):
     """What each worker's replicas get, step by step."""
+    import logging
     from pathlib import Path
 
     import numpy as np
@@ -94,6 +99,10 @@ def datasets(folder):
         for start in range(0, count, size):
             yield np.arange(start, min(start + size, count))
 
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("replicax").addHandler(handler)
     distribute = strategy.experimental_distribute_dataset
     files = sorted(Path(folder).glob("*.txt"))
     report(
@@ -120,6 +129,8 @@ def datasets(folder):
         policy=str(distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4))),
         files=steps_of(distribute(rx.data.from_text_lines(files).map(len).batch(4))),
     )
+    list(distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4)))
+    report(warnings=warnings)
     try:
         distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4), distribute_options="FILE")
     except rx.errors.NotEnoughFilesError as error:

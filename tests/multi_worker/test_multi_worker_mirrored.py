@@ -15,6 +15,8 @@ from programs import (
     training,
 )
 
+from checks import in_a_process_of_its_own
+
 pytestmark = pytest.mark.timeout(180)
 CLUSTERS = [(2, 1), (2, 2), pytest.param((3, 1), marks=pytest.mark.long)]
 TRAINED_ON = [(2, 1), *(pytest.param(size, marks=pytest.mark.long) for size in [(2, 2), (3, 1)])]
@@ -86,6 +88,39 @@ def test_a_value_is_shown_with_the_numbers_of_this_workers_replicas(size, worker
     assert "  0: " not in workers[-1]["shown"]
 
 
+def test_replica_functions_do_not_run_eagerly_in_a_cluster(size, workers):
+    num_replicas = size[0] * size[1]
+    for number, worker in enumerate(workers):
+        assert f"all {num_replicas} replicas in one process" in worker["eager"]
+        assert f"worker {number} has only {size[1]} of them" in worker["eager"]
+        assert f"rx.config.set_local_devices({num_replicas})" in worker["eager"]
+        assert worker["total_after_eager"] == 3.0
+
+
+@pytest.mark.parametrize("config", ["", "{}", '{"cluster": {}, "task": {}}'])
+def test_an_empty_configuration_is_one_worker(config):
+    """Which can do all that one process can: it joins nobody, and JAX may have started."""
+    shown = in_a_process_of_its_own(
+        """
+        import jax.numpy as jnp
+        import numpy as np
+        jnp.zeros(1)
+        import replicax as rx
+        strategy = rx.MultiWorkerMirroredStrategy()
+        rows = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(5.0)).batch(5))
+        def step(x):
+            return rx.get_replica_context().all_reduce("SUM", jnp.sum(x))
+        for options in (None, rx.RunOptions(eager=True)):
+            (batch,) = rows
+            total = strategy.run(step, args=(batch,), options=options)
+            print(strategy.num_replicas_in_sync, float(strategy.experimental_local_results(total)[0]))
+        """,
+        TF_CONFIG=config,
+        JAX_NUM_CPU_DEVICES="2",
+    )
+    assert shown.splitlines() == ["2 10.0", "2 10.0"]
+
+
 # --- datasets ------------------------------------------------------------------------------------------
 
 
@@ -145,7 +180,11 @@ def test_files(fed):
 def test_fewer_files_than_workers(fed):
     seen = list(itertools.chain(*itertools.chain(*steps(fed, "few_files"))))
     assert sorted(seen) == [10, 11, 12]
-    assert "1 files are not enough for 2 workers" in fed[0]["policy"]
+    assert "1 file is not enough for 2 workers" in fed[0]["policy"]
+    for worker in fed:
+        (warning,) = worker["warnings"]  # of three such datasets
+        assert warning.startswith("Input: 1 text file, AUTO: 1 file is not enough for 2 workers")
+        assert "Write the data in more files" in warning
     assert all("at least one file for each of the 2 workers" in worker["not_enough"] for worker in fed)
 
 

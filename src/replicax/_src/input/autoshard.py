@@ -159,10 +159,17 @@ def rows_of_own_batch(num_rows: int, share: WorkerShare) -> Iterator[Rows]:
 
 @dataclass(frozen=True)
 class ShardingDecision:
-    """The policy that is used, and why: a line for people."""
+    """The policy that is used, and why: a line for people.
+
+    Attributes:
+      policy: Which one.
+      reason: Why.
+      is_fallback: It is not the one that files usually have, because there are too few of them.
+    """
 
     policy: AutoShardPolicy
     reason: str
+    is_fallback: bool = False
 
 
 def choose_policy(
@@ -217,7 +224,8 @@ def choose_policy(
     if num_files < workers:
         return ShardingDecision(
             policy.DATA,
-            f"AUTO: {num_files} files are not enough for {workers} workers, so every worker reads all of them and "
-            "keeps its rows of each global batch",
+            f"AUTO: {num_files} file{'s are' if num_files > 1 else ' is'} not enough for {workers} workers, so every worker "
+            f"reads {'all of them' if num_files > 1 else 'it'} and keeps its rows of each global batch",
+            is_fallback=True,
         )
     return ShardingDecision(policy.FILE, f"AUTO: the {num_files} files are dealt out to {workers} workers")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,8 @@ def open_source(
         decision.policy.name,
         decision.reason,
     )
+    if decision.is_fallback:
+        _warn_of_fallback(traits.description, decision.reason)
     if traits.of_hint is not None:
         is_meant = decision.policy is AutoShardPolicy.HINT
         num_shards = share.num_workers if is_meant else 1
@@ -153,6 +156,12 @@ def open_source(
         assert traits.of_files is not None
         elements = traits.of_files(share.num_workers, share.worker_index)
     return GlobalBatches(elements, share, decision)
+
+
+@functools.cache
+def _warn_of_fallback(description: str, reason: str) -> None:
+    """Once for each dataset: every worker reads more than it would with more files."""
+    log.warning("Input: %s, %s. Write the data in more files to have each read once.", description, reason)
 
 
 @final

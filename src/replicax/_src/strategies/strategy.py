@@ -195,6 +195,7 @@ class Strategy:
           InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict.
           DivergenceError: A mirrored variable would differ between replicas.
           StructureError: Replicas with different shapes return different structures.
+          UnsupportedError: ``eager=True`` in a cluster of several workers.
           Exception: Whatever ``fn`` raises; all state is as it was before.
 
         Source: tf.distribute.Strategy.run.
@@ -217,9 +218,21 @@ class Strategy:
             )
         context.check_may_enter(self)
         if options is not None and options.eager:
+            self._check_may_run_eagerly()
             with context.Scope(self):
                 return run_eagerly(self, fn, args, kwargs or {})
         return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
+
+    def _check_may_run_eagerly(self) -> None:
+        peers = self.topology.peers
+        if peers is not None:
+            num_local = len(self.topology.local_devices)
+            raise UnsupportedError(
+                f"strategy.run(..., options=rx.RunOptions(eager=True)) runs all {self.topology.num_replicas} replicas in one "
+                f"process, and {peers.names[peers.number]} has only {num_local} of them. Debug without TF_CONFIG, with as "
+                f"many devices in one process: rx.config.set_local_devices({self.topology.num_replicas}) and "
+                "MirroredStrategy. Or leave eager out; jax.debug.print prints on every worker."
+            )
 
     def run_steps(self, fn: Callable[[Any], Any], iterator: DistributedIterator, steps: int) -> Any:
         """Runs ``fn`` on each of the next batches, in one compiled program: for models whose step is short.
