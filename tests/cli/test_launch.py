@@ -173,6 +173,24 @@ def test_the_evaluator_is_waited_for_and_ended(script):
     assert time.monotonic() - began < LIMIT_S
 
 
+@pytest.mark.parametrize("when", ["while the others train", "after the training"])
+def test_an_evaluator_that_fails_is_reported(script, when):
+    path = script("""
+    if "evaluator" in task:
+        time.sleep(0.2)
+        print("no such weights")
+        sys.exit(3)
+    if sys.argv[1] == "while the others train":
+        time.sleep(60)
+    """)
+    result = launch("--workers", 2, "--evaluator", "--grace", 0.1, path, when)
+    assert result.returncode == 3
+    assert (
+        "evaluator 0 exited with code 3, the first to fail. Its last lines:\n    no such weights"
+        in result.stderr
+    )
+
+
 # --- failures -----------------------------------------------------------------------------------------
 
 
