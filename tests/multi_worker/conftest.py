@@ -15,19 +15,19 @@ ENVIRONMENT = {"KERAS_BACKEND": "jax"}
 
 @pytest.fixture(scope="session")
 def reports_of():
-    """``reports_of(program, *args, workers=2, devices=1)``: for each worker all that it reported, as one dict."""
+    """``reports_of(program, *args, workers=2, devices=1)``: for each worker all that it reported, as one dict.
+
+    ``chief=True`` is one more task, the first.
+    """
 
     @functools.cache
-    def run(program, *args, workers=2, devices=1):
+    def run(program, *args, workers=2, devices=1, chief=False):
         with LocalCluster(
-            workers, devices_per_worker=devices, environment=ENVIRONMENT, timeout_s=120
+            workers, chief=chief, devices_per_worker=devices, environment=ENVIRONMENT, timeout_s=120
         ) as cluster:
             cluster.start(program, args)
             results = cluster.wait()
             results.raise_if_failed()
-            return [
-                {name: value for part in results["worker", n].reports for name, value in part.items()}
-                for n in range(workers)
-            ]
+            return [result.report for result in results.values()]
 
     return run

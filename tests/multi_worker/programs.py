@@ -10,9 +10,11 @@ def promises():
     from replicax.testing import report
 
     strategy = rx.MultiWorkerMirroredStrategy()
-    worker = strategy.cluster_resolver.task_id
+    resolver = strategy.cluster_resolver
+    worker = resolver.task_id + (resolver.task_type == "worker" and "chief" in resolver.cluster_spec().jobs)
     devices = strategy.extended.worker_devices
     report(
+        task=[resolver.task_type, resolver.task_id],
         num_replicas=strategy.num_replicas_in_sync,
         num_devices=len(devices),
         processes=sorted({device.process_index for device in devices}),
@@ -128,6 +130,9 @@ def datasets(folder):
         few_files=steps_of(distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4))),
         policy=str(distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4))),
         files=steps_of(distribute(rx.data.from_text_lines(files).map(len).batch(4))),
+        files_one_by_one=steps_of(
+            distribute(rx.data.from_text_lines(files).map(len).batch(2), distribute_options="FILE")
+        ),
     )
     list(distribute(rx.data.from_text_lines(files[:1]).map(len).batch(4)))
     report(warnings=warnings)

@@ -46,6 +46,15 @@ def test_the_chiefs_initial_value_is_everywhere(workers):
     assert [worker["initial"] for worker in workers] == [5.0] * len(workers)
 
 
+def test_a_task_of_type_chief_comes_first(reports_of):
+    chief, worker = reports_of(promises, workers=1, chief=True)
+    assert (chief["task"], worker["task"]) == (["chief", 0], ["worker", 0])
+    assert (chief["ids"], worker["ids"]) == ([0], [1])
+    assert (chief["checkpoint"], worker["checkpoint"]) == (True, False)
+    assert chief["initial"] == worker["initial"] == 5.0  # the worker's own would have been 6
+    assert chief["everyone"] == worker["everyone"] == 3.0
+
+
 def test_values_of_replicas(size, workers):
     num_replicas = size[0] * size[1]
     numbers = [r + 1.0 for r in range(num_replicas)]
@@ -175,6 +184,14 @@ def test_files(fed):
     seen = [list(itertools.chain(*worker)) for worker in steps(fed, "files")]
     assert seen == [[10, 11, 12, 30, 31, 32], [20, 21, 22]]
     assert len({len(worker) for worker in steps(fed, "files")}) == 1
+
+
+def test_files_one_row_at_a_time(fed):
+    """A case of tf_keras (distribute_strategy_test, the policy FILE): who has no row left gets empty batches."""
+    assert steps(fed, "files_one_by_one") == [
+        [[10], [11], [12], [30], [31], [32]],
+        [[20], [21], [22], [], [], []],
+    ]
 
 
 def test_fewer_files_than_workers(fed):
