@@ -50,6 +50,7 @@ LAYERS = {
     "cluster/shared_program": 2,
     "cluster/service": 2,
     "cluster/start": 2,
+    "cluster/status_file": 2,
     "cluster/keeper": 2,
     "cluster/layout": 2,
     "cluster/processes": 2,

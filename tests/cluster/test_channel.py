@@ -9,6 +9,7 @@ import time
 import pytest
 
 from checks import message
+from replicax._src.cli.status import read_status
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.frames import Decoder, FrameError, encode, listen
 from replicax._src.cluster.hub import Hub
@@ -68,6 +69,30 @@ def test_values_are_gathered():
     with serving() as address, channels(address) as members:
         assert gathered_by_all(members, "a", values) == [values] * 3
         assert gathered_by_all(members, "b", [0, 0, 0]) == [[0, 0, 0]] * 3
+
+
+def test_the_launcher_is_told_how_many_programs_have_run(monkeypatch, tmp_path):
+    path = tmp_path / "status.json"
+    monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
+
+    def shown(channel):
+        channel._write_status()
+        status = read_status(path)
+        return status.step, status.state
+
+    with serving(NAMES[:1]) as address:
+        channel = Channel(address, 0, NAMES[:1], "print")
+        assert shown(channel) == (0, "starting")
+        for position in range(3):
+            channel.begin(position, "#0 train_step")
+            assert shown(channel) == (position, "running" if position else "starting")
+            channel.end()
+            assert shown(channel) == (position + 1, "running")
+        channel.connect(time.monotonic() + 5)
+        channel.begin(3, "#0 train_step")
+        channel.end()
+        channel.leave()
+    assert read_status(path).step == 4  # the last is not left to the next beat
 
 
 def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():

@@ -37,7 +37,8 @@ several hosts, one worker on each:
 environment of the tasks:
   TF_CONFIG               the cluster and which task this is
   REPLICAX_RESTART_COUNT  0, and one more after each restart
-  REPLICAX_STATUS_FILE    where a task may write {"step": 12, "time": time.time(), "state": "training"} for the table
+  REPLICAX_STATUS_FILE    where a task may write {"step": 12, "time": time.time(), "state": "training"} for the table;
+                          else the step is the number of programs that MultiWorkerMirroredStrategy has run
 """
 
 

@@ -15,9 +15,10 @@ from typing import Final
 
 from replicax._src.cli.display import Display, Row
 from replicax._src.cli.status import Speed, read_status
-from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE, STATUS_FILE_VARIABLE
+from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Process, resident_bytes, signal_name
 from replicax._src.cluster.spec import Task
+from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE
 
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S: Final = 0.05

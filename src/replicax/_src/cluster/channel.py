@@ -6,7 +6,6 @@ See hub.py for the rules. ``Link`` is what the rest of replicax sees of it, and 
 from __future__ import annotations
 
 import collections
-import json
 import logging
 import os
 import selectors
@@ -14,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 from replicax._src.cluster.failures import (
@@ -29,6 +27,7 @@ from replicax._src.cluster.failures import (
 from replicax._src.cluster.frames import Decoder, FrameError, encode
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
+from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 
 log = logging.getLogger("replicax")
 _BEAT_S = 1.0
@@ -66,7 +65,7 @@ class Channel:
         self._received: collections.deque[dict[str, Any]] = collections.deque()
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
         self._status_since = time.monotonic()
-        self._status_file = os.environ.get("REPLICAX_STATUS_FILE")
+        self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
         self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
         self.on_failure: Callable[[ClusterFailureError], None] = lambda failure: None
 
@@ -146,6 +145,7 @@ class Channel:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         self._socket.close()
+        self._write_status()
 
     def tell_error(self, text: str) -> None:
         """Says that this process ends with an error, which the others will show."""
@@ -266,9 +266,9 @@ class Channel:
                 if now >= next_beat:
                     next_beat = now + _BEAT_S
                     self._send({"kind": "beat", "status": self._status})
-                if self._status_file and now >= next_file:
+                if self._status_file.is_wanted and now >= next_file:
                     next_file = now + _STATUS_FILE_S
-                    self._write_status(self._status_file)
+                    self._write_status()
                 if selector.select(min(_BEAT_S, _STATUS_FILE_S) / 2):
                     try:
                         data = connection.recv(2**16)
@@ -308,16 +308,10 @@ class Channel:
             for number in reminder["missing"]
         )
 
-    def _write_status(self, path: str) -> None:
-        """For the launcher: which step this process is at."""
-        status = self._status
-        text = json.dumps({"step": status["position"] + 1, "time": time.time(), "state": status["doing"]})
-        fresh = Path(f"{path}.new")
-        try:
-            fresh.write_text(text)
-            fresh.replace(path)
-        except OSError:
-            self._status_file = None
+    def _write_status(self) -> None:
+        """For the launcher: how many programs this process has run."""
+        num_programs = max(0, self._status["position"] + (self._status["doing"] != "in"))
+        self._status_file.write(num_programs, "running" if num_programs else "starting")
 
     def _send(self, message: dict[str, Any]) -> None:
         connection = self._socket

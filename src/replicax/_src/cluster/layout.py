@@ -16,7 +16,6 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import Task
 
-STATUS_FILE_VARIABLE: Final = "REPLICAX_STATUS_FILE"
 RESTART_COUNT_VARIABLE: Final = "REPLICAX_RESTART_COUNT"
 
 _LOOPBACK: Final = "127.0.0.1"
