@@ -364,12 +364,17 @@ def test_who_does_not_obey_is_killed_after_the_grace_time_or_a_second_signal(scr
     assert not any(map(is_there, pids))
 
 
-def test_killed_it_leaves_nothing(script):
+def test_killed_it_leaves_nothing(script, tmp_path, monkeypatch):
+    files = tmp_path / "files"
+    files.mkdir()
+    monkeypatch.setenv("TMPDIR", str(files))
     with launched("--workers", 3, script(FOREVER), "no") as launcher:
         pids = started_pids(launcher, 3)
         assert all(map(is_there, pids))
+        assert len(list(files.iterdir())) == 3
         launcher.kill()
         until(lambda: not any(map(is_there, pids)), "everything gone", limit_s=1)
+        until(lambda: not list(files.iterdir()), "its files gone", limit_s=5)
 
 
 def test_a_signal_that_was_ignored_stays_ignored(script):
@@ -468,10 +473,11 @@ def test_without_rich_there_are_lines_alone(script, tmp_path):
 
 
 def test_lines_to_paste(script, tmp_path):
-    path = script("print(task, config['cluster'], sys.argv[1:])")
+    path = script("print(task, config['cluster'], sys.argv[1:], os.environ.get('JAX_NUM_CPU_DEVICES'))")
     hosts = tmp_path / "hosts"
     hosts.write_text("# all of them\nh0 slots=4\n\nh1:2222  # the other\n")
-    for arguments in (["--hosts", "h0,h1:2222"], ["--hosts-file", hosts]):
+    two_devices = ["--devices-per-worker", 2]
+    for arguments, devices in (["--hosts", "h0,h1:2222"], None), (["--hosts-file", hosts, *two_devices], 2):
         result = launch(*arguments, "--port", 7000, path, "a b")
         assert result.returncode == 0, result.stderr
         first, first_line, second, second_line = result.stdout.splitlines()
@@ -485,7 +491,7 @@ def test_lines_to_paste(script, tmp_path):
                 timeout=LIMIT_S,
                 env=clean_environment(REPLICAX_RESTART_COUNT="0"),
             ).stdout
-            assert printed == f"worker {index} {{'worker': ['h0:7000', 'h1:2222']}} ['a b']\n"
+            assert printed == f"worker {index} {{'worker': ['h0:7000', 'h1:2222']}} ['a b'] {devices}\n"
 
 
 def test_the_task_of_this_host(script):
@@ -515,6 +521,7 @@ def test_the_task_of_this_host(script):
         (["--task-index", "1", __file__], "--task-index needs --hosts"),
         (["--hosts", "a,b", "--task-index", "2", __file__], "there are 2 hosts, numbered from 0"),
         (["--hosts", "a,b", "--workers", "2", __file__], "one worker on each host"),
+        (["--hosts", "a,b", "--max-restarts", "1", __file__], "--max-restarts needs --task-index"),
         (["--hosts", "a,,b", __file__], "it has no host"),
         (["--hosts", "a,a", __file__], "stands 2 times"),
         (["--hosts", "a", "--hosts-file", "f", __file__], "not allowed with"),

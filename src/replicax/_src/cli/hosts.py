@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,13 +37,18 @@ def read_hosts(path: Path) -> list[str]:
     return [line[0] for line in words if line]
 
 
-def lines_to_paste(addresses: Sequence[str], command: Sequence[str]) -> list[str]:
-    """For each worker a comment, and the command with its ``TF_CONFIG``."""
+def lines_to_paste(
+    addresses: Sequence[str], command: Sequence[str], environment: Mapping[str, str]
+) -> list[str]:
+    """For each worker a comment, and the command with its ``TF_CONFIG`` and the variables of all."""
     lines = []
     for index, address in enumerate(addresses):
         config = tf_config({"worker": addresses}, Task("worker", index))
         lines += [
             f"# on {split_address(address)[0]}:",
-            f"TF_CONFIG={shlex.quote(config)} {shlex.join(command)}",
+            " ".join(
+                f"{name}={shlex.quote(value)}" for name, value in {"TF_CONFIG": config, **environment}.items()
+            )
+            + f" {shlex.join(command)}",
         ]
     return lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -106,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         hosts = _hosts(options, parser)
         if hosts is not None:
             if options.task_index is None:
-                print("\n".join(lines_to_paste(hosts, ["python3", *command])))
+                print("\n".join(_lines_to_paste(options, parser, hosts, command)))
                 return 0
             starts = [_start_on_host(options, parser, hosts, command)]
         else:
@@ -176,6 +175,19 @@ def _start_on_host(
     return _start(options, {"worker": hosts}, Task("worker", options.task_index), command)
 
 
+def _lines_to_paste(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, hosts: Sequence[str], command: Sequence[str]
+) -> list[str]:
+    if options.max_restarts:
+        parser.error(
+            "--max-restarts needs --task-index with --hosts: the lines to paste start python without this launcher. Give "
+            "each host replicax launch --hosts … --task-index I"
+        )
+    num_devices = options.devices_per_worker
+    environment = {} if num_devices is None else device_environment(num_devices, {})
+    return lines_to_paste(hosts, ["python3", *command], environment)
+
+
 def _start(
     options: argparse.Namespace, cluster: Mapping[str, Sequence[str]], task: Task, command: Sequence[str]
 ) -> Start:
@@ -188,12 +200,11 @@ def _start(
 def _run_tasks(starts: Sequence[Start], options: argparse.Namespace) -> int:
     tasks = [start.task for start in starts]
     how = SupervisorOptions(options.max_restarts, options.grace, options.evaluator_timeout)
-    with tempfile.TemporaryDirectory(prefix="replicax-launch-") as directory:
-        display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
-        try:
-            return Supervisor(starts, display, how, Path(directory)).run()
-        finally:
-            display.close()
+    display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
+    try:
+        return Supervisor(starts, display, how).run()
+    finally:
+        display.close()
 
 
 def _count(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,16 +69,11 @@ class Supervisor:
       starts: The tasks.
       display: Where their lines go.
       options: How it ends.
-      directory: Where the tasks write their status files. It exists.
     """
 
-    def __init__(
-        self, starts: Sequence[Start], display: Display, options: SupervisorOptions, directory: Path
-    ):
+    def __init__(self, starts: Sequence[Start], display: Display, options: SupervisorOptions):
         self._starts, self._display, self._options = starts, display, options
-        self._status_files = {
-            start.task: directory / f"{start.task.type}-{start.task.index}.json" for start in starts
-        }
+        self._status_files: dict[Task, Path] = {}
         self._signals: list[int] = []
         self._wake = threading.Event()
         self._processes: dict[Task, Process] = {}
@@ -112,7 +108,8 @@ class Supervisor:
         self._processes = {}
         with contextlib.ExitStack() as stack:
             for start in self._starts:
-                self._processes[start.task] = stack.enter_context(self._started(start))
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
+                self._processes[start.task] = stack.enter_context(self._started(start, folder))
             self._wait(lambda: self._is_trained() or self._failed() is not None)
             if not self._signals and self._failed() is None:
                 self._await_evaluator()
@@ -128,8 +125,8 @@ class Supervisor:
         assert ending is not None
         return ending.exit_code
 
-    def _started(self, start: Start) -> Process:
-        self._status_files[start.task].unlink(missing_ok=True)
+    def _started(self, start: Start, folder: str) -> Process:
+        self._status_files[start.task] = Path(folder) / "status.json"
         self._speeds[start.task] = Speed()
         own = {
             STATUS_FILE_VARIABLE: str(self._status_files[start.task]),
@@ -139,6 +136,7 @@ class Supervisor:
             start.command,
             environment={**start.environment, **own},
             name=str(start.task),
+            own_folder=folder,
             num_lines_kept=_NUM_LAST_LINES,
             on_line=functools.partial(self._display.line, start.task),
         )

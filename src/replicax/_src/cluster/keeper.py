@@ -1,8 +1,9 @@
 """Run as a script between a process and a command that it starts: the command, and all that it starts, end with it.
 
-``keeper.py PARENT_PID REPORT_FD COMMAND...`` runs COMMAND in a session of its own. It writes ``started PID`` or
+``keeper.py PARENT_PID REPORT_FD FOLDER COMMAND...`` runs COMMAND in a session of its own. It writes ``started PID`` or
 ``failed REASON``, and later ``exited CODE TIME`` or ``killed SIGNAL TIME``, to REPORT_FD. When its standard input is
-closed, or its parent is gone (``kill -9`` included), it kills what is left and exits. On Linux nothing can escape:
+closed, or its parent is gone (``kill -9`` included), it kills what is left, removes FOLDER with the files in it (if it
+is not an empty text), and exits. On Linux nothing can escape:
 orphans of the command become children of this process, and the command dies if this process is killed. Elsewhere
 what has left the command's process group does escape. Standard library only: it starts in 10 ms.
 """
@@ -29,7 +30,7 @@ _RESTORED = (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
 
 
 def main() -> None:
-    parent, report, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    parent, report, folder, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     os.set_inheritable(report, False)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -39,6 +40,8 @@ def main() -> None:
     pid = _start(command, report)
     has_ended = _keep(pid, parent, control, wake, report)
     _sweep(pid, report, has_ended)
+    if folder:
+        _remove(folder)
 
 
 def _start(command: list[str], report: int) -> int:
@@ -127,6 +130,13 @@ def _sweep(pid: int, report: int, has_ended: bool) -> None:
             if not _children():
                 return
         time.sleep(_SWEEP_PAUSE_S)
+
+
+def _remove(folder: str) -> None:
+    with contextlib.suppress(OSError):  # its maker may have removed it
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _children() -> list[int]:

@@ -79,6 +79,7 @@ class Process:
       environment: All its variables; None: this process's.
       name: What messages call it: ``"worker 0"``.
       directory: Where it runs; None: where this process does.
+      own_folder: A folder of files that are only for it. It is removed when it is closed, or when this process ends.
       num_lines_kept: How many of its last lines ``lines`` has.
       on_line: Called with each line of its output, standard error included, in a thread of its own. If it raises,
         it is not called any more, and ``wait`` or ``close`` raises that.
@@ -94,6 +95,7 @@ class Process:
         environment: Mapping[str, str] | None = None,
         name: str = "process",
         directory: str | os.PathLike[str] | None = None,
+        own_folder: str | os.PathLike[str] = "",
         num_lines_kept: int = 1000,
         on_line: Callable[[str], None] | None = None,
     ):
@@ -107,7 +109,9 @@ class Process:
         self._is_closed = False
         self._ending: Ending | None = None
         self._has_ended = threading.Event()
-        self._keeper, self._output, self._report = _start_keeper(name, command, environment, directory)
+        self._keeper, self._output, self._report = _start_keeper(
+            name, [os.fspath(own_folder), *command], environment, directory
+        )
         self.pid = self._await_start()
         self._thread = threading.Thread(target=self._watch, name=f"replicax-{name}", daemon=True)
         self._thread.start()
@@ -299,7 +303,7 @@ class _Cutter:
 
 def _start_keeper(
     name: str,
-    command: Sequence[str],
+    arguments: Sequence[str],
     environment: Mapping[str, str] | None,
     directory: str | os.PathLike[str] | None,
 ) -> tuple[subprocess.Popen[bytes], int, int]:
@@ -308,7 +312,7 @@ def _start_keeper(
     report, report_end = os.pipe()
     try:
         keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), str(report_end), *command],
+            [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), str(report_end), *arguments],
             stdin=subprocess.PIPE,
             stdout=output_end,
             stderr=output_end,
