@@ -234,6 +234,26 @@ def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(sc
     assert "worker 1 exited with code 7, the first to fail" in rest
 
 
+def test_who_began_to_end_first_is_the_first_to_fail(script):
+    """As worker 0 of a cluster does: it waits for the others, who end because it has failed."""
+    path = script("""
+    if task == "worker 1":
+        time.sleep(0.5)
+        sys.exit(1)
+    status = {"step": 3, "time": time.time(), "state": "ending", "left_at": time.monotonic()}
+    with open(os.environ["REPLICAX_STATUS_FILE"], "w") as file:
+        json.dump(status, file)
+    print("my own mistake")
+    time.sleep(1)
+    sys.exit(7)
+    """)
+    result = launch("--workers", 2, path)
+    assert result.returncode == 7
+    assert (
+        "worker 0 exited with code 7, the first to fail. Its last lines:\n    my own mistake" in result.stderr
+    )
+
+
 def test_a_task_that_is_killed(script):
     result = launch(
         "--workers",

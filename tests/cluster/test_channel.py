@@ -92,7 +92,20 @@ def test_the_launcher_is_told_how_many_programs_have_run(monkeypatch, tmp_path):
         channel.begin(3, "#0 train_step")
         channel.end()
         channel.leave()
-    assert read_status(path).step == 4  # the last is not left to the next beat
+        left_at = time.monotonic()
+    status = read_status(path)
+    assert (status.step, status.state) == (4, "ending")  # it is not left to the next beat
+    assert left_at - 2 < status.left_at <= left_at
+
+
+def test_who_tells_an_error_has_begun_to_end(monkeypatch, tmp_path):
+    path = tmp_path / "status.json"
+    monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
+    with serving(NAMES[:1]) as address, channels(address, NAMES[:1]) as (channel,):
+        channel.tell_error("ValueError")
+        left_at = read_status(path).left_at
+        assert left_at <= time.monotonic()
+    assert read_status(path).left_at == left_at
 
 
 def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():

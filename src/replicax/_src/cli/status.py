@@ -13,24 +13,32 @@ _WINDOW_S: Final = 10.0
 
 @dataclass(frozen=True)
 class Status:
-    """One reading of a task's status file: JSON ``{"step": int, "time": float, "state": str}``.
+    """One reading of a task's status file: JSON ``{"step": int, "time": float, "state": str, "left_at": float}``.
 
     Attributes:
       step: How many steps it has made.
       time: When it wrote that, in seconds of ``time.time``.
       state: What it is doing, in a word.
+      left_at: When it began to end, in seconds of ``time.monotonic``; None if it has not, or does not say.
     """
 
     step: int
     time: float
     state: str
+    left_at: float | None = None
 
 
 def read_status(path: Path) -> Status | None:
     """Returns what a task has written; None if there is nothing, or nothing of that form."""
     try:
         content = json.loads(path.read_text())
-        return Status(int(content["step"]), float(content["time"]), str(content.get("state", "")))
+        left_at = content.get("left_at")
+        return Status(
+            int(content["step"]),
+            float(content["time"]),
+            str(content.get("state", "")),
+            None if left_at is None else float(left_at),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -17,7 +17,7 @@ from typing import Final
 from replicax._src.cli.display import Display, Row
 from replicax._src.cli.status import Speed, read_status
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
-from replicax._src.cluster.processes import Process, resident_bytes, signal_name
+from replicax._src.cluster.processes import Ending, Process, resident_bytes, signal_name
 from replicax._src.cluster.spec import Task
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE
 
@@ -116,6 +116,7 @@ class Supervisor:
             failed = self._failed()
             if failed is not None and not self._signals:
                 self._await_others(failed)
+                failed = self._failed()
             self._end_all()
             self._refresh(time.monotonic())
         if failed is None or self._signals:
@@ -151,10 +152,18 @@ class Supervisor:
         return all(ending is not None and ending.is_success for ending in endings)
 
     def _failed(self) -> Task | None:
-        """The task that was the first to end badly."""
-        endings = [(p.ending, task) for task, p in self._processes.items() if p.ending is not None]
-        bad = [(ending.time, number) for number, (ending, _) in enumerate(endings) if not ending.is_success]
-        return endings[min(bad)[1]][1] if bad else None
+        """The task that was the first to end badly, among those whose process has ended."""
+        bad = [
+            (self._began_to_end(task, process.ending), number, task)
+            for number, (task, process) in enumerate(self._processes.items())
+            if process.ending is not None and not process.ending.is_success
+        ]
+        return min(bad)[2] if bad else None
+
+    def _began_to_end(self, task: Task, ending: Ending) -> float:
+        """When it did, in seconds of ``time.monotonic``: a worker 0 that fails ends only after the others, who need it."""
+        status = read_status(self._status_files[task])
+        return ending.time if status is None or status.left_at is None else min(ending.time, status.left_at)
 
     def _running(self) -> list[Process]:
         return [process for process in self._processes.values() if process.is_running]
@@ -170,8 +179,8 @@ class Supervisor:
         running = self._running()
         if running:
             self._display.note(
-                f"{failed} {self._processes[failed].ending}. {_listed(running)} may end by themselves for "
-                f"{self._options.grace_s:g} s."
+                f"{failed} {self._processes[failed].ending}. {_listed(running)} may end by "
+                f"{'themselves' if len(running) > 1 else 'itself'} for {self._options.grace_s:g} s."
             )
             self._wait(lambda: not self._running(), self._options.grace_s)
 

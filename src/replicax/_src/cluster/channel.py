@@ -65,6 +65,7 @@ class Channel:
         self._received: collections.deque[dict[str, Any]] = collections.deque()
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
         self._status_since = time.monotonic()
+        self._left_at: float | None = None
         self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
         self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
         self.on_failure: Callable[[ClusterFailureError], None] = lambda failure: None
@@ -140,15 +141,16 @@ class Channel:
         """Says that this process ends in order, unless it has said otherwise, and ends the connection."""
         if self._socket is None or self._is_closed:
             return
+        self._note_end()
         self._send({"kind": "left"})
         self._is_closed = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         self._socket.close()
-        self._write_status()
 
     def tell_error(self, text: str) -> None:
         """Says that this process ends with an error, which the others will show."""
+        self._note_end()
         self._send({"kind": "raised", "text": text[-8000:]})
 
     @property
@@ -311,7 +313,14 @@ class Channel:
     def _write_status(self) -> None:
         """For the launcher: how many programs this process has run."""
         num_programs = max(0, self._status["position"] + (self._status["doing"] != "in"))
-        self._status_file.write(num_programs, "running" if num_programs else "starting")
+        state = "running" if num_programs else "starting"
+        self._status_file.write(num_programs, state if self._left_at is None else "ending", self._left_at)
+
+    def _note_end(self) -> None:
+        """Before the others hear of it: what they do then comes later."""
+        if self._left_at is None:
+            self._left_at = time.monotonic()
+            self._write_status()
 
     def _send(self, message: dict[str, Any]) -> None:
         connection = self._socket
