@@ -6,8 +6,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from replicax._src import jax_compat
+from replicax._src.program.flat import FlatProgram
 from replicax._src.program.rows.layout import Rows, RowSplit, Shared
-from replicax._src.program.rows.plan import FlatProgram, RowsPlan
+from replicax._src.program.rows.plan import RowsPlan
 
 GARBAGE = {"f": np.nan, "i": 10**6, "b": True}
 

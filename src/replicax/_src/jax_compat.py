@@ -213,6 +213,11 @@ def inner_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return jaxpr, []
 
 
+def has_side_effects(jaxpr: Any) -> bool:
+    """Whether running a jaxpr, closed or open, does more than compute: callbacks, prints."""
+    return any(not isinstance(effect, _private_core.NamedAxisEffect) for effect in jaxpr.effects)
+
+
 def is_drop_var(atom: Any) -> bool:
     """Whether an output of an equation is thrown away."""
     return isinstance(atom, jex.DropVar)

@@ -1,4 +1,4 @@
-"""Devices, replicas and the mesh between them; all index arithmetic. No values, no programs."""
+"""Devices, replicas and the mesh between them; all index arithmetic; how arrays and programs get onto them."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Topology:
       replicated: The sharding of an array that every device holds whole.
       per_replica: The sharding of an array [R, ...] of which device r holds row r.
       stacked: The sharding of an array [steps, R, ...] of several such.
+      bytes_per_pack: In buffers of how many bytes arrays that are summed together travel; 0 is what suits the devices.
     """
 
     devices: tuple[Device, ...]
@@ -54,9 +55,10 @@ class Topology:
     replicated: NamedSharding
     per_replica: NamedSharding
     stacked: NamedSharding
+    bytes_per_pack: int = 0
 
     @classmethod
-    def of(cls, devices: Sequence[Device]) -> Topology:
+    def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0) -> Topology:
         """The topology of ``devices``, replica r on the r-th."""
         mesh = Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,))
         is_shared = len({device.process_index for device in devices}) > 1
@@ -68,6 +70,7 @@ class Topology:
             NamedSharding(mesh, PartitionSpec()),
             NamedSharding(mesh, PartitionSpec(REPLICA_AXIS)),
             NamedSharding(mesh, PartitionSpec(None, REPLICA_AXIS)),
+            bytes_per_pack,
         )
 
     @functools.cached_property
@@ -251,6 +254,7 @@ def cpu_pool_is_large() -> bool:
 
 
 def prepare_backend() -> None:
+    """Before JAX's backend starts: makes XLA's CPU thread pool large enough for queued collectives."""
     if not jax_compat.backend_started():
         os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
 

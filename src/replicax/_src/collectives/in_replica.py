@@ -97,9 +97,10 @@ class Packing:
 
     @classmethod
     def on(cls, topology: Topology, options: CommunicationOptions | None = None) -> Packing | None:
-        """What the options say, or what suits the devices; None: XLA's own way."""
-        if options is not None and options.bytes_per_pack:
-            return cls(options.bytes_per_pack)
+        """What the options say, or those of the strategy, or what suits the devices; None: XLA's own way."""
+        bytes_per_pack = (options.bytes_per_pack if options else 0) or topology.bytes_per_pack
+        if bytes_per_pack:
+            return cls(bytes_per_pack)
         if not topology.is_cpu:
             return None
         return cls(_DEFAULT_PACK_BYTES, _ALONE_BYTES if topology.peers is None else _SHARED_ALONE_BYTES)

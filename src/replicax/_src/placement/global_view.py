@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.collectives.in_replica import packed_sum
+from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.placement.batch import Batch, BatchLayout
 from replicax._src.placement.held_state import HeldState
 from replicax._src.placement.spmd import in_flight, note_loss
+from replicax._src.program.flat import FlatProgram
 from replicax._src.program.rows.layout import Rows, RowSplit, Shared
-from replicax._src.program.rows.plan import FlatProgram, RowsPlan
+from replicax._src.program.rows.plan import RowsPlan
 from replicax._src.program.rows.rules import NotByRowsError
 from replicax._src.program.slots import state_lock
 from replicax._src.topology import Topology
@@ -200,7 +201,8 @@ class _Program:
 
     def _evaluate_whole(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         if self._plan is not None:
-            return self._plan.evaluate([*args, *leaves], lambda values: packed_sum(values, is_cpu=True))
+            packing = Packing.on(self._topology)
+            return self._plan.evaluate([*args, *leaves], lambda values: packed_sum(values, packing))
         rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
         return jax_compat.eval_jaxpr(self._jaxpr, [*args, *rows])
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.errors import TraceError
+from replicax._src.placement.rounds import in_rounds
 from replicax._src.placement.uneven import UnevenEvaluator
 from replicax._src.program.program import ReplicaProgram
 from replicax._src.program.slots import (
@@ -384,13 +385,14 @@ class Launcher:
             token = [jnp.zeros((), jnp.int8)] if self._needs_token else []
             return writes, [sums[i] for i in to_sums], outs, token
 
+        is_joined = self._topology.peers is not None and program.has_collectives
         out_same = [single or same for same in program.same_outputs]
         state_specs = [
             [_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots]
             for g in (self.state.written, self.state.read)
         ]
         return jax_compat.shard_map(
-            on_device,
+            in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,
             mesh=self._topology.mesh,
             in_specs=(
                 *state_specs,

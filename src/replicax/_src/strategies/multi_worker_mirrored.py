@@ -68,7 +68,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _topology_of_cluster(self, options: CommunicationOptions) -> Topology:
         membership = self._membership
         if membership.num_workers == 1:
-            return Topology.of(resolve_devices(None))
+            return Topology.of(resolve_devices(None), options.bytes_per_pack)
         prepare_backend()
         live = join_cluster(
             [str(task) for task in membership.workers],
@@ -80,7 +80,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         # The ids of devices have gaps between processes.
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         _say_what_communicates(options.implementation, devices[0].platform)
-        return Topology.of(devices)
+        return Topology.of(devices, options.bytes_per_pack)
 
 
 def _checked(options: Any) -> CommunicationOptions:

@@ -6,86 +6,20 @@ metrics together, as a rule, in one.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
+from replicax._src.program.flat import Atom, FlatProgram, Operation, read
 from replicax._src.program.rows.layout import Layout, Rows, RowSplit, Shared
 from replicax._src.program.rows.rules import Applied, Incomplete, NotByRowsError, apply, refused
-from replicax._src.program.verdict import is_call
 from replicax._src.topology import REPLICA_AXIS
-from replicax._src.user_code import UNKNOWN
 
 SumOverReplicas = Callable[[Sequence[Any]], Sequence[Any]]
-Atom = Any
-"""The number of a value, or a literal of JAX."""
-_REMATERIALISES = frozenset(["remat", "remat2", "checkpoint"])
 _ADDITIONS = frozenset(["add", "add_any"])
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An equation between numbered values. Calls of functions are no operations: what they do stands here.
-
-    Attributes:
-      line: Of the user's code.
-    """
-
-    eqn: Any
-    operands: Sequence[Atom]
-    results: Sequence[int]
-    line: str
-
-
-@final
-class FlatProgram:
-    """A jaxpr without calls of inner functions.
-
-    Args:
-      consts: The values of its constvars.
-
-    Attributes:
-      operations: In order.
-      inputs: The numbers of its operands.
-      outputs: What it gives.
-      consts: Values that it holds, by number.
-    """
-
-    def __init__(self, jaxpr: Any, consts: Sequence[Any] = ()):
-        self._numbers = itertools.count()
-        self.operations: list[Operation] = []
-        self.consts: dict[int, Any] = {}
-        self.inputs = [next(self._numbers) for _ in jaxpr.invars]
-        self.outputs = self._inline(jaxpr, consts, self.inputs)
-
-    def _inline(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], called_at: str = UNKNOWN
-    ) -> list[Atom]:
-        held = [next(self._numbers) for _ in consts]
-        self.consts.update(zip(held, consts, strict=True))
-        env: dict[Any, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *inputs], strict=True))
-
-        def read(atom: Any) -> Atom:
-            return atom if isinstance(atom, jax_compat.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            line = jax_compat.equation_line(eqn)
-            line = called_at if line == UNKNOWN else line
-            if is_call(eqn) and eqn.primitive.name not in _REMATERIALISES:
-                inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
-                given = operands[len(operands) - len(inner.invars) :]
-                results: Sequence[Atom] = self._inline(inner, inner_consts, given, line)
-            else:
-                results = [next(self._numbers) for _ in eqn.outvars]
-                self.operations.append(Operation(eqn, operands, results, line))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
 
 
 @final
@@ -197,11 +131,11 @@ class RowsPlan:
         for number in range(self.num_rounds + 1):
             while upcoming is not None and upcoming[0] == number:
                 _, operation, applied = upcoming
-                operands = [_read(env, atom) for atom in operation.operands]
+                operands = [read(env, atom) for atom in operation.operands]
                 env.update(zip(operation.results, applied.evaluate(operands), strict=True))
                 upcoming = next(remaining, None)
             self._sum(env, number, sum_over_replicas)
-        return [_read(env, atom) for atom in self._program.outputs]
+        return [read(env, atom) for atom in self._program.outputs]
 
     def _sum(self, env: dict[int, Any], number: int, sum_over_replicas: SumOverReplicas) -> None:
         """Completes what the round has computed."""
@@ -220,10 +154,6 @@ def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
     return Applied(
         applied.layouts, lambda args: applied.evaluate(list(map(split.converted, args, layouts, parts)))
     )
-
-
-def _read(env: Mapping[int, Any], atom: Atom) -> Any:
-    return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
 
 
 def _extreme(value: Any, kind: Layout) -> Any:

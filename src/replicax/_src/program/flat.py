@@ -1,0 +1,81 @@
+"""A jaxpr as one list of operations between numbered values, whose order can be changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from replicax._src import jax_compat
+from replicax._src.program.verdict import is_call
+from replicax._src.user_code import UNKNOWN
+
+Atom = Any
+"""The number of a value, or a literal of JAX."""
+_REMATERIALISES = frozenset(["remat", "remat2", "checkpoint"])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An equation between numbered values. Calls of functions are no operations: what they do stands here.
+
+    Attributes:
+      line: Of the user's code.
+    """
+
+    eqn: Any
+    operands: Sequence[Atom]
+    results: Sequence[int]
+    line: str
+
+
+@final
+class FlatProgram:
+    """A jaxpr without calls of inner functions.
+
+    Args:
+      consts: The values of its constvars.
+
+    Attributes:
+      operations: In order.
+      inputs: The numbers of its operands.
+      outputs: What it gives.
+      consts: Values that it holds, by number.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any] = ()):
+        self._numbers = itertools.count()
+        self.operations: list[Operation] = []
+        self.consts: dict[int, Any] = {}
+        self.inputs = [next(self._numbers) for _ in jaxpr.invars]
+        self.outputs = self._inline(jaxpr, consts, self.inputs)
+
+    def _inline(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], called_at: str = UNKNOWN
+    ) -> list[Atom]:
+        held = [next(self._numbers) for _ in consts]
+        self.consts.update(zip(held, consts, strict=True))
+        env: dict[Any, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *inputs], strict=True))
+
+        def read(atom: Any) -> Atom:
+            return atom if isinstance(atom, jax_compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            line = jax_compat.equation_line(eqn)
+            line = called_at if line == UNKNOWN else line
+            if is_call(eqn) and eqn.primitive.name not in _REMATERIALISES:
+                inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+                given = operands[len(operands) - len(inner.invars) :]
+                results: Sequence[Atom] = self._inline(inner, inner_consts, given, line)
+            else:
+                results = [next(self._numbers) for _ in eqn.outvars]
+                self.operations.append(Operation(eqn, operands, results, line))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def read(env: Mapping[int, Any], atom: Atom) -> Any:
+    """The value of an atom, given those of all numbers."""
+    return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
