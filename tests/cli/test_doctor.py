@@ -9,7 +9,11 @@ import time
 
 import pytest
 
+from checks import message
 from replicax.__main__ import main
+from replicax._src.cli.doctor import _ask
+from replicax._src.cluster.channel import Channel
+from replicax.errors import ClusterStartError
 
 pytestmark = pytest.mark.timeout(60)
 LAUNCHERS = [
@@ -102,6 +106,25 @@ def test_doctors_answer_each_other(free):
         printed, _ = process.communicate(timeout=40)
         assert process.returncode == 0, printed
         assert f"{addresses[1 - number]:<24} answers" in printed
+
+
+def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
+    """What the doctor answers is not taken for the job's welcome."""
+    address = free()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "replicax", "doctor", "--no-devices", "--wait", "8"],
+        env={"TF_CONFIG": json.dumps(config_of(address, free())), "PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        channel = Channel(address, 1, ["worker 0", "worker 1"], "print")
+        while _ask(address, 0).text != "answers":
+            time.sleep(0.05)
+        says = ["worker 1 waited 1 s for worker 0", "does replicax doctor run on that machine?"]
+        message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.8), *says)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_its_own_port_is_in_use(doctor, free):

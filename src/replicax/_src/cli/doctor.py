@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from replicax._src.cluster.detect import ResolverChoice, choose_resolver
 from replicax._src.cluster.errors import ClusterError
-from replicax._src.cluster.frames import Decoder, FrameError, encode, listen
+from replicax._src.cluster.frames import Decoder, FrameError, ask, encode, listen
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
@@ -221,14 +221,10 @@ def _ask_once(address: str) -> Answer:
         return Answer(True, False, "needs no address: it connects to the first")
     try:
         with socket.create_connection((host, port), timeout=_ATTEMPT_S) as connection:
-            connection.sendall(encode({"kind": "ping"}))
-            decoder = Decoder()
-            while data := connection.recv(2**12):
-                for message in decoder.feed(data):
-                    if message["kind"] == "pong":
-                        is_doctor = message["cluster"] == "doctor"
-                        return Answer(True, False, "answers" + ("" if is_doctor else ": a job runs there"))
-            return Answer(False, True, "is another program, which hangs up")
+            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + _ATTEMPT_S)
+            if answer.get("cluster") == "doctor":
+                return Answer(True, False, "answers")
+            return Answer(True, False, "answers: a job runs there")
     except socket.gaierror:
         return Answer(False, True, f"is unknown: no host is called {host!r} here")
     except ConnectionRefusedError:

@@ -1,6 +1,6 @@
 """The control channel of one process: it beats, gathers values from all tasks, and hears who is gone.
 
-See hub.py for the rules. ``Link`` is what the rest of replicax sees of it, and has a twin without sockets for tests.
+See hub.py for the rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from replicax._src.cluster.failures import (
     of_gone,
     of_mismatch,
 )
-from replicax._src.cluster.frames import Decoder, FrameError, encode
+from replicax._src.cluster.frames import Decoder, FrameError, ask, encode
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
@@ -64,7 +64,6 @@ class Channel:
         self._decoder = Decoder()
         self._received: collections.deque[dict[str, Any]] = collections.deque()
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
-        self._status_since = time.monotonic()
         self._left_at: float | None = None
         self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
         self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
@@ -122,18 +121,16 @@ class Channel:
     def _shake_hands(self, connection: socket.socket, deadline: float) -> dict[str, Any]:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = {"kind": "hello", "member": self._number, "fingerprint": self._fingerprint}
-        connection.sendall(encode(hello))
-        while not self._received:
-            connection.settimeout(max(0.05, deadline - time.monotonic()))
-            data = connection.recv(2**16)
-            if not data:
-                raise FrameError("it ended the connection; is that port another program's?")
-            self._received.extend(self._decoder.feed(data))
-        answer = self._received.popleft()
+        decoder = Decoder()  # of what came in an earlier attempt nothing may be left
+        answer, *more = ask(connection, hello, decoder, deadline)
         if answer["kind"] == "refused":
             raise ClusterStartError(
                 f"{self._names[0]} at {self._address} refuses {self._me}: {answer['text']}"
             )
+        if answer["kind"] != "welcome":
+            raise FrameError("no job has begun there; does replicax doctor run on that machine?")
+        self._decoder = decoder
+        self._received.extend(more)
         connection.setblocking(False)
         return answer
 
@@ -152,11 +149,6 @@ class Channel:
         """Says that this process ends with an error, which the others will show."""
         self._note_end()
         self._send({"kind": "raised", "text": text[-8000:]})
-
-    @property
-    def file_descriptor(self) -> int:
-        """Of the connection; -1 without one."""
-        return -1 if self._socket is None else self._socket.fileno()
 
     # --- what it is for -----------------------------------------------------------------------------
 
@@ -235,14 +227,12 @@ class Channel:
         """A program begins; if it is another one than before the others hear of it at once."""
         before = self._status.get("program")
         self._status = {"position": position, "program": program, "doing": "in"}
-        self._status_since = time.monotonic()
         if program != before:
             self._send({"kind": "beat", "status": self._status})
 
     def end(self) -> None:
         """The program has ended, or has been dispatched."""
         self._status = {**self._status, "doing": "between"}
-        self._status_since = time.monotonic()
 
     def wait_for_failure(self, timeout_s: float) -> ClusterFailureError | None:
         """What has happened to the others, or will be known in so many seconds."""

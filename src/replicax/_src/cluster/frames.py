@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -53,6 +54,29 @@ class Decoder:
             if not isinstance(message, dict) or "kind" not in message:
                 raise FrameError(f"a message has no kind: {text[:40]!r}")
             yield message
+
+
+def ask(
+    connection: socket.socket, question: Mapping[str, Any], decoder: Decoder, deadline: float
+) -> list[dict[str, Any]]:
+    """Sends a message, and waits for what is said to it: one message at least.
+
+    Args:
+      deadline: When to give up, on the clock of ``time.monotonic``.
+
+    Raises:
+      FrameError: Another program is there.
+      OSError: It is not, or says nothing in time.
+    """
+    connection.sendall(encode(question))
+    answers: list[dict[str, Any]] = []
+    while not answers:
+        connection.settimeout(max(0.05, deadline - time.monotonic()))
+        data = connection.recv(2**16)
+        if not data:
+            raise FrameError("it ended the connection; is that port another program's?")
+        answers.extend(decoder.feed(data))
+    return answers
 
 
 def bind_host(host: str) -> str:

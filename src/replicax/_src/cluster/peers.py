@@ -28,6 +28,7 @@ class Peers:
     Args:
       channel: To the others.
       names: Of all tasks, by number.
+      addresses: Of all tasks.
       number: Of this process.
       timeout_s: How long others may be behind.
 
@@ -35,9 +36,11 @@ class Peers:
       waits: Programs are waited for where they are started.
     """
 
-    def __init__(self, channel: Channel, names: Sequence[str], number: int, timeout_s: float):
-        self._channel = channel
-        self.names, self.number, self.timeout_s = tuple(names), number, timeout_s
+    def __init__(
+        self, channel: Channel, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float
+    ):
+        self._channel, self._timeout_s = channel, timeout_s
+        self.names, self.addresses, self.number = tuple(names), tuple(addresses), number
         self._num_gathered: dict[str, int] = {}
         self._num_topics = 0
         self._labels: dict[str, str] = {}
@@ -62,7 +65,12 @@ class Peers:
         return f"{name} {self._num_topics}"
 
     def gather(
-        self, topic: str, value: Any, what: str, is_cancelled: Callable[[], bool] = lambda: False
+        self,
+        topic: str,
+        value: Any,
+        what: str,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """The values of all processes, by number; all call it, in the same order for each topic.
 
@@ -71,13 +79,18 @@ class Peers:
           value: As JSON has it.
           what: What they wait to do, for messages.
           is_cancelled: Asked now and then; the wait ends, with an error, if so.
+          timeout_s: How long the others may be behind, if not as long as elsewhere.
 
         Raises:
           ClusterFailureError: Somebody is gone, or missing for too long.
         """
         count = self._num_gathered[topic] = self._num_gathered.get(topic, -1) + 1
         return self._channel.gather(
-            f"{topic} {count}", value, self.timeout_s, what=what, is_cancelled=is_cancelled
+            f"{topic} {count}",
+            value,
+            self._timeout_s if timeout_s is None else timeout_s,
+            what=what,
+            is_cancelled=is_cancelled,
         )
 
     def check(self) -> None:
@@ -106,7 +119,7 @@ class Peers:
             offers = self._channel.gather(
                 f"program {number}",
                 [digest, name, position],
-                self.timeout_s,
+                self._timeout_s,
                 what=f"to run {name} for the first time",
                 position=position,
             )

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, final
 
 import jax
 
 from replicax._src.cluster.peers import Peers
-
-# Calls back into Python carry addresses of this process.
-_ADDRESSES = re.compile(r"(?<=callback)[^\n]*|backend_config = \"\d+\"|\d{9,}")
 
 
 @final
@@ -42,8 +38,9 @@ class SharedProgram:
         label = self._labels.get(form)
         is_new = label is None
         if label is None:
+            # It has nothing of this process: a call back into Python stands there as its number in the program.
             text = self._compiled.lower(*args).as_text()
-            label = self._labels[form] = self._peers.agree(self._name, _ADDRESSES.sub("", text))
+            label = self._labels[form] = self._peers.agree(self._name, text)
         with self._peers.running(label, is_new=is_new):
             results = self._compiled(*args)
             if self._peers.waits:

@@ -21,13 +21,15 @@ from typing import Any, final
 from replicax._src import jax_compat
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError
-from replicax._src.cluster.peers import Peers, note_joined
+from replicax._src.cluster.peers import Peers, joined_peers, note_joined
 from replicax._src.errors import BackendStartedError, InvalidArgumentError
 
 log = logging.getLogger("replicax")
 _SERVICE_START_S = 60.0
 _SERVICE_LINGER_S = 30.0
 _LAST_TO_LEAVE_S = 60.0
+# The hub says once a second who is missing.
+_LEAST_WAIT_S = 3.0
 
 
 def seconds_from_environment(name: str, default: float) -> float:
@@ -46,16 +48,10 @@ def seconds_from_environment(name: str, default: float) -> float:
 
 
 @final
-class LiveCluster:
-    """This process's place in a cluster that has started; ended when the process ends.
-
-    Attributes:
-      peers: The other processes.
-      identity: Names, addresses and number: who starts again must be the same.
-    """
+class _LiveCluster:
+    """This process's place in a cluster that has started; ended when the process ends."""
 
     def __init__(self, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float):
-        self.identity = (tuple(names), tuple(addresses), number)
         self._service: subprocess.Popen[str] | None = None
         self._is_in_jax = False
         silence_s = seconds_from_environment("REPLICAX_SILENCE_TIMEOUT_S", 60.0)
@@ -68,9 +64,8 @@ class LiveCluster:
         self._channel = Channel(addresses[0], number, names, fingerprint, silence_s=silence_s)
         try:
             coordinator = self._channel.connect(deadline)["coordinator"]
-            self.peers = Peers(self._channel, names, number, max(deadline - time.monotonic(), 1.0))
-            self._compare()
-            self.peers.timeout_s = timeout_s
+            self.peers = Peers(self._channel, names, addresses, number, timeout_s)
+            _compare_versions(self.peers, max(deadline - time.monotonic(), _LEAST_WAIT_S))
             jax_compat.join_processes(coordinator, len(names), number, int(start_s))
             self._is_in_jax = True
             note_joined(self.peers)
@@ -79,34 +74,6 @@ class LiveCluster:
             raise
         self._say_errors()
         atexit.register(self.close)  # before JAX's own, which was registered first
-
-    def _compare(self) -> None:
-        """All are there, and fit together."""
-        versions = {"jax": jax_compat.VERSION, "python": ".".join(map(str, sys.version_info[:2]))}
-        found = self.peers.gather("start", versions, "for all tasks to start")
-        for name, theirs in zip(self.peers.names, found, strict=True):
-            if theirs != found[0]:
-                raise ClusterStartError(
-                    f"{self.peers.names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: programs that they compile "
-                    "would differ. Install the same versions on all machines."
-                )
-
-    def compare_devices(self, devices: Sequence[Any]) -> None:
-        """Every process has as many devices as the others.
-
-        Raises:
-          ClusterStartError: They have not.
-        """
-        found = self.peers.gather("devices", [len(devices), devices[0].platform], "to compare devices")
-        if any(theirs != found[0] for theirs in found):
-            have = ", ".join(
-                f"{name} has {count} of {platform}"
-                for name, (count, platform) in zip(self.peers.names, found, strict=True)
-            )
-            raise ClusterStartError(
-                f"Every worker must have the same number of devices, of one kind: {have}. Give each process the same "
-                "(CUDA_VISIBLE_DEVICES, replicax.config.set_local_devices, replicax launch --devices-per-worker)."
-            )
 
     def _say_errors(self) -> None:
         before = sys.excepthook
@@ -138,6 +105,36 @@ class LiveCluster:
         except subprocess.TimeoutExpired:
             service.kill()
             service.wait()
+
+
+def _compare_versions(peers: Peers, timeout_s: float) -> None:
+    """All are there, and fit together."""
+    versions = {"jax": jax_compat.VERSION, "python": ".".join(map(str, sys.version_info[:2]))}
+    found = peers.gather("start", versions, "for all tasks to start", timeout_s=timeout_s)
+    for name, theirs in zip(peers.names, found, strict=True):
+        if theirs != found[0]:
+            raise ClusterStartError(
+                f"{peers.names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: programs that they compile "
+                "would differ. Install the same versions on all machines."
+            )
+
+
+def compare_devices(peers: Peers, devices: Sequence[Any]) -> None:
+    """Every process has as many devices as the others.
+
+    Raises:
+      ClusterStartError: They have not.
+    """
+    found = peers.gather("devices", [len(devices), devices[0].platform], "to compare devices")
+    if any(theirs != found[0] for theirs in found):
+        have = ", ".join(
+            f"{name} has {count} of {platform}"
+            for name, (count, platform) in zip(peers.names, found, strict=True)
+        )
+        raise ClusterStartError(
+            f"Every worker must have the same number of devices, of one kind: {have}. Give each process the same "
+            "(CUDA_VISIBLE_DEVICES, replicax.config.set_local_devices, replicax launch --devices-per-worker)."
+        )
 
 
 def _listed(versions: dict[str, str]) -> str:
@@ -187,40 +184,38 @@ def _start_service(
     )
 
 
-_joined: LiveCluster | None = None
 _lock = threading.Lock()
 
 
 def join_cluster(
     names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float = 600.0
-) -> LiveCluster:
+) -> Peers:
     """Makes this process part of a cluster; the second time it is the one that it is part of.
 
     Args:
       names: Of all tasks, for messages.
       addresses: Of all tasks; that of the first is where they meet.
       number: Of this process among them.
-      timeout_s: How long others may be behind, later.
+      timeout_s: How long others may be behind, later. What the first call says counts.
 
     Raises:
       BackendStartedError: JAX's backend has started already.
       ClusterStartError: A task is missing, or they do not fit together.
       ClusterFailureError: A task has gone meanwhile.
     """
-    global _joined
     with _lock:
-        if _joined is not None:
-            if _joined.identity != (tuple(names), tuple(addresses), number):
+        peers = joined_peers()
+        if peers is not None:
+            if (peers.names, peers.addresses, peers.number) != (tuple(names), tuple(addresses), number):
                 raise ClusterStartError(
-                    f"This process is {_joined.peers.names[_joined.peers.number]} of a cluster already, and cannot be "
-                    f"{names[number]} of another. TF_CONFIG must stay as it is while the process lives."
+                    f"This process is {peers.names[peers.number]} of a cluster already, and cannot be {names[number]} of "
+                    "another. TF_CONFIG must stay as it is while the process lives."
                 )
-            _joined.peers.check()
-            return _joined
+            peers.check()
+            return peers
         if jax_compat.backend_started():
             raise BackendStartedError(
                 "Collective ops must be configured at program startup: JAX's backend has started, so this process can no "
                 "longer join a cluster. Make the strategy before anything uses JAX: before the first array, the first model."
             )
-        _joined = LiveCluster(names, addresses, number, timeout_s)
-        return _joined
+        return _LiveCluster(names, addresses, number, timeout_s).peers

@@ -9,7 +9,7 @@ import jax
 
 from replicax._src.cluster.detect import choose_resolver
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
-from replicax._src.cluster.start import join_cluster
+from replicax._src.cluster.start import compare_devices, join_cluster
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import CommunicationImplementation, CommunicationOptions
 from replicax._src.strategies.strategy import Strategy
@@ -70,13 +70,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         if membership.num_workers == 1:
             return Topology.of(resolve_devices(None), options.bytes_per_pack)
         prepare_backend()
-        live = join_cluster(
+        peers = join_cluster(
             [str(task) for task in membership.workers],
             membership.addresses,
             membership.id_in_cluster,
             options.timeout_seconds or _TIMEOUT_S,
         )
-        live.compare_devices(jax.local_devices())
+        compare_devices(peers, jax.local_devices())
         # The ids of devices have gaps between processes.
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         _say_what_communicates(options.implementation, devices[0].platform)
