@@ -21,12 +21,12 @@ NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
 @contextlib.contextmanager
-def serving(names=NAMES, **options):
+def serving(names=NAMES, linger_s=0.0, **options):
     """A hub, and its address. When the block ends it ends too, whoever is still connected."""
     listener = listen("127.0.0.1:0", backlog=8)
     server = HubServer(Hub(names, **options), listener, "print", "worker 0 at here", {"coordinator": "there"})
     must_end = threading.Event()
-    thread = threading.Thread(target=server.run, args=(must_end, 0.0))
+    thread = threading.Thread(target=server.run, args=(must_end, linger_s))
     thread.start()
     try:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
@@ -150,6 +150,16 @@ def test_who_is_silent_is_given_up():
             second._write_lock.release()
 
 
+def test_who_has_gone_silent_is_not_waited_for_long():
+    """Ten seconds at most, where others may take a minute to leave."""
+    with socket.socket() as stopped, serving(NAMES[:1], linger_s=60.0, silence_s=1.0) as address:
+        host, port = address.split(":")
+        stopped.connect((host, int(port)))
+        stopped.sendall(encode({"kind": "hello", "member": 0, "fingerprint": "print"}))
+        assert stopped.recv(1)
+        time.sleep(2.5)
+
+
 def test_a_hub_that_is_gone():
     """Its machine is down, say: here its thread ends with the block."""
     with serving() as address:
@@ -190,6 +200,34 @@ def test_a_wait_can_be_given_up():
         with pytest.raises(PeerFailureError):
             first.gather("k", 1, 60.0, what="to test", is_cancelled=stop.is_set)
         assert time.monotonic() - start < 3
+
+
+def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
+    """It is named with what it does; here it is in this test."""
+    limits = {"stall_s": 2.0, "timeout_s": 5.0}
+    with (
+        serving(NAMES[:2], **limits) as address,
+        channels(address, NAMES[:2]) as (first, second),
+        caplog.at_level(logging.WARNING, "replicax"),
+    ):
+        for channel in (first, second):
+            channel.begin(0, "#0 f")
+        second.end()
+        first.begin(1, "#0 f")
+        assert first.wait_for_failure(15) is not None
+        assert second.wait_for_failure(5) is not None  # it cannot go on either
+        waited = (
+            "worker 0 has waited 5 s in its program number 1, #0 f, for worker 1, which has not come to it"
+        )
+        at = "test_channel.py"
+        for channel in (first, second):
+            with pytest.raises(PeerFailureError) as caught:
+                channel.check()
+            assert caught.value.tasks == ("worker 1",)
+            for said in (waited, "after its program number 0, #0 f, for ", at, "timeout_seconds"):
+                assert said in str(caught.value)
+    assert "worker 0 has waited 2 s in its program number 1" in caplog.text
+    assert "It goes on waiting for 5 s" in caplog.text
 
 
 def test_nobody_listens():
@@ -270,18 +308,13 @@ def test_what_is_no_frame(data):
 
 
 def test_the_waiting_is_said(caplog):
-    """A line every 10 s, with the names; here the interval is shortened."""
-    from replicax._src.cluster import channel as module
-
-    before, module._REMINDER_S = module._REMINDER_S, 1.2
-    try:
-        with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
-            channel = Channel(address, 2, NAMES, "print")
-            channel.connect(time.monotonic() + 5)
-            with pytest.raises(PeerFailureError):
-                channel.gather("start", 1, 3.0, what="for all tasks to start")
-            channel.leave()
-    finally:
-        module._REMINDER_S = before
-    assert "worker 2 waits since" in caplog.text
+    """With the names, every few seconds."""
+    with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
+        channel = Channel(address, 2, NAMES, "print")
+        channel.connect(time.monotonic() + 5)
+        with pytest.raises(PeerFailureError) as caught:
+            channel.gather("start", 1, 3.0, what="for all tasks to start", every_s=1.2)
+        channel.leave()
+    assert caught.value.tasks == ("worker 0", "worker 1")
+    assert caplog.text.count("worker 2 waits since") == 2
     assert "worker 0 (has not come), worker 1 (has not come)" in caplog.text

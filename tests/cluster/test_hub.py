@@ -20,8 +20,8 @@ def offer(key, value, position=None):
     return {"kind": "offer", "key": key, "value": value, "position": position}
 
 
-def beat(position, program):
-    return {"kind": "beat", "status": {"position": position, "program": program, "doing": "in"}}
+def beat(position, program, doing="in", **more):
+    return {"kind": "beat", "status": {"position": position, "program": program, "doing": doing, **more}}
 
 
 def kinds(outbox):
@@ -62,7 +62,7 @@ def test_who_waits_is_told_for_whom():
 @pytest.mark.parametrize(
     ("how", "go"),
     [
-        ("died", lambda hub: hub.disconnect(1)),
+        ("died", lambda hub: hub.disconnect(1, now=1.0)),
         ("left", lambda hub: hub.receive(1, {"kind": "left"}, now=1.0)),
         ("raised", lambda hub: hub.receive(1, {"kind": "raised", "text": "ValueError: x"}, now=1.0)),
     ],
@@ -74,7 +74,7 @@ def test_all_others_hear_who_is_gone_and_how_once(how, go):
     assert [to for to, _ in outbox] == [0, 2]
     assert all((m["kind"], m["member"], m["how"]) == ("gone", 1, how) for _, m in outbox)
     assert outbox[0][1]["status"]["position"] == 7
-    assert hub.disconnect(1) == []  # its connection ends afterwards
+    assert hub.disconnect(1, now=1.0) == []  # its connection ends afterwards
     assert hub.receive(1, offer("k", 1), now=2.0) == []
 
 
@@ -91,7 +91,7 @@ def test_who_is_silent_is_gone():
 def test_a_task_is_one_process_and_comes_once():
     hub = hub_with(0, 1)
     assert "another process is worker 1 already" in hub.join(1, now=1.0)
-    hub.disconnect(1)
+    hub.disconnect(1, now=1.0)
     assert "started again as a whole" in hub.join(1, now=2.0)
 
 
@@ -102,7 +102,7 @@ def test_the_end():
     hub.join(2, now=0.0)
     hub.receive(0, {"kind": "left"}, now=1.0)
     assert not hub.is_over
-    hub.disconnect(2)
+    hub.disconnect(2, now=1.0)
     assert hub.is_over
 
 
@@ -157,3 +157,132 @@ def test_one_that_has_not_come_to_the_agreement_yet_is_no_mismatch():
     hub = hub_with(0, 1)
     hub.receive(1, beat(4, "#0 f"), now=0.0)
     assert hub.receive(0, offer("program 1", ["d", "g", 5], position=5), now=0.0) == []
+
+
+def test_all_positions_are_compared_also_those_at_which_no_beat_came():
+    """A beat comes when the program is another than before, so what ran between two beats is known."""
+    hub = hub_with(0, 1)
+    for number in (0, 1):
+        assert hub.receive(number, beat(0, "#0 f"), now=0.0) == []
+    assert hub.receive(0, beat(7, "#1 g"), now=1.0) == []
+    assert hub.receive(0, beat(8, "#0 f"), now=1.0) == []
+    assert hub.receive(1, beat(6, "#0 f"), now=1.0) == []
+    outbox = hub.receive(1, beat(20, "#0 f"), now=2.0)  # f at 7 too
+    assert kinds(outbox) == [(0, "mismatch"), (1, "mismatch")]
+    at = [(number, status["position"], status["program"]) for number, status in outbox[0][1]["statuses"]]
+    assert at == [(0, 7, "#1 g"), (1, 7, "#0 f")]
+
+
+@given(st.lists(st.sampled_from("ab"), min_size=1, max_size=12), st.data())
+def test_two_that_run_the_same_are_no_mismatch_and_one_difference_is_one(programs, data):
+    """However their beats come to the hub."""
+    changed = data.draw(st.one_of(st.none(), st.integers(0, len(programs) - 1)))
+    other = ["c" if position == changed else program for position, program in enumerate(programs)]
+    hub, todo, found = hub_with(0, 1), {}, []
+    for number, its in enumerate((programs, other)):
+        is_told = [its[p] != its[p - 1] or p == 0 or p == len(its) - 1 for p in range(len(its))]
+        todo[number] = [beat(p, program) for p, program in enumerate(its) if is_told[p]]
+    while any(todo.values()):
+        number = data.draw(st.sampled_from([n for n in todo if todo[n]]))
+        found += hub.receive(number, todo[number].pop(0), now=0.0)
+    assert kinds(found) == ([] if changed is None else [(0, "mismatch"), (1, "mismatch")])
+    if changed is not None:
+        assert {status["position"] for _, status in found[0][1]["statuses"]} == {changed}
+
+
+def test_a_beat_that_was_overtaken_says_nothing():
+    hub = hub_with(0, 1)
+    for number in (0, 1):
+        hub.receive(number, beat(4, "#0 f"), now=0.0)
+        hub.receive(number, beat(5, "#1 g"), now=0.0)
+    assert hub.receive(0, beat(4, "#0 f", "between"), now=0.0) == []
+    assert hub.receive(0, beat(6, "#1 g"), now=0.0) == []
+    assert hub.receive(1, beat(6, "#1 g"), now=0.0) == []
+
+
+def test_what_has_been_compared_is_forgotten():
+    hub = hub_with(0, 1)
+    for position in range(1000):
+        for number in (0, 1):
+            assert hub.receive(number, beat(position, f"#{position % 2} f"), now=0.0) == []
+    assert all(len(member.runs) <= 2 for member in hub._members if member.is_here)
+
+
+# --- stalls --------------------------------------------------------------------------------------------
+
+
+def hub_of_one_that_waits(**options):
+    """Worker 0 waits in program 3 since 100.0; worker 1 has been behind since 98.0, and beats."""
+    hub = hub_with(0, 1, **options)
+    for number in (0, 1):
+        hub.receive(number, beat(2, "#0 f"), now=97.0)
+    hub.receive(1, beat(2, "#0 f", "between", at="train.py:7 in load"), now=98.0)
+    hub.receive(0, beat(3, "#0 f"), now=100.0)
+    return hub
+
+
+def told_at(hub, now, position=2):
+    """What is said at a time at which both beat."""
+    hub.receive(0, beat(3, "#0 f"), now=now)
+    hub.receive(1, beat(position, "#0 f", "between", at="train.py:7 in load"), now=now)
+    return [(to, message) for to, message in hub.tick(now) if message["kind"] != "pulse"]
+
+
+def test_who_waits_in_a_program_is_told_for_whom_and_more_and_more_seldom():
+    hub = hub_of_one_that_waits(stall_s=60.0, timeout_s=600.0)
+    told = [now - 100 for now in range(101, 690) for to, m in told_at(hub, now) if m["kind"] == "stalled"]
+    assert told == [60, 120, 240, 480]
+    hub = hub_of_one_that_waits()
+    assert told_at(hub, 159.0) == []
+    ((to, message),) = told_at(hub, 160.0)
+    assert (to, message["waited_s"], message["timeout_s"]) == (0, 60, 600)
+    assert message["waiting"][0] == 0
+    ((late, status),) = message["late"]
+    assert (late, status["for_s"], status["at"]) == (1, 62, "train.py:7 in load")
+    assert "silent_s" not in status
+
+
+def test_after_the_time_for_it_all_are_told_once():
+    hub = hub_of_one_that_waits(timeout_s=20.0)
+    assert told_at(hub, 119.0) == []
+    outbox = told_at(hub, 120.0)
+    assert kinds(outbox) == [(0, "timeout"), (1, "timeout")]
+    assert [number for number, _ in outbox[0][1]["late"]] == [1]
+    assert told_at(hub, 121.0) == []
+
+
+def test_who_comes_late_is_waited_for_anew_the_next_time():
+    hub = hub_of_one_that_waits()
+    assert [m["kind"] for _, m in told_at(hub, 170.0)] == ["stalled"]
+    hub.receive(1, beat(3, "#0 f"), now=171.0)
+    hub.receive(0, beat(4, "#0 f"), now=172.0)
+    hub.receive(1, beat(3, "#0 f", "between"), now=172.0)
+    assert "stalled" not in dict(kinds(hub.tick(now=220.0))).values()
+    assert (0, "stalled") in kinds(hub.tick(now=232.0))
+
+
+def test_a_program_in_which_all_are_takes_as_long_as_it_takes():
+    hub = hub_of_one_that_waits(silence_s=10_000.0)
+    hub.receive(1, beat(3, "#0 f"), now=101.0)
+    assert kinds(hub.tick(now=5000.0)) == [(0, "pulse"), (1, "pulse")]
+
+
+def test_between_programs_nobody_waits():
+    """The chief writes a checkpoint, say, and the others are where it is."""
+    hub = hub_with(0, 1, silence_s=10_000.0)
+    for number in (0, 1):
+        hub.receive(number, beat(2, "#0 f", "between"), now=0.0)
+    assert kinds(hub.tick(now=5000.0)) == [(0, "pulse"), (1, "pulse")]
+
+
+def test_of_who_does_not_beat_either_that_is_said():
+    hub = hub_of_one_that_waits(stall_s=10.0, silence_s=60.0)
+    hub.receive(0, beat(3, "#0 f"), now=110.0)
+    ((_, message),) = [pair for pair in hub.tick(now=110.0) if pair[1]["kind"] == "stalled"]
+    assert message["late"][0][1]["silent_s"] == 12
+
+
+def test_who_is_gone_is_not_waited_for():
+    hub = hub_of_one_that_waits(stall_s=10.0)
+    hub.disconnect(1, now=105.0)
+    assert kinds(hub.tick(now=150.0)) == [(0, "pulse")]

@@ -143,7 +143,7 @@ class CommunicationOptions:
     Attributes:
       bytes_per_pack: Arrays of one dtype are joined into buffers of at most this many bytes before they are
         reduced; larger arrays travel by themselves, and are not cut. 0 lets replicax choose.
-      timeout_seconds: Seconds after which a collective between processes fails; None is 600.
+      timeout_seconds: Seconds after which a wait for other processes, in a collective or before it, fails; None is 600.
       implementation: AUTO, RING or NCCL. In one process XLA chooses, and this has no effect.
     """
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import threading
+from types import FrameType
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SKIPPED = (
@@ -26,7 +28,15 @@ def is_user_code(filename: str) -> bool:
 
 def user_line() -> str:
     """``file:line in function`` of the innermost caller that is user code."""
-    frame = sys._getframe(1)
+    return _innermost(sys._getframe(1))
+
+
+def user_line_of_main_thread() -> str:
+    """Where the main thread is: ``file:line in function`` of its innermost user code. From any thread."""
+    return _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _innermost(frame: FrameType | None) -> str:
     while frame is not None:
         if is_user_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

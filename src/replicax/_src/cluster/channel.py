@@ -23,17 +23,19 @@ from replicax._src.cluster.failures import (
     describe_status,
     of_gone,
     of_mismatch,
+    of_timeout,
+    stall_text,
 )
 from replicax._src.cluster.frames import Decoder, FrameError, ask, encode
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
+from replicax._src.user_code import user_line_of_main_thread
 
 log = logging.getLogger("replicax")
 _BEAT_S = 1.0
 _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
-_REMINDER_S = 10.0
 _LOOK_S = 0.2
 
 
@@ -47,18 +49,26 @@ class Channel:
       names: Of all tasks, by number.
       fingerprint: Of the cluster, equal in all its processes.
       silence_s: After how many seconds without a word from the hub it counts as gone.
+      stall_s: After how many seconds it says for whom it waits.
     """
 
     def __init__(
-        self, address: str, number: int, names: Sequence[str], fingerprint: str, *, silence_s: float = 60.0
+        self,
+        address: str,
+        number: int,
+        names: Sequence[str],
+        fingerprint: str,
+        *,
+        silence_s: float = 60.0,
+        stall_s: float = 60.0,
     ):
         self._address, self._number, self._names = address, number, tuple(names)
-        self._fingerprint, self._silence_s = fingerprint, silence_s
+        self._fingerprint, self._silence_s, self._stall_s = fingerprint, silence_s, stall_s
         self._socket: socket.socket | None = None
         self._write_lock = threading.Lock()
         self._changed = threading.Condition()
         self._gathered: dict[str, list[Any]] = {}
-        self._missing: dict[str, str] = {}
+        self._missing: dict[str, Mapping[str, Any]] = {}
         self._failure: ClusterFailureError | None = None
         self._is_closed = False
         self._decoder = Decoder()
@@ -66,6 +76,7 @@ class Channel:
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
         self._left_at: float | None = None
         self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
+        self._beaten: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
         self.on_failure: Callable[[ClusterFailureError], None] = lambda failure: None
 
@@ -175,6 +186,7 @@ class Channel:
         what: str,
         position: int | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        every_s: float | None = None,
     ) -> list[Any]:
         """Gives ``value`` and gets the values of all, by number. All processes call it, with the same keys.
 
@@ -185,21 +197,23 @@ class Channel:
           what: What they wait to do, for messages: "to start".
           position: Of the program that is about to run, if it is about that.
           is_cancelled: Asked now and then; the wait ends, with an error, if so.
+          every_s: How often it is said for whom it waits; by default after ``stall_s``, then after twice the time each.
 
         Raises:
           PeerFailureError: Somebody is gone, or missing for too long.
         """
         self.check()
         self._send({"kind": "offer", "key": key, "value": value, "position": position})
-        started = reminded = time.monotonic()
+        started = time.monotonic()
+        says_at = started + (every_s or self._stall_s)
         with self._changed:
             while key not in self._gathered:
                 self.check()
                 now = time.monotonic()
                 if now - started >= timeout_s or is_cancelled():
                     raise self._out_of_time(key, timeout_s, what)
-                if now - reminded >= _REMINDER_S:
-                    reminded = now
+                if now >= says_at:
+                    says_at = now + (every_s or now - started)
                     log.warning(
                         "%s waits since %.0f s %s, for %s.",
                         self._me,
@@ -208,6 +222,7 @@ class Channel:
                         self._missing_in(key),
                     )
                 self._changed.wait(min(started + timeout_s - now, _LOOK_S))
+            self._missing.pop(key, None)
             return self._gathered.pop(key)
 
     @property
@@ -215,12 +230,22 @@ class Channel:
         return self._names[self._number]
 
     def _missing_in(self, key: str) -> str:
-        return self._missing.get(key, "the other tasks")
+        reminder = self._missing.get(key)
+        if reminder is None:
+            return "the other tasks"
+        statuses = dict(reminder["statuses"])
+        return ", ".join(
+            f"{self._names[number]} ({describe_status(statuses[number])})"
+            if number in statuses
+            else f"{self._names[number]} (has not come)"
+            for number in reminder["missing"]
+        )
 
     def _out_of_time(self, key: str, timeout_s: float, what: str) -> ClusterFailureError:
         return PeerFailureError(
             f"{self._me} waited {timeout_s:.0f} s {what}, for {self._missing_in(key)}. All tasks must be started, and make "
-            "the same calls of replicax in the same order."
+            "the same calls of replicax in the same order.",
+            tuple(self._names[number] for number in self._missing.get(key, {}).get("missing", ())),
         )
 
     def begin(self, position: int, program: str) -> None:
@@ -257,7 +282,7 @@ class Channel:
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + _BEAT_S
-                    self._send({"kind": "beat", "status": self._status})
+                    self._beat()
                 if self._status_file.is_wanted and now >= next_file:
                     next_file = now + _STATUS_FILE_S
                     self._write_status()
@@ -284,21 +309,23 @@ class Channel:
                     self._gathered[message["key"]] = message["values"]
                     self._changed.notify_all()
             case "reminder":
-                self._missing[message["key"]] = self._describe_missing(message)
+                self._missing[message["key"]] = message
+            case "stalled":
+                log.warning("%s", stall_text(self._names, message))
+            case "timeout":
+                self._fail(of_timeout(self._names, message))
             case "gone":
                 number, how = message["member"], message["how"]
                 self._fail(of_gone(self._names, number, how, message["text"], message["status"]))
             case "mismatch":
                 self._fail(of_mismatch(self._names, message["statuses"]))
 
-    def _describe_missing(self, reminder: Mapping[str, Any]) -> str:
-        statuses = dict(reminder["statuses"])
-        return ", ".join(
-            f"{self._names[number]} ({describe_status(statuses[number])})"
-            if number in statuses
-            else f"{self._names[number]} (has not come)"
-            for number in reminder["missing"]
-        )
+    def _beat(self) -> None:
+        """Says where this process is; with the line of code, where it has not moved since the last time."""
+        status = self._status
+        at = {"at": user_line_of_main_thread()} if status is self._beaten else {}
+        self._beaten = status
+        self._send({"kind": "beat", "status": {**status, **at}})
 
     def _write_status(self) -> None:
         """For the launcher: how many programs this process has run."""

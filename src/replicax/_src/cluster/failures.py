@@ -7,6 +7,8 @@ from typing import Any
 
 from replicax._src.errors import ReplicaxError
 
+_WORTH_SAYING_S = 2
+
 
 class ClusterFailureError(ReplicaxError, RuntimeError):
     """The tasks of a cluster cannot go on together. This process cannot either: end it, and start the job again."""
@@ -81,13 +83,46 @@ def of_mismatch(
     )
 
 
+def stall_text(names: Sequence[str], message: Mapping[str, Any]) -> str:
+    """That a task waits in a program for others; ``message`` is the hub's."""
+    return f"{_wait_of(names, message)} It goes on waiting for {message['timeout_s']:g} s (timeout_seconds)."
+
+
+def of_timeout(names: Sequence[str], message: Mapping[str, Any]) -> PeerFailureError:
+    """The failure that a task has waited in a program for too long; ``message`` is the hub's."""
+    return PeerFailureError(
+        f"{_wait_of(names, message)} That is the limit. Look at what is done there: all tasks must run the same steps; if it "
+        "may take so long, allow more with CommunicationOptions(timeout_seconds=...). This process cannot go on: end it, and "
+        "start the job again.",
+        tuple(names[int(number)] for number, _ in message["late"]),
+    )
+
+
+def _wait_of(names: Sequence[str], message: Mapping[str, Any]) -> str:
+    number, status = message["waiting"]
+    late = ", ".join(
+        f"{names[n]}, which has not come to it: it is {describe_status(s)}" for n, s in message["late"]
+    )
+    program = f"its program number {status['position']}, {status['program']}"
+    return f"{names[number]} has waited {message['waited_s']} s in {program}, for {late}."
+
+
 def describe_status(status: Mapping[str, Any]) -> str:
     """Where a task is, in words."""
+    parts = [_place(status)]
+    if status.get("for_s", 0) >= _WORTH_SAYING_S:
+        parts.append(f"for {status['for_s']} s")
+    if "at" in status:
+        parts.append(f"at {status['at']}")
+    if "silent_s" in status:
+        parts.append(f"and has been silent for {status['silent_s']} s")
+    return ", ".join(parts)
+
+
+def _place(status: Mapping[str, Any]) -> str:
     position, program = status.get("position"), status.get("program")
-    if "next" in status and status["next"][0] > (position or 0):
-        return (
-            f"about to run, for the first time, its program number {status['next'][0]}, {status['next'][1]}"
-        )
+    if "next" in status:
+        return f"about to run its program number {status['next'][0]}, {status['next'][1]}"
     if program is None or position is None or position < 0:
         return "before its first program"
     where = "in" if status.get("doing") == "in" else "after"

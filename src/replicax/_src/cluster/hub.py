@@ -6,11 +6,13 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
   word) or gone silent (no message for ``silence_s``). Who is gone stays gone: a job is restarted as a whole.
 - A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
-- Members *beat* once a second, with the number of the program that they run, and how many they have run before it
-  (their *position*). All run the same programs in the same order. Two that are at one position with different programs,
-  or one that waits for the others to agree on a new program while another has passed that position, do not: that is a
-  *mismatch*, which all are told.
+- Members *beat* once a second, and when their program is another than before: with the number of the program that they
+  run, and how many they have run before it (their *position*). So it is known what each has run at every position. All run
+  the same programs in the same order. Two that have run different ones at a position, or one that waits for the others to
+  agree on a program while another has passed that position, have not: that is a *mismatch*, which all are told.
 - Who waits in a gathering is told every ``reminder_s`` whom it waits for.
+- Who has been in one program for ``stall_s``, while others have not come to that position, is *stalled*: it is told for
+  whom it waits, then again after twice the time each. After ``timeout_s`` its step is over: all are told.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any, final
 
 Message = Mapping[str, Any]
 Outbox = list[tuple[int, Message]]
+Runs = list[tuple[int, str]]
+_QUIET_S = 5.0
 
 
 @dataclass
@@ -28,7 +32,11 @@ class _Member:
     """What the hub knows of a task.
 
     Attributes:
-      status: Of its last beat: ``position``, ``program`` (its name and number), ``doing``.
+      status: Of its last beat: ``position``, ``program`` (its name and number), ``doing``, perhaps ``at``, a line of code.
+      since: When it came to where it is.
+      warned_s: How long it had waited there when it was told for whom.
+      next: The position and name of the program that it waits to agree on.
+      runs: From which positions on it has run which programs. What has been compared with all is dropped.
       gone: How it went, once it has.
     """
 
@@ -36,7 +44,39 @@ class _Member:
     is_here: bool = False
     heard_at: float = 0.0
     status: dict[str, Any] = field(default_factory=dict)
+    since: float = 0.0
+    warned_s: float = 0.0
+    next: tuple[int, str] | None = None
+    runs: Runs = field(default_factory=list)
     gone: str | None = None
+
+    @property
+    def is_present(self) -> bool:
+        return self.is_here and self.gone is None
+
+    @property
+    def position(self) -> int:
+        return self.status.get("position", -1)
+
+    def beat(self, status: dict[str, Any], now: float) -> None:
+        """It says where it is. What was sent before something that has come already is stale."""
+        position, program = status["position"], status["program"]
+        if position < self.position:
+            return
+        if (position, status["doing"]) != (self.position, self.status.get("doing")):
+            self.since, self.warned_s = now, 0.0
+        self.status = status
+        if program is not None and (not self.runs or self.runs[-1][1] != program):
+            self.runs.append((position, program))
+
+    def told(self, now: float) -> dict[str, Any]:
+        """Its status, as others are told it."""
+        more: dict[str, Any] = {"for_s": int(now - self.since)} if self.status else {}
+        if now - self.heard_at > _QUIET_S:
+            more["silent_s"] = int(now - self.heard_at)
+        if self.next is not None and self.next[0] > self.position:
+            more["next"] = list(self.next)
+        return {**self.status, **more}
 
 
 @dataclass
@@ -54,19 +94,34 @@ class Hub:
       names: Of the members, by number: ``"worker 0"``.
       silence_s: After how many seconds without a message a member counts as gone.
       reminder_s: How often those who wait are told for whom.
+      stall_s: After how many seconds in a program it counts as a wait for those who have not come to it.
+      timeout_s: How long that may last.
     """
 
-    def __init__(self, names: Sequence[str], *, silence_s: float = 60.0, reminder_s: float = 1.0):
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        silence_s: float = 60.0,
+        reminder_s: float = 1.0,
+        stall_s: float = 60.0,
+        timeout_s: float = 600.0,
+    ):
         self._members = [_Member(name) for name in names]
         self._silence_s, self._reminder_s = silence_s, reminder_s
+        self._stall_s, self._timeout_s = stall_s, timeout_s
         self._gatherings: dict[str, _Gathering] = {}
-        self._has_mismatch = False
+        self._is_failed = False
 
     @property
     def is_over(self) -> bool:
         """Whether somebody was here, and all who were are gone."""
         known = [member for member in self._members if member.is_here]
         return bool(known) and all(member.gone for member in known)
+
+    def is_silent(self, number: int) -> bool:
+        """Whether a member has been given up without having ended its connection."""
+        return self._members[number].gone == "silent"
 
     def join(self, number: int, now: float) -> str | None:
         """A member connects.
@@ -93,34 +148,34 @@ class Hub:
             return []
         match message["kind"]:
             case "beat":
-                member.status = dict(message["status"])
-                return self._compared(number)
+                member.beat(dict(message["status"]), now)
+                return self._compared(number, now)
             case "offer":
                 return self._offered(number, message["key"], message["value"], message.get("position"), now)
             case "raised":
-                return self._go(number, "raised", message["text"])
+                return self._go(number, "raised", message["text"], now)
             case "left":
-                return self._go(number, "left", "")
+                return self._go(number, "left", "", now)
         return []
 
-    def disconnect(self, number: int) -> Outbox:
+    def disconnect(self, number: int, now: float) -> Outbox:
         """A member's connection has ended."""
-        return self._go(number, "died", "")
+        return self._go(number, "died", "", now)
 
     def tick(self, now: float) -> Outbox:
         """Time passes: call it about every second."""
         outbox: Outbox = []
         for number, member in enumerate(self._members):
-            if member.is_here and not member.gone:
+            if member.is_present:
                 if now - member.heard_at > self._silence_s:
-                    outbox += self._go(number, "silent", f"{now - member.heard_at:.0f}")
+                    outbox += self._go(number, "silent", f"{now - member.heard_at:.0f}", now)
                 else:
                     outbox.append((number, {"kind": "pulse"}))
         for key, gathering in self._gatherings.items():
             if now - gathering.reminded_at >= self._reminder_s:
                 gathering.reminded_at = now
                 missing = [n for n in range(len(self._members)) if n not in gathering.values]
-                statuses = {n: self._members[n].status for n in missing if self._members[n].is_here}
+                statuses = {n: self._members[n].told(now) for n in missing if self._members[n].is_here}
                 reminder = {
                     "kind": "reminder",
                     "key": key,
@@ -128,6 +183,9 @@ class Hub:
                     "statuses": _as_pairs(statuses),
                 }
                 outbox += [(number, reminder) for number in gathering.values]
+        for number, member in enumerate(self._members):
+            if member.is_present:
+                outbox += self._stalled(number, now)
         return outbox
 
     # --- inside -------------------------------------------------------------------------------------
@@ -135,56 +193,89 @@ class Hub:
     def _offered(self, number: int, key: str, value: Any, position: int | None, now: float) -> Outbox:
         if position is not None:
             # Where it is, for people; it has not begun to run it.
-            self._members[number].status["next"] = [position, value[1]]
+            self._members[number].next = (position, value[1])
         gathering = self._gatherings.setdefault(key, _Gathering({}, position, now))
         gathering.values[number] = value
         if len(gathering.values) < len(self._members):
-            return self._passed(key, gathering)
+            return self._passed(gathering, now)
         del self._gatherings[key]
         values = [gathering.values[n] for n in range(len(self._members))]
         return self._to_all({"kind": "gathered", "key": key, "values": values})
 
-    def _go(self, number: int, how: str, text: str) -> Outbox:
+    def _go(self, number: int, how: str, text: str, now: float) -> Outbox:
         member = self._members[number]
-        if member.gone or not member.is_here:
+        if not member.is_present:
             return []
         member.gone = how
-        message = {"kind": "gone", "member": number, "how": how, "text": text, "status": member.status}
+        message = {"kind": "gone", "member": number, "how": how, "text": text, "status": member.told(now)}
         return self._to_all(message)
 
     def _to_all(self, message: Message) -> Outbox:
-        here = (n for n, member in enumerate(self._members) if member.is_here and not member.gone)
-        return [(number, message) for number in here]
+        return [(number, message) for number, member in enumerate(self._members) if member.is_present]
 
-    def _compared(self, number: int) -> Outbox:
-        """Whether a member that has just beaten is where another is, with another program; or past an agreement."""
-        status = self._members[number].status
-        for other, member in enumerate(self._members):
-            there = member.status
-            is_same_place = other != number and there.get("position") == status.get("position") is not None
-            if is_same_place and there.get("program") != status.get("program"):
-                return self._mismatch(number, other)
-        for key, gathering in self._gatherings.items():
-            found = self._passed(key, gathering)
+    def _stalled(self, number: int, now: float) -> Outbox:
+        """Whether a member waits in a program for others, and has to be told."""
+        member = self._members[number]
+        waited_s = now - member.since
+        if (
+            member.status.get("doing") != "in"
+            or waited_s < min(self._stall_s, self._timeout_s)
+            or self._is_failed
+        ):
+            return []
+        late = {
+            n: m.told(now)
+            for n, m in enumerate(self._members)
+            if m.is_present and m.position < member.position
+        }
+        if not late:
+            return []
+        message = {"waited_s": int(waited_s), "waiting": [number, member.told(now)], "late": _as_pairs(late)}
+        if waited_s >= self._timeout_s:
+            self._is_failed = True
+            return self._to_all({"kind": "timeout", **message})
+        if waited_s < max(self._stall_s, 2 * member.warned_s):
+            return []
+        member.warned_s = waited_s
+        return [(number, {"kind": "stalled", "timeout_s": self._timeout_s, **message})]
+
+    def _compared(self, number: int, now: float) -> Outbox:
+        """Whether a member that has just beaten has run another program than another one, or is past an agreement."""
+        member = self._members[number]
+        for other, their in enumerate(self._members):
+            last = min(member.position, their.position)
+            position = _first_difference(member.runs, their.runs, last) if other != number else None
+            if position is not None:
+                pair = (number, member), (other, their)
+                return self._mismatch({n: _at(position, m.runs) for n, m in pair})
+        self._drop_compared()
+        for gathering in self._gatherings.values():
+            found = self._passed(gathering, now)
             if found:
                 return found
         return []
 
-    def _passed(self, key: str, gathering: _Gathering) -> Outbox:
+    def _drop_compared(self) -> None:
+        lowest = min((m.position for m in self._members if m.is_present), default=-1)
+        for member in self._members:
+            while len(member.runs) > 1 and member.runs[1][0] <= lowest:
+                member.runs.pop(0)
+
+    def _passed(self, gathering: _Gathering, now: float) -> Outbox:
         if gathering.position is None:
             return []
         for number, member in enumerate(self._members):
-            is_past = member.status.get("position", -1) >= gathering.position
-            if number not in gathering.values and member.is_here and not member.gone and is_past:
-                return self._mismatch(next(iter(gathering.values)), number)
+            is_past = member.position >= gathering.position
+            if number not in gathering.values and member.is_present and is_past:
+                pair = next(iter(gathering.values)), number
+                return self._mismatch({n: self._members[n].told(now) for n in pair})
         return []
 
-    def _mismatch(self, one: int, other: int) -> Outbox:
-        if self._has_mismatch:
+    def _mismatch(self, statuses: Mapping[int, Any]) -> Outbox:
+        if self._is_failed:
             return []
-        self._has_mismatch = True
-        pair = {n: self._members[n].status for n in sorted((one, other))}
-        return self._to_all({"kind": "mismatch", "statuses": _as_pairs(pair)})
+        self._is_failed = True
+        return self._to_all({"kind": "mismatch", "statuses": _as_pairs(dict(sorted(statuses.items())))})
 
 
 _HOW = {
@@ -193,6 +284,23 @@ _HOW = {
     "died": "died",
     "silent": "went silent",
 }
+
+
+def _first_difference(one: Runs, other: Runs, last: int) -> int | None:
+    """The first position, up to ``last``, at which two members have run different programs, as far as they are known."""
+    if not one or not other:
+        return None
+    first = max(one[0][0], other[0][0])
+    changes = sorted({start for start, _ in (*one, *other) if first <= start <= last})
+    return next((p for p in changes if _program_at(p, one) != _program_at(p, other)), None)
+
+
+def _program_at(position: int, runs: Runs) -> str:
+    return next(program for start, program in reversed(runs) if start <= position)
+
+
+def _at(position: int, runs: Runs) -> dict[str, Any]:
+    return {"position": position, "program": _program_at(position, runs), "doing": "in"}
 
 
 def _as_pairs(statuses: Mapping[int, Any]) -> list[list[Any]]:

@@ -1,7 +1,7 @@
 """The other processes of a cluster, as programs and datasets see them: values gathered, programs agreed on.
 
 All processes run the same programs in the same order; each has a position, counted from 0. Before a program runs for the
-first time the processes compare what they have compiled.
+first time, or after another one for the first time, the processes compare which they are about to run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class Peers:
         self.names, self.addresses, self.number = tuple(names), tuple(addresses), number
         self._num_gathered: dict[str, int] = {}
         self._num_topics = 0
-        self._labels: dict[str, str] = {}
+        self._num_agreed = 0
+        self._labels: dict[str, str] = {}  # by the digest of a program
+        self._digests: dict[str, str] = {}
+        self._orders: set[tuple[str | None, str]] = set()  # of two that have followed each other
+        self._last: str | None = None
         self._position = -1
         self._lock = threading.RLock()
         self._is_running = False
@@ -70,7 +74,6 @@ class Peers:
         value: Any,
         what: str,
         is_cancelled: Callable[[], bool] = lambda: False,
-        timeout_s: float | None = None,
     ) -> list[Any]:
         """The values of all processes, by number; all call it, in the same order for each topic.
 
@@ -79,7 +82,6 @@ class Peers:
           value: As JSON has it.
           what: What they wait to do, for messages.
           is_cancelled: Asked now and then; the wait ends, with an error, if so.
-          timeout_s: How long the others may be behind, if not as long as elsewhere.
 
         Raises:
           ClusterFailureError: Somebody is gone, or missing for too long.
@@ -88,7 +90,7 @@ class Peers:
         return self._channel.gather(
             f"{topic} {count}",
             value,
-            self._timeout_s if timeout_s is None else timeout_s,
+            self._timeout_s,
             what=what,
             is_cancelled=is_cancelled,
         )
@@ -111,22 +113,26 @@ class Peers:
           ProgramMismatchError: They are about to run different ones.
         """
         digest = hashlib.sha256(text.encode()).hexdigest()
-        label = self._labels.get(digest)
-        if label is not None:
-            return label
         with self._lock:
-            position, number = self._position + 1, len(self._labels)
-            offers = self._channel.gather(
-                f"program {number}",
-                [digest, name, position],
-                self._timeout_s,
-                what=f"to run {name} for the first time",
-                position=position,
-            )
-            if any(offer[0] != digest or offer[2] != position for offer in offers):
-                raise self._mismatch(offers)
-            label = self._labels[digest] = f"#{number} {name}"
-            return label
+            return self._labels.get(digest) or self._agree_now(digest, name)
+
+    def _agree_now(self, digest: str, name: str) -> str:
+        """All are about to run this program next, or it raises."""
+        position = self._position + 1
+        offers = self._channel.gather(
+            f"program {self._num_agreed}",
+            [digest, name, position],
+            self._timeout_s,
+            what=f"to run {name}",
+            position=position,
+        )
+        if any(offer[0] != digest or offer[2] != position for offer in offers):
+            raise self._mismatch(offers)
+        self._num_agreed += 1
+        label = self._labels.setdefault(digest, f"#{len(self._labels)} {offers[0][1]}")
+        self._digests[label] = digest
+        self._orders.add((self._last, label))
+        return label
 
     def _mismatch(self, offers: Sequence[Sequence[Any]]) -> ProgramMismatchError:
         lines = "\n".join(
@@ -153,6 +159,9 @@ class Peers:
         """
         self._channel.check()
         with self._lock:
+            if (self._last, label) not in self._orders:
+                self._agree_now(self._digests[label], label.partition(" ")[2])
+            self._last = label
             self._position += 1
             self._is_running = True
             self._channel.begin(self._position, label)

@@ -22,6 +22,8 @@ from replicax._src.cluster.hub import Hub, Outbox
 from replicax._src.cluster.spec import join_address, split_address
 
 _TICK_S = 1.0
+# How long who has gone silent may take to find that out, and to leave.
+_SILENT_LINGER_S = 5.0
 _MOST_UNSENT_BYTES = 64 * 2**20
 
 
@@ -66,6 +68,7 @@ class HubServer:
     def _serve(self, must_end: threading.Event, linger_s: float) -> None:
         next_tick = time.monotonic() + _TICK_S
         ends_at: float | None = None
+        silent_ends_at = 0.0
         while True:
             for key, events in self._selector.select(max(0.0, next_tick - time.monotonic())):
                 if key.fileobj is self._listener:
@@ -82,11 +85,16 @@ class HubServer:
                 self._send(self._hub.tick(now))
             if must_end.is_set() and ends_at is None:
                 ends_at = now + linger_s
+                silent_ends_at = now + min(linger_s, _SILENT_LINGER_S)
             # Who is gone is connected until it has taken leave of the coordination service.
             if (self._hub.is_over or ends_at is not None) and not self._numbers:
                 return
-            if ends_at is not None and now > ends_at:
+            if ends_at is not None and now > (silent_ends_at if self._are_silent() else ends_at):
                 return
+
+    def _are_silent(self) -> bool:
+        """Whether all who are connected still have gone silent."""
+        return all(self._hub.is_silent(number) for number in self._sockets)
 
     def _accept(self) -> None:
         try:
@@ -149,7 +157,7 @@ class HubServer:
         number = self._numbers.pop(connection, None)
         if number is not None:
             del self._sockets[number]
-            self._send(self._hub.disconnect(number))
+            self._send(self._hub.disconnect(number, time.monotonic()))
 
     def _send(self, outbox: Outbox) -> None:
         for number, message in outbox:
@@ -199,7 +207,7 @@ def main() -> None:
     _answer({"coordinator": coordinator})
     must_end = threading.Event()
     threading.Thread(target=_wait_for_end_of_stdin, args=(must_end,), daemon=True).start()
-    hub = Hub(settings["names"], silence_s=settings["silence_s"])
+    hub = Hub(settings["names"], **settings["limits"])
     server = HubServer(
         hub, listener, settings["fingerprint"], settings["cluster"], {"coordinator": coordinator}
     )

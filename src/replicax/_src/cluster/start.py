@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -28,6 +28,7 @@ log = logging.getLogger("replicax")
 _SERVICE_START_S = 60.0
 _SERVICE_LINGER_S = 30.0
 _LAST_TO_LEAVE_S = 60.0
+_REMINDER_S = 10.0
 # The hub says once a second who is missing.
 _LEAST_WAIT_S = 3.0
 
@@ -54,18 +55,22 @@ class _LiveCluster:
     def __init__(self, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float):
         self._service: subprocess.Popen[str] | None = None
         self._is_in_jax = False
-        silence_s = seconds_from_environment("REPLICAX_SILENCE_TIMEOUT_S", 60.0)
         start_s = seconds_from_environment("REPLICAX_START_TIMEOUT_S", 300.0)
+        limits = {
+            "silence_s": seconds_from_environment("REPLICAX_SILENCE_TIMEOUT_S", 60.0),
+            "stall_s": seconds_from_environment("REPLICAX_STALL_WARNING_S", 60.0),
+        }
         deadline = time.monotonic() + start_s
         cluster = ", ".join(f"{name} at {address}" for name, address in zip(names, addresses, strict=True))
         fingerprint = hashlib.sha256(cluster.encode()).hexdigest()
         if number == 0:
-            self._service = _start_service(addresses[0], names, fingerprint, cluster, silence_s)
-        self._channel = Channel(addresses[0], number, names, fingerprint, silence_s=silence_s)
+            of_hub = {**limits, "timeout_s": timeout_s}
+            self._service = _start_service(addresses[0], names, fingerprint, cluster, of_hub)
+        self._channel = Channel(addresses[0], number, names, fingerprint, **limits)
         try:
             coordinator = self._channel.connect(deadline)["coordinator"]
             self.peers = Peers(self._channel, names, addresses, number, timeout_s)
-            _compare_versions(self.peers, max(deadline - time.monotonic(), _LEAST_WAIT_S))
+            _compare_versions(self._channel, names, max(deadline - time.monotonic(), _LEAST_WAIT_S))
             jax_compat.join_processes(coordinator, len(names), number, int(start_s))
             self._is_in_jax = True
             note_joined(self.peers)
@@ -107,14 +112,14 @@ class _LiveCluster:
             service.wait()
 
 
-def _compare_versions(peers: Peers, timeout_s: float) -> None:
+def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) -> None:
     """All are there, and fit together."""
     versions = {"jax": jax_compat.VERSION, "python": ".".join(map(str, sys.version_info[:2]))}
-    found = peers.gather("start", versions, "for all tasks to start", timeout_s=timeout_s)
-    for name, theirs in zip(peers.names, found, strict=True):
+    found = channel.gather("start", versions, timeout_s, what="for all tasks to start", every_s=_REMINDER_S)
+    for name, theirs in zip(names, found, strict=True):
         if theirs != found[0]:
             raise ClusterStartError(
-                f"{peers.names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: programs that they compile "
+                f"{names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: programs that they compile "
                 "would differ. Install the same versions on all machines."
             )
 
@@ -142,7 +147,7 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 def _start_service(
-    address: str, names: Sequence[str], fingerprint: str, cluster: str, silence_s: float
+    address: str, names: Sequence[str], fingerprint: str, cluster: str, limits: Mapping[str, float]
 ) -> subprocess.Popen[str]:
     root = str(Path(__file__).parents[3])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -160,7 +165,7 @@ def _start_service(
         "names": list(names),
         "fingerprint": fingerprint,
         "cluster": cluster,
-        "silence_s": silence_s,
+        "limits": dict(limits),
         "linger_s": _SERVICE_LINGER_S,
     }
     assert process.stdin is not None

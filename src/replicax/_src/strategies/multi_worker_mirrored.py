@@ -31,7 +31,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
       cluster_resolver: Who is in the cluster; default: ``TF_CONFIG``, else what a launcher (torchrun, Open MPI, Slurm,
         SageMaker) has put into the environment, else this worker alone.
-      communication_options: How collectives communicate; ``timeout_seconds`` is how long a worker waits for others.
+      communication_options: How collectives communicate; ``timeout_seconds`` is how long a worker waits for others that
+        are alive. That of the process's first strategy counts, and of programs that run already the chief's.
 
     Raises:
       ClusterError: The description of the cluster is wrong.

@@ -1,0 +1,192 @@
+"""Workers that wait for one that is alive, networks that fail and heal, clocks that are wrong: in real processes."""
+
+import os
+import re
+import time
+
+import pytest
+
+pytestmark = pytest.mark.timeout(90)
+LIMIT_S = 60
+
+
+def steps(fault, num_steps):
+    """Steps with collectives, 20 a second, and a new program at the end. What happens, happens at the 20th."""
+    import logging
+    import sys
+    import time
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    limit_s = 6 if fault.startswith("stays away") else None
+    strategy = rx.MultiWorkerMirroredStrategy(
+        communication_options=rx.CommunicationOptions(timeout_seconds=limit_s)
+    )
+    index = strategy.cluster_resolver.task_id
+    with strategy.scope():
+        total = rx.Variable(jnp.zeros(()))
+    ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
+
+    def train_step(x):
+        total.assign_add(rx.get_replica_context().all_reduce("SUM", x))
+
+    def new_program(x):
+        return rx.get_replica_context().all_reduce("SUM", x * 3)
+
+    def loading_a_table(seconds):
+        time.sleep(seconds)
+
+    at = time.monotonic()
+    try:
+        for number in range(int(num_steps)):
+            if number == 20:
+                report(at_20=time.time())
+                if index == 1 and fault in ("stays away for a while", "stays away for too long"):
+                    loading_a_table(4 if fault.endswith("while") else 12)
+            at = time.monotonic()
+            strategy.run(train_step, args=(ones,))
+            time.sleep(0.05)
+        at = time.monotonic()
+        last = strategy.run(new_program, args=(ones,))
+    except rx.errors.ClusterFailureError as error:
+        tasks, after_s = list(getattr(error, "tasks", ())), time.monotonic() - at
+        report(kind=type(error).__name__, text=str(error), tasks=tasks, after_s=after_s)
+        sys.exit(3)
+    report(total=float(total), last=float(strategy.experimental_local_results(last)[0]))
+
+
+def assert_trained(cluster, num_steps):
+    results = cluster.wait()
+    results.raise_if_failed()
+    for result in results.values():
+        assert (result.report["total"], result.report["last"]) == (2.0 * num_steps, 6.0)
+
+
+# --- who waits, and for whom ----------------------------------------------------------------------------
+
+
+def test_who_waits_for_one_that_is_alive_says_so_and_goes_on(local_cluster):
+    """Two seconds are a stall here, four are no failure."""
+    cluster = local_cluster(2, environment={"REPLICAX_STALL_WARNING_S": "2"}, timeout_s=LIMIT_S)
+    cluster.start(steps, ["stays away for a while", "60"])
+    assert_trained(cluster, 60)
+    waiting, away = (cluster.tasks["worker", n].output for n in (0, 1))
+    said = [line for line in waiting if "has waited" in line]
+    assert 1 <= len(said) <= 2, waiting
+    assert "worker 0 has waited 2 s in its program number 21" in said[0]
+    assert "for worker 1, which has not come to it" in said[0]
+    assert "program.py" in said[0]
+    assert "in loading_a_table" in said[0]
+    assert "It goes on waiting for 6 s" in said[0]
+    assert not any("has waited" in line for line in away)
+
+
+def test_after_the_time_that_was_given_the_step_ends(local_cluster):
+    """Its heartbeats have not stopped. It hears of it when it comes."""
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(steps, ["stays away for too long", "60"])
+    results = cluster.wait()
+    for number in (0, 1):
+        result = results["worker", number]
+        assert result.exit_code == 3, result.output
+        assert result.report["kind"] == "PeerFailureError"
+        assert result.report["tasks"] == ["worker 1"]
+        assert "worker 0 has waited 6 s in its program number 21" in result.report["text"]
+        assert "in loading_a_table" in result.report["text"]
+        assert "CommunicationOptions(timeout_seconds=...)" in result.report["text"]
+    assert results["worker", 0].report["after_s"] < 6 + 5
+
+
+# --- the network ----------------------------------------------------------------------------------------
+
+
+def parted(local_cluster, how, silence_s):
+    """A cluster in which worker 1 is parted from the others, on the control channel, in the middle of its steps."""
+    environment = {"REPLICAX_SILENCE_TIMEOUT_S": str(silence_s)}
+    cluster = local_cluster(2, has_proxies=True, environment=environment, timeout_s=LIMIT_S)
+    cluster.start(steps, ["none", "200"])
+    for task in cluster.tasks.values():
+        task.wait_for_report("at_20", LIMIT_S)
+    cluster.partition("worker", 1, how=how)
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("how", "of_hub", "of_worker_1"),
+    ids=["cut", "blackhole"],
+    argvalues=[
+        ("cut", "worker 0 at 127.0.0.1:\\d+, ended the connection", "worker 1 died without a word"),
+        pytest.param(
+            "blackhole",
+            "worker 0 at 127.0.0.1:\\d+, has not been heard of for 4 s",
+            "worker 1 has been silent for [45] s",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_worker_that_is_parted_and_the_others_name_each_other(local_cluster, how, of_hub, of_worker_1):
+    """Their collectives go on meanwhile: those go another way."""
+    cluster = parted(local_cluster, how, silence_s=4)
+    results = cluster.wait()
+    for number, said in ((0, of_worker_1), (1, of_hub)):
+        result = results["worker", number]
+        assert result.exit_code == 3, result.output
+        assert result.report["kind"] == "PeerFailureError"
+        assert result.report["tasks"] == [f"worker {1 - number}"]
+        assert re.search(said, result.report["text"]), result.report["text"]
+
+
+def test_a_partition_that_heals_in_time_is_no_failure(local_cluster):
+    """A cable is pulled and put back."""
+    cluster = parted(local_cluster, "blackhole", silence_s=20)
+    time.sleep(4)
+    cluster.heal()
+    assert_trained(cluster, 200)
+
+
+@pytest.mark.parametrize("delay_s", [0.3, pytest.param(2.0, marks=pytest.mark.long)])
+def test_a_slow_network_is_no_failure(local_cluster, delay_s):
+    """From the start on: what is agreed takes as long, the steps do not."""
+    cluster = local_cluster(2, has_proxies=True, timeout_s=LIMIT_S)
+    cluster.delay("worker", 1, delay_s)
+    cluster.start(steps, ["none", "40"])
+    assert_trained(cluster, 40)
+
+
+# --- clocks ---------------------------------------------------------------------------------------------
+
+# Python imports it at its start, in every task and in the service beside worker 0.
+WRONG_CLOCK = """
+import json, os, time
+task = json.loads(os.environ.get("TF_CONFIG", '{"task": {}}'))["task"]
+skew_s = %r if task.get("index") == %r else 0
+seconds, nanoseconds = time.time, time.time_ns
+time.time = lambda: seconds() + skew_s
+time.time_ns = lambda: nanoseconds() + skew_s * 10**9
+"""
+
+
+@pytest.mark.parametrize(
+    ("worker", "hours"), [(0, 5), pytest.param(1, 5, marks=pytest.mark.long), (1, -5)], ids=str
+)
+def test_a_clock_that_is_hours_off_changes_nothing(local_cluster, tmp_path, worker, hours):
+    (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK % (hours * 3600, worker))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {
+        "PYTHONPATH": path,
+        "REPLICAX_SILENCE_TIMEOUT_S": "10",
+        "REPLICAX_STALL_WARNING_S": "5",
+        "REPLICAX_START_TIMEOUT_S": "60",
+    }
+    cluster = local_cluster(2, environment=environment, timeout_s=LIMIT_S)
+    cluster.start(steps, ["none", "60"])
+    assert_trained(cluster, 60)
+    times = [cluster.tasks["worker", n].wait_for_report("at_20", 1) for n in (0, 1)]
+    assert abs(times[worker] - times[1 - worker] - hours * 3600) < 60  # it was off
+    for task in cluster.tasks.values():
+        assert not any("has waited" in line for line in task.output)
