@@ -24,6 +24,10 @@ def beat(position, program, doing="in", **more):
     return {"kind": "beat", "status": {"position": position, "program": program, "doing": doing, **more}}
 
 
+def left(position, **more):
+    return {**beat(position, "#0 step", "between"), "kind": "left", **more}
+
+
 def kinds(outbox):
     return [(to, message["kind"]) for to, message in outbox]
 
@@ -63,8 +67,8 @@ def test_who_waits_is_told_for_whom():
     ("how", "go"),
     [
         ("died", lambda hub: hub.disconnect(1, now=1.0)),
-        ("left", lambda hub: hub.receive(1, {"kind": "left"}, now=1.0)),
-        ("raised", lambda hub: hub.receive(1, {"kind": "raised", "text": "ValueError: x"}, now=1.0)),
+        ("left", lambda hub: hub.receive(1, left(7), now=1.0)),
+        ("raised", lambda hub: hub.receive(1, left(7, kind="raised", text="ValueError: x"), now=1.0)),
     ],
 )
 def test_all_others_hear_who_is_gone_and_how_once(how, go):
@@ -76,6 +80,20 @@ def test_all_others_hear_who_is_gone_and_how_once(how, go):
     assert outbox[0][1]["status"]["position"] == 7
     assert hub.disconnect(1, now=1.0) == []  # its connection ends afterwards
     assert hub.receive(1, offer("k", 1), now=2.0) == []
+
+
+def test_who_goes_says_where_it_was():
+    """Its last beat may be a second old."""
+    hub = hub_with(0, 1)
+    for number in (0, 1):
+        hub.receive(number, offer("program 0", ["digest", "step", 3], position=3), now=0.0)
+    hub.receive(1, beat(3, "#0 step"), now=0.0)
+    ((_, message),) = hub.receive(1, left(500), now=0.9)
+    assert (message["status"]["position"], message["status"]["doing"]) == (500, "between")
+    assert "next" not in message["status"]  # it has come to what was agreed
+    hub = hub_with(0, 1)
+    hub.receive(0, beat(5, "#1 other"), now=0.0)
+    assert kinds(hub.receive(1, left(5), now=0.0))[:2] == [(0, "mismatch"), (1, "mismatch")]
 
 
 def test_who_is_silent_is_gone():
@@ -100,7 +118,7 @@ def test_the_end():
     assert not hub.is_over  # nobody has come yet
     hub.join(0, now=0.0)
     hub.join(2, now=0.0)
-    hub.receive(0, {"kind": "left"}, now=1.0)
+    hub.receive(0, left(0), now=1.0)
     assert not hub.is_over
     hub.disconnect(2, now=1.0)
     assert hub.is_over

@@ -150,7 +150,7 @@ class Channel:
         if self._socket is None or self._is_closed:
             return
         self._note_end()
-        self._send({"kind": "left"})
+        self._send({"kind": "left", "status": self._status})
         self._is_closed = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
@@ -159,7 +159,7 @@ class Channel:
     def tell_error(self, text: str) -> None:
         """Says that this process ends with an error, which the others will show."""
         self._note_end()
-        self._send({"kind": "raised", "text": text[-8000:]})
+        self._send({"kind": "raised", "text": text[-8000:], "status": self._status})
 
     # --- what it is for -----------------------------------------------------------------------------
 
@@ -315,10 +315,18 @@ class Channel:
             case "timeout":
                 self._fail(of_timeout(self._names, message))
             case "gone":
-                number, how = message["member"], message["how"]
-                self._fail(of_gone(self._names, number, how, message["text"], message["status"]))
+                self._fail(self._of_gone(message))
             case "mismatch":
                 self._fail(of_mismatch(self._names, message["statuses"]))
+
+    def _of_gone(self, message: dict[str, Any]) -> ClusterFailureError:
+        number, how, theirs = message["member"], message["how"], message["status"]
+        ours = self._status
+        is_same_place = theirs.get("position", -1) == ours["position"] >= 0
+        if how == "died" and is_same_place and theirs["program"] != ours["program"]:
+            # Collectives of different sizes have met, of which gloo aborts a process.
+            return of_mismatch(self._names, sorted([(number, theirs), (self._number, ours)]))
+        return of_gone(self._names, number, how, message["text"], theirs)
 
     def _beat(self) -> None:
         """Says where this process is; with the line of code, where it has not moved since the last time."""

@@ -4,6 +4,7 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
 
 - A member *joins* once, and is *gone* when it has left (an orderly end), raised, died (its connection ended without a
   word) or gone silent (no message for ``silence_s``). Who is gone stays gone: a job is restarted as a whole.
+  Who leaves or raises says where it is, as in a beat.
 - A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
 - Members *beat* once a second, and when their program is another than before: with the number of the program that they
@@ -152,10 +153,9 @@ class Hub:
                 return self._compared(number, now)
             case "offer":
                 return self._offered(number, message["key"], message["value"], message.get("position"), now)
-            case "raised":
-                return self._go(number, "raised", message["text"], now)
-            case "left":
-                return self._go(number, "left", "", now)
+            case "raised" | "left" as how:
+                member.beat(dict(message["status"]), now)
+                return self._compared(number, now) + self._go(number, how, message.get("text", ""), now)
         return []
 
     def disconnect(self, number: int, now: float) -> Outbox:
@@ -199,6 +199,9 @@ class Hub:
         if len(gathering.values) < len(self._members):
             return self._passed(gathering, now)
         del self._gatherings[key]
+        if position is not None:
+            for member in self._members:
+                member.next = None
         values = [gathering.values[n] for n in range(len(self._members))]
         return self._to_all({"kind": "gathered", "key": key, "values": values})
 

@@ -32,7 +32,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       cluster_resolver: Who is in the cluster; default: ``TF_CONFIG``, else what a launcher (torchrun, Open MPI, Slurm,
         SageMaker) has put into the environment, else this worker alone.
       communication_options: How collectives communicate; ``timeout_seconds`` is how long a worker waits for others that
-        are alive. That of the process's first strategy counts, and of programs that run already the chief's.
+        are alive; that of a process's first strategy counts. Give all workers the same.
 
     Raises:
       ClusterError: The description of the cluster is wrong.
