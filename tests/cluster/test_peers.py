@@ -1,0 +1,71 @@
+"""When processes compare which program they are about to run. The channel has a twin here: what others offer is given."""
+
+import pytest
+
+from checks import message
+from replicax._src.cluster.failures import ProgramMismatchError
+from replicax._src.cluster.peers import Peers
+
+
+class Channel:
+    """The other process offers what this one does, unless it is told otherwise."""
+
+    def __init__(self):
+        self.gathered, self.begun, self.other = [], [], None
+
+    def gather(self, key, value, timeout_s, **how):
+        self.gathered.append((key, value[1], value[2]))
+        return [value, self.other or value]
+
+    def begin(self, position, program):
+        self.begun.append((position, program))
+
+    def end(self):
+        pass
+
+    def check(self):
+        pass
+
+
+@pytest.fixture
+def channel():
+    return Channel()
+
+
+@pytest.fixture
+def peers(channel):
+    return Peers(channel, ["worker 0", "worker 1"], ["a:1", "b:1"], 0, 600.0)
+
+
+def run(peers, *names):
+    for name in names:
+        with peers.running(peers.agree(name, f"code of {name}"), is_new=False):
+            pass
+
+
+def test_what_has_followed_each_other_before_costs_nothing(channel, peers):
+    run(peers, "f", "f", "g", "f")
+    assert channel.gathered == [
+        ("program 0", "f", 0),
+        ("program 1", "f", 1),
+        ("program 2", "g", 2),
+        ("program 3", "f", 3),
+    ]
+    run(peers, *"ffgfgf" * 10)
+    assert len(channel.gathered) == 4
+    run(peers, "g", "g")
+    assert channel.gathered[4:] == [("program 4", "g", 65)]
+    assert [label for _, label in channel.begun[:4]] == ["#0 f", "#0 f", "#1 g", "#0 f"]
+
+
+def test_one_that_has_gone_on_further_is_a_mismatch(channel, peers):
+    run(peers, "f", "f")
+    digest = peers._digests["#0 f"]
+    channel.other = [digest, "f", 7]
+    says = ["worker 0: g, as program number 2", "worker 1: f, as program number 7", "in the same order"]
+    message(ProgramMismatchError, lambda: run(peers, "g"), *says)
+
+
+def test_equal_code_is_one_program_whatever_it_is_called(channel, peers):
+    assert peers.agree("f", "code") == peers.agree("another name", "code") == "#0 f"
+    assert len(channel.gathered) == 1
