@@ -109,7 +109,7 @@ def parted(local_cluster, how, silence_s):
     """A cluster in which worker 1 is parted from the others, on the control channel, in the middle of its steps."""
     environment = {"REPLICAX_SILENCE_TIMEOUT_S": str(silence_s)}
     cluster = local_cluster(2, has_proxies=True, environment=environment, timeout_s=LIMIT_S)
-    cluster.start(steps, ["none", "200"])
+    cluster.start(steps, ["none", "140"])
     for task in cluster.tasks.values():
         task.wait_for_report("at_20", LIMIT_S)
     cluster.partition("worker", 1, how=how)
@@ -146,10 +146,10 @@ def test_a_partition_that_heals_in_time_is_no_failure(local_cluster):
     cluster = parted(local_cluster, "blackhole", silence_s=20)
     time.sleep(4)
     cluster.heal()
-    assert_trained(cluster, 200)
+    assert_trained(cluster, 140)
 
 
-@pytest.mark.parametrize("delay_s", [0.3, pytest.param(2.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.0, marks=pytest.mark.long)])
 def test_a_slow_network_is_no_failure(local_cluster, delay_s):
     """From the start on: what is agreed takes as long, the steps do not."""
     cluster = local_cluster(2, has_proxies=True, timeout_s=LIMIT_S)
