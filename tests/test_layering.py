@@ -27,6 +27,7 @@ LAYERS = {
     "cluster/slurm": 1,
     "cluster/torchrun": 1,
     "cluster/open_mpi": 1,
+    "cluster/mpi": 1,
     "cluster/kubernetes": 1,
     "cluster/gce": 1,
     "cluster/sagemaker": 1,

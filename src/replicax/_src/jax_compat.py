@@ -5,12 +5,15 @@ It holds small functions with stable meanings; the rest of replicax calls these.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -582,11 +585,18 @@ def start_coordination_service(bind_address: str, num_processes: int) -> Any:
     )
 
 
+def cpu_collectives() -> str:
+    """What carries collectives between processes on CPUs: ``gloo``, or ``mpi`` where JAX_CPU_COLLECTIVES_IMPLEMENTATION,
+    or JAX's option of that name, says so."""
+    chosen = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
+    return "mpi" if chosen == "mpi" else "gloo"
+
+
 def join_processes(coordinator: str, num_processes: int, number: int, timeout_s: int) -> None:
-    """Makes this process one of several for JAX. Its backend must not have started."""
+    """Makes this process one of several for JAX. Its backend must not have started; with MPI it has afterwards."""
     jax.config.update("jax_enable_recoverability", True)  # or an error of one aborts all
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_cpu_collectives_implementation", cpu_collectives())
     num_devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if num_devices <= 1 and "xla_force_host_platform" not in os.environ.get("XLA_FLAGS", ""):
         # A step of a small network took 3.5 ms instead of 9 to 13 on two processes (jax 0.10).
@@ -604,6 +614,27 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
         shutdown_timeout_seconds=5,
         coordinator_bind_address=unused,  # process 0 starts a service too, which nobody uses
     )
+    if cpu_collectives() == "mpi":
+        _start_mpi()
+
+
+def _start_mpi() -> None:
+    """Starts the backend, and MPI with it, and sees to it that the process can end (jax 0.10).
+
+    JAX finalizes MPI when the process ends, and frees what it has of MPI later, for which MPI aborts the process: so its
+    client is never freed.
+    """
+    client = jax.local_devices()[0].client
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+    atexit.register(_leave_mpi_after_error)  # it runs before JAX finalizes, which it has registered by now
+
+
+def _leave_mpi_after_error() -> None:
+    """Finalizing waits for the other processes, which wait for this one: without it mpirun ends them all."""
+    if "last_value" in vars(sys):  # Python has printed an error that nobody caught
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def leave_processes() -> None:

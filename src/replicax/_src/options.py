@@ -144,7 +144,8 @@ class CommunicationOptions:
       bytes_per_pack: Arrays of one dtype are joined into buffers of at most this many bytes before they are
         reduced; larger arrays travel by themselves, and are not cut. 0 lets replicax choose.
       timeout_seconds: Seconds after which a wait for other processes, in a collective or before it, fails; None is 600.
-      implementation: AUTO, RING or NCCL. In one process XLA chooses, and this has no effect.
+      implementation: AUTO, RING (gloo, on CPUs) or NCCL (on GPUs). The hardware has one of them each, which AUTO is; to
+        ask for the other logs a warning, and changes nothing. In one process XLA chooses, and this has no effect.
     """
 
     bytes_per_pack: int = 0

@@ -114,13 +114,18 @@ class _LiveCluster:
 
 def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) -> None:
     """All are there, and fit together."""
-    versions = {"jax": jax_compat.VERSION, "python": ".".join(map(str, sys.version_info[:2]))}
+    versions = {
+        "jax": jax_compat.VERSION,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "CPU collectives by": jax_compat.cpu_collectives(),
+    }
     found = channel.gather("start", versions, timeout_s, what="for all tasks to start", every_s=_REMINDER_S)
     for name, theirs in zip(names, found, strict=True):
         if theirs != found[0]:
             raise ClusterStartError(
                 f"{names[0]} has {_listed(found[0])}, and {name} has {_listed(theirs)}: programs that they compile "
-                "would differ. Install the same versions on all machines."
+                "would differ. Install the same versions on all machines, and give all tasks the same JAX_ variables "
+                "(mpirun -x passes one on)."
             )
 
 
@@ -143,7 +148,7 @@ def compare_devices(peers: Peers, devices: Sequence[Any]) -> None:
 
 
 def _listed(versions: dict[str, str]) -> str:
-    return " and ".join(f"{name} {version}" for name, version in versions.items())
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _start_service(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
 
+from replicax._src import jax_compat
 from replicax._src.cluster.detect import choose_resolver
+from replicax._src.cluster.failures import ClusterStartError
+from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
 from replicax._src.cluster.start import compare_devices, join_cluster
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationImplementation, CommunicationOptions
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology, device_name, prepare_backend, resolve_devices
@@ -32,10 +38,11 @@ class MultiWorkerMirroredStrategy(Strategy):
       cluster_resolver: Who is in the cluster; default: ``TF_CONFIG``, else what a launcher (torchrun, Open MPI, Slurm,
         SageMaker) has put into the environment, else this worker alone.
       communication_options: How collectives communicate; ``timeout_seconds`` is how long a worker waits for others that
-        are alive; that of a process's first strategy counts. Give all workers the same.
+        are alive; that of a process's first strategy counts. Give all workers the same. CPUs use gloo's ring; MPI, if
+        JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi is set. The log says what is used.
 
     Raises:
-      ClusterError: The description of the cluster is wrong.
+      ClusterError: The description of the cluster is wrong, or MPI was asked for and cannot start.
       ClusterStartError: A worker is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default), or they do not fit
         together.
       BackendStartedError: JAX was used before, in a cluster of several workers.
@@ -59,17 +66,21 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options=options,
         )
         log.info(
-            "Using MultiWorkerMirroredStrategy: %s of %d, %d replicas, on %s here.",
+            "Using MultiWorkerMirroredStrategy: %s of %d, %d replicas, on %s here; collectives by %s.",
             self._membership.task,
             self._membership.num_workers,
             topology.num_replicas,
             ", ".join(map(device_name, topology.local_devices)),
+            _carrier(topology.local_devices[0].platform) if self._membership.num_workers > 1 else "XLA",
         )
 
     def _topology_of_cluster(self, options: CommunicationOptions) -> Topology:
         membership = self._membership
         if membership.num_workers == 1:
             return Topology.of(resolve_devices(None), options.bytes_per_pack)
+        is_mpi = jax_compat.cpu_collectives() == "mpi"
+        if is_mpi:
+            check_mpi(os.environ, membership.num_workers)
         prepare_backend()
         peers = join_cluster(
             [str(task) for task in membership.workers],
@@ -78,6 +89,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             options.timeout_seconds or _TIMEOUT_S,
         )
         compare_devices(peers, jax.local_devices())
+        if is_mpi:
+            _check_devices_for_mpi(jax.local_devices())
         # The ids of devices have gaps between processes.
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         _say_what_communicates(options.implementation, devices[0].platform)
@@ -93,15 +106,35 @@ def _checked(options: Any) -> CommunicationOptions:
     return options or CommunicationOptions()
 
 
+def _check_devices_for_mpi(devices: Sequence[Device]) -> None:
+    if devices[0].platform == "cpu" and len(devices) > 1:
+        raise ClusterStartError(
+            f"Each worker has {len(devices)} CPU devices, and JAX's collectives by MPI work with one in each process. Start "
+            "more workers of one device, or use gloo: unset JAX_CPU_COLLECTIVES_IMPLEMENTATION."
+        )
+
+
+def _carrier(platform: str) -> str:
+    """What carries collectives between processes."""
+    if platform == "cpu":
+        return {"gloo": "gloo", "mpi": "MPI"}[jax_compat.cpu_collectives()]
+    return "NCCL" if platform == "gpu" else "XLA"
+
+
 def _say_what_communicates(wanted: CommunicationImplementation, platform: str) -> None:
-    """Warns where the hardware does not have what was asked for."""
-    if wanted is CommunicationImplementation.NCCL and platform == "cpu":
-        log.warning("CommunicationImplementation.NCCL is for GPUs: on CPUs the workers use gloo's ring.")
-    if wanted is CommunicationImplementation.RING and platform != "cpu":
+    """Warns where the workers use something else than was asked for."""
+    carrier = _carrier(platform)
+    if wanted is CommunicationImplementation.NCCL and platform != "gpu":
         log.warning(
-            "CommunicationImplementation.RING is for CPUs: on %s XLA uses the library of that hardware, which chooses "
-            "ring or tree by itself.",
+            "CommunicationImplementation.NCCL is for GPUs: on %s the workers use %s.",
             platform.upper(),
+            carrier,
+        )
+    if wanted is CommunicationImplementation.RING and carrier != "gloo":
+        log.warning(
+            "CommunicationImplementation.RING is gloo's, on CPUs: here the workers use %s, which chooses ring or tree by "
+            "itself.",
+            carrier,
         )
 
 
