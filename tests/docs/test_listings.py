@@ -33,7 +33,8 @@ def lines_of(text: str) -> list[str]:
     return sorted(line.strip() for line in text.strip().splitlines())
 
 
-PAGES = ["README.md", "docs/sharp_bits.md", "docs/guides/data.md", "docs/guides/keras.md"]
+GUIDES = [f"docs/guides/{name}.md" for name in ("data", "keras", "notebooks")]
+PAGES = ["README.md", "docs/sharp_bits.md", *GUIDES]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,0 +1,87 @@
+"""Guides that have whole files, and commands that run them: the commands print what the pages say."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from replicax import testing
+
+ROOT = pathlib.Path(__file__).parents[2]
+LISTING = re.compile(r"```(python|bash)\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
+OF_JAX = re.compile(r"[WEIF]\d{4} |\[Gloo\] ")
+OF_TASK = re.compile(r"(?:chief|worker|evaluator) \d+(?: +\||:) ")
+LIMIT_S = 240
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """``shell(command)``: what a command prints in a folder that keeps the files, and where variables stay."""
+    programs, folder = tmp_path / "bin", tmp_path / "here"
+    programs.mkdir()
+    folder.mkdir()
+    for name, command in (("python3", ""), ("replicax", "-m replicax"), ("pytest", "-m pytest")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+        (programs / name).chmod(0o755)
+    environment = {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+        "JAX_PLATFORMS": "cpu",
+        "HOME": str(tmp_path),
+    }
+
+    def run(command):
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        ).stdout
+
+    run.folder = folder
+    return run
+
+
+def printed(output):
+    """Without JAX's own lines, those of a task together, those of no task last."""
+    lines = [line for line in output.splitlines() if not OF_JAX.match(OF_TASK.sub("", line, count=1).strip())]
+
+    def task(line):
+        match = OF_TASK.match(line)
+        return (match is None, match[0] if match else "")
+
+    return "\n".join(sorted(lines, key=task))
+
+
+def pattern(expected):
+    """Of what a page says: long lines are wrapped there, and … stands for anything."""
+    words = [".*?".join(map(re.escape, word.split("…"))) for word in expected.split()]
+    return re.compile(r"\s*" + r"\s*".join(words) + r"\s*", re.DOTALL)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", ["several_machines.md", "testing.md"])
+def test_commands_print_what_the_page_says_in_processes(page, shell):
+    listings = LISTING.findall((ROOT / "docs" / "guides" / page).read_text())
+    assert {kind for kind, *_ in listings} == {"python", "bash"}
+    for kind, code, expected in listings:
+        if kind == "python":
+            (shell.folder / re.match(r"# (\S+\.py)\n", code)[1]).write_text(code)
+            continue
+        got = printed(shell(code))
+        assert pattern(expected).fullmatch(got), f"{code}\nprinted\n{got}"
+
+
+def test_the_guide_has_all_that_replicax_testing_offers():
+    page = (ROOT / "docs" / "guides" / "testing.md").read_text()
+    offered = list(testing.__all__)
+    for cls in (testing.LocalCluster, testing.LocalTask):
+        offered += [name for name in vars(cls) if not name.startswith("_")]
+    assert [name for name in offered if not re.search(rf"\b{name}\b", page)] == []
