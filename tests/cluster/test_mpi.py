@@ -13,7 +13,7 @@ from replicax import errors
 from replicax._src import jax_compat
 from replicax._src.cluster.mpi import check_mpi
 from replicax._src.options import CommunicationImplementation
-from replicax._src.strategies.multi_worker_mirrored import _say_what_communicates
+from replicax._src.strategies.multi_worker_mirrored import _check_devices_for_mpi, _say_what_communicates
 
 LIBRARY = {"MPITRAMPOLINE_LIB": "libmpiwrapper.so"}  # without a folder: the linker looks for it
 OPEN_MPI = {**LIBRARY, "OMPI_COMM_WORLD_SIZE": "2"}
@@ -55,6 +55,15 @@ def test_what_to_do_is_said():
     assert (
         "Start the workers with mpirun -n 2. Without JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi the workers use gloo"
         in says
+    )
+
+
+def test_one_device_in_each_process():
+    device = jax.devices("cpu")[0]
+    _check_devices_for_mpi([device])
+    says = message(errors.ClusterStartError, lambda: _check_devices_for_mpi([device] * 2))
+    assert says.startswith(
+        "Each worker has 2 CPU devices, and JAX's collectives by MPI work with one in each process."
     )
 
 

@@ -35,18 +35,19 @@ for step in range(30):
     if step == 20 and is_victim and fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     total = strategy.reduce("SUM", numbers, axis=None)
-print("total", np.asarray(total).tolist(), flush=True)
+sys.stdout.write(f"total {np.asarray(total).tolist()}\\n")  # in one piece: mpirun mixes pieces
+sys.stdout.flush()
 sys.exit(5 * (fault == "code"))
 """
 
 
-def mpirun(tmp_path, *arguments):
+def mpirun(tmp_path, *arguments, **environment):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "program.py"]
     return subprocess.run(
         [*command, *arguments],
         cwd=tmp_path,
-        env={**os.environ, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"},
+        env={**os.environ, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -55,12 +56,19 @@ def mpirun(tmp_path, *arguments):
     )
 
 
-@pytest.mark.parametrize(("fault", "code"), [("none", 0), ("code", 5)])
-def test_collectives_by_mpi_and_the_exit_code(tmp_path, fault, code):
-    done = mpirun(tmp_path, fault, "0")
-    assert done.returncode == code, done.stdout
+def test_collectives_by_mpi(tmp_path):
+    done = mpirun(tmp_path, "none", "0")
+    assert done.returncode == 0, done.stdout
     assert done.stdout.count("total [1.0, 3.0, 5.0]") == 2, done.stdout
     assert done.stdout.count("collectives by MPI.") == 2, done.stdout
+    assert "MPI_FINALIZE" not in done.stdout
+
+
+def test_the_exit_code_is_kept(tmp_path):
+    done = mpirun(tmp_path, "code", "0")
+    assert done.returncode == 5, done.stdout
+    # Of the other process mpirun may lose the last lines when it ends it.
+    assert "total [1.0, 3.0, 5.0]" in done.stdout, done.stdout
     assert "MPI_FINALIZE" not in done.stdout
 
 
@@ -72,3 +80,9 @@ def test_the_end_of_one_is_the_end_of_all(tmp_path, fault, code, victim):
     assert "total" not in done.stdout
     if fault == "raises":
         assert "ValueError: a mistake of my own" in done.stdout
+
+
+def test_two_devices_in_a_process_are_an_error(tmp_path):
+    done = mpirun(tmp_path, "none", "0", JAX_NUM_CPU_DEVICES="2")
+    assert done.returncode == 1, done.stdout
+    assert "ClusterStartError: Each worker has 2 CPU devices" in done.stdout
