@@ -63,8 +63,8 @@ def all_reduces(num_rounds: int, tensorflow_python: str | None, torch_python: st
 def steps(num_rounds: int, tensorflow_python: str | None, torch_python: str | None) -> None:
     """The bars, by p10: at least 1.5 times TensorFlow's steps/s, at most 1.1 times DDP's time per step.
 
-    All have their batch at hand, and none sums the loss, but for ``fit``: it reads its batches, and its figures are means
-    over epochs, with what an epoch costs.
+    All have their batch at hand, and none sums the loss, but for ``fit``, which also reads its batches and keeps its
+    metrics.
     """
     for model in MODELS:
         options: dict[str, Any] = {"model": model, "rows": ROWS}

@@ -189,16 +189,21 @@ class Topology:
 
     # --- programs ---------------------------------------------------------------------------------------
 
-    def compile(self, function: Callable[..., Any], name: str, **options: Any) -> Any:
+    def compile(
+        self, function: Callable[..., Any], name: str, *, has_one_form: bool = False, **options: Any
+    ) -> Any:
         """``jax.jit`` for the devices. In several processes all must call the result, in the same order.
 
         Args:
           function: Pure.
           name: For people.
+          has_one_form: The result is always called with arrays of the same shapes and dtypes.
           **options: Of ``jax.jit``.
         """
         compiled = jax.jit(function, **options)
-        return compiled if self.peers is None else SharedProgram(compiled, name, self.peers)
+        if self.peers is None:
+            return compiled
+        return SharedProgram(compiled, name, self.peers, has_one_form=has_one_form)
 
 
 def _digest(value: jax.Array) -> str:

@@ -20,7 +20,7 @@ from typing import Any, final
 
 from replicax._src import jax_compat
 from replicax._src.cluster.channel import Channel
-from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError
+from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
 from replicax._src.errors import BackendStartedError, InvalidArgumentError
 
@@ -119,7 +119,12 @@ def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) 
         "python": ".".join(map(str, sys.version_info[:2])),
         "CPU collectives by": jax_compat.cpu_collectives(),
     }
-    found = channel.gather("start", versions, timeout_s, what="for all tasks to start", every_s=_REMINDER_S)
+    try:
+        found = channel.gather(
+            "start", versions, timeout_s, what="for all tasks to start", every_s=_REMINDER_S
+        )
+    except PeerFailureError as error:
+        raise ClusterStartError(str(error)) from error
     for name, theirs in zip(names, found, strict=True):
         if theirs != found[0]:
             raise ClusterStartError(

@@ -16,7 +16,7 @@ import numpy as np
 from replicax._src.cluster.failures import PeerFailureError
 from replicax._src.cluster.peers import Peers
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.elements import EmptyDatasetError, Pass
+from replicax._src.input.elements import EmptyDatasetError, OneShotSourceError, Pass
 from replicax._src.input.order import INFINITE
 from replicax._src.input.sources import GlobalBatches, LocalRows, Source
 
@@ -95,9 +95,10 @@ class AgreedPass(Pass):
             step = self._empty()
             offers[self._peers.number] = _offer_of(step)
         self._last = step
-        # What a process offers that has no step left: as many replicas without rows.
-        nothing = _offer_of(_without_rows(step))
-        return _joined(step, [offer or nothing for offer in offers])
+        if None in offers:  # who has no step left has as many replicas, without rows
+            nothing = _offer_of(_without_rows(step))
+            offers = [offer or nothing for offer in offers]
+        return _joined(step, offers)
 
     def _gather(self, offer: Any) -> list[Any]:
         return self._peers.gather(
@@ -155,7 +156,7 @@ def _of_spec(source: Source, num_local: int) -> Any:
     """A step without rows of a dataset that has given none."""
     try:
         specs, tree = jax.tree_util.tree_flatten(source.element_spec())
-    except EmptyDatasetError as error:
+    except (EmptyDatasetError, OneShotSourceError) as error:
         raise WorkersDifferError(
             "This worker's dataset has no element at all, so that not even its structure is known, and other workers have "
             "some. Give every worker at least one element, or a dataset that says its structure."

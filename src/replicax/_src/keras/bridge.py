@@ -6,6 +6,7 @@ Outside of functions that replicax traces, and of scopes, everything behaves as 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,15 @@ from replicax._src.values import variable_types
 _originals: list[tuple[type, str, Any]] = []
 
 
+class _Alone(threading.local):
+    """Whether this thread makes variables that the other processes do not make."""
+
+    is_alone = False
+
+
+_alone = _Alone()
+
+
 def install() -> None:
     """Makes Keras work in traced functions. Does nothing if it has been done.
 
@@ -42,6 +52,9 @@ def install() -> None:
     if _originals:
         return
     _replace(keras.Variable, "__init__", _wrapped_variable_init)
+    if hasattr(keras.Variable, "_deferred_initialize"):  # else its first use compares, and warns
+        _replace(keras.Variable, "_deferred_initialize", _wrapped_deferred_initialize)
+    _replace(keras.optimizers.Optimizer, "__init__", _wrapped_optimizer_init)
     _replace(keras.StatelessScope, "get_current_value", _wrapped_get_current_value)
     _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
@@ -97,7 +110,9 @@ def _scope(capture: Any) -> Any:
 def _take_leaders_value(variable: Any) -> None:
     """In several processes a new variable begins with the value that it has in the first."""
     strategy = context.owners.get(id(variable))
-    if strategy is None or strategy.topology.peers is None or not accessor.is_built(variable):
+    if strategy is None or strategy.topology.peers is None or _alone.is_alone:
+        return
+    if not accessor.is_built(variable):
         return
     with jax_compat.outside_traces():
         (value,) = accessor.get([variable])
@@ -112,6 +127,33 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
         original(self, *args, **kwargs)
         context.remember_owner(self)
         _take_leaders_value(self)
+
+    return __init__
+
+
+def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[..., None]:
+    """The first value of a variable of a model that was built while Keras traced it."""
+
+    def _deferred_initialize(self: Any) -> None:
+        original(self)
+        _take_leaders_value(self)
+
+    return _deferred_initialize
+
+
+def _wrapped_optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
+    """One of the base class itself is not for training: Keras makes it, to see its attributes, where a model is saved.
+
+    One worker may save alone, so the others are not asked for the values of its variables.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = _alone.is_alone
+        _alone.is_alone = before or type(self) is keras.optimizers.Optimizer
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _alone.is_alone = before
 
     return __init__
 

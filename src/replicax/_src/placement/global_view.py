@@ -185,6 +185,7 @@ class _Program:
         return self._topology.compile(
             run,
             self._name,
+            has_one_form=True,
             in_shardings=shardings,
             out_shardings=whole,
             donate_argnums=(0,) if self._donates else (),

@@ -340,7 +340,7 @@ class Launcher:
         self.placed = self._place(rows_of_replica)
         donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
         self.compiled = topology.compile(
-            self.placed, name, donate_argnums=donate, compiler_options=compiler_options
+            self.placed, name, has_one_form=True, donate_argnums=donate, compiler_options=compiler_options
         )
 
     @property

@@ -55,6 +55,8 @@ class RowsPlan:
         self._completed: set[int] = set()
         while not self._is_settled():
             pass
+        # What was known to be a sum at first need not be one where what it is computed from is completed.
+        self._completed = {n for n in self._completed if self._layouts[n] is not Shared.WHOLE}
         self.num_rounds = max((self._rounds[n] + 1 for n in self._completed), default=0)
         self.completed_inputs = [i for i, n in enumerate(program.inputs) if n in self._completed]
 
@@ -110,7 +112,7 @@ class RowsPlan:
     def _round_of(self, atom: Atom) -> int:
         if isinstance(atom, jax_compat.Literal):
             return 0
-        return self._rounds[atom] + (atom in self._completed)
+        return self._rounds[atom] + (atom in self._completed and self._layouts[atom] is not Shared.WHOLE)
 
     # --- in the program of a replica ------------------------------------------------------------------
 

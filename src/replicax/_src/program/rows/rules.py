@@ -206,7 +206,8 @@ def _movement(where: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]
     """Moves the data of one operand: ``where`` says to where its rows go, and which parameters change."""
 
     def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
-        if layouts[0] is SUM and all(layout is WHOLE for layout in layouts[1:]):
+        is_larger = eqn.outvars[0].aval.size > eqn.invars[0].aval.size  # it is cheaper to sum what goes in
+        if layouts[0] is SUM and not is_larger and all(layout is WHOLE for layout in layouts[1:]):
             return _bound(eqn, [SUM] * len(eqn.outvars))
         _complete(layouts)
         if not isinstance(layouts[0], Rows):
