@@ -192,13 +192,20 @@ def training(num_rows, batch_size):
 
 
 def fitting(seed):
-    """Keras's own loops, with batch normalisation, dropout and metrics; with no seed they shuffle."""
+    """Keras's own loops, with batch normalisation, dropout and metrics; with no seed they shuffle. The chief saves, alone."""
+    import logging
+    import tempfile
+
     import keras
     import numpy as np
 
     import replicax as rx
     from replicax.testing import report
 
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("replicax").addHandler(handler)
     strategy = rx.MultiWorkerMirroredStrategy()
     rng = np.random.default_rng(0)
     x = rng.normal(size=(45, 6)).astype("float32")
@@ -213,15 +220,17 @@ def fitting(seed):
         model.compile(
             "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
         )
-    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2)
-    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays((x, y)).batch(16))
+    saved = tempfile.NamedTemporaryFile(suffix=".weights.h5")  # noqa: SIM115 - gone with the process
+    save = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.save_weights(saved.name))
+    callbacks = [save] if strategy.extended.should_checkpoint else []
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2, callbacks=callbacks)
     report(
         history=history.history,
         evaluated=model.evaluate(x, y, batch_size=16, verbose=0),
         predicted=model.predict(x, batch_size=16, verbose=0).tolist(),
+        warnings=warnings,
         weights=[np.asarray(weight).tolist() for weight in model.get_weights()],
     )
-    del dataset
 
 
 def fitting_of_datasets(kind, style, given):

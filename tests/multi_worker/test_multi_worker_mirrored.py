@@ -296,6 +296,7 @@ def test_workers_that_are_given_different_batches_are_told(reports_of):
 
 def test_without_a_seed_all_workers_train_one_model(reports_of):
     first, second = reports_of(fitting, "none")
+    assert first["warnings"] == second["warnings"] == []
     assert first["history"] == second["history"]
     for weight, other in zip(first["weights"], second["weights"], strict=True):
         np.testing.assert_array_equal(weight, other)
