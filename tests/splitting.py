@@ -10,8 +10,6 @@ from replicax._src.program.flat import FlatProgram
 from replicax._src.program.rows.layout import Rows, RowSplit, Shared
 from replicax._src.program.rows.plan import RowsPlan
 
-GARBAGE = {"f": np.nan, "i": 10**6, "b": True}
-
 
 def plan_of(function, whole, batch, sizes):
     """The plan of ``function(whole, batch)``, and its operands in order."""
@@ -22,11 +20,17 @@ def plan_of(function, whole, batch, sizes):
     return RowsPlan(FlatProgram(closed.jaxpr, closed.consts), layouts, RowSplit(sizes)), flat
 
 
+def garbage(dtype):
+    if np.issubdtype(dtype, np.bool_):
+        return True
+    return np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else np.nan
+
+
 def held(array, sizes):
     """What the replicas hold of an array, one after the other: as many rows each, garbage where there are less."""
     array = np.asarray(array)
     parts = np.split(array, np.cumsum(sizes)[:-1])
-    padded = np.full((len(sizes), max(sizes), *array.shape[1:]), GARBAGE[array.dtype.kind], array.dtype)
+    padded = np.full((len(sizes), max(sizes), *array.shape[1:]), garbage(array.dtype), array.dtype)
     for rows, part in zip(padded, parts):
         rows[: len(part)] = part
     return padded.reshape(-1, *array.shape[1:])

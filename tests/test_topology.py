@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import replicax as rx
+from replicax._src import jax_compat, topology
 from replicax._src.topology import REPLICA_AXIS, Topology, device_name, resolve_device, resolve_devices
 from replicax.errors import DeviceError
 
@@ -106,3 +107,27 @@ def test_the_thread_pool_is_enlarged_unless_it_was_chosen(given, expected):
         env=environment,
     )
     assert process.stdout.split() == [str(given), expected, "3"]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_processes", "given", "expected"),
+    [
+        (1, 1, None, None),
+        (1, 2, None, 4),
+        (1, 8, None, 2),
+        (1, 2, "3", 3),
+        (2, 1, None, 16),
+        (2, 2, None, 16),
+    ],
+)
+def test_processes_on_one_machine_share_its_cores(monkeypatch, num_devices, num_processes, given, expected):
+    monkeypatch.setattr(jax_compat, "backend_started", lambda: False)
+    monkeypatch.setattr(jax_compat, "has_several_cpu_devices", lambda: num_devices > 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PJRT_NPROC", given)
+    topology.prepare_backend(num_processes)
+    chosen = os.environ.get("PJRT_NPROC")
+    monkeypatch.undo()
+    assert chosen == (None if expected is None else str(expected))

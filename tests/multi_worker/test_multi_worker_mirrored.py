@@ -288,7 +288,7 @@ def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
 def test_workers_that_are_given_different_batches_are_told(reports_of):
     for worker in reports_of(fitting_of_different_batches):
         assert (
-            "given different batches as number 1: worker 0 float32[8, 1], float32[8, 1], digest"
+            "given different batches, here number 1: worker 0 float32[8, 1], float32[8, 1] digest"
             in worker["text"]
         )
         assert "seed" in worker["text"]

@@ -136,6 +136,17 @@ CASES = {
         1,
     ),
     "loop over columns": (jax.value_and_grad(loop), W, X, 1),
+    "not a number": (lambda w, x: [jnp.max(x), jnp.min(x, 0)], W, np.where(X > 1.5, np.nan, X), 0),
+    "differences of counts": (
+        lambda w, x: (jnp.sum(x[:, 0]) - jnp.sum(x[:, 1])).astype(jnp.float32),
+        W,
+        IDS.astype("uint32"),
+        1,
+    ),
+    "narrow sums": (lambda w, x: (x.T @ x).astype(jnp.float32), W, (IDS * 20).astype("int8"), 1),
+    "images of bytes": (lambda w, x: jnp.mean(x.astype(jnp.float32) / 255, 0), W, IDS.astype("uint8"), 1),
+    "scaled by nothing": (lambda w, x: jnp.sum(jnp.abs(x)) / (w[0, 0] * 0), W, X, 1),
+    "bits, row by row": (lambda w, x: jnp.sum(jax.lax.reduce(x, 0, jax.lax.bitwise_or, (1,))), W, IDS, 1),
     "constants": (lambda w, x: jnp.sum(x * jnp.arange(9.0)[:, None] * jnp.ones((9, 4))), W, X, 1),
     "nothing of the batch": (lambda w, x: jnp.sum(w), W, X, 0),
 }
@@ -176,6 +187,10 @@ REFUSED = {
     "loop over rows": scanned_over_rows,
     "sum in a loop": sum_in_every_step,
     "condition on rows": lambda w, x: jnp.sum(jax.lax.cond(w[0, 0] > 0, lambda x: x * 2, jnp.sin, x)),
+    "co-occurrence": lambda w, x: (x > 0).T @ (x > 0),
+    "bits of all rows": lambda w, x: jax.lax.reduce(x.astype(int), 0, jax.lax.bitwise_or, (0,)),
+    "largest, in a loop": lambda w, x: jax.lax.fori_loop(0, 3, lambda i, c: c + jnp.max(x), 0.0),
+    "added to more than the rows": lambda w, x: jnp.sum(jnp.ones((12, 4)).at[: x.shape[0], :2].add(x[:, :2])),
     "callback": lambda w, x: jnp.sum(jax.pure_callback(np.sin, jax.typeof(x), x, vmap_method="expand_dims")),
     "print": lambda w, x: [jax.debug.print("{}", w), jnp.sum(x)][1],
 }

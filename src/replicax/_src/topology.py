@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax._src import jax_compat
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
-from replicax._src.errors import BackendStartedError, DeviceError
+from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError
 from replicax._src.input.autoshard import WorkerShare
 from replicax._src.jax_compat import Device
 
@@ -164,12 +164,27 @@ class Topology:
         """Values of variables that each process has set by itself, whole on every device.
 
         Where they differ, all take the first process's, and say so.
+
+        Raises:
+          InvalidArgumentError: The processes have set different variables.
+          ClusterFailureError: Another process has set none.
         """
         if self.peers is None:
             return [self.put_whole(value) for value in values]
-        digests = [_digest(value) for value in values]
-        of_all = self.peers.gather("values", digests, "to compare variables")
-        differ = [i for i in range(len(values)) if len({their[i] for their in of_all}) > 1]
+        of_all = self.peers.gather_before_program(
+            "comparing variables that were set outside of programs",
+            [[name, _digest(value)] for name, value in zip(names, values, strict=True)],
+        )
+        if any([name for name, _ in their] != list(names) for their in of_all):
+            have = "\n".join(
+                f"  {task}: {', '.join(name for name, _ in their)}"
+                for task, their in zip(self.peers.names, of_all, strict=True)
+            )
+            raise InvalidArgumentError(
+                f"The workers have set different variables since the last program:\n{have}\n"
+                "What is set outside of programs (weights that are loaded, say) must be set by all workers."
+            )
+        differ = [i for i in range(len(values)) if len({their[i][1] for their in of_all}) > 1]
         if differ:
             shown = ", ".join(names[i] for i in differ[:5]) + (", …" if len(differ) > 5 else "")
             log.warning(
@@ -248,8 +263,8 @@ def set_local_devices(num_devices: int) -> None:
             f"before anything uses JAX (before the first array, before the first strategy), or start Python "
             f"with the environment variable JAX_NUM_CPU_DEVICES={num_devices}."
         )
-    prepare_backend()
     jax.config.update("jax_num_cpu_devices", num_devices)
+    prepare_backend()
 
 
 def cpu_pool_is_large() -> bool:
@@ -258,10 +273,23 @@ def cpu_pool_is_large() -> bool:
     return value.isdigit() and int(value) >= _CPU_POOL_THREADS
 
 
-def prepare_backend() -> None:
-    """Before JAX's backend starts: makes XLA's CPU thread pool large enough for queued collectives."""
-    if not jax_compat.backend_started():
+def prepare_backend(num_processes_here: int = 1) -> None:
+    """Before JAX's backend starts: chooses how many threads XLA computes with on CPUs, unless the user has.
+
+    Several devices in one process need threads for queued collectives. Processes with one device each share the cores: with
+    as many threads as for several devices a step of a small network took twice as long on two cores (jax 0.10).
+
+    Args:
+      num_processes_here: How many processes of the cluster are on this machine.
+    """
+    if jax_compat.backend_started():
+        return
+    if jax_compat.has_several_cpu_devices():
         os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
+    elif num_processes_here > 1:
+        share = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # A call back into Python that uses JAX needs a second one.
+        os.environ.setdefault("PJRT_NPROC", str(max(2, share // num_processes_here)))
 
 
 def resolve_devices(devices: Sequence[str | Device] | str | Device | None) -> list[Device]:

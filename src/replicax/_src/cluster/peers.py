@@ -95,6 +95,27 @@ class Peers:
             is_cancelled=is_cancelled,
         )
 
+    def gather_before_program(self, name: str, value: Any) -> list[Any]:
+        """As ``gather``, for what all do before the next program: who runs that without it is told, and the others too.
+
+        Args:
+          name: What they do, for people.
+          value: As JSON has it.
+
+        Raises:
+          ClusterFailureError: Somebody is gone, or missing for too long, or has not done it.
+        """
+        with self._lock:
+            count = self._num_gathered[name] = self._num_gathered.get(name, -1) + 1
+            offers = self._channel.gather(
+                f"{name} {count}",
+                [value, name],
+                self._timeout_s,
+                what=f"for {name}",
+                position=self._position + 1,
+            )
+            return [offer[0] for offer in offers]
+
     def check(self) -> None:
         """Raises what has happened to the others, if they cannot go on."""
         self._channel.check()

@@ -94,11 +94,12 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     stack.enter_context(made.in_use())
                 if strategy is None and inputs:
                     strategy = context.get_strategy()  # Keras's own steps would not see where the data end
-                if strategy is not None and strategy.topology.peers is not None:
+                is_loop = name in STEPS_OF_DATA
+                if strategy is not None and strategy.topology.peers is not None and is_loop:
                     given = signature.bind(self, *args, **kwargs).arguments
-                    start_together(strategy.topology.peers, name, given)
+                    start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
-                    stack.enter_context(_placed_steps(self, PHASES[name], strategy))
+                    stack.enter_context(_placed_steps(self, PHASES[name], strategy, is_loop=is_loop))
                 return original(self, *args, **kwargs)
 
         return method
@@ -157,10 +158,11 @@ def _check_metrics(metrics: Any, strategy: Any, model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _placed_steps(model: Any, phase: Phase, strategy: Any) -> Iterator[None]:
+def _placed_steps(model: Any, phase: Phase, strategy: Any, *, is_loop: bool) -> Iterator[None]:
     """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
     function = _step_function(model, phase, strategy)
-    function.begin()
+    if is_loop:
+        function.begin()
     try:
         yield
     finally:

@@ -120,6 +120,7 @@ class StepFunction(abc.ABC):
             try:
                 data = next(iterator)
             except StopIteration:
+                self._same_batches.look_at_end()
                 return
             if is_end(data):
                 return

@@ -15,22 +15,46 @@ from replicax._src.input.agreed import WorkersDifferError
 from replicax._src.placement.batch import Batch
 
 _NUM_COMPARED_ROWS = 32
+_DATA = ("x", "y", "sample_weight", "validation_data")
+_SETTINGS = (
+    "batch_size",
+    "epochs",
+    "initial_epoch",
+    "shuffle",
+    "steps",
+    "steps_per_epoch",
+    "validation_batch_size",
+    "validation_freq",
+    "validation_split",
+    "validation_steps",
+)
 
 
-def start_together(peers: Peers, method: str, given: Mapping[str, Any]) -> None:
-    """Called by all processes before ``fit`` and its kin.
+def start_together(peers: Peers, method: str, model: Any, given: Mapping[str, Any]) -> None:
+    """Called by all processes before ``fit``, ``evaluate`` and ``predict``.
 
     Args:
       method: Its name.
       given: Its arguments, by name.
 
     Raises:
-      WorkersDifferError: The arrays that they were given differ.
+      WorkersDifferError: The arrays that they were given differ, or how many steps they are to take.
     """
-    arrays = {name: _look_at(given.get(name)) for name in ("x", "y", "sample_weight", "validation_data")}
-    of_all = peers.gather("keras data", arrays, f"to start {method}")
-    for name in arrays:
-        looks = [theirs[name] for theirs in of_all]
+    arrays = {name: _look_at(given.get(name)) for name in _DATA}
+    settings = {name: repr(given[name]) for name in _SETTINGS if name in given}
+    settings["x"] = _kind_of(given.get("x"))
+    settings["steps_per_execution of the model"] = repr(model.steps_per_execution)
+    of_all = peers.gather("keras data", [arrays, settings], f"to start {method}")
+    for name in sorted({name for _, theirs in of_all for name in theirs}):
+        found = [theirs.get(name, "its default") for _, theirs in of_all]
+        if len(set(found)) > 1:
+            have = ", ".join(f"{task} {value}" for task, value in zip(peers.names, found, strict=True))
+            raise WorkersDifferError(
+                f"{method}(): the workers were given different values of `{name}`: {have}. All workers go through the same "
+                "steps: give all of them the same."
+            )
+    for name in _DATA:
+        looks = [theirs[name] for theirs, _ in of_all]
         if any(theirs != looks[0] for theirs in looks):
             have = ", ".join(
                 f"{task} {theirs and theirs[0]}" for task, theirs in zip(peers.names, looks, strict=True)
@@ -41,6 +65,12 @@ def start_together(peers: Peers, method: str, given: Mapping[str, Any]) -> None:
                 "rows of its own, pass strategy.distribute_datasets_from_function(...), or a dataset of files."
             )
     _share_random_state(peers, method)
+
+
+def _kind_of(data: Any) -> str:
+    """What kind of dataset it is, and how many batches it has, if it says so."""
+    count = getattr(data, "num_batches", None)
+    return type(data).__name__ + ("" if count is None else f" of {count} batches")
 
 
 def _look_at(nest: Any) -> list[Any] | None:
@@ -82,11 +112,11 @@ class SameBatches:
 
     def __init__(self, peers: Peers | None, name: str):
         self._peers, self._name = peers, name
-        self._num_seen = 0
+        self.begin()
 
     def begin(self) -> None:
         """Another loop begins."""
-        self._num_seen = 0
+        self._num_seen, self._has_own_rows = 0, False
 
     def look_at(self, batch: Batch) -> None:
         """The next batch.
@@ -94,21 +124,39 @@ class SameBatches:
         Raises:
           WorkersDifferError: The processes were given different ones.
         """
-        if self._peers is None or batch.worker_sizes is not None:
+        self._has_own_rows = batch.worker_sizes is not None
+        if self._peers is None or self._has_own_rows:
             return
         self._num_seen += 1
         if self._num_seen & (self._num_seen - 1):
             return
-        here = [[f"{leaf.dtype}{list(leaf.shape)}" for leaf in batch.leaves], _digest(batch.leaves)]
+        here = [
+            [f"{leaf.dtype}{list(leaf.shape)}" for leaf in batch.leaves],
+            f"digest {_digest(batch.leaves)}",
+        ]
+        self._compare(here)
+
+    def look_at_end(self) -> None:
+        """There is no further batch.
+
+        Raises:
+          WorkersDifferError: There is, for others.
+        """
+        if self._peers is not None and not self._has_own_rows:
+            self._compare([["the end"], f"after {self._num_seen}"])
+            self._num_seen = 0
+
+    def _compare(self, here: list[Any]) -> None:
+        assert self._peers is not None
         of_all = self._peers.gather("keras batches", here, f"for batch {self._num_seen} of {self._name}")
         if all(theirs == here for theirs in of_all):
             return
         have = ", ".join(
-            f"{task} {', '.join(forms)}, digest {digest[:8]}"
-            for task, (forms, digest) in zip(self._peers.names, of_all, strict=True)
+            f"{task} {', '.join(forms)} {said[:15]}"
+            for task, (forms, said) in zip(self._peers.names, of_all, strict=True)
         )
         raise WorkersDifferError(
-            f"{self._name}: the workers were given different batches as number {self._num_seen}: {have}. Each takes its own rows "
+            f"{self._name}: the workers were given different batches, here number {self._num_seen}: {have}. Each takes its own rows "
             "of one global batch, so the dataset must give all of them the same ones: give its shuffle the same seed everywhere. "
             "Where each worker has rows of its own, pass strategy.distribute_datasets_from_function(...), or a dataset "
             "distributed with the policy FILE."

@@ -94,9 +94,11 @@ class BatchLayout:
         self._topology, self._split = topology, split
         self._is_whole_here = batch.worker_sizes is None
         shape = leaf.shape
-        self.is_split = bool(shape) and shape[0] == batch.num_rows > 0 and topology.num_replicas > 1
-        if not self._is_whole_here:
-            self.is_split = bool(shape) and shape[0] == batch.num_rows
+        has_rows = bool(shape) and shape[0] == batch.num_rows
+        if self._is_whole_here:
+            self.is_split = has_rows and batch.num_rows > 0 and topology.num_replicas > 1
+        else:
+            self.is_split = has_rows
         rows = split.largest * topology.num_replicas
         self._shape = (split.num_rows, *shape[1:]) if self.is_split else shape
         self._padded = (rows, *shape[1:]) if self.is_split else shape

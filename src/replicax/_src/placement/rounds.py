@@ -14,7 +14,7 @@ import jax
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.program.flat import FlatProgram, Operation, read
-from replicax._src.program.verdict import collective_axes
+from replicax._src.program.verdict import collective_axes, is_call_with_collective
 from replicax._src.topology import REPLICA_AXIS
 
 _SUMS = frozenset(["psum", "psum_invariant"])
@@ -33,7 +33,9 @@ def in_rounds(function: Callable[..., Any], packing: Packing | None) -> Callable
         )
         if jax_compat.has_side_effects(closed):
             return function(*args)
-        results = _evaluate(FlatProgram(closed.jaxpr, closed.consts), flat, packing)
+        # Other calls keep their own derivatives.
+        program = FlatProgram(closed.jaxpr, closed.consts, is_call_with_collective)
+        results = _evaluate(program, flat, packing)
         return jax.tree_util.tree_structure(shape).unflatten(results)
 
     return joined

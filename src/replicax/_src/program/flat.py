@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,7 +18,7 @@ _REMATERIALISES = frozenset(["remat", "remat2", "checkpoint"])
 
 @dataclass(frozen=True)
 class Operation:
-    """An equation between numbered values. Calls of functions are no operations: what they do stands here.
+    """An equation between numbered values. Calls that were resolved are none: what they do stands here.
 
     Attributes:
       line: Of the user's code.
@@ -32,10 +32,11 @@ class Operation:
 
 @final
 class FlatProgram:
-    """A jaxpr without calls of inner functions.
+    """A jaxpr with calls of inner functions resolved.
 
     Args:
       consts: The values of its constvars.
+      is_resolved: Which calls; default: all but those of ``jax.checkpoint``, whose borders mean something.
 
     Attributes:
       operations: In order.
@@ -44,7 +45,10 @@ class FlatProgram:
       consts: Values that it holds, by number.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any] = ()):
+    def __init__(
+        self, jaxpr: Any, consts: Sequence[Any] = (), is_resolved: Callable[[Any], bool] | None = None
+    ):
+        self._is_resolved = is_resolved or _is_plain_call
         self._numbers = itertools.count()
         self.operations: list[Operation] = []
         self.consts: dict[int, Any] = {}
@@ -58,14 +62,14 @@ class FlatProgram:
         self.consts.update(zip(held, consts, strict=True))
         env: dict[Any, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *inputs], strict=True))
 
-        def read(atom: Any) -> Atom:
+        def number_of(atom: Any) -> Atom:
             return atom if isinstance(atom, jax_compat.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
+            operands = [number_of(atom) for atom in eqn.invars]
             line = jax_compat.equation_line(eqn)
             line = called_at if line == UNKNOWN else line
-            if is_call(eqn) and eqn.primitive.name not in _REMATERIALISES:
+            if self._is_resolved(eqn):
                 inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
                 given = operands[len(operands) - len(inner.invars) :]
                 results: Sequence[Atom] = self._inline(inner, inner_consts, given, line)
@@ -73,7 +77,11 @@ class FlatProgram:
                 results = [next(self._numbers) for _ in eqn.outvars]
                 self.operations.append(Operation(eqn, operands, results, line))
             env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return [number_of(atom) for atom in jaxpr.outvars]
+
+
+def _is_plain_call(eqn: Any) -> bool:
+    return is_call(eqn) and eqn.primitive.name not in _REMATERIALISES
 
 
 def read(env: Mapping[int, Any], atom: Atom) -> Any:

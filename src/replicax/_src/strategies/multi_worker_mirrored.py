@@ -12,8 +12,10 @@ import jax
 from replicax._src import jax_compat
 from replicax._src.cluster.detect import choose_resolver
 from replicax._src.cluster.failures import ClusterStartError
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
+from replicax._src.cluster.spec import UNKNOWN_ADDRESS, split_address
 from replicax._src.cluster.start import compare_devices, join_cluster
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.jax_compat import Device
@@ -23,6 +25,8 @@ from replicax._src.topology import Topology, device_name, prepare_backend, resol
 
 log = logging.getLogger("replicax")
 _TIMEOUT_S = 600.0
+# How many processes torchrun and Open MPI have started on this machine.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 @final
@@ -81,7 +85,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         is_mpi = jax_compat.cpu_collectives() == "mpi"
         if is_mpi:
             check_mpi(os.environ, membership.num_workers)
-        prepare_backend()
+        prepare_backend(_num_workers_here(membership))
         peers = join_cluster(
             [str(task) for task in membership.workers],
             membership.addresses,
@@ -95,6 +99,18 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         _say_what_communicates(options.implementation, devices[0].platform)
         return Topology.of(devices, options.bytes_per_pack)
+
+
+def _num_workers_here(membership: Membership) -> int:
+    """How many workers have the host of this one, as far as their addresses or the launcher tell."""
+    addresses = [address for address in membership.addresses if address != UNKNOWN_ADDRESS]
+    hosts = [split_address(address)[0] for address in addresses]
+    is_known = membership.address != UNKNOWN_ADDRESS
+    of_addresses = hosts.count(split_address(membership.address)[0]) if is_known else 1
+    of_launcher = [
+        int(os.environ.get(name, "")) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()
+    ]
+    return max(1, of_addresses, *of_launcher)
 
 
 def _checked(options: Any) -> CommunicationOptions:

@@ -30,7 +30,8 @@ class RowsPlan:
       program: The program.
       layouts: How its operands lie.
       split: Which rows each replica has.
-      is_body: It is the body of a loop: its results lie as they come, and what it adds to a sum stays one.
+      is_body: It is the body of a loop: its results lie as they come, parts of sums and extremes included, and whole values
+        that it adds to parts of a sum become parts of it.
 
     Attributes:
       num_rounds: How many times the replicas wait for each other.
@@ -90,9 +91,10 @@ class RowsPlan:
             try:
                 layouts = [self._layout_of(atom) for atom in operation.operands]
                 rule = _scan if operation.eqn.primitive.name == "scan" else apply
-                return rule(operation.eqn, layouts, self._split)
+                return _checked(operation.eqn, rule(operation.eqn, layouts, self._split))
             except Incomplete as wanted:
-                if self._is_body and operation.eqn.primitive.name in _ADDITIONS:
+                is_sum = all(layout in (Shared.WHOLE, Shared.SUM) for layout in layouts)
+                if self._is_body and is_sum and operation.eqn.primitive.name in _ADDITIONS:
                     return _added_up(operation.eqn, layouts, self._split)
                 for i in wanted.numbers:
                     self._complete(operation.operands[i])
@@ -149,6 +151,14 @@ class RowsPlan:
                 env[n] = _extreme(env[n], self._layouts[n])
 
 
+def _checked(eqn: Any, applied: Applied) -> Applied:
+    """Truth values cannot be summed: their contraction is an "or"."""
+    for var, layout in zip(eqn.outvars, applied.layouts, strict=True):
+        if layout is Shared.SUM and jnp.issubdtype(var.aval.dtype, jnp.bool_):
+            raise refused(eqn, "combines truth values of all rows")
+    return applied
+
+
 def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
     """The sum of whole values and of parts of a sum, as parts of a sum."""
     parts = [Shared.SUM] * len(layouts)
@@ -159,10 +169,11 @@ def _added_up(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
 
 
 def _extreme(value: Any, kind: Layout) -> Any:
-    combine = jax.lax.pmax if kind is Shared.MAX else jax.lax.pmin
+    """The largest or smallest of all replicas; nan if there is one, which XLA's own maximum over replicas drops."""
+    combine = jnp.max if kind is Shared.MAX else jnp.min
     if value.dtype == bool:
-        return combine(value.astype(jnp.int32), REPLICA_AXIS).astype(bool)
-    return combine(value, REPLICA_AXIS)
+        return _extreme(value.astype(jnp.int32), kind).astype(bool)
+    return combine(jax.lax.all_gather(value, REPLICA_AXIS), axis=0)
 
 
 # --- loops --------------------------------------------------------------------------------------------

@@ -166,6 +166,12 @@ def _elementwise(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
     return _bound(eqn, [rows] * len(eqn.outvars), prepare)
 
 
+def _bitcast(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+    if _shape(eqn.invars[0]) != _shape(eqn.outvars[0]):
+        raise refused(eqn, "cuts numbers into pieces, or joins them")
+    return _elementwise(eqn, layouts, split)
+
+
 def _each_by_itself(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
     del split
     return _bound(eqn, layouts)
@@ -179,27 +185,40 @@ def _of_parts(eqn: Any, layouts: Sequence[Layout]) -> Applied:
     all_parts = len(parts) == len(layouts)
     is_linear = is_sum and (
         (name in _LINEAR and all_parts)
-        or (name == "mul" and len(parts) == 1)
-        or (name == "div" and parts == [0] and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact))
+        or (name == "mul" and len(parts) == 1 and _is_plain(eqn.invars[1 - parts[0]]))
+        or (name == "div" and parts == [0] and _is_plain(eqn.invars[1]))
         or (name == "pad" and parts == [0] and _is_zero(eqn.invars[1]))
         or (name == "select_n" and parts == list(range(1, len(layouts))))
-        or (name == "convert_element_type" and _is_wider(eqn.invars[0].aval.dtype, eqn.params["new_dtype"]))
+        or (name == "convert_element_type" and _keeps_sums(eqn.invars[0].aval.dtype, eqn.params["new_dtype"]))
     )
     if not is_linear:
         raise Incomplete(parts)
     return _bound(eqn, [SUM] * len(eqn.outvars))
 
 
+def _is_plain(atom: Any) -> bool:
+    """A floating constant that parts of a sum may be multiplied with: with others, 0 and inf, nan would come of it."""
+    if not isinstance(atom, jax_compat.Literal) or not jnp.issubdtype(np.result_type(atom.val), jnp.inexact):
+        return False
+    return bool(np.isfinite(atom.val)) and atom.val != 0
+
+
 def _is_zero(atom: Any) -> bool:
     return isinstance(atom, jax_compat.Literal) and atom.val == 0
 
 
-def _is_wider(old: Any, new: Any) -> bool:
-    if not jnp.issubdtype(new, jnp.number):
-        return False
+def _keeps_sums(old: Any, new: Any) -> bool:
+    """Whether the sum of converted numbers is the converted sum."""
+    old_size, new_size = np.dtype(old).itemsize, np.dtype(new).itemsize
     if jnp.issubdtype(old, jnp.inexact):
-        return jnp.issubdtype(new, jnp.inexact) and np.dtype(new).itemsize >= np.dtype(old).itemsize
-    return jnp.issubdtype(new, jnp.inexact) or np.dtype(new).itemsize >= np.dtype(old).itemsize
+        return jnp.issubdtype(new, jnp.inexact) and new_size >= old_size
+    if jnp.issubdtype(new, jnp.integer):
+        return new_size <= old_size  # both wrap around
+    return (
+        jnp.issubdtype(old, jnp.signedinteger)
+        and jnp.issubdtype(new, jnp.inexact)
+        and min(old_size, new_size) >= 4
+    )
 
 
 def _movement(where: Callable[[Any, Rows, RowSplit], tuple[Rows, dict[str, Any]]]) -> Rule:
@@ -340,8 +359,10 @@ def _dynamic_update_slice(eqn: Any, layouts: Sequence[Layout], split: RowSplit) 
     return _elementwise(eqn, layouts, split)
 
 
-def _reduction(kind: Shared, neutral: Callable[[Any], Any]) -> Rule:
+def _reduction(kind: Shared, neutral: Callable[[Any], Any], *, is_logical: bool = False) -> Rule:
     def rule(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
+        if is_logical and not jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.bool_):
+            return _reduction_of_others(eqn, layouts, split)  # bit by bit
         rows, axes = layouts[0], eqn.params["axes"]
         if rows is SUM and kind is SUM:
             return _bound(eqn, [SUM])
@@ -369,13 +390,16 @@ def _reduction_of_others(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -
 def _largest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return True
-    return np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).max
+    has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))  # some of 8 bits have none
+    return np.inf if has_infinity else jnp.finfo(dtype).max
 
 
 def _smallest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return False
-    return -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -_largest(dtype)
 
 
 def _dot_general(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applied:
@@ -527,6 +551,7 @@ def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSpli
         raise _mixed(eqn)
     of_updates = _moved(of_operand, numbers.update_window_dims[kept.index(of_operand.dim)])
     _full(eqn, split, _shape(eqn.invars[2])[of_updates.dim], of_updates)
+    _full(eqn, split, _shape(eqn.invars[0])[of_operand.dim], of_operand)
     _complete(layouts)
     lies = [of_operand, WHOLE, of_updates]
     if of_operand.dim in numbers.scatter_dims_to_operand_dims or any(
@@ -540,11 +565,11 @@ def _scatter_add_within_rows(eqn: Any, layouts: Sequence[Layout], split: RowSpli
     return _bound(eqn, [of_operand], prepare)
 
 
-_LINEAR = frozenset("add add_any sub neg copy copy_p real imag concatenate stack name stop_gradient".split())  # noqa: SIM905
+_LINEAR = frozenset("add add_any sub neg copy real imag concatenate stack name stop_gradient".split())  # noqa: SIM905
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp clz complex conj convert_element_type copy copy_p copysign cos cosh digamma div eq erf erf_inv erfc exp
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp
     exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt
     max min mul name ne neg nextafter not or polygamma population_count pow real reduce_precision
     regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
@@ -553,6 +578,7 @@ ELEMENTWISE = frozenset(
 )
 RULES: dict[str, Rule] = {
     "optimization_barrier": _each_by_itself,
+    "bitcast_convert_type": _bitcast,
     "reshape": _movement(_reshape),
     "broadcast_in_dim": _movement(_broadcast_in_dim),
     "transpose": _movement(_transpose),
@@ -576,8 +602,8 @@ RULES: dict[str, Rule] = {
     "reduce_sum": _reduction(SUM, lambda dtype: 0),
     "reduce_max": _reduction(Shared.MAX, _smallest),
     "reduce_min": _reduction(Shared.MIN, _largest),
-    "reduce_or": _reduction(Shared.MAX, lambda dtype: False),
-    "reduce_and": _reduction(Shared.MIN, lambda dtype: True),
+    "reduce_or": _reduction(Shared.MAX, lambda dtype: False, is_logical=True),
+    "reduce_and": _reduction(Shared.MIN, lambda dtype: True, is_logical=True),
     "reduce_prod": _reduction_of_others,
     "reduce_xor": _reduction_of_others,
     "argmax": _reduction_of_others,
