@@ -311,8 +311,8 @@ def fitting_of_datasets(kind, style, given):
     )
 
 
-def fitting_of_different_batches():
-    """A dataset of Keras's own that each worker shuffles in its own way."""
+def fitting_with_mistakes():
+    """What workers may do differently around ``fit``: each is an error on all; after the last one nobody can go on."""
     import keras
     import numpy as np
 
@@ -320,21 +320,48 @@ def fitting_of_different_batches():
     from replicax.testing import report
 
     strategy = rx.MultiWorkerMirroredStrategy()
-    rng = np.random.default_rng(strategy.cluster_resolver.task_id)
-    x = np.arange(32, dtype="float32")[:, None]
+    worker = strategy.cluster_resolver.task_id
+    rng = np.random.default_rng(worker)
+    x = np.arange(32, dtype="float32")[:, None] / 32
 
-    def batches():
+    def shuffled():
         while True:
             rows = rng.permutation(32)[:8]
             yield x[rows], x[rows]
 
+    def shorter():
+        for _ in range(3 + worker):
+            yield x[:8], x[:8]
+
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    try:
-        model.fit(batches(), steps_per_epoch=4, verbose=0)
-    except rx.errors.WorkersDifferError as error:
-        report(text=str(error))
+
+    def load_on_one():
+        if worker == 0:
+            model.set_weights([np.ones((1, 1)), np.ones(1)])
+        model.fit(x, x, batch_size=8, verbose=0)
+
+    def assign_on_one():
+        with strategy.scope():
+            variable = rx.Variable(1.0)
+        for value in (2.0, 3.0):
+            if worker == 0 or value == 2.0:
+                variable.assign(value)
+            strategy.run(lambda: variable.assign_add(1.0))
+
+    mistakes = {
+        "shuffled": lambda: model.fit(shuffled(), steps_per_epoch=4, verbose=0),
+        "epochs": lambda: model.fit(x, x, epochs=1 + worker, verbose=0),
+        "shorter": lambda: model.fit(shorter(), verbose=0),
+        "loaded": load_on_one,
+        "assigned": assign_on_one,
+    }
+    for name, make in mistakes.items():
+        try:
+            make()
+        except (rx.errors.InvalidArgumentError, rx.errors.ProgramMismatchError) as error:
+            report(**{name: f"{type(error).__name__}: {error}"})
 
 
 def buffers(bytes_per_pack):

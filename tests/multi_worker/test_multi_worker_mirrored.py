@@ -10,7 +10,7 @@ from programs import (
     datasets,
     fitting,
     fitting_of_datasets,
-    fitting_of_different_batches,
+    fitting_with_mistakes,
     promises,
     training,
 )
@@ -285,13 +285,19 @@ def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
         assert_fitted_alike(got, expected)
 
 
-def test_workers_that_are_given_different_batches_are_told(reports_of):
-    for worker in reports_of(fitting_of_different_batches):
+def test_mistakes_around_fit_are_named_on_all(reports_of):
+    for worker in reports_of(fitting_with_mistakes):
+        here = "given different batches, here number 1: worker 0 float32[8, 1], float32[8, 1] digest"
+        assert here in worker["shuffled"]
+        assert "seed" in worker["shuffled"]
+        assert "different values of `epochs`: worker 0 1, worker 1 2" in worker["epochs"]
+        assert "worker 0 the end after 3, worker 1 float32[8, 1]" in worker["shorter"]
         assert (
-            "given different batches, here number 1: worker 0 float32[8, 1], float32[8, 1] digest"
-            in worker["text"]
+            "set different variables since the last program:\n  worker 0: sequential/dense/kernel, sequential/dense/bias"
+            in worker["loaded"]
         )
-        assert "seed" in worker["text"]
+        assert worker["assigned"].startswith("ProgramMismatchError")
+        assert "comparing variables that were set outside of programs" in worker["assigned"]
 
 
 def test_without_a_seed_all_workers_train_one_model(reports_of):

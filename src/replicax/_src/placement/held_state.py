@@ -40,10 +40,14 @@ class HeldState:
 
     A program overwrites the memory of what it changes. It may, where the array is *owned*: a program of ours made it and
     nobody else holds it, or it is a copy. Everything else is copied first.
+
+    Args:
+      topology: Where it is.
+      names: Of the arrays, for messages.
     """
 
-    def __init__(self, topology: Topology):
-        self._topology = topology
+    def __init__(self, topology: Topology, names: Callable[[], Sequence[str]] | None = None):
+        self._topology, self._names = topology, names
         self._groups: tuple[Values, ...] | None = None
         self._owned: set[int] = set()
         self._is_placed = False
@@ -124,9 +128,11 @@ class HeldState:
         self.store([*to_copy, *to_place], new)
 
     def _agree(self, values: list[Any], positions: Sequence[int]) -> None:
-        names = [f"array {i} of the model's state" for i in positions]
+        names = self._names() if self._names else [f"array {i} of the state" for i in range(len(values))]
         copies = [own_copy_here(values[i]) for i in positions]
-        for i, agreed in zip(positions, self._topology.put_agreed(copies, names), strict=True):
+        for i, agreed in zip(
+            positions, self._topology.put_agreed(copies, [names[i] for i in positions]), strict=True
+        ):
             values[i] = agreed
         self.store(positions, [values[i] for i in positions])
 
