@@ -142,8 +142,10 @@ class CommunicationOptions:
 
     Attributes:
       bytes_per_pack: Arrays of one dtype are joined into buffers of at most this many bytes before they are
-        reduced; larger arrays travel by themselves, and are not cut. 0 lets replicax choose.
-      timeout_seconds: Seconds after which a wait for other processes, in a collective or before it, fails; None is 600.
+        reduced; larger arrays travel by themselves, and are not cut. 0 lets replicax choose: on CPUs buffers of 4 MiB,
+        and between processes arrays of 2 MiB and more by themselves (in one process, of 256 KiB).
+      timeout_seconds: How long a task may take to come to a program, or to an agreement, in which others wait for it; then
+        the wait fails. None is 600. A collective in which all are has no limit.
       implementation: AUTO, RING (gloo, on CPUs) or NCCL (on GPUs). The hardware has one of them each, which AUTO is; to
         ask for the other logs a warning, and changes nothing. In one process XLA chooses, and this has no effect.
     """

@@ -27,10 +27,10 @@ _POLL_S = 0.02
 
 
 class LocalCluster:
-    """Runs a program as all tasks of a cluster on this machine, each with its own ``TF_CONFIG``, on the CPU.
+    """Runs a program as all tasks of a cluster on this machine, each with its own ``TF_CONFIG``.
 
-    Use it in ``with``. When it is closed no process is left, nor when this process ends, however it does. POSIX only;
-    made and used outside of traced functions.
+    They compute on the CPU, unless ``JAX_PLATFORMS`` is set. Use it in ``with``. When it is closed no process is left,
+    nor when this process ends, however it does. POSIX only; made and used outside of traced functions.
 
     Args:
       num_workers: Tasks of type ``worker``.
