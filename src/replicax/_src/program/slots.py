@@ -127,6 +127,21 @@ def own_copy(value: Any, sharding: Any) -> jax.Array:
     return jax_compat.put(own_copy_here(value), sharding)
 
 
+# Arrays on the devices of several processes that each has made of a value of its own, by id: nobody has compared them.
+_uncompared: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+def placed_by_each(value: Any, topology: Topology) -> jax.Array:
+    """A copy of a value that a variable is given outside of programs, whole on every device.
+
+    In several processes each gives its own; they are compared when a program first meets it.
+    """
+    placed = own_copy(value, topology.replicated)
+    if topology.peers is not None:
+        _uncompared[id(placed)] = placed
+    return placed
+
+
 def is_local(value: Any) -> bool:
     """Whether a value is of this process only."""
     return not isinstance(value, jax.Array) or value.is_fully_addressable
@@ -178,8 +193,9 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
     check_no_tracer(slot, value)
     if slot.sharing is Sharing.COMPONENTS:
         placed = own_copy(value, topology.per_replica)
-    elif topology.peers is not None and is_local(value):
-        placed = topology.put_agreed([own_copy_here(value)], [slot.name])[0]
+    elif topology.peers is not None and (is_local(value) or _uncompared.get(id(value)) is value):
+        here = value if is_local(value) else value.addressable_data(0)
+        placed = topology.put_agreed([own_copy_here(here)], [slot.name])[0]
     else:
         placed = own_copy(value, topology.replicated)
     slot.placed = placed

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src.jax_compat import Device
-from replicax._src.program.slots import own_copy
+from replicax._src.program.slots import own_copy, placed_by_each
 from replicax._src.topology import Topology
 
 
@@ -35,7 +35,7 @@ class VariablePlacement:
             return own_copy(components, self.topology.per_replica)
         if self.parameter_device is not None:
             return own_copy(value, jax.sharding.SingleDeviceSharding(self.parameter_device))
-        return own_copy(value, self.topology.replicated)
+        return placed_by_each(value, self.topology)
 
     def place_initial(self, value: Any, components: Any | None) -> jax.Array:
         """As ``place``, for a new variable: in several processes the first one's value is taken."""
