@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
@@ -12,6 +13,34 @@ PORT_VARIABLE = "REPLICAX_PORT"
 # Derived ports are FIRST_PORT to FIRST_PORT + NUM_PORTS - 1: below those that Linux gives to outgoing connections.
 FIRST_PORT = 20480
 NUM_PORTS = 8192
+
+# What the environment may set, and what holds otherwise: how long tasks may take, in seconds.
+START_LIMIT = "REPLICAX_START_TIMEOUT_S"
+SILENCE_LIMIT = "REPLICAX_SILENCE_TIMEOUT_S"
+STALL_LIMIT = "REPLICAX_STALL_WARNING_S"
+LIMITS_S = {START_LIMIT: 300.0, SILENCE_LIMIT: 60.0, STALL_LIMIT: 60.0}
+_MOST_S = 10**7
+
+
+def limit_s(environ: Mapping[str, str], name: str) -> float:
+    """Returns one of ``LIMITS_S``, as the environment says or as it is by default.
+
+    Raises:
+      ClusterEnvironmentError: It is no positive number of seconds, or one of more than four months.
+
+    >>> limit_s({"REPLICAX_START_TIMEOUT_S": "0.5"}, "REPLICAX_START_TIMEOUT_S")
+    0.5
+    """
+    text = environ.get(name)
+    if text is None:
+        return LIMITS_S[name]
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= _MOST_S:
+            return float(text)
+    raise ClusterEnvironmentError(
+        f"{name}={text!r} in the environment must be a number of seconds above 0, of at most {_MOST_S}. Correct it, or "
+        f"leave it out for {LIMITS_S[name]:g}."
+    )
 
 
 def require(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import queue
 import subprocess
@@ -20,9 +20,10 @@ from typing import Any, final
 
 from replicax._src import jax_compat
 from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, limit_s
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
-from replicax._src.errors import BackendStartedError, InvalidArgumentError
+from replicax._src.errors import BackendStartedError
 
 log = logging.getLogger("replicax")
 _SERVICE_START_S = 60.0
@@ -33,21 +34,6 @@ _REMINDER_S = 10.0
 _LEAST_WAIT_S = 3.0
 
 
-def seconds_from_environment(name: str, default: float) -> float:
-    """A limit that the environment may set.
-
-    Raises:
-      InvalidArgumentError: It is no positive number.
-    """
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    with contextlib.suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise InvalidArgumentError(f"{name}={text!r} in the environment is not a positive number of seconds.")
-
-
 @final
 class _LiveCluster:
     """This process's place in a cluster that has started; ended when the process ends."""
@@ -55,10 +41,10 @@ class _LiveCluster:
     def __init__(self, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float):
         self._service: subprocess.Popen[str] | None = None
         self._is_in_jax = False
-        start_s = seconds_from_environment("REPLICAX_START_TIMEOUT_S", 300.0)
+        start_s = limit_s(os.environ, START_LIMIT)
         limits = {
-            "silence_s": seconds_from_environment("REPLICAX_SILENCE_TIMEOUT_S", 60.0),
-            "stall_s": seconds_from_environment("REPLICAX_STALL_WARNING_S", 60.0),
+            "silence_s": limit_s(os.environ, SILENCE_LIMIT),
+            "stall_s": limit_s(os.environ, STALL_LIMIT),
         }
         deadline = time.monotonic() + start_s
         cluster = ", ".join(f"{name} at {address}" for name, address in zip(names, addresses, strict=True))
@@ -71,7 +57,7 @@ class _LiveCluster:
             coordinator = self._channel.connect(deadline)["coordinator"]
             self.peers = Peers(self._channel, names, addresses, number, timeout_s)
             _compare_versions(self._channel, names, max(deadline - time.monotonic(), _LEAST_WAIT_S))
-            jax_compat.join_processes(coordinator, len(names), number, int(start_s))
+            jax_compat.join_processes(coordinator, len(names), number, math.ceil(start_s))
             self._is_in_jax = True
             note_joined(self.peers)
         except BaseException:
@@ -104,12 +90,14 @@ class _LiveCluster:
         if service is None:
             return
         assert service.stdin is not None
+        assert service.stdout is not None
         service.stdin.close()
         try:
             service.wait(_LAST_TO_LEAVE_S)
         except subprocess.TimeoutExpired:
             service.kill()
             service.wait()
+        service.stdout.close()
 
 
 def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) -> None:
