@@ -11,7 +11,7 @@ import pytest
 
 from checks import message
 from replicax.__main__ import main
-from replicax._src.cli.doctor import _ask
+from replicax._src.cli.answers import ask_until
 from replicax._src.cluster.channel import Channel
 from replicax.errors import ClusterStartError
 
@@ -24,6 +24,10 @@ LAUNCHERS = [
     "MASTER_PORT",
     "SLURM_STEP_NUM_TASKS",
     "SM_HOSTS",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "REPLICAX_ROUTES",
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION",
 ]
 
 
@@ -92,10 +96,11 @@ def test_who_does_not_answer_in_time_is_wrong(doctor, free):
 
 
 def test_doctors_answer_each_other(free):
+    """And end soon after that, however long they may wait."""
     addresses = [free(), free()]
     doctors = [
         subprocess.Popen(
-            [sys.executable, "-m", "replicax", "doctor", "--no-devices", "--wait", "8"],
+            [sys.executable, "-m", "replicax", "doctor", "--no-devices", "--wait", "600"],
             env={"TF_CONFIG": json.dumps(config_of(*addresses, index=n)), "PYTHONPATH": ":".join(sys.path)},
             stdout=subprocess.PIPE,
             text=True,
@@ -118,7 +123,7 @@ def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
     )
     try:
         channel = Channel(address, 1, ["worker 0", "worker 1"], "print")
-        while _ask(address, 0).text != "answers":
+        while ask_until(address, 0).text != "answers":
             time.sleep(0.05)
         says = ["worker 1 waited 1 s for worker 0", "does replicax doctor run on that machine?"]
         message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.8), *says)
@@ -162,6 +167,100 @@ def test_a_host_that_nobody_knows(doctor, free):
     assert code == 1
     assert "no host is called 'no-such-host.invalid' here" in printed
     assert time.monotonic() - start < 20
+
+
+def rows_of(printed):
+    """The table of tasks: the words after each task's name and address."""
+    table = printed.partition("\ntasks\n")[2].partition("\n\n")[0].splitlines()
+    words = [line.split(maxsplit=3) for line in table]
+    return {f"{job} {index}": text for job, index, _, text in words}
+
+
+def test_its_own_host_is_unknown(doctor, free):
+    code, printed = doctor(config_of("no-such-host.invalid:2222", free()))
+    assert code == 1
+    assert rows_of(printed)["worker 0"] == "this task, no host is called 'no-such-host.invalid' here"
+    assert "cannot listen at its own address no-such-host.invalid:2222: no host is called" in printed
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "own"),
+    [
+        ("chief", "chief 0, which is the chief", "this task"),
+        ("worker", "worker 0", "this task"),
+        ("ps", "ps 0", "this task"),
+        ("evaluator", "evaluator 0, which evaluates on its own", "this task, which needs no address"),
+    ],
+)
+def test_every_task_sees_all_tasks(doctor, free, kind, part, own):
+    cluster = {"chief": [free()], "worker": [free(), free()], "ps": [free()]}
+    code, printed = doctor({"cluster": cluster, "task": {"type": kind, "index": 0}})
+    assert code == 0, printed
+    rows = rows_of(printed)
+    assert list(rows) == ["chief 0", "worker 0", "worker 1", "ps 0"] + ["evaluator 0"] * (kind == "evaluator")
+    assert [task for task, text in rows.items() if text.startswith("this task")] == [f"{kind} 0"]
+    assert rows[f"{kind} 0"] == own
+    assert f"  this task  {part}\n" in printed
+    assert "  workers    3\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("routes", "says"),
+    [
+        ("nonsense", "REPLICAX_ROUTES is not JSON"),
+        (
+            '{"%s": "nonsense"}',
+            "'nonsense' (from REPLICAX_ROUTES) is not the address of a task: it has no port",
+        ),
+    ],
+)
+def test_malformed_routes(doctor, free, monkeypatch, routes, says):
+    other = free()
+    monkeypatch.setenv("REPLICAX_ROUTES", routes.replace("%s", other))
+    code, printed = doctor(config_of(free(), other))
+    assert code == 1
+    assert f"wrong: {says}" in printed
+    assert rows_of(printed) == {"worker 0": "this task", "worker 1": "was not asked"}
+
+
+@pytest.mark.parametrize(
+    "name", ["REPLICAX_START_TIMEOUT_S", "REPLICAX_SILENCE_TIMEOUT_S", "REPLICAX_STALL_WARNING_S"]
+)
+@pytest.mark.parametrize("text", ["abc", "0", "nan", "inf"])
+def test_malformed_limits(doctor, monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    code, printed = doctor()
+    assert code == 1
+    assert f"wrong: {name}='{text}' in the environment must be a number of seconds above 0" in printed
+
+
+def test_mpi_without_its_library(doctor, free, monkeypatch):
+    monkeypatch.setenv("JAX_CPU_COLLECTIVES_IMPLEMENTATION", "mpi")
+    monkeypatch.delenv("MPITRAMPOLINE_LIB", raising=False)
+    code, printed = doctor(config_of(free(), free()))
+    assert code == 1
+    assert "JAX_CPU_COLLECTIVES_IMPLEMENTATION is mpi, and MPITRAMPOLINE_LIB is not set" in printed
+
+
+@pytest.mark.parametrize("text", ["nan", "-1", "soon"])
+def test_how_long_to_wait_is_a_number_of_seconds(doctor, capsys, text):
+    with pytest.raises(SystemExit):
+        doctor(None, f"--wait={text}")
+    assert f"'{text}' is not a number of seconds of at least 0" in capsys.readouterr().err
+
+
+def test_addresses_that_nobody_knows_are_not_wrong(doctor, free, monkeypatch):
+    """Of what torchrun started only the first worker's host is known."""
+    host, port = free().split(":")
+    monkeypatch.setenv("REPLICAX_PORT", port)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": host, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, printed = doctor(None, "--wait", "0.5")
+    assert code == 0, printed
+    rows = rows_of(printed)
+    assert rows.pop("worker 0") == "this task"
+    assert list(rows) == ["worker 1", "worker 2"]
+    assert all(text.startswith("cannot be checked from here") for text in rows.values())
 
 
 @pytest.mark.parametrize(

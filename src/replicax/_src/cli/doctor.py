@@ -4,47 +4,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib.metadata
 import os
 import platform
-import socket
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from replicax._src.cli.answers import Answer, Outcome, answering, ask_all, stay
+from replicax._src.cli.arguments import seconds
 from replicax._src.cluster.detect import ResolverChoice, choose_resolver
+from replicax._src.cluster.environ import LIMITS_S, limit_s
 from replicax._src.cluster.errors import ClusterError
-from replicax._src.cluster.frames import Decoder, FrameError, ask, encode, listen
 from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.mpi import CHOICE as COLLECTIVES
+from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.routes import routed_address
-from replicax._src.cluster.spec import split_address
+from replicax._src.cluster.spec import Task
 
 _DESCRIPTION: Final = """\
 Says which cluster this process would be part of and why, which task it would be, what it has, and whether the other
 tasks' addresses answer. Run it on all hosts at the same time, with --wait 60 say: each answers the others, at its own
-address. The exit code is 1 if something is wrong.
+address, and ends some seconds after all have answered. The exit code is 1 if something is wrong.
 """
 _PACKAGES: Final = ("replicax", "jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint")
-_ATTEMPT_S: Final = 2.0
-_RETRY_S: Final = 0.3
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of connecting to an address.
-
-    Attributes:
-      is_good: A replicax process answers there.
-      is_wrong: It never will, as it is.
-      text: For people.
-    """
-
-    is_good: bool
-    is_wrong: bool
-    text: str
+_NOT_ASKED: Final = Answer(Outcome.UNCHECKED, "was not asked")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -58,10 +42,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--wait",
-        type=float,
+        type=seconds,
         default=None,
         metavar="S",
-        help="how long the other tasks may take to answer (0)",
+        help="how long the other tasks may take to answer, in seconds (0); it takes as long where some addresses are not "
+        "known, so that others may still come",
     )
     parser.add_argument("--no-devices", action="store_true", help="do not start JAX to look at the devices")
     parser.set_defaults(run=run, parser=parser)
@@ -76,12 +61,13 @@ def run(options: argparse.Namespace) -> int:
     except ClusterError as error:
         print(f"\nwrong: {error}")
         return 1
+    membership = choice.membership
     _section("cluster", _described(choice))
+    _check_environment(membership, os.environ, wrong)
     if not options.no_devices:
         _section("devices", _devices(wrong))
-    if choice.membership.num_workers > 1:
-        rows = _addresses(choice.membership, options.wait, os.environ, wrong)
-        _section("tasks", rows)
+    if len(_tasks(membership)) > 1:
+        _section("tasks", _addresses(membership, options.wait, os.environ, wrong))
     for text in wrong:
         print(f"\nwrong: {text}")
     if not wrong:
@@ -106,16 +92,41 @@ def _versions() -> list[tuple[str, str]]:
 
 def _described(choice: ResolverChoice) -> list[tuple[str, str]]:
     membership = choice.membership
-    task = "one worker on its own" if not membership.spec else f"{membership.task}"
-    if membership.spec and membership.is_chief:
-        task += ", which is the chief"
+    task = "one worker on its own" if not membership.spec else f"{membership.task}{_part_played(membership)}"
     return [
         ("resolver", f"{choice.name} ({type(choice.resolver).__name__})"),
         ("why", choice.reason),
         *(("not", f"{candidate.name}: {candidate.why}") for candidate in choice.passed_over),
         ("this task", task),
-        ("workers", str(membership.num_workers)),
+        ("workers", str(sum(task.type in ("chief", "worker") for task in _tasks(membership)))),
     ]
+
+
+def _part_played(membership: Membership) -> str:
+    if membership.is_evaluator:
+        return ", which evaluates on its own"
+    return ", which is the chief" if membership.is_chief else ""
+
+
+def _tasks(membership: Membership) -> tuple[Task, ...]:
+    """All tasks of the cluster, whatever they are for; this one, if it is not in the spec."""
+    spec = membership.spec
+    jobs = [job for job in ("chief", "worker", "ps", "evaluator") if job in spec.jobs]
+    tasks = tuple(Task(job, index) for job in jobs for index in spec.task_indices(job))
+    return tasks if membership.task in tasks else (*tasks, membership.task)
+
+
+def _check_environment(membership: Membership, environ: Mapping[str, str], wrong: list[str]) -> None:
+    """What a strategy would refuse."""
+    checks: list[Callable[[], Any]] = [lambda name=name: limit_s(environ, name) for name in LIMITS_S]
+    is_worker = membership.task.type in ("chief", "worker")
+    if is_worker and membership.num_workers > 1 and environ.get(COLLECTIVES) == "mpi":
+        checks.append(lambda: check_mpi(environ, membership.num_workers))
+    for check in checks:
+        try:
+            check()
+        except ClusterError as error:
+            wrong.append(str(error))
 
 
 def _devices(wrong: list[str]) -> list[tuple[str, str]]:
@@ -130,110 +141,33 @@ def _devices(wrong: list[str]) -> list[tuple[str, str]]:
     return [(devices[0].platform, f"{len(devices)} ({', '.join(sorted(kinds))})")]
 
 
-# --- the addresses --------------------------------------------------------------------------------------
-
-
 def _addresses(
     membership: Membership, wait_s: float | None, environ: Mapping[str, str], wrong: list[str]
 ) -> list[tuple[str, str]]:
     """Listens at this task's address, and asks those of the others."""
-    deadline = time.monotonic() + (wait_s or 0)
-    with _answering(membership, wrong) as own:
-        found: dict[int, Answer] = {}
-        threads = []
-        for number, (task, address) in enumerate(zip(membership.workers, membership.addresses, strict=True)):
-            if task == membership.task:
-                continue
-
-            def look(number: int = number, address: str = address) -> None:
-                found[number] = _ask(routed_address(address, environ), deadline)
-
-            threads.append(threading.Thread(target=look, daemon=True))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
-        while time.monotonic() < deadline:  # the others may want an answer still
-            time.sleep(0.1)
-    rows = []
-    for number, (task, address) in enumerate(zip(membership.workers, membership.addresses, strict=True)):
-        answer = found.get(number)
-        rows.append((f"{task}", f"{address:<24} {own if answer is None else answer.text}"))
-        if answer is not None and (answer.is_wrong or (wait_s is not None and not answer.is_good)):
-            wrong.append(f"{task} at {address} {answer.text}.")
-    return rows
-
-
-@contextlib.contextmanager
-def _answering(membership: Membership, wrong: list[str]) -> Iterator[str]:
-    """Answers the others at this task's address while the block runs."""
-    address = membership.address
-    _, port = split_address(address)
-    if port == 0:
-        yield "this task, which needs no address"
-        return
+    own = membership.task
+    addresses = {task: membership.address_of(task) for task in _tasks(membership)}
     try:
-        listener = listen(address, backlog=16)
-    except OSError as error:
-        if _ask(address, 0).is_good:
-            yield "this task; a job runs there now"
-            return
-        reason = "its port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        others = {task: routed_address(to, environ) for task, to in addresses.items() if task != own}
+    except ClusterError as error:
+        wrong.append(str(error))
+        others = {}
+    deadline = time.monotonic() + (wait_s or 0)
+    with answering(addresses[own]) as of_own:
+        found = ask_all(others, deadline)
+        if of_own.outcome is Outcome.ANSWERS:
+            stay(found, deadline)
+    if of_own.outcome is Outcome.WRONG:
         wrong.append(
-            f"this task, {membership.task}, cannot listen at its own address {address}: {reason}. The address must be of "
+            f"this task, {own}, cannot listen at its own address {addresses[own]}: {of_own.text}. The address must be of "
             "this machine, and the port free."
         )
-        yield f"this task; {reason}"
-        return
-    stop = threading.Event()
-    thread = threading.Thread(target=_serve, args=(listener, stop), daemon=True)
-    thread.start()
-    try:
-        yield "this task"
-    finally:
-        stop.set()
-        thread.join(timeout=2)
-        listener.close()
-
-
-def _serve(listener: socket.socket, stop: threading.Event) -> None:
-    listener.settimeout(0.1)
-    while not stop.is_set():
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(1.0)
-                connection.recv(2**12)
-                connection.sendall(encode({"kind": "pong", "cluster": "doctor"}))
-
-
-def _ask(address: str, deadline: float) -> Answer:
-    """Asks until somebody answers or the time is over; at least once."""
-    while True:
-        answer = _ask_once(address)
-        if answer.is_good or answer.is_wrong or time.monotonic() >= deadline:
-            return answer
-        time.sleep(_RETRY_S)
-
-
-def _ask_once(address: str) -> Answer:
-    host, port = split_address(address)
-    if port == 0:
-        return Answer(True, False, "needs no address: it connects to the first")
-    try:
-        with socket.create_connection((host, port), timeout=_ATTEMPT_S) as connection:
-            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + _ATTEMPT_S)
-            if answer.get("cluster") == "doctor":
-                return Answer(True, False, "answers")
-            return Answer(True, False, "answers: a job runs there")
-    except socket.gaierror:
-        return Answer(False, True, f"is unknown: no host is called {host!r} here")
-    except ConnectionRefusedError:
-        return Answer(False, False, "does not listen: the host is there, and no task (or doctor) runs on it")
-    except FrameError:
-        return Answer(False, True, "is another program's")
-    except TimeoutError:
-        return Answer(
-            False, False, "does not answer: the host is down, or a firewall drops what is sent there"
-        )
-    except OSError as error:
-        return Answer(False, False, f"cannot be reached: {error.strerror or error}")
+    rows = []
+    for task, address in addresses.items():
+        answer = found.get(task, _NOT_ASKED)
+        text = ", ".join(filter(None, ["this task", of_own.text])) if task == own else answer.text
+        rows.append((f"{task}", f"{address:<24} {text}"))
+        is_missing = wait_s is not None and answer.outcome is Outcome.SILENT
+        if answer.outcome is Outcome.WRONG or is_missing:
+            wrong.append(f"{task} at {address} {answer.text}.")
+    return rows

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from replicax._src.cli.arguments import count, positive, seconds
 from replicax._src.cli.display import make_display
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
@@ -53,30 +54,30 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     who = parser.add_argument_group("tasks")
-    who.add_argument("--workers", type=_count, metavar="N", help="tasks of type worker (1)")
+    who.add_argument("--workers", type=count, metavar="N", help="tasks of type worker (1)")
     who.add_argument("--chief", action=argparse.BooleanOptionalAction, help="one more task, of type chief")
-    who.add_argument("--ps", type=_count, default=0, metavar="N", help="parameter servers (0)")
+    who.add_argument("--ps", type=count, default=0, metavar="N", help="parameter servers (0)")
     who.add_argument("--evaluator", action="store_true", help="one more task, of type evaluator")
     who.add_argument(
         "--devices-per-worker",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="virtual CPU devices of each task but the parameter servers, on the CPU unless JAX_PLATFORMS is set",
     )
     how = parser.add_argument_group("failures and the end")
     how.add_argument(
         "--max-restarts",
-        type=_count,
+        type=count,
         default=0,
         metavar="N",
         help="after a failure start all tasks again, at most N times (0)",
     )
     how.add_argument(
-        "--grace", type=_seconds, default=10.0, metavar="S", help="the grace time, in seconds (10)"
+        "--grace", type=seconds, default=10.0, metavar="S", help="the grace time, in seconds (10)"
     )
     how.add_argument(
         "--evaluator-timeout",
-        type=_seconds,
+        type=seconds,
         default=600.0,
         metavar="S",
         help="how long the evaluator may go on after the training, in seconds (600)",
@@ -86,9 +87,9 @@ def add_parser(subparsers: Any) -> None:
     either.add_argument("--hosts", metavar="A,B", help="one worker on each of these")
     either.add_argument("--hosts-file", type=Path, metavar="FILE", help="the same: one host in a line")
     hosts.add_argument(
-        "--port", type=_positive, default=DEFAULT_PORT, help=f"where workers listen ({DEFAULT_PORT})"
+        "--port", type=positive, default=DEFAULT_PORT, help=f"where workers listen ({DEFAULT_PORT})"
     )
-    hosts.add_argument("--task-index", type=_count, metavar="I", help="run worker I, this host's")
+    hosts.add_argument("--task-index", type=count, metavar="I", help="run worker I, this host's")
     parser.add_argument("--plain", action="store_true", help="no table and no colours, also on a terminal")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, as python -m"
@@ -205,27 +206,3 @@ def _run_tasks(starts: Sequence[Start], options: argparse.Namespace) -> int:
         return Supervisor(starts, display, how).run()
     finally:
         display.close()
-
-
-def _count(text: str) -> int:
-    return _number(text, 0)
-
-
-def _positive(text: str) -> int:
-    return _number(text, 1)
-
-
-def _number(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
-    return seconds

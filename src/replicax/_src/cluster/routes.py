@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.spec import split_address
 
 ROUTES_VARIABLE: Final = "REPLICAX_ROUTES"
 
@@ -19,6 +20,7 @@ def routed_address(address: str, environment: Mapping[str, str]) -> str:
 
     Raises:
       ClusterEnvironmentError: It is not JSON of that form.
+      AddressError: The address in it is none.
 
     >>> routed_address("a:2222", {"REPLICAX_ROUTES": '{"a:2222": "localhost:7000"}'})
     'localhost:7000'
@@ -36,7 +38,9 @@ def routed_address(address: str, environment: Mapping[str, str]) -> str:
         ) from error
     if not isinstance(routes, dict) or not all(isinstance(to, str) for to in routes.values()):
         raise ClusterEnvironmentError(f"{ROUTES_VARIABLE} is {text!r}. {_FORM}")
-    return routes.get(address, address)
+    route = routes.get(address, address)
+    split_address(route, source=ROUTES_VARIABLE)
+    return route
 
 
 _FORM: Final = 'Write {"host:port": "host:port", ...}, or leave the variable out.'

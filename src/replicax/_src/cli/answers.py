@@ -1,0 +1,146 @@
+"""Whether the addresses of a cluster answer: asking those of others, and answering at one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from replicax._src.cluster.frames import Decoder, FrameError, ask, encode, listen
+from replicax._src.cluster.spec import Task, split_address
+
+_ATTEMPT_S: Final = 2.0
+_RETRY_S: Final = 0.3
+# All listen when all have answered; each asks again within the two times above.
+_AFTERWARDS_S: Final = 4.0
+
+
+class Outcome(enum.Enum):
+    """What came of asking an address."""
+
+    ANSWERS = enum.auto()
+    SILENT = enum.auto()  # it may answer later
+    WRONG = enum.auto()  # it never will, as it is
+    UNCHECKED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of asking an address, and in words."""
+
+    outcome: Outcome
+    text: str
+
+
+def ask_all(addresses: Mapping[Task, str], deadline: float) -> dict[Task, Answer]:
+    """Asks all at once, each until it answers or the time is over; at least once."""
+    found: dict[Task, Answer] = {}
+
+    def look(task: Task, address: str) -> None:
+        found[task] = ask_until(address, deadline)
+
+    threads = [threading.Thread(target=look, args=item, daemon=True) for item in addresses.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def stay(found: Mapping[Task, Answer], deadline: float) -> None:
+    """Waits while others may want an answer still: a few seconds if all have answered, else until ``deadline``."""
+    if all(answer.outcome is Outcome.ANSWERS for answer in found.values()):
+        deadline = min(deadline, time.monotonic() + _AFTERWARDS_S)
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def answering(address: str) -> Iterator[Answer]:
+    """Answers the others at this task's address while the block runs; says what is wrong with it."""
+    host, port = split_address(address)
+    if port == 0:
+        yield Answer(Outcome.UNCHECKED, "which needs no address")
+        return
+    try:
+        socket.getaddrinfo(host, port)
+        listener = listen(address, backlog=16)
+    except (socket.gaierror, UnicodeError):
+        yield Answer(Outcome.WRONG, _unknown(host))
+        return
+    except OSError as error:
+        yield _why_not(error, address)
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=_serve, args=(listener, stop), daemon=True)
+    thread.start()
+    try:
+        yield Answer(Outcome.ANSWERS, "")
+    finally:
+        stop.set()
+        thread.join(timeout=2)
+        listener.close()
+
+
+def _why_not(error: OSError, address: str) -> Answer:
+    if ask_until(address, 0).outcome is Outcome.ANSWERS:
+        return Answer(Outcome.UNCHECKED, "a job runs there now")
+    is_in_use = error.errno == errno.EADDRINUSE
+    return Answer(Outcome.WRONG, "its port is in use" if is_in_use else error.strerror or str(error))
+
+
+def _serve(listener: socket.socket, stop: threading.Event) -> None:
+    listener.settimeout(0.1)
+    while not stop.is_set():
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(1.0)
+                connection.recv(2**12)
+                connection.sendall(encode({"kind": "pong", "cluster": "doctor"}))
+
+
+def ask_until(address: str, deadline: float) -> Answer:
+    """Asks until somebody answers or the time is over; at least once."""
+    while True:
+        answer = _ask_once(address)
+        if answer.outcome is not Outcome.SILENT or time.monotonic() >= deadline:
+            return answer
+        time.sleep(_RETRY_S)
+
+
+def _ask_once(address: str) -> Answer:
+    host, port = split_address(address)
+    if port == 0:
+        return Answer(
+            Outcome.UNCHECKED,
+            "cannot be checked from here: its address is not known, it connects to the first",
+        )
+    try:
+        with socket.create_connection((host, port), timeout=_ATTEMPT_S) as connection:
+            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + _ATTEMPT_S)
+            is_doctor = answer.get("cluster") == "doctor"
+            return Answer(Outcome.ANSWERS, "answers" if is_doctor else "answers: a job runs there")
+    except (socket.gaierror, UnicodeError):
+        return Answer(Outcome.WRONG, f"is unknown: {_unknown(host)}")
+    except ConnectionRefusedError:
+        text = "does not listen: the host is there, and no task (or doctor) runs on it"
+        return Answer(Outcome.SILENT, text)
+    except FrameError:
+        return Answer(Outcome.WRONG, "is another program's")
+    except TimeoutError:
+        return Answer(
+            Outcome.SILENT, "does not answer: the host is down, or a firewall drops what is sent there"
+        )
+    except OSError as error:
+        return Answer(Outcome.SILENT, f"cannot be reached: {error.strerror or error}")
+
+
+def _unknown(host: str) -> str:
+    return f"no host is called {host!r} here"
