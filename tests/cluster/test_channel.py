@@ -21,9 +21,9 @@ NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
 @contextlib.contextmanager
-def serving(names=NAMES, linger_s=0.0, **options):
+def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
     """A hub, and its address. When the block ends it ends too, whoever is still connected."""
-    listener = listen("127.0.0.1:0", backlog=8)
+    listener = listen(at, backlog=8)
     server = HubServer(Hub(names, **options), listener, "print", "worker 0 at here", {"coordinator": "there"})
     must_end = threading.Event()
     thread = threading.Thread(target=server.run, args=(must_end, linger_s))
@@ -253,6 +253,38 @@ def test_who_does_not_belong_is_refused(number, fingerprint, says):
         other = Channel(address, number, NAMES, fingerprint)
         message(ClusterStartError, lambda: other.connect(time.monotonic() + 5), "refuses", says)
         first.leave()
+
+
+def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
+    with contextlib.ExitStack() as earlier, contextlib.ExitStack() as next_run:
+        address = earlier.enter_context(serving())
+        first, second = (Channel(address, number, NAMES, "print") for number in range(2))
+        for channel in (first, second):
+            channel.connect(time.monotonic() + 5)
+        second._socket.shutdown(socket.SHUT_RDWR)
+        assert first.wait_for_failure(2) is not None
+        begin = time.monotonic()
+        timer = threading.Timer(1.0, lambda: (earlier.close(), next_run.enter_context(serving(at=address))))
+        timer.start()
+        restarted = Channel(address, 1, NAMES, "print")
+        assert restarted.connect(time.monotonic() + 10)["coordinator"] == "there"
+        assert time.monotonic() - begin >= 1
+        timer.join()
+        for channel in (first, second, restarted):
+            channel.leave()
+
+
+def test_an_earlier_run_that_does_not_end_is_named():
+    with serving() as address, channels(address) as (first, second, _):
+        second._socket.shutdown(socket.SHUT_RDWR)
+        assert first.wait_for_failure(2) is not None
+        restarted = Channel(address, 1, NAMES, "print")
+        says = [
+            "worker 1 waited 1 s for an earlier run of the job to end",
+            "worker 1 has been here before, and died",
+            "REPLICAX_START_TIMEOUT_S",
+        ]
+        message(ClusterStartError, lambda: restarted.connect(time.monotonic() + 1.2), *says)
 
 
 def test_another_program_at_the_address():

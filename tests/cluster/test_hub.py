@@ -108,9 +108,16 @@ def test_who_is_silent_is_gone():
 
 def test_a_task_is_one_process_and_comes_once():
     hub = hub_with(0, 1)
-    assert "another process is worker 1 already" in hub.join(1, now=1.0)
+    refusal = hub.join(1, now=1.0)
+    assert "another process is worker 1 already" in refusal.text
+    assert not refusal.is_temporary
+    assert not hub.is_broken
     hub.disconnect(1, now=1.0)
-    assert "started again as a whole" in hub.join(1, now=2.0)
+    for number in (1, 2):  # worker 2 has not been here, and could only wait for nothing
+        refusal = hub.join(number, now=2.0)
+        assert "worker 1 has been here before, and died. A job is started again as a whole" in refusal.text
+        assert refusal.is_temporary
+    assert hub.is_broken
 
 
 def test_the_end():

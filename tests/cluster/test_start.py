@@ -1,9 +1,15 @@
-"""Joining a cluster of one task, up to where JAX would start."""
+"""Joining a cluster, up to where JAX would start: the limits, and the service of an earlier run."""
+
+import threading
+import time
 
 import pytest
 
+from checks import message
 from replicax._src.cluster import start
+from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.layout import free_ports
+from replicax.errors import ClusterStartError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,3 +32,32 @@ def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
     with pytest.raises(_Enough):
         start._LiveCluster(["worker 0"], [f"127.0.0.1:{port}"], 0, 10.0)
     assert limits == [51]
+
+
+def test_the_service_of_an_earlier_run_is_waited_for():
+    """Worker 0 was killed, and is started again while worker 1 is still there."""
+    names, limits = ["worker 0", "worker 1"], {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+
+    def service(wait_s):
+        return start._start_service(address, names, "print", "both", limits, time.monotonic() + wait_s)
+
+    earlier = service(10)
+    members = [Channel(address, number, names, "print") for number in range(2)]
+    for member in members:
+        member.connect(time.monotonic() + 10)
+    says = [f"worker 0 cannot listen at its own address {address}", "an earlier run of this one"]
+    message(ClusterStartError, lambda: service(10), *says)  # nobody is gone: it is not ending
+    members[0].leave()
+    assert members[1].wait_for_failure(5) is not None
+    message(ClusterStartError, lambda: service(1), *says)  # it does not end in time
+    timer = threading.Timer(1.5, members[1].leave)
+    timer.start()
+    now = service(30)
+    assert earlier.wait(10) == 0
+    timer.join()
+    for process in (earlier, now):
+        process.stdin.close()
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -39,6 +39,10 @@ _RETRY_S = 0.1
 _LOOK_S = 0.2
 
 
+class _RefusedForNow(Exception):
+    """The hub is that of an earlier run, which is ending."""
+
+
 @final
 class Channel:
     """A connection to the hub, with a thread of its own that listens and beats.
@@ -92,7 +96,8 @@ class Channel:
           What the hub tells who joins.
 
         Raises:
-          ClusterStartError: It did not answer in time, or refuses.
+          ClusterStartError: It did not answer in time, or refuses. That of an earlier run, which is ending, is waited
+            for.
         """
         host, port = split_address(routed_address(self._address, os.environ))
         started = reminded = time.monotonic()
@@ -100,11 +105,7 @@ class Channel:
         while True:
             now = time.monotonic()
             if now >= deadline:
-                raise ClusterStartError(
-                    f"{self._me} waited {now - started:.0f} s for {self._names[0]}, which does not answer at "
-                    f"{self._address} ({trouble}). Start it, look whether the address is right and the port open between "
-                    "the machines (replicax doctor), or allow more time with REPLICAX_START_TIMEOUT_S."
-                )
+                raise self._not_connected(now - started, trouble)
             if now - reminded >= 10:
                 reminded = now
                 log.warning(
@@ -122,18 +123,33 @@ class Channel:
                     connection.close()
                     raise
                 break
-            except (OSError, FrameError) as error:
+            except (OSError, FrameError, _RefusedForNow) as error:
                 trouble = error
                 time.sleep(_RETRY_S)
         self._socket = connection
         self._thread.start()
         return welcome
 
+    def _not_connected(self, waited_s: float, trouble: object) -> ClusterStartError:
+        more_time = "allow more time with REPLICAX_START_TIMEOUT_S."
+        if isinstance(trouble, _RefusedForNow):
+            return ClusterStartError(
+                f"{self._me} waited {waited_s:.0f} s for an earlier run of the job to end, of which {self._names[0]} at "
+                f"{self._address} says: {trouble} Or {more_time}"
+            )
+        return ClusterStartError(
+            f"{self._me} waited {waited_s:.0f} s for {self._names[0]}, which does not answer at {self._address} ({trouble}). "
+            "Start it, look whether the address is right and the port open between the machines (replicax doctor), or "
+            f"{more_time}"
+        )
+
     def _shake_hands(self, connection: socket.socket, deadline: float) -> dict[str, Any]:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = {"kind": "hello", "member": self._number, "fingerprint": self._fingerprint}
         decoder = Decoder()  # of what came in an earlier attempt nothing may be left
         answer, *more = ask(connection, hello, decoder, deadline)
+        if answer["kind"] == "refused" and answer["is_temporary"]:
+            raise _RefusedForNow(answer["text"])
         if answer["kind"] == "refused":
             raise ClusterStartError(
                 f"{self._names[0]} at {self._address} refuses {self._me}: {answer['text']}"

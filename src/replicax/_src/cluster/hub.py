@@ -3,7 +3,8 @@
 Every task of a cluster is a *member* of the channel, numbered as its process is. The rules:
 
 - A member *joins* once, and is *gone* when it has left (an orderly end), raised, died (its connection ended without a
-  word) or gone silent (no message for ``silence_s``). Who is gone stays gone: a job is restarted as a whole.
+  word) or gone silent (no message for ``silence_s``). Who is gone stays gone: a job is restarted as a whole. Once somebody
+  is gone nobody joins; who comes then is of the next run, and is told to try again.
   Who leaves or raises says where it is, as in a beat.
 - A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
@@ -26,6 +27,20 @@ Message = Mapping[str, Any]
 Outbox = list[tuple[int, Message]]
 Runs = list[tuple[int, str]]
 _QUIET_S = 5.0
+
+
+@final
+@dataclass(frozen=True)
+class Refusal:
+    """Why a process may not join.
+
+    Attributes:
+      text: For people.
+      is_temporary: It may, once this run has ended and the next one's hub is there.
+    """
+
+    text: str
+    is_temporary: bool = False
 
 
 @dataclass
@@ -120,23 +135,32 @@ class Hub:
         known = [member for member in self._members if member.is_here]
         return bool(known) and all(member.gone for member in known)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether somebody is gone: this run is ending, and nobody joins it."""
+        return any(member.gone for member in self._members)
+
     def is_silent(self, number: int) -> bool:
         """Whether a member has been given up without having ended its connection."""
         return self._members[number].gone == "silent"
 
-    def join(self, number: int, now: float) -> str | None:
+    def join(self, number: int, now: float) -> Refusal | None:
         """A member connects.
 
         Returns:
           Why it may not, if so.
         """
         member = self._members[number]
-        if member.is_here and not member.gone:
-            return f"another process is {member.name} already. Each task of the cluster is one process; give each its own index."
-        if member.gone:
-            return (
-                f"{member.name} has been here before, and {_HOW[member.gone]}. A job is started again as a whole: end the "
-                "other tasks first."
+        if member.is_present:
+            return Refusal(
+                f"another process is {member.name} already. Each task of the cluster is one process; give each its own index."
+            )
+        gone = member if member.gone else next((other for other in self._members if other.gone), None)
+        if gone is not None and gone.gone is not None:
+            return Refusal(
+                f"{gone.name} has been here before, and {_HOW[gone.gone]}. A job is started again as a whole: end the other "
+                "tasks first.",
+                is_temporary=True,
             )
         member.is_here, member.heard_at = True, now
         return None

@@ -18,7 +18,7 @@ import time
 from typing import Any, final
 
 from replicax._src.cluster.frames import Decoder, FrameError, bind_host, encode, listen
-from replicax._src.cluster.hub import Hub, Outbox
+from replicax._src.cluster.hub import Hub, Outbox, Refusal
 from replicax._src.cluster.spec import join_address, split_address
 
 _TICK_S = 1.0
@@ -49,6 +49,7 @@ class HubServer:
         self._numbers: dict[socket.socket, int] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._unsent: dict[socket.socket, bytearray] = {}
+        self._must_end = threading.Event()
 
     def run(self, must_end: threading.Event, linger_s: float) -> None:
         """Serves until all members are gone.
@@ -56,16 +57,17 @@ class HubServer:
         Args:
           must_end: Set when who started the hub has ended: then it goes on for ``linger_s`` at most.
         """
+        self._must_end = must_end
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
-            self._serve(must_end, linger_s)
+            self._serve(linger_s)
         finally:
             for connection in self._decoders:
                 connection.close()
             self._selector.close()
 
-    def _serve(self, must_end: threading.Event, linger_s: float) -> None:
+    def _serve(self, linger_s: float) -> None:
         next_tick = time.monotonic() + _TICK_S
         ends_at: float | None = None
         silent_ends_at = 0.0
@@ -83,7 +85,7 @@ class HubServer:
             if now >= next_tick:
                 next_tick = now + _TICK_S
                 self._send(self._hub.tick(now))
-            if must_end.is_set() and ends_at is None:
+            if self._must_end.is_set() and ends_at is None:
                 ends_at = now + linger_s
                 silent_ends_at = now + min(linger_s, _SILENT_LINGER_S)
             # Who is gone is connected until it has taken leave of the coordination service.
@@ -131,22 +133,26 @@ class HubServer:
         if number is not None:
             self._send(self._hub.receive(number, message, now))
             return
-        if message["kind"] == "ping":  # of `replicax doctor`
-            self._write(connection, {"kind": "pong", "cluster": self._cluster})
+        if message["kind"] == "ping":  # of `replicax doctor`, and of worker 0 of the next run
+            is_ending = self._hub.is_broken or self._must_end.is_set()
+            self._write(connection, {"kind": "pong", "cluster": self._cluster, "is_ending": is_ending})
             return
         refusal = self._refusal(message, now)
         if refusal is not None:
-            self._write(connection, {"kind": "refused", "text": refusal})
+            answer = {"kind": "refused", "text": refusal.text, "is_temporary": refusal.is_temporary}
+            self._write(connection, answer)
             return
         number = int(message["member"])
         self._numbers[connection], self._sockets[number] = number, connection
         self._write(connection, {"kind": "welcome", **self._welcome})
 
-    def _refusal(self, message: dict[str, Any], now: float) -> str | None:
+    def _refusal(self, message: dict[str, Any], now: float) -> Refusal | None:
         if message["kind"] != "hello":
             raise FrameError("the first message is not a hello")
         if message["fingerprint"] != self._fingerprint:
-            return f"it belongs to another cluster, {self._cluster}. All tasks need the same cluster in TF_CONFIG."
+            return Refusal(
+                f"it belongs to another cluster, {self._cluster}. All tasks need the same cluster in TF_CONFIG."
+            )
         return self._hub.join(int(message["member"]), now)
 
     def _drop(self, connection: socket.socket) -> None:

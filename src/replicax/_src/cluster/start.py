@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import json
 import logging
 import math
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +24,9 @@ from replicax._src import jax_compat
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, limit_s
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
+from replicax._src.cluster.frames import Decoder, FrameError, ask
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
+from replicax._src.cluster.spec import split_address
 from replicax._src.errors import BackendStartedError
 
 log = logging.getLogger("replicax")
@@ -30,6 +34,8 @@ _SERVICE_START_S = 60.0
 _SERVICE_LINGER_S = 30.0
 _LAST_TO_LEAVE_S = 60.0
 _REMINDER_S = 10.0
+_POLL_S = 0.3
+_ANSWER_S = 2.0
 # The hub says once a second who is missing.
 _LEAST_WAIT_S = 3.0
 
@@ -51,7 +57,7 @@ class _LiveCluster:
         fingerprint = hashlib.sha256(cluster.encode()).hexdigest()
         if number == 0:
             of_hub = {**limits, "timeout_s": timeout_s}
-            self._service = _start_service(addresses[0], names, fingerprint, cluster, of_hub)
+            self._service = _start_service(addresses[0], names, fingerprint, cluster, of_hub, deadline)
         self._channel = Channel(addresses[0], number, names, fingerprint, **limits)
         try:
             coordinator = self._channel.connect(deadline)["coordinator"]
@@ -145,8 +151,38 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 def _start_service(
-    address: str, names: Sequence[str], fingerprint: str, cluster: str, limits: Mapping[str, float]
+    address: str,
+    names: Sequence[str],
+    fingerprint: str,
+    cluster: str,
+    limits: Mapping[str, float],
+    deadline: float,
 ) -> subprocess.Popen[str]:
+    """The service, once the address is free of that of an earlier run."""
+    settings = {
+        "address": address,
+        "names": list(names),
+        "fingerprint": fingerprint,
+        "cluster": cluster,
+        "limits": dict(limits),
+        "linger_s": _SERVICE_LINGER_S,
+    }
+    while True:
+        process, answer = _try_service(settings)
+        if "coordinator" in answer:
+            return process
+        is_in_use = answer.get("errno") == errno.EADDRINUSE
+        if not (is_in_use and _wait_for_earlier_run(address, names[0], cluster, deadline)):
+            break
+    reason = answer.get("error", "it said nothing")
+    raise ClusterStartError(
+        f"{names[0]} cannot listen at its own address {address}: {reason}. Another program, or an earlier run of this one, may "
+        "have the port; or the address is not of this machine. Choose another port in TF_CONFIG, on all tasks."
+    )
+
+
+def _try_service(settings: Mapping[str, Any]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """The process, and what it answers; it has ended if that is not where the coordination service is."""
     root = str(Path(__file__).parents[3])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     # A session of its own: Ctrl-C is for the tasks, and it must outlive them.
@@ -158,14 +194,6 @@ def _start_service(
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
     )
-    settings = {
-        "address": address,
-        "names": list(names),
-        "fingerprint": fingerprint,
-        "cluster": cluster,
-        "limits": dict(limits),
-        "linger_s": _SERVICE_LINGER_S,
-    }
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(settings) + "\n")
@@ -176,15 +204,42 @@ def _start_service(
         answer = json.loads(lines.get(timeout=_SERVICE_START_S) or "{}")
     except queue.Empty:
         answer = {}
-    if "coordinator" in answer:
-        return process
-    process.kill()
-    process.wait()
-    reason = answer.get("error", "it said nothing")
-    raise ClusterStartError(
-        f"{names[0]} cannot listen at its own address {address}: {reason}. Another program, or an earlier run of this one, may "
-        "have the port; or the address is not of this machine. Choose another port in TF_CONFIG, on all tasks."
-    )
+    if "coordinator" not in answer:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    return process, answer
+
+
+def _wait_for_earlier_run(address: str, name: str, cluster: str, deadline: float) -> bool:
+    """Whether an earlier run of this cluster was at the address, and has ended in time."""
+    started = reminded = time.monotonic()
+    was_there = False
+    while _is_ending_run(address, cluster):
+        was_there = True
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if now - reminded >= _REMINDER_S:
+            reminded = now
+            log.warning(
+                "%s waits since %.0f s for the other tasks of an earlier run to end: its service is still at %s.",
+                name,
+                now - started,
+                address,
+            )
+        time.sleep(_POLL_S)
+    return was_there
+
+
+def _is_ending_run(address: str, cluster: str) -> bool:
+    try:
+        with socket.create_connection(split_address(address), timeout=_ANSWER_S) as connection:
+            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + _ANSWER_S)
+    except (OSError, FrameError):
+        return False
+    return answer.get("cluster") == cluster and answer.get("is_ending") is True
 
 
 _lock = threading.Lock()
