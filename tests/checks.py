@@ -1,6 +1,7 @@
 """What tests of several folders share."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -8,6 +9,18 @@ import textwrap
 import keras
 import numpy as np
 import pytest
+
+
+def _has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="the machine has no IPv6")
 
 
 def not_with_keras_3_12(why):

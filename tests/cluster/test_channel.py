@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from checks import message
+from checks import message, needs_ipv6
 from replicax._src.cli.status import read_status
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.frames import Decoder, FrameError, encode, listen
@@ -319,6 +319,17 @@ def test_noise_does_not_disturb_the_hub(noise):
             assert stranger.recv(100) == b""  # it hangs up
         with channels(address) as members:
             assert gathered_by_all(members, "a", [1, 2, 3]) == [[1, 2, 3]] * 3
+
+
+@needs_ipv6
+@pytest.mark.parametrize(
+    ("at", "reached_by"), [("[2001:db8::1]:0", ["::1", "127.0.0.1"]), ("[::1]:0", ["::1"])]
+)
+def test_an_ipv6_address_is_listened_at(at, reached_by):
+    """On all networks, as at an IPv4 one: the machine may have the address only for others."""
+    with listen(at, backlog=2) as listener:
+        for host in reached_by:
+            socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
 
 
 # --- frames --------------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
 """Joining a cluster, up to where JAX would start: the limits, and the service of an earlier run."""
 
+import socket
 import threading
 import time
 
 import pytest
 
-from checks import message
+from checks import message, needs_ipv6
 from replicax._src.cluster import start
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.layout import free_ports
+from replicax._src.cluster.spec import join_address, split_address
 from replicax.errors import ClusterStartError
 
 pytestmark = pytest.mark.timeout(60)
@@ -61,3 +63,19 @@ def test_the_service_of_an_earlier_run_is_waited_for():
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_both_services_are_reached(host):
+    """Also by an address that this machine has only for others; here of the documentation's network."""
+    port = free_ports(1)[0]
+    address = join_address("2001:db8::1" if host == "::1" else "192.0.2.1", port)
+    limits = {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}
+    service = start._start_service(address, ["worker 0"], "print", "one", limits, time.monotonic() + 10)
+    channel = Channel(join_address(host, port), 0, ["worker 0"], "print")
+    coordinator = channel.connect(time.monotonic() + 10)["coordinator"]
+    socket.create_connection((host, split_address(coordinator)[1]), timeout=5).close()
+    channel.leave()
+    assert service.wait(10) == 0
+    service.stdin.close()
+    service.stdout.close()

@@ -84,7 +84,9 @@ def bind_host(host: str) -> str:
 
     A name may stand for an address that this machine does not have itself: of a Kubernetes service, say.
     """
-    return host if host in ("localhost", "::1") or host.startswith("127.") else "0.0.0.0"
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return host
+    return "::" if ":" in host else "0.0.0.0"
 
 
 def listen(address: str, backlog: int) -> socket.socket:
@@ -98,6 +100,8 @@ def listen(address: str, backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # right after a restart on the same port
+    if host == "::":
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # those who come by IPv4 too
     try:
         listener.bind((host, port))
         listener.listen(backlog)
