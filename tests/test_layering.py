@@ -31,7 +31,6 @@ LAYERS = {
     "cluster/kubernetes": 1,
     "cluster/gce": 1,
     "cluster/sagemaker": 1,
-    "cluster/tpu": 1,
     "cluster/routes": 1,
     "cluster/detect": 1,
     "input/split": 1,

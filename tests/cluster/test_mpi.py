@@ -103,8 +103,9 @@ class changed:
         ("NCCL", "cpu", "gloo", "NCCL is for GPUs: on CPU the workers use gloo."),
         ("NCCL", "cpu", "mpi", "NCCL is for GPUs: on CPU the workers use MPI."),
         ("NCCL", "tpu", "gloo", "NCCL is for GPUs: on TPU the workers use XLA."),
-        ("RING", "cpu", "mpi", "RING is gloo's, on CPUs: here the workers use MPI"),
-        ("RING", "gpu", "gloo", "RING is gloo's, on CPUs: here the workers use NCCL"),
+        ("RING", "cpu", "mpi", "RING is gloo's, on CPUs: here the workers use MPI."),
+        ("RING", "tpu", "gloo", "RING is gloo's, on CPUs: here the workers use XLA."),
+        ("RING", "gpu", "gloo", "RING is gloo's, on CPUs: here the workers use NCCL, which chooses"),
     ],
 )
 def test_an_implementation_that_the_hardware_has_not(wanted, platform, library, says, caplog):

@@ -147,10 +147,11 @@ def _say_what_communicates(wanted: CommunicationImplementation, platform: str) -
             carrier,
         )
     if wanted is CommunicationImplementation.RING and carrier != "gloo":
+        chooses = ", which chooses ring or tree by itself" if carrier == "NCCL" else ""
         log.warning(
-            "CommunicationImplementation.RING is gloo's, on CPUs: here the workers use %s, which chooses ring or tree by "
-            "itself.",
+            "CommunicationImplementation.RING is gloo's, on CPUs: here the workers use %s%s.",
             carrier,
+            chooses,
         )
 
 
