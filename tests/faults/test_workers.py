@@ -21,8 +21,10 @@ def steps(fault, victim):
     import os
     import signal
     import sys
+    import threading
     import time
 
+    import jax
     import jax.numpy as jnp
     import numpy as np
 
@@ -46,6 +48,19 @@ def steps(fault, victim):
 
     def with_number_of_worker(x):
         return rx.get_replica_context().all_reduce("SUM", x * (index + 1.0))
+
+    def long_to_compile(x):  # about 4 s, of which tracing takes 0.1
+        keys = [jax.random.key(n) for n in range(10)]
+        return rx.get_replica_context().all_reduce("SUM", x * sum(jax.random.gamma(key, 2.0) for key in keys))
+
+    def on_compilation(event, duration_s, **_):
+        nonlocal at
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and is_victim:
+            report(lowered=True)
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        if event == "/jax/core/compile/backend_compile_duration":
+            at = time.monotonic()
+            report(compiled=True)
 
     def step():
         return float(strategy.reduce("SUM", strategy.run(train_step, args=(ones,)), axis=None))
@@ -74,13 +89,8 @@ def steps(fault, victim):
                 if is_victim and fault == "a known program more":
                     strategy.run(train_step, args=(ones,))
             if fault == "compiling" and number == 20:
-
-                def long_to_trace(x):
-                    if is_victim:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return rx.get_replica_context().all_reduce("SUM", x)
-
-                strategy.run(long_to_trace, args=(ones,))
+                jax.monitoring.register_event_duration_secs_listener(on_compilation)
+                strategy.run(long_to_compile, args=(ones,))
             step()
     except rx.errors.ClusterFailureError as error:
         tasks = list(getattr(error, "tasks", ()))
@@ -119,6 +129,11 @@ def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim)
         assert says in result.report["text"]
         assert result.report["after_s"] < 5
         assert "stack trace" not in "\n".join(result.output)
+    if fault == "compiling":
+        died = results["worker", victim]
+        assert died.signal == signal.SIGKILL
+        assert died.report["lowered"]
+        assert "compiled" not in died.report
 
 
 @pytest.mark.long
