@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from replicax._src.testing.fixtures import is_there
 from replicax.testing import LocalCluster, report  # noqa: F401
 
 ENVIRONMENT = {"KERAS_BACKEND": "jax"}
@@ -28,6 +29,8 @@ def reports_of():
             cluster.start(program, args)
             results = cluster.wait()
             results.raise_if_failed()
-            return [result.report for result in results.values()]
+        left = [pid for pid in cluster.pids if is_there(pid)]
+        assert not left, f"processes of the cluster are left: {left}"
+        return [result.report for result in results.values()]
 
     return run

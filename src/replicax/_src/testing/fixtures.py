@@ -30,7 +30,7 @@ def local_cluster(request: pytest.FixtureRequest) -> Iterator[Callable[..., Loca
     yield make
     for cluster in clusters:
         cluster.close()
-    left = [pid for cluster in clusters for pid in cluster.pids if _is_there(pid)]
+    left = [pid for cluster in clusters for pid in cluster.pids if is_there(pid)]
     assert not left, f"processes of the cluster are left: {left}"
 
 
@@ -45,7 +45,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
-def _is_there(pid: int) -> bool:
+def is_there(pid: int) -> bool:
     """Whether a process, or one of its group, is there."""
     for look in (os.kill, os.killpg):
         try:
