@@ -178,6 +178,16 @@ def test_a_new_program_of_one_where_another_runs_a_known_one(is_past_first):
     assert dict(outbox[0][1]["statuses"][0][1])["next"] == [5, "g"]
 
 
+def test_two_that_wait_in_different_places_before_one_program():
+    hub = hub_with(0, 1, 2)
+    assert hub.receive(0, offer("comparing 0", ["x", "comparing"], position=4), now=0.0) == []
+    assert hub.receive(1, offer("other", "y"), now=0.0) == []  # of another thread
+    outbox = hub.receive(2, offer("program 3", ["d", "step"], position=4), now=0.0)
+    assert kinds(outbox) == [(n, "mismatch") for n in range(3)]
+    told = dict(outbox[0][1]["statuses"])
+    assert [told[n]["next"][1] for n in (0, 2)] == ["comparing", "step"]
+
+
 def test_one_that_has_not_come_to_the_agreement_yet_is_no_mismatch():
     hub = hub_with(0, 1)
     hub.receive(1, beat(4, "#0 f"), now=0.0)

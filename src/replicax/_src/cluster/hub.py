@@ -12,6 +12,7 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
   run, and how many they have run before it (their *position*). So it is known what each has run at every position. All run
   the same programs in the same order. Two that have run different ones at a position, or one that waits for the others to
   agree on a program while another has passed that position, have not: that is a *mismatch*, which all are told.
+- Before a program all wait in the same gatherings: one that waits in another is a mismatch too.
 - Who waits in a gathering is told every ``reminder_s`` whom it waits for.
 - Who has been in one program for ``stall_s``, while others have not come to that position, is *stalled*: it is told for
   whom it waits, then again after twice the time each. After ``timeout_s`` its step is over: all are told.
@@ -221,7 +222,7 @@ class Hub:
         gathering = self._gatherings.setdefault(key, _Gathering({}, position, now))
         gathering.values[number] = value
         if len(gathering.values) < len(self._members):
-            return self._passed(gathering, now)
+            return self._passed(gathering, now) or self._elsewhere(number, key, position, now)
         del self._gatherings[key]
         if position is not None:
             for member in self._members:
@@ -295,6 +296,15 @@ class Hub:
             is_past = member.position >= gathering.position
             if number not in gathering.values and member.is_present and is_past:
                 pair = next(iter(gathering.values)), number
+                return self._mismatch({n: self._members[n].told(now) for n in pair})
+        return []
+
+    def _elsewhere(self, number: int, key: str, position: int | None, now: float) -> Outbox:
+        """Whether a member waits before a program, and others wait for it somewhere else before the same one."""
+        for other_key, other in self._gatherings.items():
+            is_other = other_key != key and number not in other.values
+            if is_other and position is not None and other.position == position:
+                pair = next(iter(other.values)), number
                 return self._mismatch({n: self._members[n].told(now) for n in pair})
         return []
 
