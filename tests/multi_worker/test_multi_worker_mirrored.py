@@ -19,7 +19,10 @@ from checks import in_a_process_of_its_own
 
 pytestmark = pytest.mark.timeout(180)
 CLUSTERS = [(2, 1), (2, 2), pytest.param((3, 1), marks=pytest.mark.long)]
-TRAINED_ON = [(2, 1), *(pytest.param(size, marks=pytest.mark.long) for size in [(2, 2), (3, 1)])]
+TRAINED_ON = [
+    (2, 1),
+    *(pytest.param(size, marks=pytest.mark.long) for size in [(2, 2), (3, 1), (3, 2)]),
+]
 
 
 @pytest.fixture(scope="module", params=CLUSTERS, ids=lambda size: f"{size[0]}_workers_of_{size[1]}")
