@@ -107,10 +107,15 @@ def test_doctors_answer_each_other(free):
         )
         for n in range(2)
     ]
-    for number, process in enumerate(doctors):
-        printed, _ = process.communicate(timeout=40)
-        assert process.returncode == 0, printed
-        assert f"{addresses[1 - number]:<24} answers" in printed
+    try:
+        for number, process in enumerate(doctors):
+            printed, _ = process.communicate(timeout=40)
+            assert process.returncode == 0, printed
+            assert f"{addresses[1 - number]:<24} answers" in printed
+    finally:
+        for process in doctors:
+            process.kill()
+            process.communicate()
 
 
 def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
