@@ -311,6 +311,37 @@ def fitting_of_datasets(kind, style, given):
     )
 
 
+def fitting_of_similarities():
+    """A loss that compares all rows with all rows, which no process has, and one that does not; and what the log says."""
+    import logging
+
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    said = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(f"{record.levelname}: {record.getMessage()}")
+    logging.getLogger("replicax").addHandler(handler)
+    logging.getLogger("replicax").setLevel(logging.INFO)
+    strategy = rx.MultiWorkerMirroredStrategy()
+    x = np.random.default_rng(0).normal(size=(22, 3)).astype("float32")
+
+    def similarities(y_true, y_pred):
+        return keras.ops.mean(keras.ops.tanh(y_pred @ keras.ops.transpose(y_pred))) + 0 * y_true
+
+    losses = []
+    for loss in (similarities, "mse"):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile("sgd", loss)
+        losses += model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0).history["loss"]
+    report(losses=losses, said=[line for line in said if "train_step" in line])
+
+
 def fitting_with_mistakes():
     """What workers may do differently around ``fit``: each is an error on all; after the last one nobody can go on."""
     import keras

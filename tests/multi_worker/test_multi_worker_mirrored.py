@@ -10,6 +10,7 @@ from programs import (
     datasets,
     fitting,
     fitting_of_datasets,
+    fitting_of_similarities,
     fitting_with_mistakes,
     promises,
     training,
@@ -286,6 +287,24 @@ def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
     (expected,) = reports_of(fitting_of_datasets, "steps", style, json.dumps(steps), workers=1)
     for got in workers:
         assert_fitted_alike(got, expected)
+
+
+def test_what_cannot_be_split_by_rows_is_in_the_global_view_and_the_log_says_which(reports_of):
+    (expected,) = reports_of(fitting_of_similarities, workers=1)
+    assert expected["said"] == []
+    for worker in reports_of(fitting_of_similarities):
+        np.testing.assert_allclose(worker["losses"], expected["losses"], rtol=1e-5)
+        of_similarities, of_similarities_at_the_end, of_squares, _ = worker["said"]
+        assert of_similarities == of_similarities_at_the_end  # 6 rows, another program
+        assert of_similarities.startswith(
+            "WARNING: Sequential.train_step: the processes sum each array by itself"
+        )
+        assert "dot_general mixes rows of the batch" in of_similarities
+        assert "in similarities" in of_similarities
+        assert (
+            of_squares
+            == "INFO: Sequential.train_step: the processes sum all arrays of a step together, in 1 round(s)."
+        )
 
 
 def test_mistakes_around_fit_are_named_on_all(reports_of):
