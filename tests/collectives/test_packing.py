@@ -13,9 +13,9 @@ from replicax._src.collectives.in_replica import Packing, packed_sum
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 KIB, MIB = 2**10, 2**20
-ONE_PROCESS = SimpleNamespace(is_cpu=True, peers=None)
-SEVERAL_PROCESSES = SimpleNamespace(is_cpu=True, peers=object())
-GPUS = SimpleNamespace(is_cpu=False, peers=object())
+ONE_PROCESS = SimpleNamespace(is_cpu=True, peers=None, bytes_per_pack=0)
+SEVERAL_PROCESSES = SimpleNamespace(is_cpu=True, peers=object(), bytes_per_pack=0)
+GPUS = SimpleNamespace(is_cpu=False, peers=object(), bytes_per_pack=0)
 
 
 def summed(values, packing):

@@ -21,6 +21,17 @@ ROUNDS = {
     "dice": (2, 2),
 }
 SIZES = (70, 64, 65)
+SHORT = {"dense", "lstm", "custom_train_step", "stateful_metrics", "dice"}
+CASES = [
+    pytest.param(
+        name,
+        phase,
+        id=f"{name}-{phase.name}",
+        marks=[] if name in SHORT and phase is TRAIN else pytest.mark.long,
+    )
+    for name in SUBJECTS
+    for phase in (TRAIN, TEST)
+]
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # Keras, in BinaryIoU
 
 
@@ -36,8 +47,7 @@ def step_of(name, phase):
     return lambda state, batch: step(state, batch), state, rows
 
 
-@pytest.mark.parametrize("phase", [TRAIN, pytest.param(TEST, marks=pytest.mark.long)], ids=["train", "test"])
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_step_split_by_rows_is_the_whole_step(name, phase):
     step, state, rows = step_of(name, phase)
     plan, _ = plan_of(step, state, rows, SIZES)
