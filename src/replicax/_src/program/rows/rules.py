@@ -151,10 +151,8 @@ def _elementwise(eqn: Any, layouts: Sequence[Layout], split: RowSplit) -> Applie
     if not _rows_of(layouts):
         return _of_parts(eqn, layouts)
     rows = _only_rows(eqn, layouts)
-    size = split.num_rows * rows.unit
-    for i in _rows_of(layouts):
-        _full(eqn, split, _shape(eqn.outvars[0])[rows.dim], rows)
-        assert _shape(eqn.invars[i])[rows.dim] == size
+    size = _shape(eqn.outvars[0])[rows.dim]
+    _full(eqn, split, size, rows)
 
     def rows_of(arg: Any, layout: Layout) -> Any:
         is_broadcast = np.ndim(arg) <= rows.dim or (np.shape(arg)[rows.dim] == 1 != size)
