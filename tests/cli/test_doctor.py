@@ -1,7 +1,6 @@
 """``replicax doctor``: what it prints for clusters that are well, and for those that are not."""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from checks import message
 from replicax.__main__ import main
 from replicax._src.cli.answers import ask_until
 from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.layout import free_ports
 from replicax.errors import ClusterStartError
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,14 +52,9 @@ def config_of(*addresses, index=0):
 
 @pytest.fixture
 def free():
-    """An address at which nobody listens."""
-
-    def address():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{probe.getsockname()[1]}"
-
-    return address
+    """Addresses at which nobody listens, each another."""
+    ports = iter(free_ports(20))
+    return lambda: f"127.0.0.1:{next(ports)}"
 
 
 def test_a_worker_on_its_own(doctor):
