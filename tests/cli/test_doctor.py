@@ -1,6 +1,7 @@
 """``replicax doctor``: what it prints for clusters that are well, and for those that are not."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
