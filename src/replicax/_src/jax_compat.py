@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.core
+import jax.export
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
@@ -140,6 +141,20 @@ def eval_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     if _ONE_JAXPR_CLASS:
         return list(jex.jaxpr_as_fun(jaxpr)(*args))
     return list(jax.core.eval_jaxpr(jaxpr, (), *args))
+
+
+def without_unused(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """A jaxpr with only the outputs that are wanted and what they need; and which inputs it still takes."""
+    smaller, used = _partial_eval.dce_jaxpr(jaxpr, list(wanted))
+    return smaller, list(used)
+
+
+def export(
+    fn: Callable[..., Sequence[Any]], avals: Sequence[Any], platforms: Sequence[str], name: str
+) -> bytes:
+    """``fn`` as StableHLO, to be loaded elsewhere; ``fn`` takes and gives arrays."""
+    fn.__name__ = fn.__qualname__ = re.sub(r"\W", "_", name)
+    return bytes(jax.export.export(jax.jit(fn), platforms=tuple(platforms))(*avals).serialize())
 
 
 def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:

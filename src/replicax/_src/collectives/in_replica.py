@@ -152,6 +152,25 @@ class TracedCommunicator(Communicator):
         return [cut(stacked[r], shape) for r, shape in enumerate(shapes)]
 
 
+@final
+class OneReplica(Communicator):
+    """A replica that has no others."""
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    def replica_id(self) -> Any:
+        return jnp.int32(0)
+
+    def sum(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
+        del options
+        return list(values)
+
+    def components(self, value: Any) -> list[Any]:
+        return [value]
+
+
 def packed_sum(values: Sequence[Any], packing: Packing | None) -> list[Any]:
     """Sums arrays over the replica axis."""
     values = [jnp.asarray(v) for v in values]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,17 @@ class Entry:
         self.line = ""
 
 
+class Observer(Protocol):
+    """Looks on while a function is traced, where its assignments become messages to parameter servers."""
+
+    def read(self, entry: Entry) -> Any:
+        """The value of a variable as the function shall see it: marked, so that the read can be found again."""
+        ...
+
+    def written(self, entry: Entry) -> None:
+        """A variable has been assigned its current value."""
+
+
 class Branch:
     """What one branch of ``rx.cond`` has assigned so far: the value and the user's line, by ``id`` of variable."""
 
@@ -96,6 +107,7 @@ class Capture:
       tapes: The tapes that are recording now.
       unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
       on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
+      observer: Of reads and assignments, but for those in scans, conditions and other inner traces.
     """
 
     def __init__(
@@ -117,6 +129,7 @@ class Capture:
         self.num_gradients = 0
         self.num_aggregated_reads = 0
         self.on_aggregate: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], None] | None = None
+        self.observer: Observer | None = None
         self.read_in_inner_trace = False
         self.met_unbuilt_variable = False
         self.trace: Any = None
@@ -176,14 +189,15 @@ class Capture:
         """The variable's value at this point of the function, as one replica (or all) see it."""
         entry = self._entry(variable)
         with jax_compat.take_current_trace() as trace:
-            if trace is not self.trace:
-                self.read_in_inner_trace = self._is_remembered = True
+            is_inner = trace is not self.trace
+        if is_inner:
+            self.read_in_inner_trace = self._is_remembered = True
         for branch in reversed(self._branches):
             if id(variable) in branch.writes:
                 return branch.writes[id(variable)][1]
         for tape in self.tapes:
             tape.record_read(variable, entry.current)
-        return entry.current
+        return entry.current if self.observer is None or is_inner else self.observer.read(entry)
 
     def write(self, variable: Any, value: Any, line: str | None = None) -> None:
         """Makes ``value`` the variable's value from here on; ``line`` is the user's line if not the caller's.
@@ -219,6 +233,8 @@ class Capture:
         entry.current = value
         entry.written = True
         entry.line = line
+        if self.observer is not None:
+            self.observer.written(entry)
         self._forget_inner_traces()
 
     def sharing_of(self, variable: Any) -> Sharing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -87,3 +87,27 @@ def _is_plain_call(eqn: Any) -> bool:
 def read(env: Mapping[int, Any], atom: Atom) -> Any:
     """The value of an atom, given those of all numbers."""
     return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
+
+
+def needed_for(
+    operations: Sequence[Operation], wanted: Sequence[Atom], given: Collection[int] = ()
+) -> list[Operation]:
+    """Of ``operations`` those that compute the values ``wanted``, in order; values that are ``given`` need none."""
+    missing = {atom for atom in wanted if _is_missing(atom, given)}
+    chosen = []
+    for operation in reversed(operations):
+        if any(number in missing for number in operation.results):
+            chosen.append(operation)
+            missing.update(atom for atom in operation.operands if _is_missing(atom, given))
+    return chosen[::-1]
+
+
+def _is_missing(atom: Atom, given: Collection[int]) -> bool:
+    return not isinstance(atom, jax_compat.Literal) and atom not in given
+
+
+def run(operations: Sequence[Operation], env: dict[int, Any]) -> None:
+    """Evaluates operations, whose operands are in ``env``, into it."""
+    for operation in operations:
+        operands = [read(env, atom) for atom in operation.operands]
+        env.update(zip(operation.results, jax_compat.bind_equation(operation.eqn, operands), strict=True))

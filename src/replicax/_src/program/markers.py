@@ -67,3 +67,7 @@ assert_same_p = jax_compat.identity_primitive("replicax_assert_same")
 # The state of a seed as replica r sees it, and back: first word shifted by r * 0x9E3779B9.
 seed_shift_p = jax_compat.identity_primitive("replicax_seed_shift")
 seed_unshift_p = jax_compat.identity_primitive("replicax_seed_unshift")
+
+# A read of a variable that parameter servers hold: an assignment is sent as what it does to the value last read.
+# Params: number.
+read_p = jax_compat.identity_primitive("replicax_read")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from replicax._src.options import RunOptions
 from replicax._src.program.slots import SlotTable
 from replicax._src.topology import Topology
 from replicax._src.variables.placement import VariablePlacement
+
+if TYPE_CHECKING:
+    from replicax._src.variables.server_placement import ServerPlacement
 
 
 class FunctionRunner(Protocol):
@@ -41,6 +44,6 @@ class Parts:
     """
 
     topology: Topology
-    variable_placement: VariablePlacement
+    variable_placement: VariablePlacement | ServerPlacement
     slots: SlotTable
     runner: FunctionRunner

@@ -65,13 +65,14 @@ class Strategy:
         cluster_resolver: ClusterResolver | None = None,
         is_chief: bool = True,
         communication_options: CommunicationOptions | None = None,
+        make_parts: Callable[[Any], Parts] | None = None,
     ):
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise InvalidArgumentError(
                 f"cross_device_ops must be an rx.CrossDeviceOps, such as rx.ReductionToOneDevice(), got "
                 f"{cross_device_ops!r}."
             )
-        self._make_topology = make_topology
+        self._make_topology, self._make_parts = make_topology, make_parts
         self._parameter_device = parameter_device
         self._cluster_resolver, self._is_chief = cluster_resolver, is_chief
         self._communication_options = communication_options
@@ -82,6 +83,8 @@ class Strategy:
 
     @functools.cached_property
     def _own_parts(self) -> Parts:
+        if self._make_parts is not None:
+            return self._make_parts(self)
         topology = self._make_topology()
         placement = VariablePlacement(topology, self._parameter_device)
         return Parts(topology, placement, SlotTable(topology.num_replicas), Runner(self, topology))

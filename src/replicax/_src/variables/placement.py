@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,26 @@ class VariablePlacement:
             return own_copy(value, jax.sharding.SingleDeviceSharding(self.parameter_device))
         return placed_by_each(value, self.topology)
 
-    def place_initial(self, value: Any, components: Any | None) -> jax.Array:
+    def place_initial(self, value: Any, components: Any | None, name: str) -> jax.Array:
         """As ``place``, for a new variable: in several processes the first one's value is taken."""
+        del name
         if components is None and self.topology.peers is not None:
             return self.topology.put_leaders(value)
         return self.place(value, components)
+
+    def replaced(self, stored: jax.Array, value: Any, components: Any | None) -> jax.Array:
+        """What a variable keeps once it has been assigned a value; ``stored`` is what it kept before."""
+        del stored
+        return self.place(value, components)
+
+    def current(self, stored: jax.Array) -> jax.Array:
+        """The value that is stored."""
+        return stored
+
+    def update(self, fn: Callable[..., Any], *args: Any) -> bool:
+        """Runs an assignment where the variable is, if that is elsewhere; says whether it has."""
+        del fn, args
+        return False
 
     def beside(self, value: Any, has_components: bool) -> jax.Array:
         """``value`` on the devices where a variable is kept, so that both can enter one computation."""

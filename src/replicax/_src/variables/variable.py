@@ -92,7 +92,7 @@ class Variable(ArrayLike):
         )
         with jax_compat.outside_traces():
             parts = self._initial_components(value) if self._has_components else None
-            self._value = self._placement.place_initial(value, parts)
+            self._value = self._placement.place_initial(value, parts, self.name)
 
     # --- reading --------------------------------------------------------------------------------------
 
@@ -164,7 +164,8 @@ class Variable(ArrayLike):
         if capture is not None:
             return capture.read(self)
         with state_lock:  # or another thread's step might be donating it
-            return self._value
+            stored = self._value
+        return self._placement.current(stored)
 
     def _aggregate(self, raw: Any) -> Any:
         op = self._aggregation_op("read")
@@ -227,6 +228,8 @@ class Variable(ArrayLike):
         return self._update("assign_sub", delta, lambda old, new: old - new)
 
     def _update(self, method: str, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        if current_capture() is None and self._placement.update(_updated, self, method, value):
+            return self
         raw = self._raw()
         value = self._incoming(method, value)
         if context.in_replica_function():
@@ -284,7 +287,8 @@ class Variable(ArrayLike):
                     f"replicax (jax.jit, jax.grad, …), and the value cannot leave it. Assign it in strategy.run, "
                     f"rx.function or plain Python."
                 )
-            self._value = self._placement.place(raw, raw if self._has_components else None)
+            components = raw if self._has_components else None
+            self._value = self._placement.replaced(self._value, raw, components)
         else:
             capture.write(self, raw)
             raw = capture.read(self)
@@ -351,6 +355,8 @@ class Variable(ArrayLike):
         if self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1:
             raise UnsupportedError(f"{method} is not supported for variable {self.name!r}: it is ON_READ.")
         allowed = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
+        if current_capture() is None and self._placement.update(_updated, self, method, delta):
+            return self
         raw = self._raw()
         communicator = _communicator() if context.in_replica_function() else None
         if communicator is not None and communicator.num_replicas > 1:
@@ -374,6 +380,11 @@ class Variable(ArrayLike):
             values, indices = in_replica.first_replicas(communicator, [delta.values, delta.indices])
             return IndexedSlices(values, indices, delta.dense_shape)
         return in_replica.all_reduce(communicator, ReduceOp[self.aggregation.name], delta)
+
+
+def _updated(variable: Variable, method: str, value: Any) -> None:
+    """Assigns, in a function for the servers of a variable."""
+    getattr(variable, method)(value)
 
 
 def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:

@@ -1,0 +1,96 @@
+"""What a scheduled function does to variables, noted while it is traced: each assignment, each call of an optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from replicax._src.program.capture import Entry
+from replicax._src.program.markers import read_p
+from replicax._src.program.slots import Slot
+from replicax._src.user_code import user_line
+
+Shapes = Callable[[Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class OptimizerCall:
+    """One call of an optimizer's ``apply``.
+
+    Attributes:
+      variables: Those that it updates, each with its gradient.
+      state: The variables of the optimizer.
+      reference_of: For each of ``state`` the variable that it is a slot of; None for what all share.
+      trace: Traces the update, of variables that have the shapes that it is given: a jaxpr without constvars, and the
+        values of its leading inputs; then come the state, the gradients, the values. It gives values, then the state.
+      name: For people.
+    """
+
+    variables: Sequence[Any]
+    state: Sequence[Any]
+    reference_of: Callable[[Any], Any]
+    trace: Callable[[Shapes], tuple[Any, list[Any]]]
+    name: str
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """One assignment.
+
+    Attributes:
+      slot: Of the variable.
+      read: The number of the last read of the variable before it; None if there was none.
+      line: Of the user's code.
+    """
+
+    slot: Slot
+    read: int | None
+    line: str
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One call of an optimizer; its gradients are values of the program."""
+
+    call: OptimizerCall
+    line: str
+
+
+Event = Assigned | Applied
+
+
+@final
+class Events:
+    """The observer of a capture: numbers the reads, and notes the assignments with their values.
+
+    Attributes:
+      noted: In order, with the traced values: the new value, or the gradients.
+    """
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[Event, list[Any]]] = []
+        self._num_reads = 0
+        self._last_read: dict[int, int] = {}
+        self._is_applying = False
+
+    def read(self, entry: Entry) -> Any:
+        number, self._num_reads = self._num_reads, self._num_reads + 1
+        self._last_read[id(entry)] = number
+        return read_p.bind(entry.current, number=number)
+
+    def written(self, entry: Entry) -> None:
+        if not self._is_applying:
+            event = Assigned(entry.slot, self._last_read.get(id(entry)), entry.line)
+            self.noted.append((event, [entry.current]))
+
+    @contextlib.contextmanager
+    def applying(self, call: OptimizerCall, gradients: Sequence[Any]) -> Iterator[None]:
+        """Inside, an optimizer assigns: what it does is known from ``call``."""
+        self.noted.append((Applied(call, user_line()), list(gradients)))
+        was_applying, self._is_applying = self._is_applying, True
+        try:
+            yield
+        finally:
+            self._is_applying = was_applying

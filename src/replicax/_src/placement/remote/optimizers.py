@@ -1,0 +1,352 @@
+"""What an optimizer's ``apply`` is on parameter servers: each updates its pieces and their slots from the gradients.
+
+The update is traced once, over all variables, and cut: a server computes what needs its pieces and their gradients. What
+needs the gradients of other variables (a global norm) the worker computes, and sends: a scalar, almost always.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.errors import UnsupportedError
+from replicax._src.placement.remote.events import Applied, OptimizerCall
+from replicax._src.placement.remote.updates import UpdateBuilder, Values
+from replicax._src.program import flat
+from replicax._src.program.flat import Atom, FlatProgram, Operation
+from replicax._src.ps.arrays import ServerArray
+from replicax._src.ps.programs import Piece
+
+TakeGradient = Callable[[int, "tuple[int, int] | None"], Any]
+
+
+@dataclass(frozen=True)
+class TracedUpdate:
+    """An update, traced for some shapes, as one list of operations.
+
+    Attributes:
+      consts, state, gradients, values: The numbers of its inputs.
+      new_values, new_state: What it gives.
+    """
+
+    program: FlatProgram
+    const_values: Sequence[Any]
+    consts: Sequence[int]
+    state: Sequence[int]
+    gradients: Sequence[int]
+    values: Sequence[int]
+    new_values: Sequence[Atom]
+    new_state: Sequence[Atom]
+
+    @classmethod
+    def of(cls, call: OptimizerCall, shape_of: Callable[[Any], tuple[int, ...]]) -> TracedUpdate:
+        jaxpr, const_values = call.trace(shape_of)
+        program = FlatProgram(jaxpr)
+        counts = [len(const_values), len(call.state), len(call.variables), len(call.variables)]
+        ends = np.cumsum(counts).tolist()
+        starts = [0, *ends[:-1]]
+        consts, state, gradients, values = (
+            program.inputs[start:end] for start, end in zip(starts, ends, strict=True)
+        )
+        outputs = program.outputs
+        return cls(
+            program,
+            const_values,
+            consts,
+            state,
+            gradients,
+            values,
+            outputs[: len(values)],
+            outputs[len(values) :],
+        )
+
+
+@final
+class OptimizerUpdate:
+    """One call of an optimizer in a closure, over the servers.
+
+    Args:
+      event: The call.
+      array_of: The array on the servers of a variable.
+    """
+
+    def __init__(self, event: Applied, array_of: Callable[[Any], ServerArray]):
+        call = self._call = event.call
+        self._line = event.line
+        self._full = TracedUpdate.of(call, lambda variable: tuple(variable.shape))
+        self._arrays = [array_of(variable) for variable in call.variables]
+        self._state = [array_of(variable) for variable in call.state]
+        self._slots = _slots(call, self._full)
+        self._written = [n for n, new in enumerate(self._full.new_state) if new != self._full.state[n]]
+        owned = {n for slots in self._slots for n in slots}
+        self._shared = [n for n in range(len(self._state)) if n not in owned]
+        self._cuts = [self._cut(self._wanted(self._full, i), i) for i in range(len(self._arrays))]
+        self._shared_cuts = self._cut(self._wanted_shared(self._full), None)
+
+    @property
+    def slots(self) -> list[tuple[ServerArray, ServerArray]]:
+        """The slots, each with the variable that it belongs to."""
+        return [(self._state[n], array) for array, ns in zip(self._arrays, self._slots, strict=True) for n in ns]
+
+    @property
+    def shared(self) -> list[ServerArray]:
+        """What each server has a copy of."""
+        return [self._state[n] for n in self._shared]
+
+    @property
+    def cuts(self) -> list[Atom]:
+        """What the worker computes of the update: values of ``traced``."""
+        found = [atom for cuts in [*self._cuts, self._shared_cuts] for atom in cuts]
+        return list(dict.fromkeys(found))
+
+    @property
+    def traced(self) -> TracedUpdate:
+        """The update of whole variables."""
+        return self._full
+
+    @property
+    def needed_state(self) -> list[int]:
+        """Positions of the state that the worker needs for ``cuts``."""
+        operations = flat.needed_for(self._full.program.operations, self.cuts)
+        used = {atom for operation in operations for atom in operation.operands if isinstance(atom, int)}
+        return [n for n in self._shared if self._full.state[n] in used]
+
+    @property
+    def call(self) -> OptimizerCall:
+        return self._call
+
+    def places(self) -> list[int]:
+        """The servers that have a part in it: those of the variables, and those where what is shared is read."""
+        of_variables = {piece.ps for array in self._arrays for piece in array.pieces}
+        return sorted(of_variables | {self._state[n].pieces[0].ps for n in self._shared if n in self._written})
+
+    def add_to(
+        self,
+        builder: UpdateBuilder,
+        take_gradient: Callable[[int, Piece], Any],
+        take_cut: Callable[[Atom, Piece | None], Any],
+    ) -> None:
+        """Adds what one server does, once all arrays have been placed.
+
+        Args:
+          take_gradient: What stands for the gradient of a variable, or its rows, among the operands.
+          take_cut: The same for a value that the worker computes.
+        """
+        rounds = self._rounds(builder.ps) or [{}]
+        for number, pieces in enumerate(rounds):
+            self._add_round(builder, pieces, take_gradient, take_cut, is_first=number == 0)
+
+    def _rounds(self, ps: int) -> list[dict[int, Piece]]:
+        """The pieces on one server, by variable; those of one variable in a round each."""
+        rounds: list[dict[int, Piece]] = []
+        for i, array in enumerate(self._arrays):
+            for number, piece in enumerate(piece for piece in array.pieces if piece.ps == ps):
+                if number == len(rounds):
+                    rounds.append({})
+                rounds[number][i] = piece
+        return rounds
+
+    def _add_round(
+        self,
+        builder: UpdateBuilder,
+        pieces: dict[int, Piece],
+        take_gradient: Callable[[int, Piece], Any],
+        take_cut: Callable[[Atom, Piece | None], Any],
+        *,
+        is_first: bool,
+    ) -> None:
+        traced = self._traced_for(pieces)
+        wanted = {atom for i in pieces for atom in self._wanted(traced, i)}
+        if is_first:
+            wanted |= set(self._wanted_shared(traced))
+        cut_of: dict[Atom, Piece | None] = {atom: piece for i, piece in pieces.items() for atom in self._cuts[i]}
+        if is_first:
+            cut_of |= dict.fromkeys(self._shared_cuts)
+        operations = flat.needed_for(traced.program.operations, list(wanted), set(cut_of))
+        used = {atom for o in operations for atom in o.operands} | wanted
+        env_of_consts = dict(zip(traced.consts, traced.const_values, strict=True))
+        given: dict[int, int] = {}  # number of a value -> position among the operands
+        for atom, piece in cut_of.items():
+            if atom in used:
+                shape, dtype = _aval_of(traced.program, atom)
+                given[atom] = builder.take(take_cut(atom, piece), shape, dtype)
+        for i, piece in pieces.items():
+            if traced.gradients[i] in used:
+                array = self._arrays[i]
+                position = builder.take(take_gradient(i, piece), array.shape_of(piece), array.dtype)
+                given[traced.gradients[i]] = position
+        reads, writes = self._keys(builder, traced, pieces, used, is_first=is_first)
+
+        def step(values: Values, operands: Sequence[Any]) -> None:
+            env = dict(env_of_consts)
+            env.update((number, operands[position]) for number, position in given.items())
+            env.update((number, values[key]) for number, key in reads.items())
+            flat.run(operations, env)
+            values.update({key: flat.read(env, atom) for key, atom in writes.items()})
+
+        builder.add(step)
+
+    def _keys(
+        self,
+        builder: UpdateBuilder,
+        traced: TracedUpdate,
+        pieces: dict[int, Piece],
+        used: set[Atom],
+        *,
+        is_first: bool,
+    ) -> tuple[dict[int, str], dict[str, Atom]]:
+        """The keys of what is read, by number, and what is written, by key."""
+        reads: dict[int, str] = {}
+        writes: dict[str, Atom] = {}
+
+        def meet(array: ServerArray, piece: Piece, number: int, new: Atom) -> None:
+            is_written = new != number
+            if number in used or is_written:
+                key = builder.use(array, piece, is_written=is_written)
+                if number in used:
+                    reads[number] = key
+                if is_written:
+                    writes[key] = new
+
+        for i, piece in pieces.items():
+            meet(self._arrays[i], piece, traced.values[i], traced.new_values[i])
+            for n in self._slots[i]:
+                array = self._state[n]
+                own = array.pieces[self._arrays[i].pieces.index(piece)]
+                meet(array, own, traced.state[n], traced.new_state[n])
+        for n in self._shared:
+            array, number = self._state[n], traced.state[n]
+            new = traced.new_state[n] if is_first else number
+            if number in used or new != number:
+                meet(array, Piece(builder.ps, array.key_on(builder.ps)), number, new)
+        return reads, writes
+
+    def _traced_for(self, pieces: dict[int, Piece]) -> TracedUpdate:
+        shapes = {id(self._call.variables[i]): self._arrays[i].shape_of(p) for i, p in pieces.items()}
+        if all(shapes[id(self._call.variables[i])] == self._arrays[i].shape for i in pieces):
+            return self._full
+
+        def shape_of(variable: Any) -> tuple[int, ...]:
+            reference = self._call.reference_of(variable)
+            found = shapes.get(id(variable if reference is None else reference))
+            return tuple(variable.shape) if found is None else found
+
+        traced = TracedUpdate.of(self._call, shape_of)
+        if not _is_alike(traced.program, self._full.program):
+            raise UnsupportedError(
+                f"{self._call.name} computes something else for a shard of a variable than for the whole: its variables "
+                f"cannot be sharded (at {self._line}). Use another optimizer, or no variable_partitioner."
+            )
+        return traced
+
+    def _wanted(self, traced: TracedUpdate, i: int) -> list[Atom]:
+        return [traced.new_values[i], *(traced.new_state[n] for n in self._slots[i])]
+
+    def _wanted_shared(self, traced: TracedUpdate) -> list[Atom]:
+        return [traced.new_state[n] for n in self._shared if n in self._written]
+
+    def _cut(self, wanted: Sequence[Atom], own: int | None) -> list[Atom]:
+        """The values that a server cannot compute by itself, and a worker can."""
+        traced = self._full
+        shared = {traced.state[n] for n in self._shared} | set(traced.consts)
+        at_server = set(shared)
+        if own is not None:
+            at_server |= {traced.gradients[own], traced.values[own]}
+            at_server |= {traced.state[n] for n in self._slots[own]}
+        at_worker = shared | set(traced.gradients)
+        producer = {number: o for o in traced.program.operations for number in o.results}
+        by_server = _computable(traced.program, at_server)
+        by_worker = _computable(traced.program, at_worker)
+        largest = math.prod(self._arrays[own].shape) if own is not None else 1
+        for limit in (1, largest):
+            cuts = _latest_cuts(traced.program, wanted, by_server, by_worker, producer, limit)
+            if cuts is not None:
+                return cuts
+        what = "what its variables share" if own is None else f"variable {self._arrays[own].name!r}"
+        raise UnsupportedError(
+            f"{self._call.name} updates {what} from the values of other variables, which other parameter servers may hold (at "
+            f"{self._line}). Use an optimizer that updates each variable from its own gradient and slots."
+        )
+
+
+def _slots(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
+    """For each variable the positions of its slots among the state."""
+    slots: list[list[int]] = [[] for _ in call.variables]
+    position = {id(variable): i for i, variable in enumerate(call.variables)}
+    for n, variable in enumerate(call.state):
+        reference = call.reference_of(variable)
+        if reference is not None and id(reference) in position:
+            slots[position[id(reference)]].append(n)
+        elif reference is None and math.prod(variable.shape) > 1:
+            users = [i for i, new in enumerate(traced.new_values) if _depends(traced, new, traced.state[n])]
+            if len(users) == 1:
+                slots[users[0]].append(n)
+    return slots
+
+
+def _depends(traced: TracedUpdate, atom: Atom, number: int) -> bool:
+    operations = flat.needed_for(traced.program.operations, [atom])
+    return atom == number or any(number in operation.operands for operation in operations)
+
+
+def _computable(program: FlatProgram, given: set[int]) -> set[int]:
+    """The values that follow from those that are given."""
+    known = set(given)
+    for operation in program.operations:
+        if all(isinstance(a, jax_compat.Literal) or a in known for a in operation.operands):
+            known.update(operation.results)
+    return known
+
+
+def _latest_cuts(
+    program: FlatProgram,
+    wanted: Sequence[Atom],
+    by_server: set[int],
+    by_worker: set[int],
+    producer: dict[int, Operation],
+    limit: int,
+) -> list[Atom] | None:
+    """Values of at most ``limit`` elements from which, and from what a server has, it can compute what is wanted."""
+    cuts: dict[Atom, None] = {}
+    seen: set[int] = set()
+    waiting = [atom for atom in wanted if not isinstance(atom, jax_compat.Literal)]
+    while waiting:
+        atom = waiting.pop()
+        if atom in by_server or atom in seen:
+            continue
+        seen.add(atom)
+        if atom in by_worker and atom in producer and math.prod(_aval_of(program, atom)[0]) <= limit:
+            cuts[atom] = None
+        elif atom in producer:
+            waiting += [a for a in producer[atom].operands if not isinstance(a, jax_compat.Literal)]
+        else:
+            return None
+    return list(cuts)
+
+
+@functools.lru_cache(maxsize=64)
+def _avals(program: FlatProgram) -> dict[int, Any]:
+    return {
+        number: var.aval
+        for operation in program.operations
+        for number, var in zip(operation.results, operation.eqn.outvars, strict=True)
+    }
+
+
+def _aval_of(program: FlatProgram, number: Any) -> tuple[tuple[int, ...], Any]:
+    aval = _avals(program)[number]
+    return tuple(aval.shape), aval.dtype
+
+
+def _is_alike(one: FlatProgram, other: FlatProgram) -> bool:
+    """Whether two programs are the same but for shapes, so that their values have the same numbers."""
+    return len(one.operations) == len(other.operations) and all(
+        a.eqn.primitive is b.eqn.primitive and list(a.results) == list(b.results)
+        for a, b in zip(one.operations, other.operations, strict=True)
+    )

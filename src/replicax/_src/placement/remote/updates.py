@@ -1,0 +1,70 @@
+"""What a parameter server computes when a closure pushes: one program of all that the closure does to pieces there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+
+from replicax._src import jax_compat
+from replicax._src.ps.arrays import ServerArray
+from replicax._src.ps.programs import Piece, UpdateProgram
+
+Values = dict[str, Any]
+Step = Callable[[Values, Sequence[Any]], None]
+"""Takes the values of pieces by key, which it changes, and the operands of the program."""
+
+
+@final
+class UpdateBuilder:
+    """The program of one server, while it is put together.
+
+    Attributes:
+      operands: What the worker sends, in order; the caller's own words for it.
+    """
+
+    def __init__(self, ps: int):
+        self.ps = ps
+        self.operands: list[Any] = []
+        self._avals: list[Any] = []
+        self._state: dict[str, Any] = {}
+        self._written: dict[str, None] = {}
+        self._steps: list[Step] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    def use(self, array: ServerArray, piece: Piece, *, is_written: bool) -> str:
+        """The program takes a piece, and perhaps changes it. Returns its key."""
+        self._state.setdefault(piece.key, jax.ShapeDtypeStruct(array.shape_of(piece), array.dtype))
+        if is_written:
+            self._written[piece.key] = None
+        return piece.key
+
+    def take(self, operand: Any, shape: Sequence[int], dtype: Any) -> int:
+        """The program takes an operand. Returns its position."""
+        if operand in self.operands:
+            return self.operands.index(operand)
+        self.operands.append(operand)
+        self._avals.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
+        return len(self.operands) - 1
+
+    def add(self, step: Step) -> None:
+        """What is done next."""
+        self._steps.append(step)
+
+    def build(self, platforms: Sequence[str], name: str) -> UpdateProgram:
+        """The program."""
+        keys, written, steps = list(self._state), list(self._written), list(self._steps)
+
+        def update(*args: Any) -> list[Any]:
+            values = dict(zip(keys, args[: len(keys)], strict=True))
+            for step in steps:
+                step(values, args[len(keys) :])
+            return [values[key] for key in written]
+
+        avals = [*self._state.values(), *self._avals]
+        blob = jax_compat.export(update, avals, platforms, f"update_of_{name}")
+        return UpdateProgram(blob, tuple(keys), tuple(keys.index(key) for key in written))

@@ -1,0 +1,180 @@
+"""``Session``: one client's hold on the parameter servers: which arrays are there, and what is done with them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from replicax._src.ps.arrays import Balance, ServerArray
+from replicax._src.ps.links import NewPiece, PsLinks
+from replicax._src.ps.programs import Piece, UpdateProgram
+
+_BY_PROGRAM_BYTES = 16 << 20
+"""A piece from this size on is made on its server, so that nothing of it is ever here, if its initializer allows."""
+
+
+class ByProgram(Protocol):
+    """A first value that a server can compute by itself."""
+
+    def program(self, start: int, stop: int, platforms: Sequence[str]) -> UpdateProgram | None:
+        """Of rows start to stop; None if it cannot be computed in parts."""
+        ...
+
+
+@final
+class Session:
+    """The arrays of one coordinator (or program) on the parameter servers.
+
+    Args:
+      links: To the servers.
+      platforms: Of workers and servers, for which programs are compiled.
+
+    Attributes:
+      epoch: Counts what has been assigned from here: what workers have read before is old then.
+    """
+
+    def __init__(self, links: PsLinks, platforms: Sequence[str] = ("cpu",)):
+        self.links = links
+        self.epoch = 0
+        self._platforms = tuple(platforms)
+        self._lock = threading.RLock()
+        self._balance = Balance(links.num_servers)
+        self._unmade: list[weakref.ref[ServerArray]] = []
+        self._num_keys = 0
+        self._dropped: list[Piece] = []
+
+    @property
+    def num_ps(self) -> int:
+        return self.links.num_servers
+
+    @property
+    def incarnation(self) -> Any:
+        return self.links.incarnation
+
+    @property
+    def platforms(self) -> Sequence[str]:
+        return self._platforms
+
+    @property
+    def bytes_on(self) -> list[int]:
+        """By parameter server, how much of our arrays it has."""
+        return list(self._balance.bytes_on)
+
+    # --- making ---------------------------------------------------------------------------------------
+
+    def add(self, array: ServerArray) -> ServerArray:
+        """Remembers an array that is to be made: those made together are placed in the order in which they were added."""
+        with self._lock:
+            self._unmade.append(weakref.ref(array))
+        return array
+
+    def make(self, arrays: Sequence[ServerArray]) -> None:
+        """Puts arrays on the servers, with all that were added before and stand beside nothing."""
+        with self._lock:
+            missing = {id(array) for array in arrays if not array.is_made}
+            if not missing:
+                return
+            waiting = [array for ref in self._unmade if (array := ref()) is not None and not array.is_made]
+            last = max((n for n, array in enumerate(waiting) if id(array) in missing), default=-1)
+            chosen = [a for n, a in enumerate(waiting) if id(a) in missing or (n < last and a.beside is None)]
+            made: list[ServerArray] = []
+            for array in chosen:
+                self._place(array, made)
+            self._create(made)
+            self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
+
+    def _place(self, array: ServerArray, made: list[ServerArray]) -> None:
+        if array.is_made:
+            return
+        key = f"{self._num_keys}:{array.name}"
+        self._num_keys += 1
+        if array.beside is not None:
+            self._place(array.beside, made)
+            array.place_beside(array.beside, key, self._balance)
+        else:
+            array.place(key, self._balance)
+        made.append(array)
+
+    def _create(self, arrays: Sequence[ServerArray]) -> None:
+        self._drop_waiting()
+        new = [
+            NewPiece(piece, array.shape_of(piece), array.dtype, self._initial(array, piece))
+            for array in arrays
+            for piece in array.pieces
+        ]
+        self.links.create(new)
+        for array in arrays:
+            array.initial = None
+            weakref.finalize(array, self._dropped.extend, array.pieces)
+
+    def _initial(self, array: ServerArray, piece: Piece) -> np.ndarray | UpdateProgram:
+        assert array.initial is not None
+        size = int(np.prod(array.shape_of(piece))) * array.dtype.itemsize
+        program = getattr(array.initial, "program", None)
+        if program is not None and size >= _BY_PROGRAM_BYTES:
+            start, stop = piece.rows or (0, array.shape[0])
+            made = program(start, stop, self._platforms)
+            if made is not None:
+                return made
+        value = np.asarray(array.initial(), array.dtype)
+        part = value if piece.rows is None else value[piece.rows[0] : piece.rows[1]]
+        return np.asarray(part, order="C").reshape(array.shape_of(piece))
+
+    def put_beside(self, array: ServerArray, other: ServerArray) -> None:
+        """Sees to it that an array has its pieces where another has them: moves it if it is elsewhere."""
+        with self._lock:
+            if not array.is_made:
+                array.beside = other
+                return
+            self.make([other])
+            if [(p.ps, p.rows) for p in array.pieces] == [(p.ps, p.rows) for p in other.pieces]:
+                return
+            (value,) = self.links.read([array.pieces])
+            self.links.drop(array.pieces)
+            array.pieces, array.beside = (), other
+            array.initial = lambda: value
+            self._unmade.append(weakref.ref(array))
+            self.make([array])
+
+    def copy_to(self, array: ServerArray, ps: int) -> None:
+        """Sees to it that a server has a copy of a small array that is whole."""
+        with self._lock:
+            self.make([array])
+            if array.pieces[0].ps == ps or ps in array.copies:
+                return
+            piece = Piece(ps, f"{array.pieces[0].key}@{ps}")
+            (value,) = self.links.read([array.pieces])
+            self.links.create([NewPiece(piece, array.shape, array.dtype, value)])
+            array.copies[ps] = piece.key
+
+    def _drop_waiting(self) -> None:
+        """Frees what variables that are gone have left on the servers."""
+        dropped, self._dropped[:] = list(self._dropped), []
+        if dropped:
+            self.links.drop(dropped)
+
+    # --- values ---------------------------------------------------------------------------------------
+
+    def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
+        """The values of arrays, each whole; those on one server as they were at one moment."""
+        self.make(arrays)
+        return self.links.read([array.pieces for array in arrays])
+
+    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
+        """The rows of a table at ``ids`` [n]."""
+        self.make([array])
+        return self.links.read_rows(array.pieces, ids, array.shape[0])
+
+    def assign(self, array: ServerArray, value: np.ndarray) -> None:
+        """Replaces a value, on every server that has a piece or a copy of it."""
+        with self._lock:
+            if not array.is_made:
+                array.initial = lambda: value
+                return
+        pieces = [(array.pieces, value), *(((Piece(ps, key),), value) for ps, key in array.copies.items())]
+        self.links.assign(pieces)
+        self.epoch += 1

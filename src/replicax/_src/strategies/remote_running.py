@@ -1,0 +1,290 @@
+"""How a strategy with parameter servers runs functions: traced into closures, which workers run, or this process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context
+from replicax._src.bridges import ensure_bridges
+from replicax._src.collectives.in_replica import OneReplica
+from replicax._src.context import ReplicaContext
+from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, UnsupportedError
+from replicax._src.options import RunOptions
+from replicax._src.placement.remote.closure import (
+    Elements,
+    PerWorkerInput,
+    RemoteClosure,
+    place_closure,
+    taking_from,
+)
+from replicax._src.placement.remote.events import Events
+from replicax._src.program import key
+from replicax._src.program.cache import FunctionPrograms, Leaf, ProgramCache, array_leaf, jax_state, static_leaf
+from replicax._src.program.capture import current_capture
+from replicax._src.program.modules import open_modules
+from replicax._src.ps.programs import UpdateProgram, WorkerProgram
+from replicax._src.ps.session import Session
+from replicax._src.values import is_variable
+
+log = logging.getLogger("replicax")
+_MAX_SIGNATURES = 32
+
+
+@final
+class TracedFunction:
+    """A function with arguments of certain kinds, and its closures, by the shapes of the elements that it takes.
+
+    Attributes:
+      programs: The digests of the workers' programs, by signature of the elements.
+      first: The closure of the elements that the iterators said.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        trace: Callable[[Any], RemoteClosure],
+        sources: Sequence[PerWorkerInput],
+    ):
+        self.name = name
+        self.programs: dict[str, str] = {}
+        self._session, self._trace, self._sources = session, trace, sources
+        self._closures: dict[str, RemoteClosure] = {}
+        self.first = self._add(None)
+
+    def closure(self, digest: str) -> RemoteClosure:
+        return self._closures[digest]
+
+    def program(self, digest: str) -> WorkerProgram:
+        """The worker's program."""
+        return self._closures[digest].program
+
+    @property
+    def constants(self) -> dict[str, np.ndarray]:
+        """All arrays that the function closes over, by name."""
+        return {name: array for c in self._closures.values() for name, array in c.constants.items()}
+
+    def sources_of(self, arguments: Sequence[PerWorkerInput]) -> list[PerWorkerInput]:
+        """What a call with these arguments takes elements from, in the order of the program's iterators."""
+        replaced = {id(traced): now for traced, now in zip(self._sources, arguments, strict=True)}
+        return [replaced.get(id(source), source) for source in self.first.elements.sources]
+
+    def make(self, signature: str) -> str:
+        """Traces the function for elements of other shapes. Returns the digest of the worker's program.
+
+        Raises:
+          InvalidArgumentError: There have been too many.
+        """
+        digest = self.programs.get(signature)
+        if digest is not None:
+            return digest
+        if len(self.programs) >= _MAX_SIGNATURES:
+            raise InvalidArgumentError(
+                f"{self.name} has met elements of {len(self.programs)} different shapes, and is compiled for each: the next has "
+                f"{signature}. Pad what varies to a few sizes, in the dataset."
+            )
+        described = iter(json.loads(signature))
+        taken = self.first.elements.taken
+        shapes = {
+            at: tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in _take(described, len(taken[at])))
+            for at in sorted(taken)
+        }
+        return self._add(shapes, signature).program.digest
+
+    def _add(self, shapes: Any, signature: str | None = None) -> RemoteClosure:
+        closure = self._trace(shapes)
+        for ps, update in closure.updates.items():
+            self._session.links.add_program(ps, update)
+        digest = closure.program.digest
+        self.programs[signature or closure.elements.signature] = digest
+        self._closures[digest] = closure
+        return closure
+
+
+def _take(items: Any, count: int) -> list[Any]:
+    return [next(items) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class PreparedClosure:
+    """A call of a function, ready to be sent.
+
+    Attributes:
+      traced: The function.
+      arguments: The arrays among the arguments.
+      sources: What it takes elements from, in the order of the program's iterators.
+    """
+
+    traced: TracedFunction
+    arguments: Sequence[np.ndarray]
+    sources: Sequence[PerWorkerInput]
+
+    @property
+    def programs(self) -> dict[str, str]:
+        return self.traced.programs
+
+    @property
+    def update_programs(self) -> list[tuple[int, UpdateProgram]]:
+        """What the parameter servers have been given."""
+        return list(self.traced.first.updates.items())
+
+    def assemble(self, arrays: Sequence[Any]) -> Any:
+        """What the function returns, of the worker's results."""
+        return self.traced.first.assemble(arrays)
+
+
+@final
+class Closures:
+    """Makes closures of functions, and keeps what it has traced.
+
+    Args:
+      strategy: Its ``slots`` are used.
+      session: Where the variables are.
+    """
+
+    def __init__(self, strategy: Any, session: Session):
+        self._strategy, self._session = strategy, session
+        self._cache: ProgramCache[TracedFunction] = ProgramCache()
+
+    def prepare(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> PreparedClosure:
+        """A call of ``fn``, traced for workers; its variables are on the servers then."""
+        ensure_bridges()
+        fn = key.unwrap(fn)
+        nest = (tuple(args), dict(kwargs or {}), key.lifted_cells(fn))
+        if open_modules(nest[:2])[1] is not None:
+            raise UnsupportedError(
+                "An nnx module is an argument of a function for workers, which could not update it. Pass the module's state as "
+                "arrays (nnx.split), or keep it in variables made in strategy.scope()."
+            )
+        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
+        programs = self._cache.programs_of(fn)
+        described, arrays, sources = _describe(leaves, programs)
+        signature = (tree, tuple(described), _pattern(sources), jax_state())
+        traced = programs.get(signature)
+        if traced is None:
+            traced = self._traced(fn, tree, described, sources)
+            programs.put(signature, described, traced)
+            self._cache.report_trace(fn, described)
+        return PreparedClosure(traced, arrays, traced.sources_of(sources))
+
+    def _traced(
+        self, fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], sources: Sequence[PerWorkerInput]
+    ) -> TracedFunction:
+        avals = [leaf.aval() for leaf in described if leaf.kind != "static"]
+
+        def call(tracers: list[Any], elements: Elements) -> Any:
+            arrays, inputs = iter(tracers), iter(sources)
+
+            def thawed(leaf: Leaf) -> Any:
+                if leaf.kind != "static":
+                    return next(arrays)
+                if not _is_of_source(leaf):
+                    return leaf.thaw()
+                source = next(inputs)
+                return source if source.is_iterator else elements.take(source)
+
+            nest = jax.tree_util.tree_unflatten(tree, [thawed(leaf) for leaf in described])
+            args, kwargs, cells = nest
+            with context.Scope(self._strategy), taking_from(elements):
+                return key.with_cells(fn, cells)(*args, **kwargs)
+
+        name = key.name_of(fn)
+        slot_of = self._strategy.slots.slot_of
+        return TracedFunction(
+            name,
+            self._session,
+            lambda shapes: place_closure(call, avals, name, self._session, slot_of, shapes),
+            sources,
+        )
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return is_variable(leaf) or isinstance(leaf, PerWorkerInput)
+
+
+def _is_of_source(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, tuple) and leaf.value[0] is PerWorkerInput
+
+
+def _describe(
+    leaves: Sequence[Any], programs: FunctionPrograms
+) -> tuple[list[Leaf], list[np.ndarray], list[PerWorkerInput]]:
+    """What each leaf of the arguments is; the arrays; and what each worker has its own of."""
+    described: list[Leaf] = []
+    arrays: list[np.ndarray] = []
+    sources: list[PerWorkerInput] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, PerWorkerInput):
+            described.append(Leaf("static", value=(PerWorkerInput, leaf.described)))
+            sources.append(leaf)
+        elif key.is_array(leaf):
+            described.append(array_leaf(leaf))
+            arrays.append(np.asarray(leaf, described[-1].dtype))
+        elif type(leaf) is float and programs.is_varying(position, leaf):
+            described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
+            arrays.append(np.asarray(leaf, jnp.result_type(float)))
+        else:
+            described.append(static_leaf(leaf))
+    return described, arrays, sources
+
+
+def _pattern(sources: Sequence[PerWorkerInput]) -> tuple[int, ...]:
+    """Which of them are the same one."""
+    return tuple(sources.index(source) for source in sources)
+
+
+@final
+class RemoteRunner:
+    """``Strategy.run`` with parameter servers: a part of the function for workers that is being traced.
+
+    Anywhere else the function is run in this process, on the servers' variables.
+    """
+
+    def __init__(self, strategy: Any, run_here: Callable[..., Any]):
+        self._strategy, self._run_here = strategy, run_here
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
+    ) -> Any:
+        """Runs ``fn`` once per replica; see ``Strategy.run``."""
+        del options
+        capture = current_capture()
+        if capture is None:
+            _say_it_runs_here(key.name_of(fn))
+            return self._run_here(lambda: self.run_inline(fn, args, kwargs))
+        if context.in_replica_function() or not isinstance(capture.observer, Events):
+            raise CrossReplicaContextError(
+                "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do that work in the "
+                "replica function, or after run."
+            )
+        return self.run_inline(fn, args, kwargs)
+
+    def run_inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls ``fn`` in replica context, in the function that is being traced."""
+        replica = ReplicaContext(self._strategy, None, OneReplica())
+        with context.replica_context(self._strategy, replica):
+            return key.unwrap(fn)(*args, **kwargs)
+
+    def owned(self, array: Any) -> Any:
+        """Remembers nothing: arguments of workers are copies."""
+        return array
+
+
+@functools.cache
+def _say_it_runs_here(name: str) -> None:
+    log.warning(
+        "strategy.run of %s was called outside of a scheduled function: it runs in this process, the coordinator. To run it "
+        "on the workers give a function that calls it to ClusterCoordinator.schedule.",
+        name,
+    )
