@@ -109,12 +109,14 @@ class Lookup:
       variable: Number of the table among the program's variables, of which only these rows travel.
       blob: A computation of the ids, of any shape, whose operands are ``inputs``.
       num_ids: How many ids that gives: the unique ones are padded to as many.
+      num_rows: Of the table.
     """
 
     variable: int
     blob: bytes
     inputs: tuple[Input, ...]
     num_ids: int
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class WorkerProgram:
                 for p in described["pushes"]
             ),
             tuple(
-                Lookup(x["variable"], b, _inputs(x["inputs"]), x["num_ids"])
+                Lookup(x["variable"], b, _inputs(x["inputs"]), x["num_ids"], x["num_rows"])
                 for x, b in zip(described["lookups"], of_lookups, strict=True)
             ),
             tuple(described["element_counts"]),

@@ -1,0 +1,79 @@
+"""A computation that came as StableHLO, made ready to run on this task's devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax import export
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.programs import WorkerProgram
+
+
+@final
+class Executable:
+    """A computation of flat arrays. It is compiled when it is called first.
+
+    Attributes:
+      compile_s: How long the first call took, seconds; 0 before it.
+    """
+
+    def __init__(self, blob: bytes, num_replicas: int = 1):
+        exported = export.deserialize(bytearray(blob))
+        self.compile_s = 0.0
+        self._call = jax.jit(exported.call)
+        self._shardings = _shardings(exported, num_replicas) if num_replicas > 1 else None
+
+    def __call__(self, inputs: Sequence[Any]) -> list[jax.Array]:
+        """The results; they may be computed yet, when this returns."""
+        if self._shardings is not None:
+            inputs = jax.device_put(list(inputs), self._shardings)
+        if self.compile_s:
+            return jax.tree.leaves(self._call(*inputs))
+        start = time.perf_counter()
+        results = jax.tree.leaves(self._call(*inputs))
+        self.compile_s = time.perf_counter() - start
+        return results
+
+
+def _shardings(exported: export.Exported, num_replicas: int) -> list[Any]:
+    devices = jax.local_devices()
+    if len(devices) < num_replicas:
+        raise InvalidArgumentError(
+            f"The program is for {num_replicas} replicas, and this task has {len(devices)} devices. Start its server with "
+            "as many devices as the others have."
+        )
+    mesh = jax.sharding.Mesh(np.array(devices[:num_replicas]), ("replica",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return [sharding or whole for sharding in exported.in_shardings_jax(mesh)]
+
+
+@final
+class LoadedProgram:
+    """A WorkerProgram with its computations ready to run.
+
+    Attributes:
+      program: What came.
+      whole: The pieces of all variables that the computation takes whole.
+      whole_first: Of those that the lookups' ids are computed from.
+    """
+
+    def __init__(self, program: WorkerProgram):
+        self.program = program
+        self.main = Executable(program.blob, program.num_replicas)
+        self.ids = [Executable(lookup.blob) for lookup in program.lookups]
+        self.whole = _pieces(program, program.inputs)
+        self.whole_first = _pieces(program, [i for lookup in program.lookups for i in lookup.inputs])
+
+    @property
+    def compile_s(self) -> float:
+        return self.main.compile_s + sum(ids.compile_s for ids in self.ids)
+
+
+def _pieces(program: WorkerProgram, inputs: Sequence[Any]) -> list[Any]:
+    numbers = dict.fromkeys(each.index for each in inputs if each.kind == "variable")
+    return [piece for number in numbers for piece in program.variables[number]]

@@ -1,0 +1,413 @@
+"""A client's connections to all parameter servers: one stream to each, used in parallel."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, Self, TypeVar, final
+
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.errors import UnavailableError, UnknownProgramError, described, of_answer
+from replicax._src.ps.lookups import RowsWanted
+from replicax._src.ps.messages import Message
+from replicax._src.ps.programs import Piece, UpdateProgram
+from replicax._src.ps.steps import Answered, Ask, Closure, answered_of, row_asks, rows_of
+
+_Item = TypeVar("_Item")
+
+_PAUSES_S: Final = (0.0, 0.2, 1.0)
+"""Before each time that a broken stream is opened again."""
+
+
+class PsLink(Protocol):
+    """A stream of messages to one parameter server, as ``transport.Link``.
+
+    A dead peer raises UnavailableError, within the timeout, and the link is of no more use then.
+    """
+
+    def send(self, message: Message) -> None: ...
+    def receive(self, timeout_s: float) -> Message: ...
+    def close(self) -> None: ...
+
+
+class PsClient(Protocol):
+    """What opens links to one parameter server, as ``transport.TaskClient``."""
+
+    def open(self) -> PsLink: ...
+    def close(self) -> None: ...
+
+
+class Answering(Protocol):
+    """What answers messages in this process: a ``Store``."""
+
+    def answer(self, message: Message) -> Message: ...
+
+
+@dataclass(frozen=True)
+class NewPiece:
+    """A piece that is to be made.
+
+    Attributes:
+      initial: Its value, or a program without state and operands that gives it, so that nothing of it travels.
+    """
+
+    piece: Piece
+    shape: tuple[int, ...]
+    dtype: Any
+    initial: np.ndarray | UpdateProgram
+
+
+@final
+class PsLinks:
+    """Connections to all parameter servers. They are opened at first use, and again after they broke.
+
+    May be used from several threads, but what a step gives is only valid until the next one: who keeps what it pulled
+    has links of its own.
+
+    Args:
+      clients: One for each parameter server, in order.
+      incarnation: Of the coordinator for which all is done.
+      timeout_s: How long a call may take altogether, with all that is tried again.
+    """
+
+    def __init__(self, clients: Sequence[PsClient], incarnation: Any, timeout_s: float = 60.0):
+        self._servers = [_Server(f"ps {i}", client) for i, client in enumerate(clients)]
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def of_stores(cls, stores: Sequence[Answering], incarnation: Any) -> Self:
+        """Links to stores of this process."""
+        return cls([StoreClient(store, f"ps {i}") for i, store in enumerate(stores)], incarnation)
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._servers)
+
+    @property
+    def incarnation(self) -> Any:
+        return self._incarnation
+
+    def create(self, pieces: Sequence[NewPiece], if_absent: bool = False) -> None:
+        """Makes pieces, each on its parameter server.
+
+        Args:
+          if_absent: One that is there already, of the same shape and dtype, stays as it is.
+
+        Raises:
+          InvalidArgumentError: One is there already.
+          UnavailableError: A parameter server is not there.
+        """
+        programs = [(new.piece.ps, new.initial) for new in pieces if isinstance(new.initial, UpdateProgram)]
+        for ps, program in programs:
+            self.add_program(ps, program)
+            self._send_programs(ps, [program.digest])
+        messages = {}
+        for ps, ours in _by_ps((new.piece.ps, new) for new in pieces).items():
+            described = [_described_piece(new) for new in ours]
+            arrays = [new.initial for new in ours if isinstance(new.initial, np.ndarray)]
+            fields = {"pieces": described, "if_absent": if_absent}
+            messages[ps] = self._message("create", fields, arrays)
+        self._all(messages, may_repeat=if_absent)
+
+    def add_program(self, ps: int, program: UpdateProgram) -> str:
+        """Keeps a program for parameter server ``ps``; it is sent before it is needed. Returns its digest."""
+        digest = program.digest
+        self._servers[ps].programs[digest] = program
+        return digest
+
+    def step(self, closure: Closure | None, low: int, asks: Mapping[int, Ask]) -> dict[int, Answered]:
+        """Applies and reads on several parameter servers at once: each does its part as one.
+
+        Args:
+          closure: What is applied is applied once for it. Without it a stream that breaks is not tried again.
+          low: All closures of that incarnation with lower numbers have ended.
+          asks: By the number of the parameter server.
+
+        Raises:
+          UnavailableError: A parameter server is not there; others may have applied their part.
+          UnknownProgramError: A server does not have a program that was not given to ``add_program`` here.
+        """
+        messages = {}
+        for ps, ask in asks.items():
+            server = self._servers[ps]
+            if ask.program in server.programs and ask.program not in server.sent:
+                self._send_programs(ps, [ask.program])
+            messages[ps] = self._step_message(closure, low, ask)
+        may_repeat = closure is not None or all(ask.program is None for ask in asks.values())
+        answers = self._exchange(messages, may_repeat)
+        forgotten = {
+            ps: answer.digest
+            for ps, answer in answers.items()
+            if isinstance(answer, UnknownProgramError) and answer.digest in self._servers[ps].programs
+        }
+        if forgotten:  # the server was started anew since: nothing of the message has happened there
+            for ps, digest in forgotten.items():
+                self._send_programs(ps, [digest])
+            answers |= self._exchange({ps: messages[ps] for ps in forgotten}, may_repeat)
+        return {ps: answered_of(asks[ps], _checked(answer)) for ps, answer in answers.items()}
+
+    def read(self, variables: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
+        """The whole values of variables, each given as its pieces in the order of their rows; copies.
+
+        All pieces on one server are read as one; several servers are read at about the same time.
+        """
+        pieces = [piece for pieces in variables for piece in pieces]
+        keys = _by_ps((piece.ps, piece.key) for piece in pieces)
+        asks = {ps: Ask(pull=[(key, None) for key in dict.fromkeys(ours)]) for ps, ours in keys.items()}
+        with self._held(keys):  # until they are copied
+            answers = self.step(None, 0, asks)
+            return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
+
+    def read_rows(self, pieces: Sequence[Piece], ids: np.ndarray, num_rows: int) -> np.ndarray:
+        """The rows of a variable at ``ids`` [n], all of which it must have; a copy."""
+        wanted = RowsWanted.of(ids, pieces, num_rows)
+        if not wanted.has_all:
+            raise InvalidArgumentError(
+                f"Got row numbers from {np.min(ids)} to {np.max(ids)} of a table of {num_rows} rows. They start at 0."
+            )
+        with self._held({ps for ps, _, _ in wanted.parts}):
+            answers = self.step(None, 0, row_asks([wanted]))
+            (rows,) = rows_of([wanted], answers)
+            return rows[wanted.positions]
+
+    def assign(self, values: Sequence[tuple[Sequence[Piece], np.ndarray]]) -> None:
+        """Replaces the values of variables, each given as its pieces."""
+        parts = [(p.ps, (p.key, part_of(value, p.rows))) for pieces, value in values for p in pieces]
+        self._all(
+            {
+                ps: self._message("assign", {"keys": [key for key, _ in ours]}, [part for _, part in ours])
+                for ps, ours in _by_ps(parts).items()
+            },
+            may_repeat=True,
+        )
+
+    def drop(self, pieces: Sequence[Piece]) -> None:
+        """Frees pieces."""
+        keys = _by_ps((piece.ps, piece.key) for piece in pieces)
+        self._all({ps: self._message("drop", {"keys": ours}) for ps, ours in keys.items()}, may_repeat=True)
+
+    def close(self) -> None:
+        """Closes all streams; what waits for an answer on one raises UnavailableError."""
+        for server in self._servers:
+            server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """For each parameter server how many messages were sent, and how often its stream was opened."""
+        return {
+            server.name: {"num_messages": server.num_messages, "num_opened": server.num_opened}
+            for server in self._servers
+        }
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def _message(self, op: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Message:
+        return Message({"op": op, "incarnation": self._incarnation, **fields}, arrays)
+
+    def _step_message(self, closure: Closure | None, low: int, ask: Ask) -> Message:
+        fields = {
+            "closure": None if closure is None else list(closure),
+            "low": low,
+            "program": ask.program,
+            "pull": [[key, version] for key, version in ask.pull],
+            "rows": [key for key, _ in ask.rows],
+            "used": list(ask.used),
+        }
+        return self._message("step", fields, [*ask.operands, *(numbers for _, numbers in ask.rows)])
+
+    def _send_programs(self, ps: int, digests: Iterable[str]) -> None:
+        server = self._servers[ps]
+        for digest in digests:
+            program = server.programs[digest]
+            fields = {"digest": digest, "described": program.described()}
+            blob = np.frombuffer(program.blob, np.uint8)
+            self._all({ps: self._message("program", fields, [blob])}, may_repeat=True)
+            server.sent.add(digest)
+
+    def _all(self, messages: Mapping[int, Message], may_repeat: bool) -> dict[int, Message]:
+        return {ps: _checked(answer) for ps, answer in self._exchange(messages, may_repeat).items()}
+
+    def _exchange(self, messages: Mapping[int, Message], may_repeat: bool) -> dict[int, Message | Exception]:
+        """Sends all, then takes all answers, so that no stream is left with one that nobody waits for."""
+        deadline = time.monotonic() + self._timeout_s
+        with self._held(messages):
+            for ps, message in messages.items():
+                self._servers[ps].begin(message)
+            return {
+                ps: self._servers[ps].end(message, deadline, may_repeat) for ps, message in messages.items()
+            }
+
+    @contextlib.contextmanager
+    def _held(self, servers: Iterable[int]):
+        with contextlib.ExitStack() as held:
+            for ps in sorted(servers):  # the same order in all threads
+                held.enter_context(self._servers[ps].lock)
+            yield
+
+
+class _Server:
+    """The stream to one parameter server, and what it has been sent. Used under its lock.
+
+    Attributes:
+      programs: By digest, what may be sent to it.
+      sent: Digests of those that were sent.
+    """
+
+    def __init__(self, name: str, client: PsClient):
+        self.name = name
+        self.lock = threading.RLock()
+        self.programs: dict[str, UpdateProgram] = {}
+        self.sent: set[str] = set()
+        self.num_messages = self.num_opened = 0
+        self._client = client
+        self._link: PsLink | None = None
+        self._broken: UnavailableError | None = None
+        self._is_closed = False
+
+    def begin(self, message: Message) -> None:
+        self._broken = None
+        try:
+            self._send(message)
+        except UnavailableError as error:
+            self._give_up_link(error)
+
+    def end(self, message: Message, deadline: float, may_repeat: bool) -> Message | Exception:
+        """The answer to the message that was begun, or the error that it tells of."""
+        pauses = iter(_PAUSES_S if may_repeat else ())
+        while True:
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                assert self._link is not None
+                return self._link.receive(max(deadline - time.monotonic(), 0.0))
+            except UnavailableError as error:
+                self._give_up_link(error)
+                pause = next(pauses, None)
+                if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
+                    return self._named(error)
+                time.sleep(pause)
+                self.begin(message)
+            except Exception as error:  # what the answer says: the stream goes on
+                return error
+
+    def close(self) -> None:
+        self._is_closed = True
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        self._client.close()
+
+    def _send(self, message: Message) -> None:
+        if self._is_closed:
+            raise UnavailableError(f"The links to {self.name} have been closed.", self.name)
+        if self._link is None:
+            self._link = self._client.open()
+            self.num_opened += 1
+        self._link.send(message)
+        self.num_messages += 1
+
+    def _give_up_link(self, error: UnavailableError) -> None:
+        self._broken = error
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _named(self, error: UnavailableError) -> UnavailableError:
+        return error if error.task else UnavailableError(f"{self.name}: {error}", self.name)
+
+
+# --- in one process -----------------------------------------------------------------------------------
+
+
+@final
+class StoreClient:
+    """Opens links to a store of this process."""
+
+    def __init__(self, store: Answering, task: str):
+        self._store, self._task = store, task
+
+    def open(self) -> StoreLink:
+        return StoreLink(self._store, self._task)
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class StoreLink:
+    """A link to a store of this process. Errors come as they come from another one."""
+
+    def __init__(self, store: Answering, task: str):
+        self._store, self._task = store, task
+        self._answers: deque[Message | Exception] = deque()
+
+    def send(self, message: Message) -> None:
+        try:
+            self._answers.append(self._store.answer(message))
+        except Exception as error:
+            self._answers.append(of_answer(described(error), self._task))
+
+    def receive(self, timeout_s: float) -> Message:
+        del timeout_s
+        return _checked(self._answers.popleft())
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        self.send(message)
+        return self.receive(timeout_s)
+
+    def close(self) -> None:
+        self._answers.clear()
+
+
+# --- arrays -------------------------------------------------------------------------------------------
+
+
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The variable of which ``parts`` are the values of all pieces; a copy."""
+    return np.array(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+
+
+def part_of(value: np.ndarray, rows: tuple[int, int] | None) -> np.ndarray:
+    """The rows of a piece; C-contiguous."""
+    value = np.asarray(value, order="C")
+    return value if rows is None else value[rows[0] : rows[1]]
+
+
+def _described_piece(new: NewPiece) -> dict[str, Any]:
+    return {
+        "key": new.piece.key,
+        "shape": list(new.shape),
+        "dtype": str(np.dtype(new.dtype)),
+        "initial": new.initial.digest if isinstance(new.initial, UpdateProgram) else "array",
+    }
+
+
+def _value(answer: Answered, key: str) -> np.ndarray:
+    array = answer.values[key][1]
+    assert array is not None  # no version was known
+    return array
+
+
+def _checked(answer: Message | Exception) -> Message:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _by_ps(items: Iterable[tuple[int, _Item]]) -> dict[int, list[_Item]]:
+    groups: dict[int, list[_Item]] = {}
+    for ps, item in items:
+        groups.setdefault(ps, []).append(item)
+    return groups

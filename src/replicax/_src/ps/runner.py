@@ -1,0 +1,256 @@
+"""Runs what the coordinator traced: takes elements, pulls variables, computes, pushes. On workers, or in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+import jax
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.errors import UnknownProgramError
+from replicax._src.ps.executable import LoadedProgram
+from replicax._src.ps.links import PsLinks
+from replicax._src.ps.lookups import RowsWanted, gradient_operands
+from replicax._src.ps.programs import Input, Operand, Piece, Push, WorkerProgram, signature_of
+from replicax._src.ps.pulls import Pulls
+from replicax._src.ps.steps import Ask, Closure
+
+
+class LeafIterator(Protocol):
+    """What elements are taken from: ``resources.DatasetResource``."""
+
+    def next(self) -> Sequence[np.ndarray]:
+        """The leaves of the next element; after the last one it raises OutOfRangeError."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClosureCall:
+    """A closure that is to run.
+
+    Attributes:
+      closure: The incarnation of the coordinator, and the closure's number.
+      low: All closures with lower numbers have ended.
+      epoch: What was pulled in another one is pulled again.
+      programs: By the signature of the elements, the digest of the program for them.
+      arguments: The closure's arrays.
+      iterators: What it takes elements from.
+    """
+
+    closure: Closure
+    low: int
+    epoch: Any
+    programs: Mapping[str, str]
+    arguments: Sequence[np.ndarray] = ()
+    iterators: Sequence[LeafIterator] = ()
+
+
+@dataclass(frozen=True)
+class ClosureResult:
+    """What a closure gave.
+
+    Attributes:
+      results: Its arrays.
+      need: The signature of elements for which there is no program: they are held until the closure comes again.
+    """
+
+    results: Sequence[np.ndarray] = ()
+    need: str | None = None
+
+
+@dataclass
+class _Run:
+    """A closure on its way."""
+
+    call: ClosureCall
+    loaded: LoadedProgram
+    elements: Sequence[Sequence[Sequence[np.ndarray]]]
+    tables: list[RowsWanted] = field(default_factory=list)
+    rows: Sequence[np.ndarray] = ()
+
+
+@final
+class Runner:
+    """Runs closures, one after the other; used by one thread at a time.
+
+    What the next closure will probably need of the variables, what this one needed, comes with the answers to its
+    pushes. So a step is one round trip to each parameter server.
+
+    Args:
+      links: The runner's own: what it pulled is valid until their next message.
+      pulls_ahead: Whether it does that; not where closures are rare.
+    """
+
+    def __init__(self, links: PsLinks, pulls_ahead: bool = True):
+        self._links, self._pulls_ahead = links, pulls_ahead
+        self._pulls = Pulls(links)
+        self._programs: dict[str, LoadedProgram] = {}
+        self._constants: dict[str, Any] = {}
+        self._held: dict[Closure, Any] = {}
+        self._num_closures = 0
+
+    def add_program(self, program: WorkerProgram) -> str:
+        """Makes a program known; it is compiled when it is run first. Returns its digest."""
+        digest = program.digest
+        if digest not in self._programs:
+            self._programs[digest] = LoadedProgram(program)
+        return digest
+
+    def add_constant(self, name: str, array: np.ndarray) -> None:
+        """Puts a copy of an array that programs take on the device."""
+        self._constants[name] = jax.device_put(np.array(array))
+
+    def run(self, call: ClosureCall) -> ClosureResult:
+        """Runs a closure.
+
+        Raises:
+          UnknownProgramError: A program has to be given first. Nothing has happened, and elements that have been taken
+            are kept for this closure.
+          OutOfRangeError: A dataset has no more elements; nothing has been pushed.
+          UnavailableError: A parameter server is not there; others may have applied their part, and will not again.
+        """
+        run = self._taken(call)
+        if isinstance(run, str):
+            return ClosureResult(need=run)
+        try:
+            self._pulls.begin(call.epoch)
+            self._pull(run)
+            results = run.loaded.main(self._inputs(run, run.loaded.program.inputs))
+            self._push(run, results)
+        except UnknownProgramError:
+            self._held[call.closure] = run.elements
+            raise
+        self._num_closures += 1
+        return ClosureResult([np.asarray(array) for array in results[: run.loaded.program.num_results]])
+
+    def statistics(self) -> dict[str, Any]:
+        """How many closures ran, how long compiling took (s), how often variables had to be pulled before one."""
+        return {
+            "num_closures": self._num_closures,
+            "num_programs": len(self._programs),
+            "compile_s": sum(program.compile_s for program in self._programs.values()),
+            "num_pulls": self._pulls.num_pulls,
+            "num_held": len(self._held),
+        }
+
+    # --- elements -------------------------------------------------------------------------------------
+
+    def _taken(self, call: ClosureCall) -> _Run | str:
+        """The closure with its elements, or their signature, for which it has no program."""
+        loaded = [self._loaded(digest) for digest in call.programs.values()]
+        for closure in [each for each in self._held if each[1] < call.low or each[0] != call.closure[0]]:
+            del self._held[closure]  # it has ended, elsewhere
+        elements = self._held.pop(call.closure, None)
+        if elements is None:
+            counts = loaded[0].program.element_counts
+            pairs = zip(call.iterators, counts, strict=True)
+            elements = [[iterator.next() for _ in range(count)] for iterator, count in pairs]
+        leaves = [leaf for calls in elements for leaves in calls for leaf in leaves]
+        signature = signature_of([(leaf.shape, leaf.dtype) for leaf in leaves])
+        digest = call.programs.get(signature)
+        if digest is None:
+            self._held[call.closure] = elements
+            return signature
+        return _Run(call, self._checked(digest, elements), elements)
+
+    def _loaded(self, digest: str) -> LoadedProgram:
+        loaded = self._programs.get(digest)
+        if loaded is None:
+            raise UnknownProgramError(f"This task does not have the program {digest}: send it.", digest)
+        return loaded
+
+    def _checked(self, digest: str, elements: Sequence[Sequence[Any]]) -> LoadedProgram:
+        loaded = self._programs[digest]
+        counts = tuple(len(calls) for calls in elements)
+        if counts != loaded.program.element_counts:
+            raise InvalidArgumentError(
+                f"{loaded.program.name} takes {loaded.program.element_counts} elements of its iterators when they have "
+                f"these shapes, and {counts} otherwise. Call next(iterator) equally often for all shapes."
+            )
+        return loaded
+
+    # --- pulling --------------------------------------------------------------------------------------
+
+    def _pull(self, run: _Run) -> None:
+        loaded = run.loaded
+        if loaded.whole_first:
+            self._pulls.bring(loaded.whole_first, ())
+        program = loaded.program
+        for lookup, executable in zip(program.lookups, loaded.ids, strict=True):
+            (ids,) = executable(self._inputs(run, lookup.inputs))
+            pieces = program.variables[lookup.variable]
+            run.tables.append(RowsWanted.of(np.asarray(ids), pieces, lookup.num_rows))
+        run.rows = self._pulls.bring(loaded.whole, run.tables)
+
+    def _inputs(self, run: _Run, inputs: Sequence[Input]) -> list[Any]:
+        return [self._input(run, each) for each in inputs]
+
+    def _input(self, run: _Run, each: Input) -> Any:
+        match each.kind:
+            case "variable":
+                return self._pulls.value(run.loaded.program.variables[each.index])
+            case "element":
+                return run.elements[each.index][each.call][each.leaf]
+            case "argument":
+                return run.call.arguments[each.index]
+            case "constant":
+                return self._constant(each.name)
+            case "rows":
+                return run.rows[each.call]
+            case "positions":
+                return run.tables[each.call].positions
+
+    def _constant(self, name: str) -> Any:
+        if name not in self._constants:
+            raise UnknownProgramError(f"This task does not have the constant {name}: send it.", name)
+        return self._constants[name]
+
+    # --- pushing --------------------------------------------------------------------------------------
+
+    def _push(self, run: _Run, results: Sequence[jax.Array]) -> None:
+        program = run.loaded.program
+        asks = {push.ps: self._ask(run, push, results) for push in program.pushes}
+        jax.block_until_ready(results)  # what it computes from may be overwritten now
+        used = self._pulls.used(run.loaded.whole)
+        self._pulls.forget()
+        run.rows = ()
+        ahead: list[Piece] = []
+        if (
+            self._pulls_ahead and asks and not program.lookups
+        ):  # rows have to be asked for before the next one anyway
+            ahead = run.loaded.whole
+        pulls = self._pulls.asks_for(ahead, list(asks))
+        self._pulls.drop_views()
+        if not pulls:
+            return
+        call = run.call
+        self._pulls.take(
+            self._links.step(
+                call.closure,
+                call.low,
+                {
+                    ps: Ask(*asks.get(ps, (None, ())), pull=pull, used=used.get(ps, ()))
+                    for ps, pull in pulls.items()
+                },
+            )
+        )
+
+    def _ask(self, run: _Run, push: Push, results: Sequence[jax.Array]) -> tuple[str, list[np.ndarray]]:
+        return push.program, [
+            array for operand in push.operands for array in self._operand(run, push.ps, operand, results)
+        ]
+
+    def _operand(
+        self, run: _Run, ps: int, operand: Operand, results: Sequence[jax.Array]
+    ) -> Sequence[np.ndarray]:
+        array = np.asarray(results[operand.result])
+        if operand.lookup is None:
+            return [array if operand.rows is None else array[operand.rows[0] : operand.rows[1]]]
+        lookup = run.loaded.program.lookups[operand.lookup]
+        start, stop = operand.rows or (0, lookup.num_rows)
+        pieces = run.loaded.program.variables[lookup.variable]
+        (key,) = [piece.key for piece in pieces if piece.ps == ps and piece.rows in (None, (start, stop))]
+        return gradient_operands(run.tables[operand.lookup], array, key, stop - start)
