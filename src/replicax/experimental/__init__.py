@@ -8,6 +8,7 @@ from replicax._src.options import (
 )
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.multi_worker_mirrored import of_older_signature
+from replicax.experimental import partitioners
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = collective_hints
@@ -21,4 +22,5 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ValueContext",
+    "partitioners",
 ]

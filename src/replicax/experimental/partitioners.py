@@ -1,0 +1,10 @@
+"""How variables on parameter servers are cut into shards: ``rx.experimental.partitioners``."""
+
+from replicax._src.variables.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
