@@ -15,7 +15,7 @@ import keras
 from replicax._src import context, jax_compat
 from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import losses, models, replica_steps
+from replicax._src.keras import losses, models, replica_steps, servers
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
@@ -25,6 +25,7 @@ from replicax._src.program.capture import current_capture
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import is_local, slot_makers
 from replicax._src.values import variable_types
+from replicax._src.variables.server_placement import ServerPlacement
 
 _originals: list[tuple[type, str, Any]] = []
 
@@ -73,6 +74,18 @@ def install() -> None:
     variable_types.append(keras.Variable)
     trace_scopes.append(_scope)
     thread_states.append(carry_state)
+
+
+def install_servers() -> None:
+    """Makes Keras variables that are made in the scope of a strategy with parameter servers live there."""
+    install()
+    if any(name == "assign" for _, name, _ in _originals):
+        return
+    _replace(keras.Variable, "value", servers.wrapped_value)
+    _replace(keras.Variable, "assign", servers.wrapped_assign)
+    _replace(
+        keras.optimizers.Optimizer, "add_variable_from_reference", servers.wrapped_add_variable_from_reference
+    )
 
 
 def uninstall() -> None:
@@ -124,7 +137,12 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
     """Remembers the strategy in whose scope a variable is made."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+        session = servers.session_of_scope()
+        if session is not None:
+            install_servers()
+            servers.make(original, self, session, args, kwargs)
+        else:
+            original(self, *args, **kwargs)
         context.remember_owner(self)
         _take_leaders_value(self)
 
@@ -135,6 +153,12 @@ def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[...,
     """The first value of a variable of a model that was built while Keras traced it."""
 
     def _deferred_initialize(self: Any) -> None:
+        if servers.is_kept(self):
+            return
+        placement = getattr(context.owners.get(id(self)), "variable_placement", None)
+        if isinstance(placement, ServerPlacement):
+            servers.keep(self, placement.session)
+            return
         original(self)
         _take_leaders_value(self)
 
@@ -166,6 +190,8 @@ def _wrapped_get_current_value(original: Callable[..., Any]) -> Callable[..., An
         capture = current_capture()
         if value is None and capture is not None and not isinstance(self, keras_capture.CaptureScope):
             return keras_capture.read(capture, variable)
+        if value is None and capture is None:
+            return servers.stand_in(variable)
         return value
 
     return get_current_value

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax._src.keras import servers
+from replicax._src.placement.remote.events import Events
 from replicax._src.program.capture import Capture, current_capture
 
 Apply = Callable[..., Any]
@@ -18,6 +20,8 @@ def wrapped_apply(original: Apply) -> Apply:
         if capture is not None and capture.is_replica:
             variables = self._trainable_variables if trainable_variables is None else trainable_variables
             grads = aggregated(capture, grads, variables)
+        if capture is not None and isinstance(capture.observer, Events):
+            return servers.apply(original, self, grads, trainable_variables, capture.observer)
         return original(self, grads, trainable_variables)
 
     return apply

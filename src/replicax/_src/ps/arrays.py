@@ -137,6 +137,9 @@ class ServerArray:
         assert array.shape == self.shape
         self.holder.assign(self, array)
 
+    def __jax_array__(self) -> Any:
+        return self.read()
+
     def __repr__(self) -> str:
         where = ", ".join(f"ps {piece.ps}" for piece in self.pieces) or "nowhere yet"
         return f"ServerArray({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, on {where})"

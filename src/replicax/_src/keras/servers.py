@@ -1,0 +1,195 @@
+"""Keras variables on parameter servers: they are made there, read and assigned from here, and updated by optimizers.
+
+What such a variable keeps in place of its array is a ``ServerArray``. Installed when a strategy has parameter servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.keras.capture import accessor
+from replicax._src.placement.remote.events import Events, OptimizerCall
+from replicax._src.program.capture import replaced_capture
+from replicax._src.ps.arrays import ServerArray
+from replicax._src.ps.session import Session
+from replicax._src.variables.server_placement import ServerPlacement
+
+_references: dict[int, weakref.ref[Any]] = {}
+"""For slots of optimizers, by id, the variable that each belongs to."""
+
+
+def session_of_scope() -> Session | None:
+    """Where variables that are made now are kept, if that is on parameter servers."""
+    if not context.has_strategy():
+        return None
+    placement = context.strategy_for_new_variable().variable_placement
+    return placement.session if isinstance(placement, ServerPlacement) else None
+
+
+def make(
+    original: Callable[..., None], variable: Any, session: Session, args: Sequence[Any], kwargs: Any
+) -> None:
+    """``Variable.__init__``, without making an array here where there is an initializer."""
+    initializer = args[0] if args else kwargs.get("initializer")
+    if callable(initializer) or isinstance(initializer, str):
+        with keras.StatelessScope(initialize_variables=False):
+            original(variable, *args, **kwargs)
+    else:
+        original(variable, *args, **kwargs)
+    if not jax_compat.is_staging():
+        keep(variable, session)
+
+
+def keep(variable: Any, session: Session) -> None:
+    """Gives a variable an array on the servers for its value, or its initializer's."""
+    shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
+    initializer, value = variable._initializer, variable._value
+    held = None if value is None else np.asarray(value)
+
+    def initial() -> Any:
+        if held is not None:
+            return held
+        with jax_compat.outside_traces():
+            return initializer(shape, dtype=str(dtype))
+
+    array = ServerArray(session, variable.path, shape, dtype, initial)
+    reference = reference_of(variable)
+    if reference is not None and isinstance(reference._value, ServerArray):
+        array.beside = reference._value
+    accessor.set([variable], [session.add(array)])
+    variable._initializer = None
+
+
+def is_kept(variable: Any) -> bool:
+    """Whether a variable's value is on parameter servers."""
+    return isinstance(accessor.get([variable])[0], ServerArray)
+
+
+def reference_of(variable: Any) -> Any:
+    """The variable that a slot of an optimizer belongs to; None for what is no slot."""
+    found = _references.get(id(variable))
+    return None if found is None else found()
+
+
+def wrapped_add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remembers whose slot a variable of an optimizer is."""
+
+    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(self, reference_variable, *args, **kwargs)
+        if isinstance(reference_variable, keras.Variable):
+            _references[id(slot)] = weakref.ref(reference_variable)
+            weakref.finalize(slot, _references.pop, id(slot), None)
+            (stored,), (of_reference,) = accessor.get([slot]), accessor.get([reference_variable])
+            if isinstance(stored, ServerArray) and isinstance(of_reference, ServerArray):
+                stored.beside = of_reference
+        return slot
+
+    return add_variable_from_reference
+
+
+def wrapped_value(original: property) -> property:
+    """``Variable.value``, read from the servers."""
+    read = original.fget
+    assert read is not None
+
+    def value(self: Any) -> Any:
+        found = read(self)
+        return found.read() if isinstance(found, ServerArray) else found
+
+    return property(value)
+
+
+def wrapped_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Variable.assign``, which outside of traced functions writes to the servers."""
+
+    def assign(self: Any, value: Any) -> Any:
+        (stored,) = accessor.get([self])
+        result = original(self, value)
+        if isinstance(stored, ServerArray):
+            (assigned,) = accessor.get([self])
+            if assigned is not stored:
+                accessor.set([self], [stored])
+                stored.assign(assigned)
+        return result
+
+    return assign
+
+
+def stand_in(variable: Any) -> Any:
+    """What Keras sees of a variable while it only asks for shapes; None if it is none of ours, or asks for more."""
+    if jax_compat.is_staging() and is_kept(variable):
+        return jnp.zeros(variable.shape, variable.dtype)
+    return None
+
+
+# --- optimizers ---------------------------------------------------------------------------------------
+
+
+def apply(
+    original: Callable[..., Any],
+    optimizer: Any,
+    gradients: Sequence[Any],
+    trainable_variables: Any,
+    events: Events,
+) -> Any:
+    """``Optimizer.apply`` in a function for workers: the servers will do it, with the gradients of its variables."""
+    variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+    present = [(g, v) for g, v in zip(gradients, variables, strict=False) if g is not None]
+    updated = [v for _, v in present]
+    state = list(optimizer.variables)
+
+    def trace(shape_of: Callable[[Any], tuple[int, ...]]) -> tuple[Any, list[Any]]:
+        return _trace_update(original, optimizer, updated, state, shape_of)
+
+    call = OptimizerCall(updated, state, reference_of, trace, f"{type(optimizer).__name__} {optimizer.name!r}")
+    with events.applying(call, [jnp.asarray(g) for g, _ in present]):
+        return original(optimizer, gradients, trainable_variables)
+
+
+def _trace_update(
+    original: Callable[..., Any],
+    optimizer: Any,
+    variables: Sequence[Any],
+    state: Sequence[Any],
+    shape_of: Callable[[Any], tuple[int, ...]],
+) -> tuple[Any, list[Any]]:
+    every = [*state, *variables]
+    avals = [_aval(v, shape_of) for v in [*state, *variables, *variables]]
+
+    def update(*args: Any) -> list[Any]:
+        gradients = args[len(state) : len(every)]
+        values = [*args[: len(state)], *args[len(every) :]]
+        with replaced_capture(None), _of_shapes(every, shape_of):
+            with keras.StatelessScope(state_mapping=list(zip(every, values, strict=True))) as scope:
+                original(optimizer, list(gradients), list(variables))
+            return [scope.get_current_value(v) for v in [*variables, *state]]
+
+    return jax_compat.trace(update, avals)
+
+
+def _aval(variable: Any, shape_of: Callable[[Any], tuple[int, ...]]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape_of(variable), jnp.dtype(variable.dtype))
+
+
+@contextlib.contextmanager
+def _of_shapes(variables: Sequence[Any], shape_of: Callable[[Any], tuple[int, ...]]) -> Iterator[None]:
+    """Inside, variables say that they have the shape of a shard: optimizers ask for it."""
+    shapes = [(variable, tuple(variable.shape)) for variable in variables]
+    try:
+        for variable, shape in shapes:
+            if shape_of(variable) != shape:
+                variable._shape = shape_of(variable)
+        yield
+    finally:
+        for variable, shape in shapes:
+            if tuple(variable.shape) != shape:
+                variable._shape = shape
