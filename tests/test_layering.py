@@ -39,6 +39,7 @@ LAYERS = {
     "variables/partitioners": 1,
     "coordinator/closures": 1,
     "ps/messages": 1,
+    "ps/window": 1,
     "jax_compat": 2,
     "topology": 2,
     "cluster/failures": 1,

@@ -1,0 +1,187 @@
+"""What is asked of a parameter server, read from headers. What is not as it has to be is a MessageError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.errors import MessageError
+from replicax._src.ps.held_values import Spec
+from replicax._src.ps.programs import UpdateProgram
+
+Version = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Closure:
+    """A closure: its number, and whose."""
+
+    incarnation: str
+    number: int
+
+
+@dataclass(frozen=True)
+class NewPiece:
+    """A piece to be made.
+
+    Attributes:
+      key: Its name.
+      spec: Shape and dtype.
+      initial: "array", or the digest of the program that makes the value.
+      value: The value, or None.
+    """
+
+    key: str
+    spec: Spec
+    initial: str
+    value: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """An update and a reading, as one.
+
+    Attributes:
+      closure: That pushes; None: not one that could come twice.
+      low: All its closures below have ended.
+      program: Digest; None: only reading.
+      pull: Keys, and the versions that are known.
+      rows: Keys of pieces of which rows are read.
+      used: Keys, and the versions that the closure has computed with; if not said, those of ``pull``.
+    """
+
+    closure: Closure | None
+    low: int
+    program: str | None
+    pull: list[tuple[str, Version | None]]
+    rows: list[str]
+    used: list[tuple[str, Version | None]]
+    operands: Sequence[np.ndarray]
+    row_numbers: Sequence[np.ndarray]
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Self:
+        """The step that a message asks for."""
+        rows = keys_of(header, "rows", [])
+        num_operands = len(arrays) - len(rows)
+        operands, row_numbers = arrays[: max(0, num_operands)], arrays[max(0, num_operands) :]
+        program = field_of(header, "program", str, None)
+        if num_operands < 0 or (program is None and num_operands > 0):
+            raise MessageError(
+                f"A step with {len(arrays)} arrays reads rows of {len(rows)} pieces and has "
+                f"{'no' if program is None else 'a'} program. Send its operands, then row numbers for each of `rows`."
+            )
+        for numbers in row_numbers:
+            if numbers.dtype != np.int32 or numbers.ndim != 1:
+                raise InvalidArgumentError(
+                    f"Row numbers are int32[n], got {numbers.dtype.name}{list(numbers.shape)}."
+                )
+        pull = _known_versions(header, "pull")
+        used = _known_versions(header, "used") if header.get("used") is not None else pull
+        low = field_of(header, "low", int, None) or 0
+        return cls(_closure(header), low, program, pull, rows, used, operands, row_numbers)
+
+
+def new_pieces(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> list[NewPiece]:
+    """The pieces that a message asks for, with their values in order."""
+    described = field_of(header, "pieces", list)
+    given = list(reversed(arrays))
+    num_given = sum(field_of(piece, "initial", str) == "array" for piece in described)
+    if num_given != len(arrays):
+        raise MessageError(
+            f"{num_given} pieces are to be made of arrays, and {len(arrays)} came. Send one for each, in order."
+        )
+    pieces = [_new_piece(piece, given) for piece in described]
+    if len({piece.key for piece in pieces}) != len(pieces):
+        raise InvalidArgumentError(
+            f"Pieces {[piece.key for piece in pieces]} repeat. Give each a key of its own."
+        )
+    return pieces
+
+
+def program_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> UpdateProgram:
+    """The program that a message brings."""
+    described, digest = header.get("described"), field_of(header, "digest", str)
+    match described:
+        case {"state": [*state], "written": [*written]} if len(arrays) == 1:
+            pass
+        case _:
+            raise MessageError(
+                f'A program has "described", of "state" and "written", and one array; got {described!r:.100} and '
+                f"{len(arrays)} arrays."
+            )
+    if not all(isinstance(key, str) for key in state) or not all(type(at) is int for at in written):
+        raise MessageError(
+            f"A program's state is keys, and written positions in these; got {described!r:.100}."
+        )
+    program = UpdateProgram.of(described, arrays[0].tobytes())
+    if program.digest != digest:
+        raise InvalidArgumentError(
+            f"The program that was sent as {digest} is {program.digest}. Send it with its own digest."
+        )
+    return program
+
+
+def field_of(header: Any, name: str, kind: Any, *default: Any) -> Any:
+    """A field of a header, of the right type. A default, if there is one, is for a field that is null or absent."""
+    value = header.get(name) if isinstance(header, Mapping) else None
+    if value is None and default:
+        return default[0]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise MessageError(f'A message has to have "{name}", of type {kind.__name__}; got {value!r:.100}.')
+    return value
+
+
+def keys_of(header: Mapping[str, Any], name: str, *default: Any) -> list[str]:
+    """A field of a header that is a list of keys of pieces."""
+    keys = field_of(header, name, list, *default)
+    if not all(isinstance(key, str) for key in keys):
+        raise MessageError(f'"{name}" is a list of keys, got {keys!r:.100}.')
+    return keys
+
+
+def _new_piece(described: Mapping[str, Any], given: list[np.ndarray]) -> NewPiece:
+    key, initial = field_of(described, "key", str), field_of(described, "initial", str)
+    shape = tuple(field_of(described, "shape", list))
+    name = field_of(described, "dtype", str)
+    try:
+        dtype = np.dtype(jnp.dtype(name))
+    except TypeError:
+        raise InvalidArgumentError(f'Piece "{key}" cannot have the dtype {name}: JAX has none.') from None
+    value = given.pop() if initial == "array" else None
+    if value is not None and (value.shape, value.dtype) != (shape, dtype):
+        raise InvalidArgumentError(
+            f'Piece "{key}" is to be {dtype.name}{list(shape)}, and the value that came is '
+            f"{value.dtype.name}{list(value.shape)}. Send a value of that shape and dtype."
+        )
+    return NewPiece(key, (shape, dtype), initial, value)
+
+
+def _closure(header: Mapping[str, Any]) -> Closure | None:
+    given = field_of(header, "closure", list, None)
+    if given is None:
+        return None
+    if len(given) != 2 or not isinstance(given[0], str) or type(given[1]) is not int or given[1] < 0:
+        raise MessageError(f"A closure is [incarnation, number ≥ 0], got {given!r:.100}.")
+    return Closure(given[0], given[1])
+
+
+def _known_versions(header: Mapping[str, Any], name: str) -> list[tuple[str, Version | None]]:
+    pairs = field_of(header, name, list, [])
+    known: list[tuple[str, Version | None]] = []
+    for pair in pairs:
+        match pair:
+            case [str(key), None]:
+                known.append((key, None))
+            case [str(key), [str(instance), int(number)]]:
+                known.append((key, (instance, number)))
+            case _:
+                raise MessageError(
+                    f'"{name}" is a list of [key, [instance, number] or null], got {pair!r:.100}.'
+                )
+    return known

@@ -1,0 +1,435 @@
+"""``Store``: the pieces of variables that one parameter server holds, and what closures do to them. No transport."""
+
+from __future__ import annotations
+
+import math
+import threading
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
+from replicax._src.ps.held_values import Spec, copied, is_overwritten, overwritten
+from replicax._src.ps.messages import Message
+from replicax._src.ps.requests import Closure, NewPiece, Step, field_of, keys_of, new_pieces, program_of
+from replicax._src.ps.store_statistics import StoreStatistics
+from replicax._src.ps.updates import CompiledUpdate
+from replicax._src.ps.window import Window
+
+MAX_COPIED_BYTES: Final = 4_000_000
+MAX_WINDOWS: Final = 1024
+_MAX_PAST_INCARNATIONS: Final = 64
+
+
+@dataclass(slots=True)
+class HeldPiece:
+    """A piece of a variable, here.
+
+    Attributes:
+      key: Its name.
+      spec: Shape and dtype.
+      value: None when it was lost in an update that failed.
+      number: Of its version; it grows with every change, and is not used again for this key.
+    """
+
+    key: str
+    spec: Spec
+    value: jax.Array | None
+    number: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the value."""
+        shape, dtype = self.spec
+        return math.prod(shape) * dtype.itemsize
+
+    def held(self) -> jax.Array:
+        """The value. Raises RuntimeError if it is lost."""
+        if self.value is None:
+            raise RuntimeError(
+                f'The value of piece "{self.key}" was lost: an update ran out of memory while it was written in place. '
+                "Assign it, or start the server anew from a snapshot."
+            )
+        return self.value
+
+    def view(self) -> np.ndarray:
+        """The value without a copy. While it is alive an update needs memory for another value: keep it briefly."""
+        return np.asarray(self.held())
+
+
+@final
+class Store:
+    """Pieces, programs that update them, and which closures have done so. All methods may be called from any thread.
+
+    One lock is held while an update runs and while views are taken, so that nobody sees half of an update; arrays of
+    an answer that are large are views, to be sent outside of the lock and let go then.
+
+    Args:
+      device: Where values are held and updates run; a CPU if not given.
+
+    Attributes:
+      instance: Random; versions of another store, one that ran before at the same address say, are no versions here.
+    """
+
+    def __init__(self, device: Any = None):
+        self.instance = uuid.uuid4().hex
+        self.device = jax.local_devices(backend="cpu")[0] if device is None else device
+        self._lock = threading.Lock()
+        self._compile_lock = threading.Lock()
+        self._incarnation: str | None = None
+        self._taken_over: deque[str] = deque(maxlen=_MAX_PAST_INCARNATIONS)
+        self._left: str | None = None
+        self._highest_number = 0
+        self._clear()
+        self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
+            "create": self._create,
+            "program": self._program,
+            "step": self._step,
+            "assign": self._assign,
+            "drop": self._drop,
+        }
+
+    def answer(self, message: Message) -> Message:
+        """Does what is asked. Its arrays are not needed afterwards; the answer's may be views, to be kept briefly.
+
+        Raises:
+          StaleCoordinatorError: The incarnation has been followed by another one, or has left.
+          UnavailableError: There is no incarnation, and never was this one: the server has started anew.
+          UnknownProgramError: The program is to be sent again; nothing has happened.
+          InvalidArgumentError: Something does not fit; nothing has happened.
+          MessageError: The header is not one of these operations.
+        """
+        op = field_of(message.header, "op", str)
+        if op not in self._operations:
+            raise MessageError(
+                f'A parameter server has no operation "{op}"; it has {", ".join(self._operations)}.'
+            )
+        return self._operations[op](message.header, message.arrays)
+
+    def hello(self, incarnation: str) -> None:
+        """A coordinator says that it is there. What another one made is dropped.
+
+        Raises:
+          StaleCoordinatorError: Another one has taken over from it since.
+        """
+        with self._lock:
+            if incarnation == self._incarnation:
+                return
+            if incarnation in self._taken_over:
+                raise _stale(incarnation, self._incarnation)
+            if self._incarnation is not None:
+                self._taken_over.append(self._incarnation)
+            self._incarnation = incarnation
+            self._clear()
+
+    def leave(self, incarnation: str) -> None:
+        """A coordinator ends its session: all that it made is dropped. It may say hello again."""
+        with self._lock:
+            self._check_incarnation(incarnation)
+            self._incarnation, self._left = None, incarnation
+            self._clear()
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts, as JSON: see ``StoreStatistics``; and ``pieces``, ``bytes``, ``programs`` that are held now."""
+        with self._lock:
+            held = {
+                "pieces": len(self._pieces),
+                "bytes": sum(piece.num_bytes for piece in self._pieces.values()),
+                "programs": len(self._programs),
+            }
+            return {**held, **self._statistics.described()}
+
+    def _clear(self) -> None:
+        self._pieces: dict[str, HeldPiece] = {}
+        self._programs: dict[str, CompiledUpdate] = {}
+        self._windows: OrderedDict[str, Window] = OrderedDict()
+        self._statistics = StoreStatistics()
+
+    # What is asked of it.
+
+    def _create(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        incarnation, if_absent = header.get("incarnation"), bool(header.get("if_absent"))
+        asked = new_pieces(header, arrays)
+        with self._lock:
+            self._check_incarnation(incarnation)
+            new = [piece for piece in asked if not self._is_there(piece, if_absent)]
+            programs = [self._initial_program(piece) for piece in new]
+        values = [self._initial_value(piece, program) for piece, program in zip(new, programs)]
+        with self._lock:
+            self._check_incarnation(incarnation)
+            absent = [not self._is_there(piece, if_absent) for piece in new]
+            for piece, value, is_new in zip(new, values, absent):
+                if is_new:
+                    self._highest_number += 1
+                    self._pieces[piece.key] = HeldPiece(piece.key, piece.spec, value, self._highest_number)
+            self._statistics.bytes_received += sum(array.nbytes for array in arrays)
+        return Message({})
+
+    def _program(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        incarnation, program = header.get("incarnation"), program_of(header, arrays)
+        digest = program.digest
+        with self._compile_lock:  # several workers send one program: one of them waits for the compiler
+            with self._lock:
+                self._check_incarnation(incarnation)
+                is_known = digest in self._programs
+            compiled = None if is_known else CompiledUpdate(program, self.device)
+            with self._lock:
+                self._check_incarnation(incarnation)
+                if compiled is not None:
+                    self._programs[digest] = compiled
+        return Message({})
+
+    def _step(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        step = Step.of(header, arrays)
+        with self._lock:
+            self._check_incarnation(header.get("incarnation"))
+            update = None if step.program is None else self._known_program(step.program)
+            pulled = [self._piece(key) for key, _ in step.pull]
+            tables = [self._piece(key) for key in step.rows]
+            _check_tables(tables)
+            if step.closure is not None:
+                self._window(step.closure).raise_low(step.low)
+            is_duplicate = self._update(step, update)
+            return self._read(step, pulled, tables, is_duplicate)
+
+    def _assign(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        keys = keys_of(header, "keys")
+        if len(keys) != len(arrays) or len(set(keys)) != len(keys):
+            raise InvalidArgumentError(
+                f"Keys {keys} and {len(arrays)} values were to be assigned. Give one value for each key, and each key once."
+            )
+        with self._lock:
+            self._check_incarnation(header.get("incarnation"))
+            pieces = [self._piece(key) for key in keys]
+            for piece, array in zip(pieces, arrays):
+                _check_assigned(piece, array)
+            # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
+            fresh = [
+                None if self._is_written(p, a) else copied(a, self.device) for p, a in zip(pieces, arrays)
+            ]
+            for piece, array, value in zip(pieces, arrays, fresh):
+                if value is None:
+                    old, piece.value = piece.held(), None
+                    value = overwritten(old, array)
+                self._change(piece, value)
+            self._statistics.bytes_received += sum(array.nbytes for array in arrays)
+        return Message({})
+
+    def _drop(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        keys = keys_of(header, "keys")
+        with self._lock:
+            self._check_incarnation(header.get("incarnation"))
+            for key in keys:
+                self._pieces.pop(key, None)  # one that was dropped before is not there either
+        return Message({})
+
+    # Under the lock.
+
+    def _check_incarnation(self, incarnation: Any) -> None:
+        if incarnation == self._incarnation and incarnation is not None:
+            return
+        if self._incarnation is None and incarnation != self._left and incarnation not in self._taken_over:
+            raise UnavailableError(
+                f"The parameter server has started anew: it knows nothing of coordinator {incarnation}, which has not "
+                "said hello, and what it held before is gone."
+            )
+        raise _stale(incarnation, self._incarnation)
+
+    def _piece(self, key: Any) -> HeldPiece:
+        piece = self._pieces.get(key)
+        if piece is None:
+            raise InvalidArgumentError(
+                f'There is no piece "{key}" on this parameter server, which has {_few(self._pieces)}. Create it first.'
+            )
+        return piece
+
+    def _known_program(self, digest: str) -> CompiledUpdate:
+        program = self._programs.get(digest)
+        if program is None:
+            raise UnknownProgramError(
+                f"The parameter server has no program {digest}: send it (again).", digest
+            )
+        return program
+
+    def _is_there(self, new: NewPiece, if_absent: bool) -> bool:
+        piece = self._pieces.get(new.key)
+        if piece is None:
+            return False
+        if if_absent and piece.spec == new.spec:
+            return True
+        raise InvalidArgumentError(
+            f'A piece "{new.key}" is there already, {_text(*piece.spec)}, and {_text(*new.spec)} was to be '
+            'created. Drop it first; or, for one that may be there with this shape and dtype, say "if_absent": true.'
+        )
+
+    def _initial_program(self, new: NewPiece) -> CompiledUpdate | None:
+        if new.value is not None:
+            return None
+        program = self._known_program(new.initial)
+        if program.state or program.operands or program.results != [new.spec]:
+            raise InvalidArgumentError(
+                f'Program {new.initial} cannot make piece "{new.key}", {_text(*new.spec)}: it takes '
+                f"{len(program.state)} pieces and {len(program.operands)} operands, and gives "
+                f"{', '.join(_text(*spec) for spec in program.results)}. Give one that takes nothing and gives this."
+            )
+        return program
+
+    def _initial_value(self, new: NewPiece, program: CompiledUpdate | None) -> jax.Array:
+        if program is not None:
+            return program([], [])[0]
+        assert new.value is not None
+        return copied(new.value, self.device)
+
+    def _window(self, closure: Closure) -> Window:
+        window = self._windows.get(closure.incarnation)
+        if window is None:
+            window = self._windows[closure.incarnation] = Window()
+            while len(self._windows) > MAX_WINDOWS:
+                self._windows.popitem(last=False)  # of the client that has been silent for longest
+        self._windows.move_to_end(closure.incarnation)
+        return window
+
+    def _update(self, step: Step, update: CompiledUpdate | None) -> bool:
+        """Runs the update of a step, if its closure has not been applied. Returns whether it had been."""
+        if update is None:
+            return False
+        closure = step.closure
+        if closure is not None:
+            window = self._window(closure)
+            if closure.number in window:
+                self._statistics.duplicates += 1
+                return True
+            window.check_room(closure.number)
+        state = [self._piece(key) for key in update.program.state]
+        _check_state(update, state)
+        update.check_operands(step.operands)
+        staleness = self._staleness(step, update)
+        self._apply(update, state, step.operands)
+        if closure is not None:
+            self._window(closure).add(closure.number)
+        if staleness is not None:
+            self._statistics.staleness.count(staleness)
+        self._statistics.updates += 1
+        self._statistics.bytes_received += sum(operand.nbytes for operand in step.operands)
+        return False
+
+    def _apply(
+        self, update: CompiledUpdate, state: Sequence[HeldPiece], operands: Sequence[np.ndarray]
+    ) -> None:
+        written = [state[position] for position in update.program.written]
+        try:
+            results = update([piece.held() for piece in state], operands)
+        except BaseException:
+            for piece in written:
+                if piece.value is not None and piece.value.is_deleted():
+                    piece.value = None  # what was written in place is nowhere else
+            raise
+        for piece, value in zip(written, results):
+            self._change(piece, value)
+
+    def _change(self, piece: HeldPiece, value: jax.Array) -> None:
+        piece.value = value
+        piece.number += 1
+        self._highest_number = max(self._highest_number, piece.number)
+
+    def _staleness(self, step: Step, update: CompiledUpdate) -> int | None:
+        """How often what the update writes has changed since its closure pulled it; None if that is not known."""
+        keys = {update.program.state[position] for position in update.program.written}
+        ages = [
+            self._pieces[key].number - version[1]
+            for key, version in step.used
+            if key in keys and version is not None and version[0] == self.instance
+        ]
+        return max(0, *ages) if ages else None
+
+    def _is_written(self, piece: HeldPiece, array: np.ndarray) -> bool:
+        return piece.value is not None and is_overwritten(array)
+
+    def _read(
+        self, step: Step, pulled: Sequence[HeldPiece], tables: Sequence[HeldPiece], is_duplicate: bool
+    ) -> Message:
+        changed = [
+            piece
+            for piece, (_, version) in zip(pulled, step.pull)
+            if version is None or tuple(version) != (self.instance, piece.number)
+        ]
+        values = _shown(changed)
+        rows = [_rows(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]
+        if pulled or tables:
+            self._statistics.pulls += 1
+            self._statistics.pieces_sent += len(values)
+            self._statistics.rows_sent += sum(map(len, rows))
+            self._statistics.bytes_sent += sum(array.nbytes for array in (*values, *rows))
+        versions = [[self.instance, piece.number] for piece in pulled]
+        return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])
+
+
+def _shown(pieces: Sequence[HeldPiece]) -> list[np.ndarray]:
+    """Their values: small ones copied, so that the next update need not go to other memory; large ones as views."""
+    values = [piece.view() for piece in pieces]
+    num_bytes = 0
+    for index in sorted(range(len(values)), key=lambda i: values[i].nbytes):
+        num_bytes += values[index].nbytes
+        if num_bytes >= MAX_COPIED_BYTES:
+            break
+        values[index] = values[index].copy()
+    return values
+
+
+def _rows(piece: HeldPiece, numbers: np.ndarray) -> np.ndarray:
+    return np.take(piece.view(), numbers, axis=0, mode="clip")
+
+
+def _check_tables(tables: Sequence[HeldPiece]) -> None:
+    for piece in tables:
+        shape, _ = piece.spec
+        if not shape or not shape[0]:
+            raise InvalidArgumentError(
+                f'Piece "{piece.key}" has the shape {list(shape)}, and rows of it were to be read. '
+                "Pull it whole; rows are those of a piece that has some."
+            )
+
+
+def _check_state(update: CompiledUpdate, state: Sequence[HeldPiece]) -> None:
+    for piece, spec in zip(state, update.state):
+        if piece.spec != spec:
+            raise InvalidArgumentError(
+                f'Program {update.program.digest} takes piece "{piece.key}" as {_text(*spec)}, and it is '
+                f"{_text(*piece.spec)}. Export the program for the piece as it is."
+            )
+
+
+def _check_assigned(piece: HeldPiece, array: np.ndarray) -> None:
+    if piece.spec != (array.shape, array.dtype):
+        raise InvalidArgumentError(
+            f'Piece "{piece.key}" is {_text(*piece.spec)}, and {_text(array.shape, array.dtype)} was to be assigned. '
+            "Give a value of its shape and dtype."
+        )
+
+
+def _stale(incarnation: Any, present: str | None) -> StaleCoordinatorError:
+    if present is None:
+        return StaleCoordinatorError(
+            f"The session of coordinator {incarnation} has ended, and what it made is gone."
+        )
+    return StaleCoordinatorError(
+        f"Coordinator {present} has taken over this parameter server; what coordinator {incarnation} made is gone, and "
+        "it is not served any more. Let one coordinator at a time use the cluster."
+    )
+
+
+def _text(shape: Sequence[int], dtype: np.dtype[Any]) -> str:
+    return f"{dtype.name}{list(shape)}"
+
+
+def _few(keys: Mapping[str, Any], limit: int = 5) -> str:
+    if not keys:
+        return "none"
+    first = ", ".join(f'"{key}"' for key in list(keys)[:limit])
+    return first if len(keys) <= limit else f"{first} and {len(keys) - limit} more"

@@ -1,0 +1,62 @@
+"""What a store has done since its coordinator came. The owner of these counts has the lock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Staleness:
+    """By how many updates of others the values were older that closures computed their own updates with."""
+
+    num: int = 0
+    total: int = 0
+    max: int = 0
+    buckets: Counter[int] = field(default_factory=Counter)  # number of bits -> how many
+
+    def count(self, staleness: int) -> None:
+        """One update has been applied."""
+        self.num += 1
+        self.total += staleness
+        self.max = max(self.max, staleness)
+        self.buckets[staleness.bit_length()] += 1
+
+    def described(self) -> dict[str, Any]:
+        """``histogram``: the lowest staleness of each bucket, 0, 1, 2, 4, 8, ..., and how many updates are in it."""
+        return {
+            "num": self.num,
+            "mean": self.total / self.num if self.num else 0.0,
+            "max": self.max,
+            "histogram": {str((1 << bits) >> 1): self.buckets[bits] for bits in sorted(self.buckets)},
+        }
+
+
+@dataclass
+class StoreStatistics:
+    """Counts.
+
+    Attributes:
+      updates: Of closures and others, that were applied.
+      duplicates: That were not, for their closure had been applied, or had ended.
+      pulls: Answers with values or rows.
+      pieces_sent: Values in these; those that had not changed are not among them.
+      rows_sent: Of all pieces.
+      bytes_sent: Of values and rows.
+      bytes_received: Of operands and assigned or initial values.
+      staleness: Of the updates of closures that said which versions they had.
+    """
+
+    updates: int = 0
+    duplicates: int = 0
+    pulls: int = 0
+    pieces_sent: int = 0
+    rows_sent: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    staleness: Staleness = field(default_factory=Staleness)
+
+    def described(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**vars(self), "staleness": self.staleness.described()}

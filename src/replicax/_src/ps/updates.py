@@ -1,0 +1,137 @@
+"""Update programs, compiled: they run in place, on the values of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+from jax import export
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.held_values import Spec, with_dtypes
+from replicax._src.ps.programs import UpdateProgram
+
+_MIN_CHECKED_BYTES: Final = 1 << 20
+
+
+@final
+class CompiledUpdate:
+    """An update program, ready to run on one device.
+
+    Attributes:
+      program: What it was made of.
+      state: (shape, dtype) of the values of the program's state, in order.
+      operands: (shape, dtype) of its operands.
+      results: (shape, dtype) of what it gives: of a program without state the initial value of a piece.
+
+    Raises:
+      InvalidArgumentError: The blob is no program, or not one that updates pieces on this device.
+    """
+
+    def __init__(self, program: UpdateProgram, device: Any):
+        self.program = program
+        exported = _deserialized(program, device)
+        inputs, results = _specs(exported.in_avals), _specs(exported.out_avals)
+        _check(program, inputs, results)
+        num_state = len(program.state)
+        self.state, self.operands, self.results = inputs[:num_state], inputs[num_state:], results
+        self._dtypes = [dtype for _, dtype in (*inputs, *results)]
+        with with_dtypes(self._dtypes):
+            self._run = _compiled(exported, inputs, program.written, device)
+        analysis = self._run.memory_analysis()
+        self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", 0)
+
+    def check_operands(self, operands: Sequence[np.ndarray]) -> None:
+        """Raises InvalidArgumentError unless the program takes these."""
+        got = [(value.shape, value.dtype) for value in operands]
+        if got != self.operands:
+            raise InvalidArgumentError(
+                f"Program {self.program.digest} takes the operands {_texts(self.operands)}, got {_texts(got)}. "
+                "Send what the program was exported for, or export another program."
+            )
+
+    def __call__(self, state: Sequence[jax.Array], operands: Sequence[np.ndarray]) -> list[jax.Array]:
+        """The results, when they are there. The values of the written state are gone then: theirs is the memory.
+
+        Raises:
+          MemoryError: There is no room for what is in between; nothing has happened.
+        """
+        self._check_memory()
+        with with_dtypes(self._dtypes):
+            results = self._run(*state, *operands)
+        results[0].block_until_ready()  # all are ready at once; and what fails on a CPU says so only here
+        return results
+
+    def _check_memory(self) -> None:
+        # What runs out of memory in XLA has lost the buffers that it was to write (jax 0.10): ask before.
+        if self._temporary_bytes < _MIN_CHECKED_BYTES:
+            return
+        try:
+            np.empty(self._temporary_bytes, np.uint8)
+        except MemoryError:
+            raise MemoryError(
+                f"Program {self.program.digest} needs {self._temporary_bytes} bytes in between, more than there are. "
+                "Nothing was updated. Use more parameter servers, or smaller pieces."
+            ) from None
+
+
+def _deserialized(program: UpdateProgram, device: Any) -> export.Exported:
+    try:
+        exported = export.deserialize(bytearray(program.blob))
+    except ImportError:
+        raise  # what is missing says so
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{len(program.blob)} bytes are no program: {error}. "
+            "Send what jax.export gives, of a version of JAX that this one reads."
+        ) from error
+    if device.platform not in exported.platforms or exported.nr_devices != 1:
+        raise InvalidArgumentError(
+            f"An update program for {exported.nr_devices} devices of {', '.join(exported.platforms)} cannot run on one "
+            f'of {device.platform}. Export it with platforms=["{device.platform}"].'
+        )
+    return exported
+
+
+def _specs(avals: Sequence[Any]) -> list[Spec]:
+    if any(not isinstance(size, int) for aval in avals for size in aval.shape):
+        raise InvalidArgumentError(
+            f"An update program has symbolic shapes: {[str(aval) for aval in avals]}. Export it with concrete ones."
+        )
+    return [(tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals]
+
+
+def _check(program: UpdateProgram, inputs: Sequence[Spec], results: Sequence[Spec]) -> None:
+    state, written = program.state, program.written
+    if len(set(state)) != len(state) or len(set(written)) != len(written):
+        raise InvalidArgumentError(f"An update program names pieces twice: state {state}, written {written}.")
+    if len(state) > len(inputs) or not all(0 <= position < len(state) for position in written):
+        raise InvalidArgumentError(
+            f"An update program of {len(inputs)} inputs cannot have {len(state)} pieces as state and write those at "
+            f"{written}. Give the positions in the state."
+        )
+    expected = [inputs[position] for position in written]
+    is_initial = not inputs and len(results) == 1
+    if not is_initial and (list(results) != expected or not expected):
+        raise InvalidArgumentError(
+            f"An update program gives {_texts(results)}, where the pieces that it writes are {_texts(expected)}. It has "
+            "to give one new value for each of these, in order, with its shape and dtype; and to write at least one."
+        )
+
+
+def _compiled(exported: export.Exported, inputs: Sequence[Spec], written: Sequence[int], device: Any) -> Any:
+    def run(*flat: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(exported.in_tree, flat)
+        return jax.tree.leaves(exported.call(*args, **kwargs))
+
+    here = jax.sharding.SingleDeviceSharding(device)
+    avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in inputs]
+    # A value that is written but not read is still given, so that its memory is written again.
+    jitted = jax.jit(run, donate_argnums=tuple(written), keep_unused=True, out_shardings=here)
+    return jitted.lower(*avals).compile()
+
+
+def _texts(specs: Sequence[Spec]) -> str:
+    return "[" + ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in specs) + "]"

@@ -1,0 +1,104 @@
+"""Which closures have been applied: each at most once. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any, Final, Self, final
+
+from replicax._src.errors import InvalidArgumentError
+
+MAX_RUNS: Final = 65_536
+
+
+@final
+class Window:
+    """The numbers of one coordinator's closures that have been applied.
+
+    Below the low-water mark every closure has ended: none of these is applied any more. Above it runs of numbers are
+    kept. Their count, and so the memory, follows the number of closures that are unfinished or had nothing to apply
+    here; when they would be more than ``max_runs``, a number is refused rather than another one forgotten.
+
+    Args:
+      low: The low-water mark: the lowest number that has not ended.
+      max_runs: At least 1.
+    """
+
+    def __init__(self, low: int = 0, max_runs: int = MAX_RUNS):
+        self._low = low
+        self._starts: list[int] = []  # ascending; run i is starts[i] ≤ number < stops[i] < starts[i + 1]
+        self._stops: list[int] = []
+        self._max_runs = max_runs
+
+    @property
+    def low(self) -> int:
+        """All numbers below have ended."""
+        return self._low
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs of numbers are kept."""
+        return len(self._starts)
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a closure is not to be applied: it has been, or it has ended."""
+        if number < self._low:
+            return True
+        before = bisect_right(self._starts, number) - 1
+        return before >= 0 and number < self._stops[before]
+
+    def check_room(self, number: int) -> None:
+        """Raises InvalidArgumentError if ``add`` would need one run more than there may be."""
+        after = bisect_right(self._starts, number)
+        touches = (after > 0 and self._stops[after - 1] >= number) or (
+            after < len(self._starts) and self._starts[after] == number + 1
+        )
+        if len(self._starts) >= self._max_runs and not touches and number >= self._low:
+            raise InvalidArgumentError(
+                f"Closure {number} cannot be kept apart from those applied before: {len(self._starts)} runs of numbers "
+                f"above {self._low} are kept, and {self._max_runs} are allowed. Send a higher `low`, the lowest number "
+                "of a closure that has not ended, or schedule fewer closures at a time."
+            )
+
+    def add(self, number: int) -> None:
+        """Counts a closure as applied.
+
+        Raises:
+          InvalidArgumentError: There is no room; nothing has changed.
+        """
+        if number in self:
+            return
+        self.check_room(number)
+        after = bisect_right(self._starts, number)
+        joins_before = after > 0 and self._stops[after - 1] == number
+        joins_after = after < len(self._starts) and self._starts[after] == number + 1
+        if joins_before and joins_after:
+            self._stops[after - 1] = self._stops.pop(after)
+            del self._starts[after]
+        elif joins_before:
+            self._stops[after - 1] = number + 1
+        elif joins_after:
+            self._starts[after] = number
+        else:
+            self._starts.insert(after, number)
+            self._stops.insert(after, number + 1)
+
+    def raise_low(self, low: int) -> None:
+        """All closures below ``low`` have ended. The mark never sinks: a lower one is an older message."""
+        if low <= self._low:
+            return
+        self._low = low
+        ended = bisect_right(self._stops, low)
+        del self._starts[:ended], self._stops[:ended]
+
+    def described(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        return {"low": self._low, "runs": [list(run) for run in zip(self._starts, self._stops)]}
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Self:
+        """The window that ``described`` came from."""
+        window = cls(described["low"])
+        window._starts = [start for start, _ in described["runs"]]
+        window._stops = [stop for _, stop in described["runs"]]
+        return window
