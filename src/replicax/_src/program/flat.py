@@ -102,6 +102,12 @@ def needed_for(
     return chosen[::-1]
 
 
+def numbers_in(operations: Sequence[Operation], atoms: Sequence[Atom] = ()) -> set[int]:
+    """The numbers of all values that operations take, and of ``atoms``."""
+    every = itertools.chain(atoms, *(operation.operands for operation in operations))
+    return {atom for atom in every if not isinstance(atom, jax_compat.Literal)}
+
+
 def _is_missing(atom: Atom, given: Collection[int]) -> bool:
     return not isinstance(atom, jax_compat.Literal) and atom not in given
 

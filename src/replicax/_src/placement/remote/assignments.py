@@ -36,6 +36,8 @@ class AssignmentProgram:
 
 def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> AssignmentProgram:
     """The program of an assignment of ``value`` in ``program``."""
+    if isinstance(value, jax_compat.Literal):
+        return AssignmentProgram((), lambda old, _: value.val)
     sources = {
         operation.results[0]
         for operation in program.operations
@@ -50,14 +52,7 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
         _warn_of_replacement(event, mixing)
         return _replacement(value)
     computed = {number for operation in path for number in operation.results}
-    operands = list(
-        dict.fromkeys(
-            atom
-            for operation in path
-            for atom in operation.operands
-            if not isinstance(atom, jax_compat.Literal) and atom not in sources and atom not in computed
-        )
-    )
+    operands = sorted(flat.numbers_in(path) - sources - computed)
 
     def apply(old: Any, given: Sequence[Any]) -> Any:
         env = dict.fromkeys(sources, old) | dict(zip(operands, given, strict=True))
@@ -76,16 +71,10 @@ def _path(program: FlatProgram, sources: set[int], value: Atom) -> list[Operatio
     reached = set(sources)
     depending = []
     for operation in program.operations:
-        if any(
-            atom in reached for atom in operation.operands if not isinstance(atom, jax_compat.Literal)
-        ) and not (operation.results[0] in sources):
+        if flat.numbers_in([operation]) & reached and operation.results[0] not in sources:
             depending.append(operation)
             reached.update(operation.results)
-    return flat.needed_for(depending, [value], sources) if _is_in(value, reached) else []
-
-
-def _is_in(atom: Atom, numbers: set[int]) -> bool:
-    return not isinstance(atom, jax_compat.Literal) and atom in numbers
+    return flat.needed_for(depending, [value], sources) if value in reached else []
 
 
 def _is_elementwise(operation: Operation, shape: Sequence[int]) -> bool:

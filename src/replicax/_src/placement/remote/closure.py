@@ -300,7 +300,7 @@ class _Assembly:
         self._arguments = inputs[num_consts + num_entries :]
         self._arrays: dict[int, ServerArray] = {}  # by id of the variable
         self._results = list(self._main.outputs[: self._num_array_results()])
-        self._outputs: dict[tuple[int, Atom], None] = {}
+        self._outputs: dict[tuple[int, int], tuple[int, Atom]] = {}
         self._updates: list[OptimizerUpdate] = []
         self._gradients: list[Sequence[Atom]] = []
 
@@ -390,8 +390,8 @@ class _Assembly:
 
     def _output(self, program: int, atom: Atom) -> int:
         """The number of a result of the worker: a value of the function, or of an optimizer's update."""
-        key = (program, atom)
-        self._outputs.setdefault(key)
+        key = program, id(atom) if isinstance(atom, jax_compat.Literal) else atom
+        self._outputs.setdefault(key, (program, atom))
         return len(self._results) + list(self._outputs).index(key)
 
     def _aval(self, atom: Atom) -> tuple[tuple[int, ...], Any]:
@@ -418,7 +418,7 @@ class _Assembly:
     ) -> RemoteClosure:
         wanted_of_main = self._wanted_of_main()
         operations = flat.needed_for(self._main.operations, wanted_of_main)
-        used = {a for o in operations for a in o.operands} | set(wanted_of_main)
+        used = flat.numbers_in(operations, wanted_of_main)
         constants: dict[str, np.ndarray] = {}
         small: dict[int, Any] = {}
         inputs: list[Input] = []
@@ -479,7 +479,7 @@ class _Assembly:
         )
 
     def _wanted_of_main(self) -> list[Atom]:
-        wanted = [*self._results, *(atom for program, atom in self._outputs if program == 0)]
+        wanted = [*self._results, *(atom for program, atom in self._outputs.values() if program == 0)]
         for update, gradients in zip(self._updates, self._gradients, strict=True):
             if update.cuts:
                 wanted += [*gradients, *self._state_for_cuts(update).values()]
@@ -492,7 +492,7 @@ class _Assembly:
         return {update.traced.state[n]: of_variable[id(call.state[n])] for n in update.needed_state}
 
     def _worker(self, operations: Any, numbers: Sequence[int], small: Mapping[int, Any]) -> Any:
-        results, outputs = self._results, list(self._outputs)
+        results, outputs = self._results, list(self._outputs.values())
         updates, gradients = self._updates, self._gradients
         states = [self._state_for_cuts(update) for update in updates]
 

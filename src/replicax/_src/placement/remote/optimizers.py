@@ -83,7 +83,7 @@ class OptimizerUpdate:
         self._arrays = [array_of(variable) for variable in call.variables]
         self._state = [array_of(variable) for variable in call.state]
         self._slots = _slots(call, self._full)
-        self._written = [n for n, new in enumerate(self._full.new_state) if new != self._full.state[n]]
+        self._written = [n for n, new in enumerate(self._full.new_state) if not _is(new, self._full.state[n])]
         owned = {n for slots in self._slots for n in slots}
         self._shared = [n for n in range(len(self._state)) if n not in owned]
         self._cuts = [self._cut(self._wanted(self._full, i), i) for i in range(len(self._arrays))]
@@ -114,7 +114,7 @@ class OptimizerUpdate:
     def needed_state(self) -> list[int]:
         """Positions of the state that the worker needs for ``cuts``."""
         operations = flat.needed_for(self._full.program.operations, self.cuts)
-        used = {atom for operation in operations for atom in operation.operands if isinstance(atom, int)}
+        used = flat.numbers_in(operations)
         return [n for n in self._shared if self._full.state[n] in used]
 
     @property
@@ -162,14 +162,14 @@ class OptimizerUpdate:
         is_first: bool,
     ) -> None:
         traced = self._traced_for(pieces)
-        wanted = {atom for i in pieces for atom in self._wanted(traced, i)}
+        wanted = [atom for i in pieces for atom in self._wanted(traced, i)]
         if is_first:
-            wanted |= set(self._wanted_shared(traced))
+            wanted += self._wanted_shared(traced)
         cut_of: dict[Atom, Piece | None] = {atom: piece for i, piece in pieces.items() for atom in self._cuts[i]}
         if is_first:
             cut_of |= dict.fromkeys(self._shared_cuts)
-        operations = flat.needed_for(traced.program.operations, list(wanted), set(cut_of))
-        used = {atom for o in operations for atom in o.operands} | wanted
+        operations = flat.needed_for(traced.program.operations, wanted, set(cut_of))
+        used = flat.numbers_in(operations, wanted)
         env_of_consts = dict(zip(traced.consts, traced.const_values, strict=True))
         given: dict[int, int] = {}  # number of a value -> position among the operands
         for atom, piece in cut_of.items():
@@ -197,7 +197,7 @@ class OptimizerUpdate:
         builder: UpdateBuilder,
         traced: TracedUpdate,
         pieces: dict[int, Piece],
-        used: set[Atom],
+        used: set[int],
         *,
         is_first: bool,
     ) -> tuple[dict[int, str], dict[str, Atom]]:
@@ -206,7 +206,7 @@ class OptimizerUpdate:
         writes: dict[str, Atom] = {}
 
         def meet(array: ServerArray, piece: Piece, number: int, new: Atom) -> None:
-            is_written = new != number
+            is_written = not _is(new, number)
             if number in used or is_written:
                 key = builder.use(array, piece, is_written=is_written)
                 if number in used:
@@ -223,7 +223,7 @@ class OptimizerUpdate:
         for n in self._shared:
             array, number = self._state[n], traced.state[n]
             new = traced.new_state[n] if is_first else number
-            if number in used or new != number:
+            if number in used or not _is(new, number):
                 meet(array, Piece(builder.ps, array.key_on(builder.ps)), number, new)
         return reads, writes
 
@@ -275,6 +275,10 @@ class OptimizerUpdate:
         )
 
 
+def _is(atom: Atom, number: int) -> bool:
+    return not isinstance(atom, jax_compat.Literal) and atom == number
+
+
 def _slots(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
     """For each variable the positions of its slots among the state."""
     slots: list[list[int]] = [[] for _ in call.variables]
@@ -292,7 +296,7 @@ def _slots(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
 
 def _depends(traced: TracedUpdate, atom: Atom, number: int) -> bool:
     operations = flat.needed_for(traced.program.operations, [atom])
-    return atom == number or any(number in operation.operands for operation in operations)
+    return number in flat.numbers_in(operations, [atom])
 
 
 def _computable(program: FlatProgram, given: set[int]) -> set[int]:
