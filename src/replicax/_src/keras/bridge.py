@@ -137,10 +137,10 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
     """Remembers the strategy in whose scope a variable is made."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        session = servers.session_of_scope()
-        if session is not None:
+        placement = servers.placement_of_scope()
+        if placement is not None:
             install_servers()
-            servers.make(original, self, session, args, kwargs)
+            servers.make(original, self, placement, args, kwargs)
         else:
             original(self, *args, **kwargs)
         context.remember_owner(self)
@@ -157,7 +157,7 @@ def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[...,
             return
         placement = getattr(context.owners.get(id(self)), "variable_placement", None)
         if isinstance(placement, ServerPlacement):
-            servers.keep(self, placement.session)
+            servers.keep(self, placement)
             return
         original(self)
         _take_leaders_value(self)

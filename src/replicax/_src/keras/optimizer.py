@@ -41,15 +41,20 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
             grads = aggregated(
                 capture, grads, variables
             )  # before the finite check, so that all replicas decide alike
-        state = list(self.variables)
-        new_values, new_state = self.stateless_apply(
-            [v.value for v in state], list(grads), [v.value for v in variables]
-        )[:2]
-        for variable, value in zip([*variables, *state], [*new_values, *new_state], strict=True):
-            variable.assign(value)
-        return None
+        if isinstance(capture.observer, Events):
+            return servers.apply(_apply_as_values, self, grads, variables, capture.observer)
+        return _apply_as_values(self, grads, variables)
 
     return apply
+
+
+def _apply_as_values(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    state = list(optimizer.variables)
+    new_values, new_state = optimizer.stateless_apply(
+        [v.value for v in state], list(gradients), [v.value for v in variables]
+    )[:2]
+    for variable, value in zip([*variables, *state], [*new_values, *new_state], strict=True):
+        variable.assign(value)
 
 
 def aggregated(capture: Capture, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -18,25 +18,25 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.keras.capture import accessor
 from replicax._src.placement.remote.events import Events, OptimizerCall
+from replicax._src.program.branches import without_conditions
 from replicax._src.program.capture import replaced_capture
 from replicax._src.ps.arrays import ServerArray
-from replicax._src.ps.session import Session
 from replicax._src.variables.server_placement import ServerPlacement
 
 _references: dict[int, weakref.ref[Any]] = {}
 """For slots of optimizers, by id, the variable that each belongs to."""
 
 
-def session_of_scope() -> Session | None:
-    """Where variables that are made now are kept, if that is on parameter servers."""
+def placement_of_scope() -> ServerPlacement | None:
+    """What keeps variables that are made now, if that is parameter servers."""
     if not context.has_strategy():
         return None
     placement = context.strategy_for_new_variable().variable_placement
-    return placement.session if isinstance(placement, ServerPlacement) else None
+    return placement if isinstance(placement, ServerPlacement) else None
 
 
 def make(
-    original: Callable[..., None], variable: Any, session: Session, args: Sequence[Any], kwargs: Any
+    original: Callable[..., None], variable: Any, placement: ServerPlacement, args: Sequence[Any], kwargs: Any
 ) -> None:
     """``Variable.__init__``, without making an array here where there is an initializer."""
     initializer = args[0] if args else kwargs.get("initializer")
@@ -46,10 +46,10 @@ def make(
     else:
         original(variable, *args, **kwargs)
     if not jax_compat.is_staging():
-        keep(variable, session)
+        keep(variable, placement)
 
 
-def keep(variable: Any, session: Session) -> None:
+def keep(variable: Any, placement: ServerPlacement) -> None:
     """Gives a variable an array on the servers for its value, or its initializer's."""
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
     initializer, value = variable._initializer, variable._value
@@ -61,11 +61,11 @@ def keep(variable: Any, session: Session) -> None:
         with jax_compat.outside_traces():
             return initializer(shape, dtype=str(dtype))
 
-    array = ServerArray(session, variable.path, shape, dtype, initial)
+    array = placement.new_array(variable.path, shape, dtype, initial)
     reference = reference_of(variable)
     if reference is not None and isinstance(reference._value, ServerArray):
         array.beside = reference._value
-    accessor.set([variable], [session.add(array)])
+    accessor.set([variable], [array])
     variable._initializer = None
 
 
@@ -142,6 +142,8 @@ def apply(
     events: Events,
 ) -> Any:
     """``Optimizer.apply`` in a function for workers: the servers will do it, with the gradients of its variables."""
+    if events.is_applying:  # an optimizer in another one
+        return original(optimizer, gradients, trainable_variables)
     variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     present = [(g, v) for g, v in zip(gradients, variables, strict=False) if g is not None]
     updated = [v for _, v in present]
@@ -173,7 +175,7 @@ def _trace_update(
                 original(optimizer, list(gradients), list(variables))
             return [scope.get_current_value(v) for v in [*variables, *state]]
 
-    return jax_compat.trace(update, avals)
+    return without_conditions(*jax_compat.trace(update, avals))
 
 
 def _aval(variable: Any, shape_of: Callable[[Any], tuple[int, ...]]) -> jax.ShapeDtypeStruct:

@@ -108,5 +108,7 @@ class ParameterServerStrategy(Strategy):
 
 def _make_parts(strategy: ParameterServerStrategy) -> Parts:
     topology = Topology.of(jax.local_devices()[:1])
-    placement = ServerPlacement(topology, strategy.session, strategy.run_here)
+    placement = ServerPlacement(
+        topology, strategy.session, strategy.run_here, strategy.variable_partitioner
+    )
     return Parts(topology, placement, SlotTable(1), RemoteRunner(strategy, strategy.run_here))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
 import numpy as np
 
-from replicax._src.ps.arrays import ServerArray
+from replicax._src.ps.arrays import Initial, ServerArray
 from replicax._src.ps.session import Session
 from replicax._src.topology import Topology
+from replicax._src.variables.partitioners import num_shards_of, shard_rows
 
 RunHere = Callable[..., Any]
 
@@ -24,24 +25,31 @@ class ServerPlacement:
     Attributes:
       topology: Of a worker, as this process sees it.
       session: Where the values are.
+      partitioner: Into how many shards variables are cut; None: they are whole.
       run_here: Runs a function of cross-replica code in this process, on the servers' variables.
     """
 
     topology: Topology
     session: Session
     run_here: RunHere
-
+    partitioner: Callable[..., Sequence[int]] | None = None
     parameter_device: Any = None
 
     @property
     def num_replicas(self) -> int:
         return self.topology.num_replicas
 
+    def new_array(self, name: str, shape: Sequence[int], dtype: Any, initial: Initial) -> ServerArray:
+        """An array for a new variable, in shards if the partitioner says so; it is made when it is first used."""
+        num_shards = num_shards_of(self.partitioner, shape, dtype)
+        shards = shard_rows(shape[0], num_shards) if num_shards > 1 else ()
+        return self.session.add(ServerArray(self.session, name, shape, dtype, initial, shards))
+
     def place_initial(self, value: Any, components: Any | None, name: str) -> ServerArray:
         """The array that a new variable keeps; it is made on the servers when it is first used."""
         del components
         held = np.array(value)
-        return self.session.add(ServerArray(self.session, name, held.shape, held.dtype, lambda: held))
+        return self.new_array(name, held.shape, held.dtype, lambda: held)
 
     def replaced(self, stored: ServerArray, value: Any, components: Any | None) -> ServerArray:
         """What a variable keeps once it has been assigned ``value``."""

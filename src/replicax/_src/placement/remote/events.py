@@ -66,6 +66,7 @@ class Events:
     """The observer of a capture: numbers the reads, and notes the assignments with their values.
 
     Attributes:
+      is_applying: An optimizer is at work: its assignments are not noted.
       noted: In order, with the traced values: the new value, or the gradients.
     """
 
@@ -73,7 +74,7 @@ class Events:
         self.noted: list[tuple[Event, list[Any]]] = []
         self._num_reads = 0
         self._last_read: dict[int, int] = {}
-        self._is_applying = False
+        self.is_applying = False
 
     def read(self, entry: Entry) -> Any:
         number, self._num_reads = self._num_reads, self._num_reads + 1
@@ -81,7 +82,7 @@ class Events:
         return read_p.bind(entry.current, number=number)
 
     def written(self, entry: Entry) -> None:
-        if not self._is_applying:
+        if not self.is_applying:
             event = Assigned(entry.slot, self._last_read.get(id(entry)), entry.line)
             self.noted.append((event, [entry.current]))
 
@@ -89,8 +90,8 @@ class Events:
     def applying(self, call: OptimizerCall, gradients: Sequence[Any]) -> Iterator[None]:
         """Inside, an optimizer assigns: what it does is known from ``call``."""
         self.noted.append((Applied(call, user_line()), list(gradients)))
-        was_applying, self._is_applying = self._is_applying, True
+        was_applying, self.is_applying = self.is_applying, True
         try:
             yield
         finally:
-            self._is_applying = was_applying
+            self.is_applying = was_applying

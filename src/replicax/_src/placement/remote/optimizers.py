@@ -140,10 +140,11 @@ class OptimizerUpdate:
         """
         rounds = self._rounds(builder.ps) or [{}]
         for number, pieces in enumerate(rounds):
-            self._add_round(builder, pieces, take_gradient, take_cut, is_first=number == 0)
+            is_last = number == len(rounds) - 1
+            self._add_round(builder, pieces, take_gradient, take_cut, is_last=is_last)
 
     def _rounds(self, ps: int) -> list[dict[int, Piece]]:
-        """The pieces on one server, by variable; those of one variable in a round each."""
+        """The pieces on one server, by variable; those of one variable in a round each. The last one changes what is shared."""
         rounds: list[dict[int, Piece]] = []
         for i, array in enumerate(self._arrays):
             for number, piece in enumerate(piece for piece in array.pieces if piece.ps == ps):
@@ -159,14 +160,14 @@ class OptimizerUpdate:
         take_gradient: Callable[[int, Piece], Any],
         take_cut: Callable[[Atom, Piece | None], Any],
         *,
-        is_first: bool,
+        is_last: bool,
     ) -> None:
         traced = self._traced_for(pieces)
         wanted = [atom for i in pieces for atom in self._wanted(traced, i)]
-        if is_first:
+        if is_last:
             wanted += self._wanted_shared(traced)
         cut_of: dict[Atom, Piece | None] = {atom: piece for i, piece in pieces.items() for atom in self._cuts[i]}
-        if is_first:
+        if is_last:
             cut_of |= dict.fromkeys(self._shared_cuts)
         operations = flat.needed_for(traced.program.operations, wanted, set(cut_of))
         used = flat.numbers_in(operations, wanted)
@@ -181,7 +182,7 @@ class OptimizerUpdate:
                 array = self._arrays[i]
                 position = builder.take(take_gradient(i, piece), array.shape_of(piece), array.dtype)
                 given[traced.gradients[i]] = position
-        reads, writes = self._keys(builder, traced, pieces, used, is_first=is_first)
+        reads, writes = self._keys(builder, traced, pieces, used, is_last=is_last)
 
         def step(values: Values, operands: Sequence[Any]) -> None:
             env = dict(env_of_consts)
@@ -199,7 +200,7 @@ class OptimizerUpdate:
         pieces: dict[int, Piece],
         used: set[int],
         *,
-        is_first: bool,
+        is_last: bool,
     ) -> tuple[dict[int, str], dict[str, Atom]]:
         """The keys of what is read, by number, and what is written, by key."""
         reads: dict[int, str] = {}
@@ -222,7 +223,7 @@ class OptimizerUpdate:
                 meet(array, own, traced.state[n], traced.new_state[n])
         for n in self._shared:
             array, number = self._state[n], traced.state[n]
-            new = traced.new_state[n] if is_first else number
+            new = traced.new_state[n] if is_last else number
             if number in used or not _is(new, number):
                 meet(array, Piece(builder.ps, array.key_on(builder.ps)), number, new)
         return reads, writes
