@@ -1,0 +1,25 @@
+"""Keras optimizers of tables of which only some rows are updated in a step: which settings have no meaning there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SETTINGS = {
+    "use_ema": "the averages of rows that a step does not look up are not moved towards them",
+    "gradient_accumulation_steps": "the sums of rows that are not looked up in the step that applies them are kept",
+}
+
+
+def why_not_for_tables(optimizer: Any) -> str | None:
+    """The settings with which an optimizer cannot update some rows of a table only, and why; None: there are none.
+
+    What an optimizer computes does not tell: each row by itself is updated as it should be, if it is there.
+    """
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    found = [
+        f"{name}={getattr(optimizer, name)!r}: {why}"
+        for name, why in _SETTINGS.items()
+        if getattr(optimizer, name, None)
+    ]
+    return "; ".join(found) or None

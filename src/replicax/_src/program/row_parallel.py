@@ -1,0 +1,302 @@
+"""Row-parallel: may an optimizer's update of a table be run on some of its rows only? And the program that does so.
+
+Every value of the update either has the table's rows on axis 0, row i of it computed from row i of others, or is
+independent of them. An operation that fits neither mixes rows, and the update is not row-parallel.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.program.flat import FlatProgram
+from replicax._src.program.rows.rules import ELEMENTWISE
+from replicax._src.program.verdict import is_call
+from replicax._src.user_code import UNKNOWN
+
+_STEPS = (0, 1, 7, 1000)
+
+
+@dataclass(frozen=True)
+class TableUpdate:
+    """An optimizer's update of one table, traced for some rows of it.
+
+    What Python made of the number of rows while tracing (``value.shape[0]``) is that of the trace.
+
+    Attributes:
+      closed: The closed jaxpr. What has rows has them on axis 0, all as many.
+      has_rows: For each operand, whether it has the table's rows: the table, its slots, the gradient.
+      table: Position of the table among the operands.
+      gradient: Position of the gradient.
+      written: For each result, the position of the operand whose new value it is.
+    """
+
+    closed: Any
+    has_rows: Sequence[bool]
+    table: int
+    gradient: int
+    written: Sequence[int]
+
+    @property
+    def state(self) -> list[int]:
+        """Positions of the operands that are not the gradient."""
+        return [i for i in range(len(self.has_rows)) if i != self.gradient]
+
+    def evaluate(self, operands: Sequence[Any]) -> list[Any]:
+        """The results."""
+        jaxpr, consts = jax_compat.open_jaxpr(self.closed)
+        return jax_compat.eval_jaxpr(jaxpr, [*consts, *operands])
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Why an update is not row-parallel.
+
+    Attributes:
+      primitive: The operation that mixes rows; None if it is a result.
+      line: Of the user's code.
+      why: What it does, for people.
+    """
+
+    primitive: str | None
+    line: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.primitive or 'a result'} {self.why} ({self.line})"
+
+
+class _Kind(enum.Enum):
+    """ROWS: has rows on axis 0. EVEN: depends on none, and is the same all along axis 0. FIXED: depends on none."""
+
+    ROWS = "rows"
+    EVEN = "even"
+    FIXED = "fixed"
+
+
+class _MixesRows(Exception):
+    def __init__(self, mixing: Mixing):
+        super().__init__(str(mixing))
+        self.mixing = mixing
+
+
+def find_mixing(update: TableUpdate) -> Mixing | None:
+    """What keeps the update from being run on some rows only; None: nothing, it is row-parallel."""
+    jaxpr, consts = jax_compat.inner_jaxpr(update.closed)
+    kinds = [
+        _Kind.ROWS if has_rows else _of_shape(var.aval.shape)
+        for var, has_rows in zip(jaxpr.invars, update.has_rows, strict=True)
+    ]
+    try:
+        results = _kinds_of_results(jaxpr, consts, kinds)
+    except _MixesRows as found:
+        return found.mixing
+    for position, kind in zip(update.written, results, strict=True):
+        if update.has_rows[position] and kind is _Kind.FIXED:
+            return Mixing(None, UNKNOWN, "with rows is the same whatever the rows are")
+        if not update.has_rows[position] and kind is _Kind.ROWS:
+            return Mixing(None, UNKNOWN, "that all rows share depends on the rows")
+    return None
+
+
+def is_lazy_equal_dense(update: TableUpdate, shared: Sequence[Any]) -> bool:
+    """Whether rows without a gradient stay as they are, so that leaving them out changes nothing.
+
+    It is tried: on random rows with a gradient of 0, at several step counts.
+
+    Args:
+      update: It is evaluated; a few rows of a few columns are enough.
+      shared: Values of the operands that have no rows. Integers among them count steps, and are varied.
+    """
+    with jax_compat.outside_traces():
+        evaluate = jax.jit(update.evaluate)
+        for step in _STEPS:
+            operands = _resting(update, shared, step)
+            for position, result in zip(update.written, evaluate(operands), strict=True):
+                if update.has_rows[position] and not np.array_equal(result, operands[position]):
+                    return False
+    return True
+
+
+RowProgram = Callable[[Sequence[Any], Any, Any], list[Any]]
+
+
+def row_program(update: TableUpdate) -> RowProgram:
+    """The update of some rows of a shard, for an update that is row-parallel.
+
+    Returns:
+      A function of the state (the operands but the gradient, in order, with all rows of the shard), the rows' numbers
+      in the shard (int32, as many as rows were traced, none twice) and their gradients. It gives what the update
+      gives, with all rows of the shard. Numbers that no row has are padding: they change nothing.
+    """
+
+    def run(state: Sequence[Any], ids: Any, gradient: Any) -> list[Any]:
+        operands = dict(zip(update.state, state, strict=True))
+        chosen = {
+            i: _rows_at(value, ids) if update.has_rows[i] else value for i, value in operands.items()
+        } | {update.gradient: gradient}
+        results = update.evaluate([chosen[i] for i in range(len(update.has_rows))])
+        return [
+            _with_rows(operands[position], ids, result) if update.has_rows[position] else result
+            for position, result in zip(update.written, results, strict=True)
+        ]
+
+    return run
+
+
+def _rows_at(value: Any, ids: Any) -> Any:
+    return jnp.take(value, ids, axis=0, mode="clip")
+
+
+def _with_rows(value: Any, ids: Any, rows: Any) -> Any:
+    ids = jnp.where(ids < 0, value.shape[0], ids)  # NumPy's -1 is the last row
+    return value.at[ids].set(rows, mode="drop")
+
+
+def _resting(update: TableUpdate, shared: Sequence[Any], step: int) -> list[Any]:
+    """Operands with a gradient of 0. Slots are positive, for some are sums of squares."""
+    rng = np.random.default_rng(step)
+    remaining = iter(shared)
+    operands: list[Any] = []
+    for position, (var, has_rows) in enumerate(
+        zip(jax_compat.inner_jaxpr(update.closed)[0].invars, update.has_rows, strict=True)
+    ):
+        shape, dtype = var.aval.shape, var.aval.dtype
+        if position == update.gradient:
+            operands.append(jnp.zeros(shape, dtype))
+        elif has_rows:
+            low = -1.0 if position == update.table else 0.1
+            operands.append(jnp.asarray(rng.uniform(low, 1.0, shape)).astype(dtype))
+        else:
+            value = next(remaining)
+            is_count = jnp.issubdtype(dtype, jnp.integer)
+            operands.append(jnp.full(shape, step, dtype) if is_count else jnp.asarray(value, dtype))
+    return operands
+
+
+# --- operation by operation ---------------------------------------------------------------------------
+
+
+def _kinds_of_results(jaxpr: Any, consts: Sequence[Any], kinds: Sequence[_Kind]) -> list[_Kind]:
+    program = FlatProgram(jaxpr, consts, is_call)
+    env: dict[int, _Kind] = {number: _of_shape(np.shape(value)) for number, value in program.consts.items()}
+    env.update(zip(program.inputs, kinds, strict=True))
+
+    def kind_of(atom: Any) -> _Kind:
+        return _of_shape(np.shape(atom.val)) if isinstance(atom, jax_compat.Literal) else env[atom]
+
+    for operation in program.operations:
+        found = _apply(operation.eqn, [kind_of(a) for a in operation.operands], operation.line)
+        env.update(zip(operation.results, found, strict=True))
+    return [kind_of(a) for a in program.outputs]
+
+
+def _apply(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name == "optimization_barrier":
+        return list(kinds)
+    if name == "cond":
+        return _cond(eqn, kinds, line)
+    if eqn.effects and _Kind.ROWS in kinds:
+        raise _mixes(eqn, line, "calls back into Python, or has another effect")
+    if _keeps_rows(eqn, kinds):
+        return [_Kind.ROWS if _Kind.ROWS in kinds else _Kind.EVEN] * count
+    if _Kind.ROWS not in kinds:
+        return [_of_shape(var.aval.shape) for var in eqn.outvars]
+    raise _mixes(eqn, line, "combines rows, or is not known to keep them apart")
+
+
+def _keeps_rows(eqn: Any, kinds: Sequence[_Kind]) -> bool:
+    """Whether row i of the results is computed from row i of the operands, or from what is the same for all rows."""
+    name = eqn.primitive.name
+    if name == "iota":
+        return eqn.params["dimension"] != 0
+    if name == "broadcast_in_dim" and _Kind.ROWS not in kinds:
+        return 0 not in eqn.params["broadcast_dimensions"]
+    if not kinds or _Kind.FIXED in kinds:
+        return False
+    return name in ELEMENTWISE or (name in _KEEPS_AXIS_0 and _KEEPS_AXIS_0[name](eqn))
+
+
+def _cond(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
+    branches = map(
+        jax_compat.inner_jaxpr, eqn.params["branches"]
+    )  # of operands after the predicate, a scalar
+    columns = zip(*(_kinds_of_results(*branch, kinds[1:]) for branch in branches), strict=True)
+    return [_either(eqn, set(column), line) for column in columns]
+
+
+def _either(eqn: Any, kinds: set[_Kind], line: str) -> _Kind:
+    if kinds == {_Kind.ROWS, _Kind.FIXED} or len(kinds) == len(_Kind):
+        raise _mixes(eqn, line, "gives rows in one branch, and in another what is no row")
+    for kind in (_Kind.ROWS, _Kind.FIXED):
+        if kind in kinds:
+            return kind
+    return _Kind.EVEN
+
+
+def _of_shape(shape: Sequence[int]) -> _Kind:
+    """Of a value that depends on no rows. Operations broadcast scalars and dims of size 1."""
+    return _Kind.FIXED if shape and shape[0] != 1 else _Kind.EVEN
+
+
+def _mixes(eqn: Any, line: str, why: str) -> _MixesRows:
+    return _MixesRows(Mixing(eqn.primitive.name, line, why))
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def _is_apart(name: str) -> Callable[[Any], bool]:
+    """It works along the dim, or dims, that parameter ``name`` says."""
+
+    def check(eqn: Any) -> bool:
+        dims = eqn.params[name]
+        return 0 not in (dims if isinstance(dims, (tuple, list)) else (dims,))
+
+    return check
+
+
+def _reshape(eqn: Any) -> bool:
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    return eqn.params.get("dimensions") is None and before[:1] == after[:1] and bool(before) and before[0] > 0
+
+
+def _broadcast(eqn: Any) -> bool:
+    dims = eqn.params["broadcast_dimensions"]
+    return dims[:1] == (0,) and _shape(eqn.invars[0])[0] == _shape(eqn.outvars[0])[0]
+
+
+def _slice(eqn: Any) -> bool:
+    strides = eqn.params["strides"]
+    is_whole = _shape(eqn.invars[0])[0] == _shape(eqn.outvars[0])[0]
+    return is_whole and (strides is None or strides[0] == 1)
+
+
+_KEEPS_AXIS_0: dict[str, Callable[[Any], bool]] = {
+    "argmax": _is_apart("axes"),
+    "argmin": _is_apart("axes"),
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _is_apart("dimension"),
+    "cumsum": _is_apart("axis"),
+    "reduce_and": _is_apart("axes"),
+    "reduce_max": _is_apart("axes"),
+    "reduce_min": _is_apart("axes"),
+    "reduce_or": _is_apart("axes"),
+    "reduce_prod": _is_apart("axes"),
+    "reduce_sum": _is_apart("axes"),
+    "reshape": _reshape,
+    "rev": _is_apart("dimensions"),
+    "slice": _slice,
+    "split": _is_apart("axis"),
+    "squeeze": _is_apart("dimensions"),
+    "transpose": lambda eqn: tuple(eqn.params["permutation"])[:1] == (0,),
+}
