@@ -1,12 +1,48 @@
-"""Messages between tasks: a header and arrays. Pure: how they become bytes, and what may come from a stranger."""
+"""Messages between tasks: a header and arrays. Pure: how they become bytes, and what may come from a stranger.
+
+A message is a *head*, bytes, and a *body*, its arrays at multiples of 64 bytes. Up to 64 KB in all, the body stands
+behind the head. Else it follows in *pieces* of at most 8 MB, each from a multiple of 64 on: large arrays are cut, small
+ones are put together. A head is: ``RPX``, the version, the length of the header, that of the body, and the header.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, final
 
+import ml_dtypes
 import numpy as np
+
+from replicax._src.ps.buffers import ALIGNMENT, Buffers, aligned, aligned_empty
+from replicax._src.ps.errors import MessageError
+
+VERSION = 1
+INLINE_BYTES = 64 * 1024
+PIECE_BYTES = 4 * 2**20
+LARGEST_PIECE = 8 * 2**20
+LARGEST_HEADER = 16 * 2**20
+LARGEST_BODY = 16 * 2**30
+
+_MAGIC = b"RPX"
+_PREFIX = struct.Struct("<3sBIQ")
+_PACKED_BYTES = 256 * 1024  # smaller arrays are copied, many into one piece: a piece costs more than that
+_MOST_DIMS = 64
+
+_NUMPY_DTYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+)
+_SMALL_DTYPES = (
+    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int2 int4 uint2 uint4"
+)
+_DTYPES = {name: np.dtype(name) for name in _NUMPY_DTYPES.split()} | {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in _SMALL_DTYPES.split() if hasattr(ml_dtypes, name)
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -15,8 +51,298 @@ class Message:
 
     Attributes:
       header: ``op`` says what is asked. An answer that failed has ``error``: ``type``, ``text`` and ``details``.
-      arrays: C-contiguous; of a received message valid until the next one is received, unless copied.
+      arrays: To send: any NumPy arrays; they must not change until the answer has come. Received: C-contiguous,
+        read-only, each at a multiple of 64 bytes, and valid for as long as they are kept.
     """
 
     header: Mapping[str, Any]
     arrays: Sequence[np.ndarray] = field(default_factory=tuple)
+
+
+class Encoded(NamedTuple):
+    """A message as bytes.
+
+    Attributes:
+      head: Sent first; all of it where there are no pieces.
+      pieces: Of the body, as uint8, in order. Large arrays are not copied.
+      num_bytes: Of both.
+    """
+
+    head: bytes
+    pieces: Sequence[np.ndarray]
+    num_bytes: int
+
+
+# --- to bytes -----------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> Encoded:
+    """A message as bytes.
+
+    Raises:
+      MessageError: An array is of a dtype that does not travel, the header has what is not JSON, or is too large.
+    """
+    arrays = [_sendable(array) for array in message.arrays]
+    fields = {"header": message.header, "arrays": [(_NAMES[a.dtype], a.shape) for a in arrays]}
+    header = header_bytes(fields)
+    body = sum(aligned(a.nbytes) for a in arrays)
+    head = _PREFIX.pack(_MAGIC, VERSION, len(header), body) + header
+    if body and len(head) + body <= INLINE_BYTES:
+        return Encoded(head + b"".join(_padded(a) for a in arrays), (), len(head) + body)
+    return Encoded(head, tuple(_pieces(arrays)), len(head) + body)
+
+
+def header_bytes(fields: Mapping[str, Any]) -> bytes:
+    """A header as JSON.
+
+    Raises:
+      MessageError: It has other values than those of JSON, or is too large.
+    """
+    try:
+        text = json.dumps(fields, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MessageError(
+            f"A header of a message is not JSON: {error}. It may have texts, numbers of Python, booleans, None, "
+            f"lists, and dicts with texts as keys; arrays go into `arrays`."
+        ) from error
+    if len(text) > LARGEST_HEADER:
+        raise MessageError(
+            f"A header of a message has {len(text)} bytes, at most {LARGEST_HEADER} travel. Send large things as arrays."
+        )
+    return text
+
+
+def _sendable(array: np.ndarray) -> np.ndarray:
+    array = np.asarray(array, order="C")
+    if array.dtype in _NAMES:
+        return array
+    native = array.dtype.newbyteorder("=")
+    if native in _NAMES:
+        return array.astype(native)
+    raise MessageError(
+        f"An array of dtype {array.dtype} does not travel. These do: {', '.join(_DTYPES)}. Of typed PRNG keys send "
+        f"jax.random.key_data(keys)."
+    )
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _padded(array: np.ndarray) -> bytes:
+    return array.tobytes() + bytes(aligned(array.nbytes) - array.nbytes)
+
+
+def _pieces(arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Large arrays cut into pieces, runs of small ones put together into pieces."""
+    run: list[np.ndarray] = []
+    run_bytes = 0
+    for array in arrays:
+        is_large = array.nbytes > _PACKED_BYTES
+        if run and (is_large or run_bytes + array.nbytes > PIECE_BYTES):
+            yield _packed(run, run_bytes)
+            run, run_bytes = [], 0
+        if is_large:
+            flat = _bytes_of(array)
+            yield from (flat[at : at + PIECE_BYTES] for at in range(0, len(flat), PIECE_BYTES))
+        elif array.nbytes:
+            run.append(array)
+            run_bytes += aligned(array.nbytes)
+    if run:
+        yield _packed(run, run_bytes)
+
+
+def _packed(arrays: Sequence[np.ndarray], num_bytes: int) -> np.ndarray:
+    piece = np.empty(num_bytes, np.uint8)
+    at = 0
+    for array in arrays:
+        after = at + array.nbytes
+        piece[at:after] = _bytes_of(array)
+        at = aligned(after)
+        piece[after:at] = 0
+    return piece
+
+
+# --- from bytes ---------------------------------------------------------------------------------------
+
+
+class _Announced(NamedTuple):
+    header: dict[str, Any]
+    arrays: list[tuple[np.dtype, tuple[int, ...]]]
+    num_bytes: int  # of the body
+
+
+@final
+class Decoder:
+    """Takes heads and pieces as they come and gives whole messages. After an error it takes no more.
+
+    Args:
+      buffers: Where bodies come to lie, unless they are small.
+      most_bytes: Of the body of one message.
+    """
+
+    def __init__(self, buffers: Buffers, most_bytes: int = LARGEST_BODY):
+        self._buffers = buffers
+        self._most_bytes = most_bytes
+        self._announced: _Announced | None = None
+        self._memory = np.empty(0, np.uint8)
+        self._at = 0
+
+    def feed(self, head: memoryview | bytes | None, piece: np.ndarray | None) -> Message | None:
+        """Takes the next head, or piece, or a head and its first piece.
+
+        Args:
+          piece: uint8, contiguous; it is copied.
+
+        Returns:
+          The message, if that was all of it.
+
+        Raises:
+          MessageError: This is no message.
+        """
+        if head is not None:
+            if self._announced is not None:
+                raise MessageError("A message began before the one before it had ended.")
+            if (message := self._begin(head)) is not None:
+                if piece is not None:
+                    raise MessageError("Bytes follow a message that is complete.")
+                return message
+        return None if piece is None else self._add(piece)
+
+    def _begin(self, head: memoryview | bytes) -> Message | None:
+        announced, inline = decoded_head(head, self._most_bytes)
+        if announced.num_bytes == 0:
+            return Message(announced.header, _views(announced, np.empty(0, np.uint8)))
+        if inline is None:
+            self._announced = announced
+            self._memory = self._buffers.take(announced.num_bytes)
+            self._at = 0
+            return None
+        memory = aligned_empty(announced.num_bytes)
+        memory[:] = inline
+        memory.flags.writeable = False
+        return Message(announced.header, _views(announced, memory))
+
+    def _add(self, piece: np.ndarray) -> Message | None:
+        announced = self._announced
+        if announced is None:
+            raise MessageError(f"A piece of {len(piece)} bytes came without the head of a message.")
+        after = self._at + len(piece)
+        if not 0 < len(piece) <= LARGEST_PIECE or after > announced.num_bytes:
+            raise MessageError(
+                f"A piece of {len(piece)} bytes came at {self._at} of the {announced.num_bytes} that were announced; "
+                f"a piece has 1 to {LARGEST_PIECE}."
+            )
+        self._memory[self._at : after] = piece
+        self._at = aligned(after)
+        if self._at < announced.num_bytes:
+            return None
+        memory, self._memory = self._memory, np.empty(0, np.uint8)
+        self._announced = None
+        return Message(announced.header, _views(announced, self._buffers.lend(memory)))
+
+
+def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced, np.ndarray | None]:
+    """What a head announces, and the body if it stands behind it.
+
+    Raises:
+      MessageError: It is no head, or announces too much.
+    """
+    if len(head) < _PREFIX.size:
+        raise MessageError(f"{len(head)} bytes are no message: the first {_PREFIX.size} say how long it is.")
+    magic, version, header_size, num_bytes = _PREFIX.unpack_from(head)
+    if magic != _MAGIC:
+        raise MessageError(
+            f"Bytes that begin with {magic!r} are no message of replicax, it begins with {_MAGIC!r}."
+        )
+    if version != VERSION:
+        raise MessageError(
+            f"A message of version {version} came, this is version {VERSION}. Install one version of replicax on all "
+            f"tasks of the cluster."
+        )
+    if header_size > LARGEST_HEADER:
+        raise MessageError(
+            f"A header of {header_size} bytes was announced, at most {LARGEST_HEADER} are taken."
+        )
+    if num_bytes > most_bytes:
+        raise MessageError(
+            f"A message of {num_bytes} bytes was announced, at most {most_bytes} are taken. Cut the variable into "
+            f"smaller shards, or raise max_message_bytes of the task."
+        )
+    after = _PREFIX.size + header_size
+    if len(head) not in (after, after + num_bytes):
+        raise MessageError(
+            f"A head has {len(head)} bytes, {after} or {after + num_bytes} were announced: it is cut off or damaged."
+        )
+    fields = decoded_header(bytes(head[_PREFIX.size : after]))
+    announced = _Announced(*_checked(fields), num_bytes)
+    expected = sum(aligned(_num_bytes(array)) for array in announced.arrays)
+    if expected != num_bytes:
+        raise MessageError(f"Arrays of {expected} bytes were announced in a message of {num_bytes}.")
+    is_inline = len(head) == after + num_bytes
+    return announced, np.frombuffer(head, np.uint8, offset=after) if is_inline and num_bytes else None
+
+
+def decoded_header(text: bytes) -> dict[str, Any]:
+    """The fields of a header that came as JSON.
+
+    Raises:
+      MessageError: It is not JSON, or no object.
+    """
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"The header of a message is not JSON: {bytes(text[:40])!r}.") from error
+    if not isinstance(fields, dict):
+        raise MessageError(f"The header of a message is no JSON object: {bytes(text[:40])!r}.")
+    return fields
+
+
+def _checked(fields: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...]]]]:
+    header, arrays = fields.get("header"), fields.get("arrays")
+    if len(fields) != 2 or not isinstance(header, dict) or not isinstance(arrays, list):
+        raise MessageError(
+            "A message has a header, which is an object, and a list of its arrays, and nothing else."
+        )
+    return header, [_checked_array(array) for array in arrays]
+
+
+def _checked_array(array: object) -> tuple[np.dtype, tuple[int, ...]]:
+    if not (isinstance(array, list) and len(array) == 2 and isinstance(array[0], str)):
+        raise MessageError(f"An array is announced by its dtype and shape, not by {repr(array)[:80]}.")
+    name, shape = array
+    if name not in _DTYPES:
+        raise MessageError(
+            f"An array of dtype {name[:40]!r} was announced. These travel: {', '.join(_DTYPES)}."
+        )
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(_is_size(size) for size in shape):
+        raise MessageError(
+            f"An array of shape {repr(shape)[:80]} was announced: at most {_MOST_DIMS} whole numbers from 0 are one."
+        )
+    return _DTYPES[name], tuple(shape)
+
+
+def _is_size(size: object) -> bool:
+    return type(size) is int and 0 <= size < 2**62
+
+
+def _num_bytes(array: tuple[np.dtype, tuple[int, ...]]) -> int:
+    dtype, shape = array
+    return dtype.itemsize * math.prod(shape)
+
+
+def _views(announced: _Announced, memory: np.ndarray) -> list[np.ndarray]:
+    arrays = []
+    at = 0
+    for dtype, shape in announced.arrays:
+        try:
+            array = np.ndarray(shape, dtype, buffer=memory, offset=at)
+        except ValueError as error:  # the sizes of an empty array can be too large together
+            raise MessageError(f"An array of shape {shape} cannot be: {error}.") from error
+        array.flags.writeable = False
+        arrays.append(array)
+        at += aligned(array.nbytes)
+    return arrays
+
+
+assert PIECE_BYTES % ALIGNMENT == 0, "only the last piece of an array may end elsewhere"

@@ -1,0 +1,174 @@
+"""Who may speak to the tasks of a cluster: a token, TLS certificates. Pure, but for reading the files."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, final
+
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.spec import split_address
+from replicax._src.errors import InvalidArgumentError
+
+TOKEN_VARIABLE = "REPLICAX_TOKEN"
+TOKEN_FILE_VARIABLE = "REPLICAX_TOKEN_FILE"
+CA_VARIABLE = "REPLICAX_TLS_CA"
+CERTIFICATE_VARIABLE = "REPLICAX_TLS_CERTIFICATE"
+KEY_VARIABLE = "REPLICAX_TLS_KEY"
+_FILES = {"ca_file": CA_VARIABLE, "certificate_file": CERTIFICATE_VARIABLE, "key_file": KEY_VARIABLE}
+
+_HOW = (
+    f"Set {TOKEN_VARIABLE} (or {TOKEN_FILE_VARIABLE}) to the same secret on all tasks, or {CA_VARIABLE}, "
+    f"{CERTIFICATE_VARIABLE} and {KEY_VARIABLE} for mutual TLS"
+)
+
+
+@final
+@dataclass(frozen=True)
+class Credentials:
+    """What a task shows to others, and asks of them. All tasks of a cluster have the same kind.
+
+    A certificate, its key and a CA make *mutual TLS*: both sides show a certificate that the CA signed. A certificate
+    without a CA is a server's that takes clients by their token; a CA alone is a client's of such a server. Files are
+    PEM; they are read when a server or a client starts. Whoever gets past them is trusted: with memory, and a worker
+    runs the dataset functions that it is sent.
+
+    Attributes:
+      token: A secret that all tasks know. Without TLS it can be read on the network.
+      ca_file: Certificates of those who sign the others' certificates.
+      certificate_file: Of this task; its names must have the host of the task's address.
+      key_file: Of the certificate.
+
+    Raises:
+      InvalidArgumentError: The token is empty or has other than visible ASCII characters, or a file is missing.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    certificate_file: str | None = None
+    key_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token):
+            raise InvalidArgumentError(
+                f"A token must be of visible ASCII characters, got {'an empty one' if not self.token else 'others'}. "
+                f'Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))".'
+            )
+        if self.token is not None and self.token != self.token.strip():
+            raise InvalidArgumentError("A token must not begin or end with a space. Remove it.")
+        if (self.certificate_file is None) != (self.key_file is None):
+            there = "certificate_file" if self.key_file is None else "key_file"
+            raise InvalidArgumentError(
+                f"{there}={getattr(self, there)!r} was given alone: a certificate and its key belong together. Give both."
+            )
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str]) -> Self:
+        """What the environment says; nothing, if it says nothing.
+
+        ``REPLICAX_TOKEN``, or the file ``REPLICAX_TOKEN_FILE`` that has it; ``REPLICAX_TLS_CA``,
+        ``REPLICAX_TLS_CERTIFICATE`` and ``REPLICAX_TLS_KEY`` are paths.
+
+        Raises:
+          ClusterEnvironmentError: They do not go together, or a file cannot be read.
+        """
+        files = {name: environ[variable] for name, variable in _FILES.items() if variable in environ}
+        try:
+            made = cls(token=_token_of(environ), **files)
+            for name in files:
+                made.read(name)
+        except InvalidArgumentError as error:
+            there = [
+                name for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, *_FILES.values()) if name in environ
+            ]
+            raise ClusterEnvironmentError(f"{', '.join(there)} in the environment: {error}") from error
+        return made
+
+    @property
+    def is_mutual(self) -> bool:
+        """Whether a client must show a certificate."""
+        return self.certificate_file is not None and self.ca_file is not None
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.certificate_file is not None or self.ca_file is not None
+
+    def check_server(self, address: str) -> None:
+        """Checks that a task may listen at ``address`` with these.
+
+        Raises:
+          InvalidArgumentError: It may not: others than processes of this machine reach it, and all would be let in.
+        """
+        if self.uses_tls and self.certificate_file is None:
+            raise InvalidArgumentError(
+                f"The task at {address} has a CA and no certificate. Set {CERTIFICATE_VARIABLE} and {KEY_VARIABLE} too."
+            )
+        if self.token is None and not self.is_mutual and not is_loopback(split_address(address)[0]):
+            raise InvalidArgumentError(
+                f"The task at {address} would be open to everybody who reaches this machine. {_HOW}; only at localhost "
+                f"or 127.0.0.1 can a task do without."
+            )
+
+    @property
+    def admits_anybody(self) -> bool:
+        """Whether a server with these takes every peer that reaches it."""
+        return self.token is None and not self.is_mutual
+
+    def is_token(self, shown: str | bytes | None) -> bool:
+        """Whether a peer has shown the token, if one is asked for. It takes as long for any wrong one."""
+        if self.token is None:
+            return True
+        shown = shown.encode() if isinstance(shown, str) else shown or b""
+        return hmac.compare_digest(shown, self.token.encode())
+
+    def read(self, name: str) -> bytes | None:
+        """What is in one of the files: ``read("ca_file")``; None if there is none.
+
+        Raises:
+          InvalidArgumentError: It cannot be read, or is not PEM.
+        """
+        path = getattr(self, name)
+        if path is None:
+            return None
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"{name}={path!r} cannot be read: {error.strerror}. Give the path of a PEM file ({_FILES[name]})."
+            ) from error
+        if b"-----BEGIN " not in data:
+            raise InvalidArgumentError(
+                f"{name}={path!r} is no PEM file: it has no line '-----BEGIN ...'. Convert it with openssl ({_FILES[name]})."
+            )
+        return data
+
+
+def random_token() -> str:
+    """A token that nobody can guess: 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach ``host``: ``localhost``, ``127.0.0.1``, ``::1``."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return address.is_loopback if address.version == 4 else host == "::1"
+    return host == "localhost"
+
+
+def _token_of(environ: Mapping[str, str]) -> str | None:
+    if TOKEN_VARIABLE in environ and TOKEN_FILE_VARIABLE in environ:
+        raise InvalidArgumentError("There are two tokens. Leave one of them out.")
+    path = environ.get(TOKEN_FILE_VARIABLE)
+    if path is None:
+        return environ.get(TOKEN_VARIABLE)
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"The token's file {path!r} cannot be read: {error}.") from error
