@@ -59,6 +59,14 @@ from replicax._src.input.files.formats import UnreadableFileError
 from replicax._src.input.files.paths import MissingFileError
 from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import UnbatchedDatasetError
+from replicax._src.ps.errors import (
+    MessageError,
+    RemoteError,
+    StaleCoordinatorError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownProgramError,
+)
 from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [
@@ -87,6 +95,7 @@ __all__ = [
     "KerasBackendError",
     "KerasLossError",
     "KerasScopeError",
+    "MessageError",
     "MissingExtraError",
     "MissingFileError",
     "MixedStrategiesError",
@@ -101,17 +110,22 @@ __all__ = [
     "ProcessTimeoutError",
     "ProgramMismatchError",
     "ReductionError",
+    "RemoteError",
     "RepeatedTaskError",
     "ReplicaContextError",
     "ReplicaxError",
     "ScopeNestingError",
+    "StaleCoordinatorError",
     "StructureError",
     "TapeError",
     "TaskError",
     "TaskFailedError",
     "TraceError",
     "TracedConditionError",
+    "UnauthenticatedError",
+    "UnavailableError",
     "UnbatchedDatasetError",
+    "UnknownProgramError",
     "UnreadableFileError",
     "UnsupportedElementError",
     "UnsupportedError",
