@@ -62,6 +62,8 @@ LAYERS = {
     "program": 3,
     "collectives": 3,
     "ps": 3,
+    "ps/resources": 6,
+    "ps/worker": 6,
     "context": 4,
     "bridges": 4,
     "variables": 5,

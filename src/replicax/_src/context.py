@@ -20,6 +20,7 @@ from replicax._src.collectives.in_replica import Communicator
 from replicax._src.errors import (
     ContextError,
     CrossReplicaContextError,
+    InvalidArgumentError,
     MixedStrategiesError,
     ReplicaContextError,
     ScopeNestingError,
@@ -49,6 +50,7 @@ class _Frame:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
+        self.no_variables: str | None = None
 
 
 _local = _Local()
@@ -214,11 +216,24 @@ def strategy_for_new_variable() -> Any:
 
     Raises:
       MixedStrategiesError: Scopes of two strategies are open.
+      InvalidArgumentError: In ``no_new_variables``.
     """
+    if _local.no_variables is not None:
+        raise InvalidArgumentError(_local.no_variables)
     for frame in _local.frames:
         if frame.strategy is not _local.frames[-1].strategy:
             raise _mixed(frame.strategy, _local.frames[-1].strategy)
     return get_strategy()
+
+
+@contextlib.contextmanager
+def no_new_variables(reason: str) -> Iterator[None]:
+    """Inside, in this thread, no variables can be made, for ``reason``."""
+    before, _local.no_variables = _local.no_variables, reason
+    try:
+        yield
+    finally:
+        _local.no_variables = before
 
 
 def stand_in_of(strategy: Any) -> Any | None:

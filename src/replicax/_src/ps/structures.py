@@ -1,0 +1,112 @@
+"""The structure of an element, as JSON: dicts, lists, tuples, named tuples, dataclasses and None, and where the leaves are.
+
+Both ends name classes, neither sends them: who rebuilds an element has them, or is told that it does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from replicax._src.errors import InvalidArgumentError
+
+Structure = Any
+"""``0`` for a leaf, else ``[kind, ...]``: what ``described`` gives."""
+
+
+def described(element: Any) -> Structure:
+    """The structure of a nest, whose leaves are in the order of ``jax.tree.leaves``.
+
+    Raises:
+      InvalidArgumentError: It has a node of another class.
+    """
+    if element is None:
+        return ["none"]
+    if isinstance(element, Mapping):
+        is_ordered = isinstance(element, OrderedDict)
+        keys = list(element) if is_ordered else sorted(element)
+        for key in keys:
+            _check_key(key)
+        return ["ordered" if is_ordered else "dict", [[key, described(element[key])] for key in keys]]
+    if isinstance(element, tuple) and type(element) is not tuple:
+        return _described_fields("named", element, type(element), [described(child) for child in element])
+    if isinstance(element, list | tuple):
+        return ["list" if isinstance(element, list) else "tuple", [described(child) for child in element]]
+    if dataclasses.is_dataclass(element) and not isinstance(element, type):
+        children = [described(getattr(element, field.name)) for field in dataclasses.fields(element)]
+        return _described_fields("dataclass", element, type(element), children)
+    if not jax.tree_util.all_leaves([element]):
+        raise _unknown(type(element))
+    return 0
+
+
+def rebuilt(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """The nest of a structure, with ``leaves`` in it.
+
+    Raises:
+      InvalidArgumentError: It names a class that this process does not have.
+    """
+    return _rebuilt(structure, iter(leaves))
+
+
+def _rebuilt(structure: Structure, leaves: Iterator[Any]) -> Any:
+    if structure == 0:
+        return next(leaves)
+    kind, *rest = structure
+    if kind == "none":
+        return None
+    if kind in ("dict", "ordered"):
+        pairs = [(key, _rebuilt(child, leaves)) for key, child in rest[0]]
+        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+    if kind in ("list", "tuple"):
+        children = [_rebuilt(child, leaves) for child in rest[0]]
+        return children if kind == "list" else tuple(children)
+    module, name, children = rest
+    cls = _class(kind, module, name)
+    return cls(*(_rebuilt(child, leaves) for child in children))
+
+
+def _described_fields(kind: str, element: Any, cls: type, children: list[Structure]) -> Structure:
+    if not _is_kind(kind, cls) or "<locals>" in cls.__qualname__:
+        raise _unknown(type(element))
+    return [kind, cls.__module__, cls.__qualname__, children]
+
+
+def _class(kind: str, module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not _is_kind(kind, found):
+        raise InvalidArgumentError(
+            f"The elements of a dataset on a worker are of class {module}.{name}, which this process does not have. Import "
+            "its module here, or let the dataset give dicts or tuples."
+        )
+    return found
+
+
+def _is_kind(kind: str, cls: Any) -> bool:
+    """Whether a class makes nodes of a kind from its children, and does nothing else."""
+    if not isinstance(cls, type):
+        return False
+    if kind == "named":
+        return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)
+    return dataclasses.is_dataclass(cls)
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str | int):
+        raise InvalidArgumentError(
+            f"The elements of a dataset on a worker have a dict with the key {key!r}. Keys are str or int there."
+        )
+
+
+def _unknown(cls: type) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"The elements of a dataset on a worker have a {cls.__module__}.{cls.__qualname__} in them. Allowed are arrays, dicts, "
+        "lists, tuples, None, and named tuples and dataclasses that are defined at the top of a module."
+    )

@@ -1,0 +1,111 @@
+"""``Worker``: what a worker does for one coordinator: keeps programs, constants and resources, and runs closures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src.ps.errors import ClosureAbortedError, MessageError
+from replicax._src.ps.links import PsLinks
+from replicax._src.ps.messages import Message
+from replicax._src.ps.programs import WorkerProgram
+from replicax._src.ps.resources import Resource, WorkerPlace, make
+from replicax._src.ps.runner import ClosureCall, Runner
+
+
+@final
+class Worker:
+    """Answers the messages of one coordinator, one at a time.
+
+    Args:
+      links: To the parameter servers, its own; closed with it.
+      place: Which worker this is.
+    """
+
+    def __init__(self, links: PsLinks, place: WorkerPlace):
+        self._links, self._place = links, place
+        self._runner = Runner(links)
+        self._resources: dict[str, Resource] = {}
+        self._lock = threading.Lock()
+        self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
+            "program": self._program,
+            "constant": self._constant,
+            "resource": self._resource,
+            "closure": self._closure,
+            "release": self._release,
+        }
+
+    def answer(self, message: Message) -> Message:
+        """Does what is asked.
+
+        Raises:
+          MessageError: It is not one of these operations.
+          Other errors are those of what was asked for.
+        """
+        operation = self._operations.get(message.header.get("op", ""))
+        if operation is None:
+            raise MessageError(
+                f"A worker has no operation {message.header.get('op')!r}; it has {', '.join(self._operations)}."
+            )
+        with self._lock:
+            return operation(message.header, message.arrays)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the runner, and how many resources there are."""
+        return {**self._runner.statistics(), "num_resources": len(self._resources)}
+
+    def close(self) -> None:
+        """Ends what reads ahead, and the streams to the parameter servers, whatever is running."""
+        self._links.close()
+        for resource in list(self._resources.values()):
+            resource.close()
+
+    def _program(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        self._runner.add_program(WorkerProgram.of(header["described"], [array.tobytes() for array in arrays]))
+        return Message({})
+
+    def _constant(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        self._runner.add_constant(header["name"], arrays[0])
+        return Message({})
+
+    def _resource(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        name = header["name"]
+        before = self._resources.pop(name, None)
+        if before is not None:
+            before.close()
+        made = make(header["kind"], arrays[0], self._place)
+        self._resources[name] = made
+        return Message({"spec": made.spec})
+
+    def _closure(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        incarnation, number = header["closure"]
+        result = self._runner.run(
+            ClosureCall(
+                (incarnation, number),
+                header["low"],
+                header["epoch"],
+                header["program"],
+                arrays,
+                [self._named(name) for name in header.get("iterators", ())],
+            )
+        )
+        return Message({} if result.need is None else {"need": result.need}, result.results)
+
+    def _release(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        for name in header["names"]:
+            resource = self._resources.pop(name, None)
+            if resource is not None:
+                resource.close()
+        return Message({})
+
+    def _named(self, name: str) -> Resource:
+        resource = self._resources.get(name)
+        if resource is None:
+            raise ClosureAbortedError(
+                f"This worker does not have the resource {name}: it has started anew, or the resource was released. It "
+                "is to be made again."
+            )
+        return resource
