@@ -13,7 +13,14 @@ from typing import Any, Final, Protocol, Self, TypeVar, final
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.errors import UnavailableError, UnknownProgramError, described, of_answer
+from replicax._src.ps.errors import (
+    MessageError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownProgramError,
+    described,
+    of_answer,
+)
 from replicax._src.ps.lookups import RowsWanted
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import Piece, UpdateProgram
@@ -111,7 +118,9 @@ class PsLinks:
         messages = {}
         for ps, ours in _by_ps((new.piece.ps, new) for new in pieces).items():
             described = [_described_piece(new) for new in ours]
-            arrays = [new.initial for new in ours if isinstance(new.initial, np.ndarray)]
+            arrays = [
+                part_of(new.initial, None) for new in ours if not isinstance(new.initial, UpdateProgram)
+            ]
             fields = {"pieces": described, "if_absent": if_absent}
             messages[ps] = self._message("create", fields, arrays)
         self._all(messages, may_repeat=if_absent)
@@ -273,32 +282,33 @@ class _Server:
         self.num_messages = self.num_opened = 0
         self._client = client
         self._link: PsLink | None = None
-        self._broken: UnavailableError | None = None
+        self._failed: Exception | None = None
         self._is_closed = False
 
     def begin(self, message: Message) -> None:
-        self._broken = None
+        """Sends a message. What goes wrong is told by ``end``, after the others have got theirs."""
+        self._failed = None
         try:
             self._send(message)
-        except UnavailableError as error:
-            self._give_up_link(error)
+        except Exception as error:
+            self._failed = error
 
     def end(self, message: Message, deadline: float, may_repeat: bool) -> Message | Exception:
         """The answer to the message that was begun, or the error that it tells of."""
         pauses = iter(_PAUSES_S if may_repeat else ())
         while True:
             try:
-                if self._broken is not None:
-                    raise self._broken
-                assert self._link is not None
-                return self._link.receive(max(deadline - time.monotonic(), 0.0))
+                return self._receive(deadline)
             except UnavailableError as error:
-                self._give_up_link(error)
+                self._give_up_link()
                 pause = next(pauses, None)
                 if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
                     return self._named(error)
                 time.sleep(pause)
                 self.begin(message)
+            except (MessageError, UnauthenticatedError) as error:  # the stream may have ended with it
+                self._give_up_link()
+                return error
             except Exception as error:  # what the answer says: the stream goes on
                 return error
 
@@ -318,8 +328,13 @@ class _Server:
         self._link.send(message)
         self.num_messages += 1
 
-    def _give_up_link(self, error: UnavailableError) -> None:
-        self._broken = error
+    def _receive(self, deadline: float) -> Message:
+        if self._failed is not None:
+            raise self._failed
+        assert self._link is not None
+        return self._link.receive(max(deadline - time.monotonic(), 0.0))
+
+    def _give_up_link(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.close()
