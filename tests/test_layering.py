@@ -64,6 +64,8 @@ LAYERS = {
     "ps": 3,
     "ps/resources": 6,
     "ps/worker": 6,
+    "ps/work": 6,
+    "ps/task": 6,
     "context": 4,
     "bridges": 4,
     "variables": 5,

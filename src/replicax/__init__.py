@@ -35,6 +35,8 @@ from replicax._src.options import (
     VariableSynchronization,
 )
 from replicax._src.program.tape import GradientTape
+from replicax._src.ps.server_def import ServerDef, ServerOptions
+from replicax._src.ps.task import Server
 from replicax._src.strategies import default  # noqa: F401  (makes the default strategy)
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.extended import StrategyExtended
@@ -69,6 +71,9 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
+    "ServerDef",
+    "ServerOptions",
     "Strategy",
     "StrategyExtended",
     "UnconnectedGradients",

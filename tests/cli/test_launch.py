@@ -125,7 +125,8 @@ def test_each_task_gets_its_configuration(script, tmp_path):
         time.sleep(0.01)
     """)
     (tmp_path / "there").mkdir()
-    result = launch("--workers", 2, "--ps", 1, "--devices-per-worker", 2, path, tmp_path / "there")
+    more = ["--devices-per-worker", 2, "--script-in", "all"]
+    result = launch("--workers", 2, "--ps", 1, *more, path, tmp_path / "there")
     assert result.returncode == 0, result.stderr
     told = {
         line.partition("|")[0].strip(): json.loads(line.partition("|")[2])

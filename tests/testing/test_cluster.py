@@ -47,7 +47,7 @@ def script(source):
 
 
 def test_results(local_cluster):
-    cluster = local_cluster(2, chief=True, num_ps=1, evaluator=True)
+    cluster = local_cluster(2, chief=True, num_ps=1, evaluator=True, script_in="all")
     cluster.start(
         script("print(task, sys.argv[1:]); report(a=1, b=2); report(a=3); sys.exit(task == 'ps 0')"),
         ["x", "y"],

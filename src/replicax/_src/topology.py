@@ -273,7 +273,7 @@ def cpu_pool_is_large() -> bool:
     return value.isdigit() and int(value) >= _CPU_POOL_THREADS
 
 
-def prepare_backend(num_processes_here: int = 1) -> None:
+def prepare_backend(num_processes_here: int = 1, *, has_callbacks: bool = True) -> None:
     """Before JAX's backend starts: chooses how many threads XLA computes with on CPUs, unless the user has.
 
     Several devices in one process need threads for queued collectives. Processes with one device each share the cores: with
@@ -281,6 +281,7 @@ def prepare_backend(num_processes_here: int = 1) -> None:
 
     Args:
       num_processes_here: How many processes of the cluster are on this machine.
+      has_callbacks: Whether programs may call back into Python that uses JAX, for which a second thread is needed.
     """
     if jax_compat.backend_started():
         return
@@ -288,8 +289,8 @@ def prepare_backend(num_processes_here: int = 1) -> None:
         os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
     elif num_processes_here > 1:
         share = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        # A call back into Python that uses JAX needs a second one.
-        os.environ.setdefault("PJRT_NPROC", str(max(2, share // num_processes_here)))
+        num_threads = max(2 if has_callbacks else 1, share // num_processes_here)
+        os.environ.setdefault("PJRT_NPROC", str(num_threads))
 
 
 def resolve_devices(devices: Sequence[str | Device] | str | Device | None) -> list[Device]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from replicax._src.cli.arguments import count, positive, seconds
@@ -14,10 +16,18 @@ from replicax._src.cli.display import make_display
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.errors import ClusterError
-from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.layout import (
+    SCRIPT_IN,
+    SERVER_COMMAND,
+    Layout,
+    device_environment,
+    free_ports,
+    tf_config,
+)
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.ps.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 
 _DESCRIPTION: Final = """\
 Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG, with free ports; its lines are
@@ -25,8 +35,11 @@ printed with its name before them. Everything ends with the launcher, however th
 
 The exit code is that of the task that failed first, 0 if none did, 130 after Ctrl-C and 143 after SIGTERM. When a
 task fails the others may end by themselves for the grace time; then they get SIGTERM, and after as long again
-SIGKILL. Where there are parameter servers there is a chief too, unless --no-chief is given, and its end is the end of
-the whole; otherwise that of the chief and all workers is.
+SIGKILL. The training has ended when the chief and all workers have.
+
+Where there are parameter servers there is a chief too, unless --no-chief is given: the coordinator, which runs the
+script. Workers and parameter servers run `replicax server`; a worker that dies is started again. The end of the chief
+is the end of the whole. All tasks are given a random token, without which they do not talk to anybody.
 """
 _EPILOG: Final = """\
 several hosts, one worker on each:
@@ -36,6 +49,7 @@ several hosts, one worker on each:
 
 environment of the tasks:
   TF_CONFIG               the cluster and which task this is
+  REPLICAX_TOKEN          of the cluster, where there are parameter servers; yours, if it is set
   REPLICAX_RESTART_COUNT  0, and one more after each restart
   REPLICAX_STATUS_FILE    where a task may write {"step": 12, "time": time.time(), "state": "training"} for the table;
                           else the step is the number of programs that MultiWorkerMirroredStrategy has run
@@ -59,6 +73,13 @@ def add_parser(subparsers: Any) -> None:
     who.add_argument("--ps", type=count, default=0, metavar="N", help="parameter servers (0)")
     who.add_argument("--evaluator", action="store_true", help="one more task, of type evaluator")
     who.add_argument(
+        "--script-in",
+        choices=SCRIPT_IN,
+        help="who runs the script where there are parameter servers: the chief; the workers, and the chief, each for "
+        "itself; or all, as in TensorFlow, where the script makes a Server in workers and parameter servers. (chief; "
+        "with --no-chief workers)",
+    )
+    who.add_argument(
         "--devices-per-worker",
         type=positive,
         metavar="N",
@@ -71,6 +92,13 @@ def add_parser(subparsers: Any) -> None:
         default=0,
         metavar="N",
         help="after a failure start all tasks again, at most N times (0)",
+    )
+    how.add_argument(
+        "--server-restarts",
+        type=count,
+        default=3,
+        metavar="N",
+        help="start a worker that runs `replicax server` again when it dies, each at most N times (3)",
     )
     how.add_argument(
         "--grace", type=seconds, default=10.0, metavar="S", help="the grace time, in seconds (10)"
@@ -142,10 +170,10 @@ def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
         if options.task_index is not None:
             parser.error("--task-index needs --hosts or --hosts-file")
         return None
-    if options.workers is not None or options.ps or options.evaluator or options.chief:
+    if options.workers is not None or options.ps or options.evaluator or options.chief or options.script_in:
         parser.error(
-            "with --hosts there is one worker on each host, and no other task: --workers, --chief, --ps and "
-            "--evaluator do not go with it. For other clusters set TF_CONFIG on each host"
+            "with --hosts there is one worker on each host, and no other task: --workers, --chief, --ps, --evaluator "
+            "and --script-in do not go with it. For other clusters set TF_CONFIG on each host"
         )
     hosts = options.hosts.split(",") if options.hosts is not None else []
     if options.hosts_file is not None:
@@ -164,8 +192,26 @@ def _starts_here(options: argparse.Namespace, command: Sequence[str]) -> list[St
     has_chief = bool(options.ps) if options.chief is None else options.chief
     num_workers = options.workers if options.workers is not None else 1
     layout = Layout(num_workers, has_chief, options.ps, options.evaluator)
+    servers = layout.servers(options.script_in)
     cluster = layout.on_this_machine(free_ports(len(layout.tasks_with_address)))
-    return [_start(options, cluster, task, command) for task in layout.tasks]
+    secrets = _token(os.environ) if layout.num_ps else {}
+    has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
+    awaited = ("chief",) if has_coordinator else ("chief", "worker")
+    return [
+        dataclasses.replace(
+            _start(options, cluster, task, SERVER_COMMAND if task in servers else command, secrets),
+            is_awaited=task.type in awaited,
+            is_server=task in servers,
+            max_restarts=options.server_restarts if task in servers and task.type == "worker" else 0,
+        )
+        for task in layout.tasks
+    ]
+
+
+def _token(environ: Mapping[str, str]) -> dict[str, str]:
+    """A token for the cluster, in the environment, where others do not see it; unless the user has one."""
+    has_token = TOKEN_VARIABLE in environ or TOKEN_FILE_VARIABLE in environ
+    return {} if has_token else {TOKEN_VARIABLE: random_token()}
 
 
 def _start_on_host(
@@ -190,9 +236,13 @@ def _lines_to_paste(
 
 
 def _start(
-    options: argparse.Namespace, cluster: Mapping[str, Sequence[str]], task: Task, command: Sequence[str]
+    options: argparse.Namespace,
+    cluster: Mapping[str, Sequence[str]],
+    task: Task,
+    command: Sequence[str],
+    secrets: Mapping[str, str] = MappingProxyType({}),
 ) -> Start:
-    environment = {**os.environ, "TF_CONFIG": tf_config(cluster, task), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "TF_CONFIG": tf_config(cluster, task), "PYTHONUNBUFFERED": "1", **secrets}
     if options.devices_per_worker is not None and task.type != "ps":
         environment |= device_environment(options.devices_per_worker, os.environ)
     return Start(task, [sys.executable, *command], environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import signal
@@ -35,11 +36,17 @@ class Start:
       task: Which one.
       command: What runs.
       environment: All its variables.
+      is_awaited: The training has ended when all such have exited with 0.
+      is_server: It does not end by itself, and is not waited for.
+      max_restarts: How often it is started again by itself, after a failure of its own.
     """
 
     task: Task
     command: Sequence[str]
     environment: Mapping[str, str]
+    is_awaited: bool = True
+    is_server: bool = False
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,10 @@ class SupervisorOptions:
 class Supervisor:
     """Runs tasks until the training has ended, one of them has failed, or a signal says to end.
 
-    The training has ended well when the chief and all workers have exited with 0; with parameter servers, when the
-    chief has. What is left then is ended: parameter servers at once, the evaluator after its time. When one fails
-    the others may end by themselves for ``grace_s``, then get SIGTERM, and after as long again SIGKILL. SIGINT,
-    SIGTERM and SIGHUP become SIGTERM for all tasks; a second one SIGKILL.
+    The training has ended well when all tasks that are awaited have exited with 0. What is left then is ended: the
+    evaluator after its time, others at once. When one fails, and is not started again by itself, the others may end by
+    themselves for ``grace_s``, then get SIGTERM, and after as long again SIGKILL. SIGINT, SIGTERM and SIGHUP become
+    SIGTERM for all tasks; a second one SIGKILL.
 
     Args:
       starts: The tasks.
@@ -79,6 +86,7 @@ class Supervisor:
         self._processes: dict[Task, Process] = {}
         self._speeds: dict[Task, Speed] = {}
         self._num_restarts = 0
+        self._num_starts: collections.Counter[Task] = collections.Counter()
         self._next_refresh = 0.0
 
     def run(self) -> int:
@@ -106,11 +114,11 @@ class Supervisor:
     def _run_once(self) -> int | None:
         """Runs all tasks once; returns the exit code of the first that failed."""
         self._processes = {}
+        restarts_left = {start.task: start.max_restarts for start in self._starts}
         with contextlib.ExitStack() as stack:
             for start in self._starts:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
-                self._processes[start.task] = stack.enter_context(self._started(start, folder))
-            self._wait(lambda: self._is_trained() or self._failed() is not None)
+                self._start(start, stack)
+            self._wait(lambda: self._is_decided(restarts_left, stack))
             if not self._signals and self._failed() is None:
                 self._await_evaluator()
             failed = self._failed()
@@ -126,14 +134,16 @@ class Supervisor:
         assert ending is not None
         return ending.exit_code
 
-    def _started(self, start: Start, folder: str) -> Process:
+    def _start(self, start: Start, stack: contextlib.ExitStack) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
         self._status_files[start.task] = Path(folder) / "status.json"
         self._speeds[start.task] = Speed()
         own = {
             STATUS_FILE_VARIABLE: str(self._status_files[start.task]),
-            RESTART_COUNT_VARIABLE: str(self._num_restarts),
+            RESTART_COUNT_VARIABLE: str(self._num_starts[start.task]),
         }
-        return Process(
+        self._num_starts[start.task] += 1
+        process = Process(
             start.command,
             environment={**start.environment, **own},
             name=str(start.task),
@@ -141,14 +151,30 @@ class Supervisor:
             num_lines_kept=_NUM_LAST_LINES,
             on_line=functools.partial(self._display.line, start.task),
         )
+        self._processes[start.task] = stack.enter_context(process)
 
     # --- how it goes --------------------------------------------------------------------------------------
 
+    def _is_decided(self, restarts_left: dict[Task, int], stack: contextlib.ExitStack) -> bool:
+        """Whether the training has ended, or failed. A task that may be started again by itself is, here."""
+        if self._is_trained():
+            return True
+        for start in self._starts:
+            process = self._processes[start.task]
+            if process.ending is None or process.ending.is_success or not restarts_left[start.task]:
+                continue
+            number = start.max_restarts - restarts_left[start.task] + 1
+            self._display.note(
+                f"{start.task} {process.ending}. Starting it again: restart {number} of {start.max_restarts}."
+            )
+            restarts_left[start.task] -= 1
+            process.close()
+            self._start(start, stack)
+        return self._failed() is not None
+
     def _is_trained(self) -> bool:
         """Whether all whose end is the end of the training have exited with 0."""
-        types = {task.type for task in self._processes}
-        deciding = ("chief",) if {"chief", "ps"} <= types else ("chief", "worker")
-        endings = [p.ending for task, p in self._processes.items() if task.type in deciding]
+        endings = [self._processes[start.task].ending for start in self._starts if start.is_awaited]
         return all(ending is not None and ending.is_success for ending in endings)
 
     def _failed(self) -> Task | None:
@@ -176,13 +202,16 @@ class Supervisor:
             self._wait(lambda: not any(p.is_running for p in evaluators), limit_s)
 
     def _await_others(self, failed: Task) -> None:
-        running = self._running()
-        if running:
+        def running() -> list[Process]:
+            processes = [self._processes[start.task] for start in self._starts if not start.is_server]
+            return [process for process in processes if process.is_running]
+
+        if others := running():
             self._display.note(
-                f"{failed} {self._processes[failed].ending}. {_listed(running)} may end by "
-                f"{'themselves' if len(running) > 1 else 'itself'} for {self._options.grace_s:g} s."
+                f"{failed} {self._processes[failed].ending}. {_listed(others)} may end by "
+                f"{'themselves' if len(others) > 1 else 'itself'} for {self._options.grace_s:g} s."
             )
-            self._wait(lambda: not self._running(), self._options.grace_s)
+            self._wait(lambda: not running(), self._options.grace_s)
 
     def _end_all(self) -> None:
         """SIGTERM, then SIGKILL, for all that run."""
@@ -257,7 +286,7 @@ class Supervisor:
             None if status is None else status.step,
             speed.steps_per_s if process.is_running else None,
             resident_bytes(process.pid) if process.is_running else None,
-            self._num_restarts,
+            self._num_starts[task] - 1,
         )
 
 

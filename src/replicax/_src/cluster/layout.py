@@ -17,6 +17,9 @@ from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import Task
 
 RESTART_COUNT_VARIABLE: Final = "REPLICAX_RESTART_COUNT"
+SCRIPT_IN: Final = ("chief", "workers", "all")
+# What a server is run as, after ``python``; TF_CONFIG says which.
+SERVER_COMMAND: Final = ("-m", "replicax", "server")
 
 _LOOPBACK: Final = "127.0.0.1"
 _FIRST_PORT: Final = 15_000
@@ -67,6 +70,33 @@ class Layout:
         """Those that stand in the cluster of ``TF_CONFIG``."""
         counts = {"chief": int(self.chief), "worker": self.num_workers, "ps": self.num_ps}
         return tuple(Task(kind, index) for kind, count in counts.items() for index in range(count))
+
+    def servers(self, script_in: str | None = None) -> frozenset[Task]:
+        """The tasks that run ``replicax server`` instead of the user's program; only where there are parameter servers.
+
+        Args:
+          script_in: Who runs the program: ``chief``, who is the coordinator; ``workers``, and the chief if there is one,
+            each for itself; or ``all``, as TensorFlow's scripts expect, which make servers themselves. None: the chief,
+            and where there is none the workers.
+
+        Raises:
+          ClusterError: It is none of these, or ``chief`` where there is none.
+
+        >>> layout = Layout(num_workers=1, chief=True, num_ps=1)
+        >>> [sorted(map(str, layout.servers(who))) for who in ("chief", "workers", "all")]
+        [['ps 0', 'worker 0'], ['ps 0'], []]
+        """
+        script_in = ("chief" if self.chief else "workers") if script_in is None else script_in
+        if script_in not in SCRIPT_IN:
+            raise ClusterError(f"Who runs the script is one of {', '.join(SCRIPT_IN)}, got {script_in!r}.")
+        if not self.num_ps or script_in == "all":
+            return frozenset()
+        if script_in == "chief" and not self.chief:
+            raise ClusterError(
+                "The script cannot run in the chief: there is none. Add a chief, or let the workers run it."
+            )
+        kinds = ("worker", "ps") if script_in == "chief" else ("ps",)
+        return frozenset(task for task in self.tasks if task.type in kinds)
 
     def on_this_machine(self, ports: Sequence[int]) -> dict[str, list[str]]:
         """The cluster of ``TF_CONFIG``, with loopback addresses.

@@ -14,22 +14,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.layout import SERVER_COMMAND, Layout, device_environment, free_ports, tf_config
 from replicax._src.cluster.processes import ProcessTimeoutError, shown_lines
 from replicax._src.cluster.routes import ROUTES_VARIABLE
 from replicax._src.cluster.spec import Task, split_address
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.testing.proxy import Proxy
 from replicax._src.testing.reports import REPORT_FILE_VARIABLE
 from replicax._src.testing.tasks import ClusterResults, LocalTask
 
 _POLL_S = 0.02
+_STARTED = "LocalCluster.{} was called before, or the cluster is closed. Make another one, or call restart()."
 
 
 class LocalCluster:
-    """Runs a program as all tasks of a cluster on this machine, each with its own ``TF_CONFIG``.
+    """Runs a program as the tasks of a cluster on this machine, each with its own ``TF_CONFIG``.
 
-    They compute on the CPU, unless ``JAX_PLATFORMS`` is set. Use it in ``with``. When it is closed no process is left,
+    Where there are parameter servers, they and the workers run ``replicax server`` instead, unless ``script_in`` says
+    otherwise, and all have a random ``REPLICAX_TOKEN``. They compute on the CPU, unless ``JAX_PLATFORMS`` is set. Use it in ``with``. When it is closed no process is left,
     nor when this process ends, however it does. POSIX only; made and used outside of traced functions.
 
     Args:
@@ -37,6 +40,8 @@ class LocalCluster:
       chief: Whether there is one more, of type ``chief``.
       num_ps: Parameter servers.
       evaluator: Whether there is an evaluator.
+      script_in: Who runs the program where there are parameter servers, as for ``replicax launch``: "chief", "workers"
+        or "all".
       devices_per_worker: Virtual CPU devices of each task but the parameter servers.
       environment: Variables of all tasks, besides those of this process; None takes one away.
       timeout_s: How long waiting for tasks may take where nothing else is said.
@@ -61,6 +66,7 @@ class LocalCluster:
         chief: bool = False,
         num_ps: int = 0,
         evaluator: bool = False,
+        script_in: Literal["chief", "workers", "all"] | None = None,
         devices_per_worker: int = 1,
         environment: Mapping[str, str | None] | None = None,
         timeout_s: float = 60.0,
@@ -71,8 +77,10 @@ class LocalCluster:
                 f"devices_per_worker is a number of at least 1, got {devices_per_worker!r}."
             )
         self._layout = Layout(num_workers, chief, num_ps, evaluator)
+        self._servers = self._layout.servers(script_in)
         self._devices_per_worker, self._timeout_s = devices_per_worker, timeout_s
-        changed = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        token = {TOKEN_VARIABLE: random_token(), TOKEN_FILE_VARIABLE: None} if num_ps else {}
+        changed = {**os.environ, "PYTHONUNBUFFERED": "1", **token, **(environment or {})}
         self._environment = {name: value for name, value in changed.items() if value is not None}
         self._directory = tempfile.TemporaryDirectory(prefix="replicax-cluster-")
         self._proxies: dict[tuple[Task, Task], Proxy] = {}
@@ -103,6 +111,46 @@ class LocalCluster:
         """Of all processes that tasks have had."""
         return tuple(pid for task in self._tasks.values() for pid in task.pids)
 
+    @property
+    def servers(self) -> tuple[LocalTask, ...]:
+        """The tasks that were started and run ``replicax server``."""
+        return tuple(task for task in self._tasks.values() if task.task in self._servers)
+
+    def environment_of(self, task_type: str, index: int) -> dict[str, str]:
+        """What a task of the cluster is told in its environment, for a process that the test starts, or is, itself."""
+        task = Task(task_type, index)
+        told = {"TF_CONFIG": tf_config(self.cluster, task)}
+        return told | {
+            name: self._environment[name] for name in (TOKEN_VARIABLE,) if name in self._environment
+        }
+
+    def start_servers(self) -> None:
+        """Starts the tasks that run ``replicax server``, and waits until they answer (2 s, for all together).
+
+        Raises:
+          InvalidArgumentError: There are none, or tasks were started already.
+          ProcessTimeoutError: One has ended, or does not answer within ``timeout_s``. None is left.
+        """
+        if not self._servers:
+            raise InvalidArgumentError("There are no servers in this cluster. Make it with num_ps=1, say.")
+        if self._tasks or self._is_closed:
+            raise InvalidArgumentError(_STARTED.format("start_servers"))
+        self._start({task: SERVER_COMMAND for task in self._layout.tasks if task in self._servers})
+        try:
+            self.wait_for_servers()
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_for_servers(self, timeout_s: float | None = None) -> None:
+        """Waits until all servers listen, after a restart, say.
+
+        Raises:
+          ProcessTimeoutError: One has ended, or does not in time.
+        """
+        for task in self.servers:
+            task.wait_for_output(" listens at ", timeout_s, of_this_process=True)
+
     def start(self, program: str | os.PathLike[str] | Callable[..., Any], args: Sequence[str] = ()) -> None:
         """Starts a program as every task.
 
@@ -115,14 +163,22 @@ class LocalCluster:
           InvalidArgumentError: There is no such script, no source of that function, or tasks were started already.
           ProcessStartError: A process could not be made. None is left.
         """
-        if self._tasks or self._is_closed:
-            raise InvalidArgumentError(
-                "LocalCluster.start was called before, or the cluster is closed. Make another one, or call restart()."
-            )
-        command = [sys.executable, str(self._script_of(program)), *map(str, args)]
+        if all(self._started_already(task) for task in self._layout.tasks):
+            raise InvalidArgumentError(_STARTED.format("start"))
+        command = [str(self._script_of(program)), *map(str, args)]
+        self._start(
+            {task: SERVER_COMMAND if task in self._servers else command for task in self._layout.tasks}
+        )
+
+    def _started_already(self, task: Task) -> bool:
+        return self._is_closed or (task.type, task.index) in self._tasks
+
+    def _start(self, commands: Mapping[Task, Sequence[str]]) -> None:
+        """Starts those that have not been started."""
         try:
-            for task in self._layout.tasks:
-                self._tasks[task.type, task.index] = self._started(task, command)
+            for task, command in commands.items():
+                if not self._started_already(task):
+                    self._tasks[task.type, task.index] = self._started(task, [sys.executable, *command])
         except BaseException:
             self.close()
             raise
@@ -158,7 +214,7 @@ class LocalCluster:
         return path
 
     def wait(self, timeout_s: float | None = None) -> ClusterResults:
-        """Waits until all tasks have ended. Blocks.
+        """Waits until all tasks have ended; servers are ended when the others have, by SIGTERM. Blocks.
 
         Args:
           timeout_s: How long at most; the cluster's ``timeout_s`` by default.
@@ -171,7 +227,12 @@ class LocalCluster:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
+        has_program = any(task.task not in self._servers for task in self._tasks.values())
         while running := [task for task in self._tasks.values() if task.is_running]:
+            if has_program and all(task.task in self._servers for task in running):
+                has_program = False
+                for task in running:
+                    task.terminate()
             if time.monotonic() >= deadline:
                 raise ProcessTimeoutError(
                     "\n".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +103,7 @@ class LocalTask:
         self._command, self._environment = command, environment
         self._report_file, self._timeout_s = report_file, timeout_s
         self._output: collections.deque[str] = collections.deque(maxlen=_NUM_LINES_KEPT)
+        self._num_lines = 0  # of this process
         self._has_more = threading.Condition()
         self._num_restarts = 0
         self._slowing: _Slowing | None = None
@@ -122,6 +124,7 @@ class LocalTask:
     def _take_line(self, line: str) -> None:
         with self._has_more:
             self._output.append(line)
+            self._num_lines += 1
             self._has_more.notify_all()
 
     @property
@@ -200,6 +203,7 @@ class LocalTask:
         self._stop_slowing()
         self._process.close()
         self._num_restarts += 1
+        self._num_lines = 0
         self._process = self._started()
 
     def wait(self, timeout_s: float | None = None) -> TaskResult:
@@ -214,15 +218,23 @@ class LocalTask:
         ending = self._process.wait(self._timeout_s if timeout_s is None else timeout_s)
         return TaskResult(self.task, ending.exit_code, ending.signal, self.output, self.reports)
 
-    def wait_for_output(self, text: str, timeout_s: float | None = None) -> str:
+    def wait_for_output(
+        self, text: str, timeout_s: float | None = None, *, of_this_process: bool = False
+    ) -> str:
         """Waits until a line has ``text`` in it; returns the first such line.
+
+        Args:
+          text: Of the line.
+          timeout_s: How long at most; the cluster's ``timeout_s`` by default.
+          of_this_process: Whether only lines count that were written since it was started last.
 
         Raises:
           ProcessTimeoutError: None has in time, or the process has ended without one.
         """
 
         def found() -> str | None:
-            return next((line for line in self._output if text in line), None)
+            first = max(0, len(self._output) - self._num_lines) if of_this_process else 0
+            return next((line for line in itertools.islice(self._output, first, None) if text in line), None)
 
         return self._wait_for(found, f"a line with {text!r}", timeout_s)
 

@@ -1,0 +1,125 @@
+"""``replicax server``: a worker or a parameter server, until it is told to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from typing import Any, Final, NoReturn
+
+from replicax._src.cli.arguments import count, positive, seconds
+from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.spec import ClusterSpec
+from replicax._src.cluster.tf_config import TFConfigClusterResolver
+from replicax._src.errors import ReplicaxError
+
+_DESCRIPTION: Final = """\
+Runs a worker or a parameter server of the cluster that TF_CONFIG, or the options, describe. It has no code of yours:
+what it does is sent to it by the coordinator, the program that makes a ParameterServerStrategy. It ends when it gets
+SIGTERM or Ctrl-C, or when the coordinator says so.
+"""
+_EPILOG: Final = """\
+environment:
+  TF_CONFIG               the cluster and which task this is, unless the options say it
+  REPLICAX_TOKEN          a secret that all tasks of a cluster share; see the guide to parameter servers for TLS
+  REPLICAX_PROGRAM_CACHE  where compiled programs are kept (~/.cache/replicax/programs); "off": nowhere
+  PJRT_NPROC              threads to compute with (the cores of the host, shared by the tasks on it)
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command ``server``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "server",
+        help="run a worker or a parameter server",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--job", choices=("worker", "ps"), help="what it is (TF_CONFIG's task)")
+    parser.add_argument("--index", type=count, metavar="I", help="which of them, from 0 (TF_CONFIG's task)")
+    parser.add_argument(
+        "--cluster",
+        metavar="JSON",
+        help='all tasks: {"chief": ["host:port"], "worker": ["host:port", …], "ps": ["host:port", …]} (TF_CONFIG\'s)',
+    )
+    parser.add_argument("--devices", type=positive, metavar="N", help="virtual CPU devices of it")
+    parser.add_argument(
+        "--on-coordinator-loss",
+        choices=("wait", "exit"),
+        default="wait",
+        help="what it does when its coordinator is gone (wait, for the next one)",
+    )
+    parser.add_argument(
+        "--silence-timeout",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="after how long without a word the coordinator is gone, in seconds (60)",
+    )
+    parser.add_argument(
+        "--wait-timeout",
+        type=seconds,
+        default=math.inf,
+        metavar="S",
+        help="how long it waits for a coordinator before it ends, in seconds (inf)",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the task; returns the exit code if it could not be started, and ends this process otherwise."""
+    parser: argparse.ArgumentParser = options.parser
+    try:
+        cluster, job, index = _which(options)
+    except ClusterError as error:
+        parser.error(str(error))
+    if job is None or index is None or not cluster:
+        parser.error("which task? Set TF_CONFIG, or give --cluster, --job and --index")
+    from replicax._src.ps.process import prepare_process
+    from replicax._src.ps.server_def import ServerDef, ServerOptions
+    from replicax._src.ps.task import Server
+    from replicax._src.topology import set_local_devices
+
+    try:
+        definition = ServerDef(cluster, job, index)
+        how = ServerOptions(
+            on_coordinator_loss=options.on_coordinator_loss,
+            silence_timeout_s=options.silence_timeout,
+            wait_timeout_s=options.wait_timeout,
+        )
+        if options.devices is not None:
+            set_local_devices(options.devices)
+        prepare_process(definition.cluster, definition.task)
+        server = Server(definition, config=how)
+    except ReplicaxError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    print(f"{definition.task} listens at {definition.address}", flush=True)
+    try:
+        server.join()
+    except KeyboardInterrupt:
+        _end(130)
+    _end(0)
+
+
+def _which(options: argparse.Namespace) -> tuple[ClusterSpec, str | None, int | None]:
+    """The cluster and the task: what the options say, and for the rest TF_CONFIG."""
+    resolver = TFConfigClusterResolver(options.job, options.index)
+    if options.cluster is None:
+        return resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    try:
+        described = json.loads(options.cluster)
+    except json.JSONDecodeError as error:
+        raise ClusterError(f"--cluster {options.cluster!r} is not JSON: {error}.") from None
+    return ClusterSpec(described, source="--cluster"), resolver.task_type, resolver.task_id
+
+
+def _end(code: int) -> NoReturn:
+    """Ends this process now: threads of a program that still computes would hold it up for as long as that takes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

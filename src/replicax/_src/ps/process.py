@@ -1,0 +1,62 @@
+"""How a process that is a task of a cluster with parameter servers sets up JAX, before JAX starts in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import jax
+
+from replicax._src.cluster.spec import ClusterSpec, Task, split_address
+from replicax._src.jax_compat import backend_started
+from replicax._src.topology import prepare_backend
+
+PROGRAM_CACHE_VARIABLE: Final = "REPLICAX_PROGRAM_CACHE"
+NO_PROGRAM_CACHE: Final = "off"
+
+
+def prepare_process(cluster: ClusterSpec, task: Task) -> None:
+    """Sets what the user has not: devices, threads, and where compiled programs are kept. Nothing once JAX has started.
+
+    A ps computes on the CPU, so that it takes no accelerator from a worker of its host. The tasks of a host share its
+    cores. Programs are kept in a folder of the user's, so that a worker that is started again need not compile them
+    again; ``REPLICAX_PROGRAM_CACHE`` names another folder, or is ``off``.
+    """
+    if backend_started():
+        return
+    if task.type == "ps" and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    prepare_backend(num_tasks_beside(cluster, task), has_callbacks=False)
+    folder = program_cache(os.environ)
+    if folder is not None and jax.config.jax_compilation_cache_dir is None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def num_tasks_beside(cluster: ClusterSpec, task: Task) -> int:
+    """How many tasks are on the host of one of them, itself included: those with the same name of a host.
+
+    >>> cluster = ClusterSpec({"chief": ["a:1"], "worker": ["a:2", "b:1"], "ps": ["a:3"]})
+    >>> num_tasks_beside(cluster, Task("worker", 0)), num_tasks_beside(cluster, Task("worker", 1))
+    (3, 1)
+    """
+    addresses = [
+        cluster.task_address(job, index) for job in cluster.jobs for index in cluster.task_indices(job)
+    ]
+    hosts = [split_address(address)[0] for address in addresses]
+    return hosts.count(split_address(cluster.task_address(task.type, task.index))[0])
+
+
+def program_cache(environ: Mapping[str, str]) -> Path | None:
+    """Where compiled programs are kept; None if they are not.
+
+    >>> program_cache({"XDG_CACHE_HOME": "/caches"}), program_cache({"REPLICAX_PROGRAM_CACHE": "off"})
+    (PosixPath('/caches/replicax/programs'), None)
+    """
+    said = environ.get(PROGRAM_CACHE_VARIABLE, "")
+    if said == NO_PROGRAM_CACHE:
+        return None
+    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(said or f"{caches}/replicax/programs").expanduser()

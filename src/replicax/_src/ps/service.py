@@ -1,0 +1,192 @@
+"""``TaskService``: what a task answers, whatever its type: who its coordinator is, and the messages of that one.
+
+What it does for a coordinator is its ``Work``, made at the coordinator's ``hello`` and closed when its time is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from replicax._src.cluster.spec import Task
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.messages import Message
+from replicax._src.ps.tenancy import Tenancy
+
+if TYPE_CHECKING:
+    from replicax._src.ps.transport import Session
+
+_log = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """What a task does for one coordinator. From several threads."""
+
+    def answer(self, message: Message) -> Message:
+        """Does what a message asks."""
+        ...
+
+    def statistics(self) -> Mapping[str, Any]:
+        """What the coordinator is told with each beat."""
+        ...
+
+    def close(self) -> None:
+        """Drops all that was made for the coordinator."""
+        ...
+
+
+@final
+class TaskService:
+    """Answers asks and messages, from any thread. ``transport.TaskServer`` calls it.
+
+    Args:
+      task: Which one this is.
+      instance: Of this process, random.
+      begin: Makes the work for a coordinator, of its incarnation and the addresses of all ps.
+      about: What ``hello`` tells of this process.
+      tenancy: Whose messages are answered.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        instance: str,
+        begin: Callable[[str, Sequence[str]], Work],
+        about: Mapping[str, Any],
+        tenancy: Tenancy,
+    ):
+        self._task, self._instance, self._begin, self._about = task, instance, begin, about
+        self._tenancy = tenancy
+        self._work: Work | None = None
+        self._lock = threading.RLock()
+        self._is_to_stop = threading.Event()
+        self._asks: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+            "hello": self._hello,
+            "beat": self._beat,
+            "leave": self._leave,
+            "status": self._status,
+            "stop": self._stop,
+        }
+
+    @property
+    def is_to_stop(self) -> threading.Event:
+        """Is set when somebody has asked the task to end."""
+        return self._is_to_stop
+
+    def ask(self, what: str, header: Mapping[str, Any], session: Session | None) -> Mapping[str, Any]:
+        """Answers one of the small questions that every task is asked.
+
+        Raises:
+          InvalidArgumentError: There is no such question.
+          StaleCoordinatorError: The coordinator's time at this task is over.
+        """
+        if what not in self._asks:
+            raise InvalidArgumentError(
+                f"{self._task} was asked {what!r}; it answers {', '.join(self._asks)}. Are all tasks of the same version of "
+                "replicax?"
+            )
+        return self._asks[what](header)
+
+    def answer(self, message: Message, session: Session) -> Message:
+        """Answers a message of the coordinator, or of one of its workers.
+
+        Raises:
+          StaleCoordinatorError: The coordinator's time at this task is over.
+        """
+        with self._lock:
+            incarnation = _incarnation_of(message)
+            if incarnation is None:  # it came by a stream that belongs to whom the task worked for then
+                incarnation = session.state.setdefault("incarnation", self._tenancy.incarnation)
+            session.state["incarnation"] = incarnation
+            self._tenancy.check(incarnation)
+            work = self._work
+        assert work is not None
+        return work.answer(message)
+
+    def closed(self, session: Session) -> None:
+        """A stream has ended. What was made by it stays: another one may come."""
+
+    def watch(self, now: float) -> None:
+        """Gives up a coordinator that is silent."""
+        with self._lock:
+            if self._tenancy.is_silent(now):
+                _log.warning(
+                    "%s: its coordinator %s is silent and is given up.", self._task, self._tenancy.incarnation
+                )
+                self._tenancy.give_up(now)
+                self._drop()
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of the coordinator; None while there is none."""
+        return self._tenancy.incarnation
+
+    def waited_s(self, now: float) -> float:
+        """For how long there has been no coordinator."""
+        return self._tenancy.waited_s(now)
+
+    def close(self) -> None:
+        """Drops what was made for the coordinator."""
+        with self._lock:
+            self._drop()
+
+    def statistics(self) -> dict[str, Any]:
+        """Which coordinator it works for, and what its work counts."""
+        with self._lock:
+            work = self._work
+        return {"incarnation": self._tenancy.incarnation, **({} if work is None else work.statistics())}
+
+    # --- the asks -----------------------------------------------------------------------------------------
+
+    def _hello(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        incarnation = header["incarnation"]
+        with self._lock:
+            if self._tenancy.hello(incarnation, time.monotonic()):
+                self._drop()
+                try:
+                    self._work = self._begin(incarnation, header["ps"])
+                except BaseException:
+                    self._tenancy.withdraw()
+                    raise
+        return {"instance": self._instance, "task": str(self._task), **self._about}
+
+    def _beat(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        with self._lock:
+            self._tenancy.beat(header["incarnation"], time.monotonic())
+        return {"instance": self._instance, "statistics": self.statistics()}
+
+    def _leave(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        with self._lock:
+            if header["incarnation"] == self._tenancy.incarnation:
+                self._tenancy.leave(header["incarnation"], time.monotonic())
+                self._drop()
+        return {}
+
+    def _status(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """For whoever is not the coordinator: it changes nothing."""
+        return {
+            "instance": self._instance,
+            "task": str(self._task),
+            "incarnation": self._tenancy.incarnation,
+            "statistics": self.statistics(),
+            **self._about,
+        }
+
+    def _stop(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._is_to_stop.set()
+        return {}
+
+    def _drop(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.close()
+
+
+def _incarnation_of(message: Message) -> str | None:
+    """Whose message it is, if it says so; a closure's number begins with it."""
+    header = message.header
+    closure = header.get("closure")
+    return header.get("incarnation", closure[0] if closure else None)

@@ -1,0 +1,123 @@
+"""``Tenancy``: for which coordinator a task works, and until when. Pure: whoever calls it has the clock.
+
+A coordinator is known by its *incarnation*. ``hello`` begins its time at a task, ``leave`` ends it, and so do another
+coordinator's ``hello`` and silence: no ``hello`` and no ``beat`` for as long as is allowed. Who has left, was followed or
+was silent does not come back: what was made for it is gone, and it has to know.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Final, final
+
+from replicax._src.ps.errors import StaleCoordinatorError, UnavailableError
+
+_NUM_PAST: Final = 1000
+
+
+@final
+class Tenancy:
+    """Says whose messages a task answers. Not for several threads at once.
+
+    Args:
+      task: What messages call the task: ``"ps 0"``.
+      silence_timeout_s: For how long a coordinator may be silent.
+      now: Seconds, of the clock that all methods are told.
+
+    >>> tenancy = Tenancy("ps 0", silence_timeout_s=60.0, now=0.0)
+    >>> tenancy.hello("a", now=1.0), tenancy.hello("a", now=2.0), tenancy.is_silent(now=63.0)
+    (True, False, True)
+    """
+
+    def __init__(self, task: str, silence_timeout_s: float, now: float):
+        self._task, self._silence_timeout_s = task, silence_timeout_s
+        self._incarnation: str | None = None
+        self._past: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._last_heard = now
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of the coordinator that it works for; None while it waits for one."""
+        return self._incarnation
+
+    def hello(self, incarnation: str, now: float) -> bool:
+        """Begins the time of a coordinator; returns whether it has not begun before.
+
+        Raises:
+          StaleCoordinatorError: Its time has ended before.
+        """
+        self._refuse_past(incarnation)
+        is_new = incarnation != self._incarnation
+        if is_new:
+            self._end("another coordinator has taken over")
+        self._incarnation, self._last_heard = incarnation, now
+        return is_new
+
+    def withdraw(self) -> None:
+        """Takes back a hello: nothing could be begun for that coordinator. It may say hello again."""
+        self._incarnation = None
+
+    def beat(self, incarnation: str, now: float) -> None:
+        """The coordinator is there. Nothing if the task does not know it, and has no other: it was started again since.
+
+        Raises:
+          StaleCoordinatorError: It is not the one that the task works for.
+        """
+        if incarnation == self._incarnation:
+            self._last_heard = now
+        elif self._incarnation is not None or incarnation in self._past:
+            self.check(incarnation)
+
+    def leave(self, incarnation: str, now: float) -> None:
+        """Ends the time of a coordinator, if it has not ended yet."""
+        if incarnation == self._incarnation:
+            self._end("it has left")
+            self._last_heard = now
+
+    def give_up(self, now: float) -> None:
+        """Ends the time of a coordinator that ``is_silent``."""
+        self._end(f"nothing was heard of it for {self._silence_timeout_s:g} s")
+        self._last_heard = now
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it works for a coordinator of which it has heard nothing for too long."""
+        return self._incarnation is not None and now - self._last_heard > self._silence_timeout_s
+
+    def waited_s(self, now: float) -> float:
+        """For how long it has waited for a coordinator; 0 if it has one."""
+        return 0.0 if self._incarnation is not None else now - self._last_heard
+
+    def check(self, incarnation: str) -> None:
+        """Refuses whoever is not the coordinator that the task works for.
+
+        Raises:
+          StaleCoordinatorError: It is another one.
+          UnavailableError: There is none, and never was this one: the task was started again since.
+        """
+        if incarnation == self._incarnation:
+            return
+        self._refuse_past(incarnation)
+        if self._incarnation is not None:
+            raise StaleCoordinatorError(
+                f"{self._task} works for the coordinator {self._incarnation}, not for {incarnation}. One cluster has one "
+                "coordinator at a time; the next one takes over with its hello."
+            )
+        raise UnavailableError(
+            f"{self._task} does not know the coordinator {incarnation}: it was started again since, or nobody has said "
+            "hello to it.",
+            self._task,
+        )
+
+    def _refuse_past(self, incarnation: str) -> None:
+        if incarnation in self._past:
+            raise StaleCoordinatorError(
+                f"{self._task} does not work for the coordinator {incarnation} any more: {self._past[incarnation]}, and "
+                "what was made for it is gone. Make the strategy and the coordinator anew, in a new process."
+            )
+
+    def _end(self, why: str) -> None:
+        if self._incarnation is not None:
+            self._past[self._incarnation] = why
+            self._incarnation = None
+        while len(self._past) > _NUM_PAST:
+            self._past.popitem(last=False)
