@@ -22,7 +22,7 @@ def prepare_process(cluster: ClusterSpec, task: Task) -> None:
 
     A ps computes on the CPU, so that it takes no accelerator from a worker of its host. The tasks of a host share its
     cores. Programs are kept in a folder of the user's, so that a worker that is started again need not compile them
-    again; ``REPLICAX_PROGRAM_CACHE`` names another folder, or is ``off``.
+    again: in JAX_COMPILATION_CACHE_DIR, if it is set; ``REPLICAX_PROGRAM_CACHE`` names another folder, or is ``off``.
     """
     if backend_started():
         return
@@ -30,7 +30,7 @@ def prepare_process(cluster: ClusterSpec, task: Task) -> None:
         jax.config.update("jax_platforms", "cpu")
     prepare_backend(num_tasks_beside(cluster, task), has_callbacks=False)
     folder = program_cache(os.environ)
-    if folder is not None and jax.config.jax_compilation_cache_dir is None:
+    if folder is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
 

@@ -81,10 +81,9 @@ class ServerDef:
                 known.protocol if protocol is None else protocol,
             )
         spec = ClusterSpec(server_or_cluster_def)
-        job_name = _only(spec.jobs, "job_name") if job_name is None else job_name
-        if task_index is None:
-            task_index = _only(spec.task_indices(job_name), "task_index")
-        return cls(spec, job_name, task_index, "grpc" if protocol is None else protocol)
+        job = _only(spec.jobs, "job_name") if job_name is None else job_name
+        index = _only(spec.task_indices(job), "task_index") if task_index is None else task_index
+        return cls(spec, job, index, "grpc" if protocol is None else protocol)
 
 
 def _only(names: Sequence[Any], argument: str) -> Any:
