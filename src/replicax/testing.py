@@ -1,7 +1,7 @@
 """Checks of your own programs, for tests and notebooks, and clusters of real processes to test them in: ``rx.testing``."""
 
 from replicax._src.testing.check import check_against_one_device
-from replicax._src.testing.cluster import LocalCluster
+from replicax._src.testing.cluster import LocalCluster, server_cluster
 from replicax._src.testing.proxy import Fault, Proxy
 from replicax._src.testing.report import Difference, OneDeviceReport
 from replicax._src.testing.reports import report
@@ -18,4 +18,5 @@ __all__ = [
     "TaskResult",
     "check_against_one_device",
     "report",
+    "server_cluster",
 ]
