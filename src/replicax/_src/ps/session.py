@@ -12,6 +12,7 @@ import numpy as np
 from replicax._src.ps.arrays import Balance, ServerArray
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Piece, UpdateProgram
+from replicax._src.ps.tasks import Tasks
 
 _BY_PROGRAM_BYTES = 16 << 20
 """A piece from this size on is made on its server, so that nothing of it is ever here, if its initializer allows."""
@@ -32,13 +33,15 @@ class Session:
     Args:
       links: To the servers.
       platforms: Of workers and servers, for which programs are compiled.
+      tasks: The cluster; None if the servers are stores of this process.
 
     Attributes:
       epoch: Counts what has been assigned from here: what workers have read before is old then.
     """
 
-    def __init__(self, links: PsLinks, platforms: Sequence[str] = ("cpu",)):
+    def __init__(self, links: PsLinks, platforms: Sequence[str] = ("cpu",), tasks: Tasks | None = None):
         self.links = links
+        self._tasks = tasks
         self.epoch = 0
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
@@ -54,6 +57,25 @@ class Session:
     @property
     def incarnation(self) -> Any:
         return self.links.incarnation
+
+    @property
+    def num_workers(self) -> int:
+        return 0 if self._tasks is None else len(self._tasks.addresses("worker"))
+
+    @property
+    def ps_addresses(self) -> Sequence[str]:
+        return () if self._tasks is None else self._tasks.addresses("ps")
+
+    def connect(self, job: str, index: int) -> Any:
+        """A new client of a task. Does not wait for it."""
+        assert self._tasks is not None
+        return self._tasks.connect(job, index)
+
+    def close(self) -> None:
+        """Ends the time with the servers: what is there is dropped."""
+        self.links.close()
+        if self._tasks is not None:
+            self._tasks.close()
 
     @property
     def platforms(self) -> Sequence[str]:

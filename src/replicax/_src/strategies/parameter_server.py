@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 import jax
-import numpy as np
 
+from replicax._src.cluster.detect import choose_resolver
+from replicax._src.cluster.environ import START_LIMIT, limit_s
+from replicax._src.cluster.errors import TaskError
 from replicax._src.cluster.resolver import ClusterResolver
+from replicax._src.cluster.spec import ClusterSpec, from_source, listed
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.program.slots import SlotTable
+from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.links import PsLinks
 from replicax._src.ps.runner import ClosureCall, Runner
 from replicax._src.ps.session import Session
+from replicax._src.ps.tasks import Tasks
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner
 from replicax._src.strategies.strategy import Strategy
@@ -51,7 +58,18 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         variable_partitioner: Partitioner | None = None,
     ):
-        raise NotImplementedError
+        resolver = choose_resolver().resolver if cluster_resolver is None else cluster_resolver
+        spec = _checked_spec(resolver)
+        tasks = Tasks(_addresses(spec, "worker"), _addresses(spec, "ps"), Credentials.of_environment(os.environ))
+        told = tasks.greet_ps(limit_s(os.environ, START_LIMIT))
+        tasks.start_beating()
+        num_ps = len(tasks.addresses("ps"))
+        links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
+        platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
+        self._set_up(Session(links, platforms, tasks), variable_partitioner, resolver)
+        log.info(
+            "Using ParameterServerStrategy: %d workers, %d parameter servers.", len(tasks.addresses("worker")), num_ps
+        )
 
     @classmethod
     def _of_session(cls, session: Session, variable_partitioner: Partitioner | None = None) -> Self:
@@ -79,6 +97,16 @@ class ParameterServerStrategy(Strategy):
             make_parts=_make_parts,
         )
 
+    def close(self) -> None:
+        """Ends the time with the workers and the parameter servers; variables are gone. They wait for another chief."""
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
     def prepare(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> PreparedClosure:
@@ -104,6 +132,39 @@ class ParameterServerStrategy(Strategy):
             )
         )
         return prepared.assemble([jax.numpy.asarray(array) for array in result.results])
+
+
+def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
+    """The cluster of which this process is the coordinator.
+
+    Raises:
+      TaskError: It is not such a cluster, or this process is not its chief. The texts begin with TensorFlow's.
+    """
+    spec = resolver.cluster_spec()
+    source = from_source(spec.source)
+    wrong = [job for job in spec.jobs if job not in ("chief", "worker", "ps", "evaluator")]
+    if wrong:
+        raise TaskError(
+            f"Disallowed task type found in cluster spec{source}: {listed(wrong)}. Allowed are chief, worker, ps and evaluator."
+        )
+    for job in ("worker", "ps"):
+        if job not in spec.jobs or not spec.num_tasks(job):
+            raise TaskError(
+                f"There must be at least one {job}. The cluster{source} has {listed(spec.jobs) or 'no tasks'}. Add the "
+                f"addresses of its {job} tasks; on one machine: replicax launch --workers 2 --ps 1 train.py"
+            )
+    if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
+        raise TaskError(f"There must be at most one 'chief' job. Got {spec.num_tasks('chief')}{source}. Keep one.")
+    if resolver.task_type in ("worker", "ps"):
+        raise TaskError(
+            f"This process is {resolver.task_type} {resolver.task_id}{source}, and ParameterServerStrategy is made by the chief "
+            "alone. In this task run `replicax server`, or rx.Server(...).join()."
+        )
+    return spec
+
+
+def _addresses(spec: ClusterSpec, job: str) -> list[str]:
+    return [spec.task_address(job, index) for index in spec.task_indices(job)]
 
 
 def _make_parts(strategy: ParameterServerStrategy) -> Parts:

@@ -31,7 +31,7 @@ from replicax._src.program import key
 from replicax._src.program.cache import FunctionPrograms, Leaf, ProgramCache, array_leaf, jax_state, static_leaf
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
-from replicax._src.ps.programs import UpdateProgram, WorkerProgram
+from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
 from replicax._src.values import is_variable
 
@@ -59,6 +59,7 @@ class TracedFunction:
         self.programs: dict[str, str] = {}
         self._session, self._trace, self._sources = session, trace, sources
         self._closures: dict[str, RemoteClosure] = {}
+        self.constants: dict[str, np.ndarray] = {}
         self.first = self._add(None)
 
     def closure(self, digest: str) -> RemoteClosure:
@@ -67,11 +68,6 @@ class TracedFunction:
     def program(self, digest: str) -> WorkerProgram:
         """The worker's program."""
         return self._closures[digest].program
-
-    @property
-    def constants(self) -> dict[str, np.ndarray]:
-        """All arrays that the function closes over, by name."""
-        return {name: array for c in self._closures.values() for name, array in c.constants.items()}
 
     def sources_of(self, arguments: Sequence[PerWorkerInput]) -> list[PerWorkerInput]:
         """What a call with these arguments takes elements from, in the order of the program's iterators."""
@@ -107,6 +103,7 @@ class TracedFunction:
         digest = closure.program.digest
         self.programs[signature or closure.elements.signature] = digest
         self._closures[digest] = closure
+        self.constants |= closure.constants
         return closure
 
 
@@ -129,13 +126,31 @@ class PreparedClosure:
     sources: Sequence[PerWorkerInput]
 
     @property
+    def name(self) -> str:
+        return self.traced.name
+
+    @property
     def programs(self) -> dict[str, str]:
+        """Digests of the workers' programs, by signature of the elements."""
         return self.traced.programs
 
     @property
-    def update_programs(self) -> list[tuple[int, UpdateProgram]]:
-        """What the parameter servers have been given."""
-        return list(self.traced.first.updates.items())
+    def constants(self) -> dict[str, np.ndarray]:
+        """The arrays that the function closes over, by name."""
+        return self.traced.constants
+
+    @property
+    def iterators(self) -> list[str]:
+        """What the workers call that which it takes elements from."""
+        return [source.resource for source in self.sources]
+
+    def program(self, digest: str) -> WorkerProgram:
+        """A worker's program."""
+        return self.traced.program(digest)
+
+    def make(self, signature: str) -> str:
+        """Makes the program for elements of other shapes. Returns its digest."""
+        return self.traced.make(signature)
 
     def assemble(self, arrays: Sequence[Any]) -> Any:
         """What the function returns, of the worker's results."""

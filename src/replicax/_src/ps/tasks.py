@@ -1,0 +1,132 @@
+"""``Tasks``: the workers and parameter servers of a cluster as their coordinator reaches them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from replicax._src.ps.transport import TaskClient
+
+log = logging.getLogger("replicax")
+_HELLO_S: Final = 5.0
+_PAUSE_S: Final = 0.2
+_SAY_EVERY_S: Final = 10.0
+_BEAT_S: Final = 5.0
+
+
+@final
+class Tasks:
+    """Addresses and credentials, and one coordinator's time with the tasks that have them.
+
+    Args:
+      workers, ps: Addresses, in order.
+      credentials: Of all tasks.
+
+    Attributes:
+      incarnation: Of this coordinator, random.
+    """
+
+    def __init__(self, workers: Sequence[str], ps: Sequence[str], credentials: Credentials):
+        self._addresses = {"worker": tuple(workers), "ps": tuple(ps)}
+        self._credentials = credentials
+        self.incarnation = uuid.uuid4().hex
+        self._closing = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    def addresses(self, job: str) -> tuple[str, ...]:
+        """Of the tasks of a job."""
+        return self._addresses[job]
+
+    def connect(self, job: str, index: int) -> TaskClient:
+        """A new client of a task. Does not wait for it."""
+        from replicax._src.ps.transport import TaskClient
+
+        return TaskClient(self._addresses[job][index], self._credentials, f"{job} {index}")
+
+    def greet_ps(self, limit_s: float) -> list[Mapping[str, Any]]:
+        """Takes the parameter servers over: what others have there is dropped. Says who is missing while it waits.
+
+        Returns:
+          What each tells of itself.
+
+        Raises:
+          UnavailableError: Some do not answer.
+          UnauthenticatedError: They take other credentials.
+        """
+        start = time.monotonic()
+        clients = [self.connect("ps", index) for index in range(len(self._addresses["ps"]))]
+        told: dict[int, Mapping[str, Any]] = {}
+        said = start
+        try:
+            while True:
+                why = self._greet_missing(clients, told)
+                if len(told) == len(clients):
+                    break
+                now = time.monotonic()
+                missing = [f"ps {i} ({self._addresses['ps'][i]})" for i in range(len(clients)) if i not in told]
+                if now - start > limit_s:
+                    raise UnavailableError(
+                        f"The chief waited {limit_s:g} s for {', '.join(missing)}: {why} Is its server started, with this "
+                        "TF_CONFIG? REPLICAX_START_TIMEOUT_S sets how long to wait.",
+                        missing[0].split(" (")[0],
+                    )
+                if now - said > _SAY_EVERY_S:
+                    said = now
+                    log.warning("The chief has waited %.0f s for %s.", now - start, ", ".join(missing))
+                time.sleep(_PAUSE_S)
+        finally:
+            for client in clients:
+                client.close()
+        return [told[index] for index in range(len(clients))]
+
+    def _greet_missing(self, clients: Sequence[TaskClient], told: dict[int, Mapping[str, Any]]) -> str:
+        why = ""
+        for index, client in enumerate(clients):
+            if index not in told:
+                try:
+                    told[index] = client.ask("hello", self._hello, _HELLO_S)
+                except UnavailableError as error:
+                    why = str(error)
+        return why
+
+    @property
+    def _hello(self) -> dict[str, Any]:
+        return {"incarnation": self.incarnation, "ps": list(self._addresses["ps"])}
+
+    def start_beating(self) -> None:
+        """Lets the parameter servers know, from now on, that the coordinator is there."""
+        self._beating = threading.Thread(target=self._beat, name="replicax-beats", daemon=True)
+        self._beating.start()
+
+    def _beat(self) -> None:
+        clients = [self.connect("ps", index) for index in range(len(self._addresses["ps"]))]
+        try:
+            while not self._closing.wait(_BEAT_S):
+                self._ask_all(clients, "beat")
+        finally:
+            self._ask_all(clients, "leave")
+            for client in clients:
+                client.close()
+
+    def _ask_all(self, clients: Sequence[TaskClient], what: str) -> None:
+        for client in clients:
+            try:
+                client.ask(what, {"incarnation": self.incarnation}, 2.0)
+            except Exception as error:
+                log.debug("%s", error)  # who uses the server will meet it
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the time with the tasks."""
+        self._closing.set()
+        if self._beating is not None and self._beating is not threading.current_thread():
+            self._beating.join(timeout_s)
+
+
