@@ -12,10 +12,11 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import store as store_module
 from replicax._src.ps import updates as updates_module
 from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
+from replicax._src.ps.held_pieces import MAX_COPIED_BYTES
 from replicax._src.ps.held_values import BYTES_PER_BLOCK, copied
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import UpdateProgram
-from replicax._src.ps.store import MAX_COPIED_BYTES, Store
+from replicax._src.ps.store import Store
 
 ME = "me"
 

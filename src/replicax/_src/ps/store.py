@@ -2,65 +2,39 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import threading
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, final
 
 import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps import snapshots
 from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
-from replicax._src.ps.held_values import Spec, copied, is_overwritten, overwritten
+from replicax._src.ps.held_pieces import (
+    HeldPiece,
+    check_assigned,
+    check_state,
+    check_tables,
+    few,
+    rows_of,
+    shown,
+    text,
+)
+from replicax._src.ps.held_values import copied, is_overwritten, overwritten
 from replicax._src.ps.messages import Message
 from replicax._src.ps.requests import Closure, NewPiece, Step, field_of, keys_of, new_pieces, program_of
 from replicax._src.ps.store_statistics import StoreStatistics
 from replicax._src.ps.updates import CompiledUpdate
 from replicax._src.ps.window import Window
 
-MAX_COPIED_BYTES: Final = 4_000_000
 MAX_WINDOWS: Final = 1024
 _MAX_PAST_INCARNATIONS: Final = 64
-
-
-@dataclass(slots=True)
-class HeldPiece:
-    """A piece of a variable, here.
-
-    Attributes:
-      key: Its name.
-      spec: Shape and dtype.
-      value: None when it was lost in an update that failed.
-      number: Of its version; it grows with every change, and is not used again for this key.
-    """
-
-    key: str
-    spec: Spec
-    value: jax.Array | None
-    number: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the value."""
-        shape, dtype = self.spec
-        return math.prod(shape) * dtype.itemsize
-
-    def held(self) -> jax.Array:
-        """The value. Raises RuntimeError if it is lost."""
-        if self.value is None:
-            raise RuntimeError(
-                f'The value of piece "{self.key}" was lost: an update ran out of memory while it was written in place. '
-                "Assign it, or start the server anew from a snapshot."
-            )
-        return self.value
-
-    def view(self) -> np.ndarray:
-        """The value without a copy. While it is alive an update needs memory for another value: keep it briefly."""
-        return np.asarray(self.held())
 
 
 @final
@@ -75,6 +49,7 @@ class Store:
 
     Attributes:
       instance: Random; versions of another store, one that ran before at the same address say, are no versions here.
+        A restored store is another one.
     """
 
     def __init__(self, device: Any = None):
@@ -82,6 +57,7 @@ class Store:
         self.device = jax.local_devices(backend="cpu")[0] if device is None else device
         self._lock = threading.Lock()
         self._compile_lock = threading.Lock()
+        self._snapshot_lock = threading.Lock()
         self._incarnation: str | None = None
         self._taken_over: deque[str] = deque(maxlen=_MAX_PAST_INCARNATIONS)
         self._left: str | None = None
@@ -145,6 +121,100 @@ class Store:
             }
             return {**held, **self._statistics.described()}
 
+    def snapshot(self, directory: str | Path, epoch: int = 0) -> dict[str, Any]:
+        """Writes all values and which closures have been applied to a new file. Updates go on meanwhile.
+
+        The values are those of one moment. Until a piece is written, the first update of it needs memory for another
+        value. Programs are not in it: only which there were.
+
+        Args:
+          directory: Of this server alone.
+          epoch: A number by which ``restore`` finds it.
+
+        Returns:
+          ``file``, ``bytes``, ``epoch``, and ``updates``: how many are in the values.
+
+        Raises:
+          SnapshotError: It could not be written; the snapshots before are as they were.
+        """
+        with self._snapshot_lock:
+            with self._lock:
+                entries = deque(
+                    snapshots.Entry(piece.key, piece.spec, piece.number, piece.view())
+                    for piece in self._pieces.values()
+                )
+                content = self._content(epoch)
+            path, num_bytes = snapshots.write(Path(directory), content, entries)
+        return {"file": str(path), "bytes": num_bytes, "epoch": epoch, "updates": content["updates"]}
+
+    def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
+        """Takes what is in the newest whole snapshot, in place of all that is here; with a new ``instance``.
+
+        Call it before the server serves, or while nothing else is asked of it. The incarnation is the snapshot's.
+
+        Args:
+          directory: That was given to ``snapshot``.
+          epoch: Of the snapshot; None: any.
+
+        Returns:
+          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``,
+          ``programs`` (digests: they are to be sent again), and ``refused``: newer ones, and what is wrong with each.
+
+        Raises:
+          SnapshotError: There are snapshots, and none is whole and of the epoch; nothing has changed.
+        """
+        with self._snapshot_lock:
+            found = snapshots.newest_whole(Path(directory), epoch)
+            if found is None:
+                return None
+            snapshot, refused = found
+            with contextlib.closing(snapshot):
+                with self._lock:
+                    self._incarnation = None
+                    self._clear()  # first: there may be no room for both
+                pieces = {
+                    piece["key"]: HeldPiece(
+                        piece["key"],
+                        snapshot.spec(piece),
+                        snapshot.value(piece, self.device),
+                        piece["number"],
+                    )
+                    for piece in snapshot.pieces
+                }
+            with self._lock:
+                self._take(snapshot.content, pieces)
+        told = {name: snapshot.content[name] for name in ("epoch", "incarnation", "updates")}
+        programs = [program["digest"] for program in snapshot.content["programs"]]
+        return {
+            **told,
+            "file": str(snapshot.path),
+            "pieces": len(pieces),
+            "programs": programs,
+            "refused": refused,
+        }
+
+    def _content(self, epoch: int) -> dict[str, Any]:
+        return {
+            "epoch": epoch,
+            "instance": self.instance,
+            "incarnation": self._incarnation,
+            "updates": self._statistics.updates,
+            "highest_number": self._highest_number,
+            "windows": {name: window.described() for name, window in self._windows.items()},
+            "programs": [
+                {"digest": digest, **compiled.program.described()}
+                for digest, compiled in self._programs.items()
+            ],
+        }
+
+    def _take(self, content: Mapping[str, Any], pieces: dict[str, HeldPiece]) -> None:
+        self.instance = uuid.uuid4().hex  # versions go back: what has this number now may be another value
+        self._incarnation, self._highest_number = content["incarnation"], content["highest_number"]
+        self._clear()
+        self._pieces = pieces
+        self._windows.update((name, Window.of(window)) for name, window in content["windows"].items())
+        self._statistics.updates = content["updates"]
+
     def _clear(self) -> None:
         self._pieces: dict[str, HeldPiece] = {}
         self._programs: dict[str, CompiledUpdate] = {}
@@ -192,7 +262,7 @@ class Store:
             update = None if step.program is None else self._known_program(step.program)
             pulled = [self._piece(key) for key, _ in step.pull]
             tables = [self._piece(key) for key in step.rows]
-            _check_tables(tables)
+            check_tables(tables)
             if step.closure is not None:
                 self._window(step.closure).raise_low(step.low)
             is_duplicate = self._update(step, update)
@@ -208,7 +278,7 @@ class Store:
             self._check_incarnation(header.get("incarnation"))
             pieces = [self._piece(key) for key in keys]
             for piece, array in zip(pieces, arrays):
-                _check_assigned(piece, array)
+                check_assigned(piece, array)
             # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
             fresh = [
                 None if self._is_written(p, a) else copied(a, self.device) for p, a in zip(pieces, arrays)
@@ -245,7 +315,7 @@ class Store:
         piece = self._pieces.get(key)
         if piece is None:
             raise InvalidArgumentError(
-                f'There is no piece "{key}" on this parameter server, which has {_few(self._pieces)}. Create it first.'
+                f'There is no piece "{key}" on this parameter server, which has {few(self._pieces)}. Create it first.'
             )
         return piece
 
@@ -264,7 +334,7 @@ class Store:
         if if_absent and piece.spec == new.spec:
             return True
         raise InvalidArgumentError(
-            f'A piece "{new.key}" is there already, {_text(*piece.spec)}, and {_text(*new.spec)} was to be '
+            f'A piece "{new.key}" is there already, {text(*piece.spec)}, and {text(*new.spec)} was to be '
             'created. Drop it first; or, for one that may be there with this shape and dtype, say "if_absent": true.'
         )
 
@@ -274,9 +344,9 @@ class Store:
         program = self._known_program(new.initial)
         if program.state or program.operands or program.results != [new.spec]:
             raise InvalidArgumentError(
-                f'Program {new.initial} cannot make piece "{new.key}", {_text(*new.spec)}: it takes '
+                f'Program {new.initial} cannot make piece "{new.key}", {text(*new.spec)}: it takes '
                 f"{len(program.state)} pieces and {len(program.operands)} operands, and gives "
-                f"{', '.join(_text(*spec) for spec in program.results)}. Give one that takes nothing and gives this."
+                f"{', '.join(text(*spec) for spec in program.results)}. Give one that takes nothing and gives this."
             )
         return program
 
@@ -307,7 +377,7 @@ class Store:
                 return True
             window.check_room(closure.number)
         state = [self._piece(key) for key in update.program.state]
-        _check_state(update, state)
+        check_state(update, state)
         update.check_operands(step.operands)
         staleness = self._staleness(step, update)
         self._apply(update, state, step.operands)
@@ -359,8 +429,8 @@ class Store:
             for piece, (_, version) in zip(pulled, step.pull)
             if version is None or tuple(version) != (self.instance, piece.number)
         ]
-        values = _shown(changed)
-        rows = [_rows(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]
+        values = shown(changed)
+        rows = [rows_of(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]
         if pulled or tables:
             self._statistics.pulls += 1
             self._statistics.pieces_sent += len(values)
@@ -368,49 +438,6 @@ class Store:
             self._statistics.bytes_sent += sum(array.nbytes for array in (*values, *rows))
         versions = [[self.instance, piece.number] for piece in pulled]
         return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])
-
-
-def _shown(pieces: Sequence[HeldPiece]) -> list[np.ndarray]:
-    """Their values: small ones copied, so that the next update need not go to other memory; large ones as views."""
-    values = [piece.view() for piece in pieces]
-    num_bytes = 0
-    for index in sorted(range(len(values)), key=lambda i: values[i].nbytes):
-        num_bytes += values[index].nbytes
-        if num_bytes >= MAX_COPIED_BYTES:
-            break
-        values[index] = values[index].copy()
-    return values
-
-
-def _rows(piece: HeldPiece, numbers: np.ndarray) -> np.ndarray:
-    return np.take(piece.view(), numbers, axis=0, mode="clip")
-
-
-def _check_tables(tables: Sequence[HeldPiece]) -> None:
-    for piece in tables:
-        shape, _ = piece.spec
-        if not shape or not shape[0]:
-            raise InvalidArgumentError(
-                f'Piece "{piece.key}" has the shape {list(shape)}, and rows of it were to be read. '
-                "Pull it whole; rows are those of a piece that has some."
-            )
-
-
-def _check_state(update: CompiledUpdate, state: Sequence[HeldPiece]) -> None:
-    for piece, spec in zip(state, update.state):
-        if piece.spec != spec:
-            raise InvalidArgumentError(
-                f'Program {update.program.digest} takes piece "{piece.key}" as {_text(*spec)}, and it is '
-                f"{_text(*piece.spec)}. Export the program for the piece as it is."
-            )
-
-
-def _check_assigned(piece: HeldPiece, array: np.ndarray) -> None:
-    if piece.spec != (array.shape, array.dtype):
-        raise InvalidArgumentError(
-            f'Piece "{piece.key}" is {_text(*piece.spec)}, and {_text(array.shape, array.dtype)} was to be assigned. '
-            "Give a value of its shape and dtype."
-        )
 
 
 def _stale(incarnation: Any, present: str | None) -> StaleCoordinatorError:
@@ -422,14 +449,3 @@ def _stale(incarnation: Any, present: str | None) -> StaleCoordinatorError:
         f"Coordinator {present} has taken over this parameter server; what coordinator {incarnation} made is gone, and "
         "it is not served any more. Let one coordinator at a time use the cluster."
     )
-
-
-def _text(shape: Sequence[int], dtype: np.dtype[Any]) -> str:
-    return f"{dtype.name}{list(shape)}"
-
-
-def _few(keys: Mapping[str, Any], limit: int = 5) -> str:
-    if not keys:
-        return "none"
-    first = ", ".join(f'"{key}"' for key in list(keys)[:limit])
-    return first if len(keys) <= limit else f"{first} and {len(keys) - limit} more"
