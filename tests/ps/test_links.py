@@ -5,8 +5,8 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exported import update_program
 
+from exported import update_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import links as links_module
 from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
@@ -98,7 +98,8 @@ def add_one(links, key="w", ps=1):
 def test_whole_values_are_read_of_their_pieces(links):
     table, whole = links.read([SHARDS, WHOLE])
     np.testing.assert_array_equal(table, TABLE)
-    assert whole.shape == () and whole == 7
+    assert whole.shape == ()
+    assert whole == 7
     table[:] = 0  # a copy
     np.testing.assert_array_equal(links.read([SHARDS])[0], TABLE)
 
@@ -149,7 +150,8 @@ def test_a_step_applies_and_reads_as_one_on_every_server(links, clients):
     answers = links.step((ME, 0), 0, asks)
     np.testing.assert_array_equal(answers[0].rows[0], TABLE[[2, 0]])
     version, value = answers[1].values["w"]
-    assert value == 8 and not answers[1].is_duplicate
+    assert value == 8
+    assert not answers[1].is_duplicate
     assert clients[1].sent[-2:] == ["program", "step"]  # sent before it is needed
     unchanged = links.step((ME, 1), 0, {1: Ask(pull=[("w", version), ("t/1", None)])})[1]
     assert unchanged.values["w"] == (version, None)
@@ -194,7 +196,8 @@ def test_a_stream_that_broke_is_opened_again_and_nothing_happens_twice(links, cl
     answer = links.step((ME, 1), 0, {1: Ask(program, pull=[("w", None)])})[1]
     assert answer.values["w"][1] == 9
     assert answer.is_duplicate == (where == "receive")
-    assert clients[1].num_opened == 2 and clients[1].num_closed == 1
+    assert clients[1].num_opened == 2
+    assert clients[1].num_closed == 1
 
 
 def test_a_server_that_is_gone_is_named_after_a_few_tries(links, clients):
@@ -233,9 +236,10 @@ def test_what_cannot_be_sent_leaves_no_answer_in_the_stream_of_another(links, mo
             raise MessageError("too large")
         send(link, message)
 
-    with monkeypatch.context() as patched, pytest.raises(MessageError, match="too large"):
+    with monkeypatch.context() as patched:
         patched.setattr(StoreLink, "send", refuse)
-        links.step(None, 0, {0: Ask(), 1: Ask()})
+        with pytest.raises(MessageError, match="too large"):
+            links.step(None, 0, {0: Ask(), 1: Ask()})
     np.testing.assert_array_equal(links.read([SHARDS])[0], TABLE)
 
 

@@ -52,7 +52,9 @@ def test_gradients_arrive_at_the_rows_they_are_of(table_of, ids):
     for piece in pieces:
         size = num_rows if piece.rows is None else piece.rows[1] - piece.rows[0]
         numbers, values = gradient_operands(wanted, gradients, piece.key, size)
-        assert numbers.shape == (ids.size,) and numbers.dtype == np.int32 and values.shape == gradients.shape
+        assert numbers.shape == (ids.size,)
+        assert numbers.dtype == np.int32
+        assert values.shape == gradients.shape
         shard = np.zeros((size + 1, 2))  # its last row is what the filler says
         np.add.at(shard, numbers, values)
         updated.append(shard[:-1])

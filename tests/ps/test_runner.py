@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exported import blob, update_program, worker_program
 from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
+from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps.errors import UnavailableError, UnknownProgramError
@@ -485,7 +485,7 @@ def test_rows_are_pulled_and_their_gradients_pushed(links, runner, looking_up):
 
 
 def test_each_row_travels_once_for_a_lookup(stores, runner, looking_up):
-    digest, variables, _ = looking_up
+    digest, _variables, _ = looking_up
     runner.run(call(0, digest, np.array([[6, 6], [2, 6]], np.int32) + 1, np.array([6, 6, 6], np.int32) + 1))
     assert sum(store.statistics()["rows_sent"] for store in stores) == 2 + 1
     assert runner.statistics()["num_pulls"] == 1
