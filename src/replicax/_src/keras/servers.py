@@ -152,7 +152,9 @@ def apply(
     def trace(shape_of: Callable[[Any], tuple[int, ...]]) -> tuple[Any, list[Any]]:
         return _trace_update(original, optimizer, updated, state, shape_of)
 
-    call = OptimizerCall(updated, state, reference_of, trace, f"{type(optimizer).__name__} {optimizer.name!r}")
+    call = OptimizerCall(
+        updated, state, reference_of, trace, f"{type(optimizer).__name__} {optimizer.name!r}"
+    )
     with events.applying(call, [jnp.asarray(g) for g, _ in present]):
         return original(optimizer, gradients, trainable_variables)
 

@@ -7,7 +7,7 @@ independent of them. An operation that fits neither mixes rows, and the update i
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,29 @@ def find_mixing(update: TableUpdate) -> Mixing | None:
         if not update.has_rows[position] and kind is _Kind.ROWS:
             return Mixing(None, UNKNOWN, "that all rows share depends on the rows")
     return None
+
+
+def mixed_values(program: FlatProgram, with_rows: Collection[int]) -> dict[int, Mixing]:
+    """The values of a program that come of several rows of one, at the operation that mixes them; none further on.
+
+    Args:
+      with_rows: The numbers of its inputs that have rows.
+    """
+    kinds = {number: _of_shape(np.shape(value)) for number, value in program.consts.items()}
+    kinds.update((number, _Kind.ROWS if number in with_rows else _Kind.EVEN) for number in program.inputs)
+    mixed: dict[int, Mixing] = {}
+    for operation in program.operations:
+        given = [
+            _of_shape(np.shape(atom.val)) if isinstance(atom, jax_compat.Literal) else kinds[atom]
+            for atom in operation.operands
+        ]
+        try:
+            found = _apply(operation.eqn, given, operation.line)
+        except _MixesRows as error:
+            found = [_of_shape(var.aval.shape) for var in operation.eqn.outvars]
+            mixed.update(dict.fromkeys(operation.results, error.mixing))
+        kinds.update(zip(operation.results, found, strict=True))
+    return mixed
 
 
 def is_lazy_equal_dense(update: TableUpdate, shared: Sequence[Any]) -> bool:

@@ -71,7 +71,9 @@ class Tasks:
                 if len(told) == len(clients):
                     break
                 now = time.monotonic()
-                missing = [f"ps {i} ({self._addresses['ps'][i]})" for i in range(len(clients)) if i not in told]
+                missing = [
+                    f"ps {i} ({self._addresses['ps'][i]})" for i in range(len(clients)) if i not in told
+                ]
                 if now - start > limit_s:
                     raise UnavailableError(
                         f"The chief waited {limit_s:g} s for {', '.join(missing)}: {why} Is its server started, with this "
@@ -128,5 +130,3 @@ class Tasks:
         self._closing.set()
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(timeout_s)
-
-

@@ -60,7 +60,9 @@ class ParameterServerStrategy(Strategy):
     ):
         resolver = choose_resolver().resolver if cluster_resolver is None else cluster_resolver
         spec = _checked_spec(resolver)
-        tasks = Tasks(_addresses(spec, "worker"), _addresses(spec, "ps"), Credentials.of_environment(os.environ))
+        tasks = Tasks(
+            _addresses(spec, "worker"), _addresses(spec, "ps"), Credentials.of_environment(os.environ)
+        )
         told = tasks.greet_ps(limit_s(os.environ, START_LIMIT))
         tasks.start_beating()
         num_ps = len(tasks.addresses("ps"))
@@ -68,7 +70,9 @@ class ParameterServerStrategy(Strategy):
         platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
         self._set_up(Session(links, platforms, tasks), variable_partitioner, resolver)
         log.info(
-            "Using ParameterServerStrategy: %d workers, %d parameter servers.", len(tasks.addresses("worker")), num_ps
+            "Using ParameterServerStrategy: %d workers, %d parameter servers.",
+            len(tasks.addresses("worker")),
+            num_ps,
         )
 
     @classmethod
@@ -154,7 +158,9 @@ def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
                 f"addresses of its {job} tasks; on one machine: replicax launch --workers 2 --ps 1 train.py"
             )
     if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
-        raise TaskError(f"There must be at most one 'chief' job. Got {spec.num_tasks('chief')}{source}. Keep one.")
+        raise TaskError(
+            f"There must be at most one 'chief' job. Got {spec.num_tasks('chief')}{source}. Keep one."
+        )
     if resolver.task_type in ("worker", "ps"):
         raise TaskError(
             f"This process is {resolver.task_type} {resolver.task_id}{source}, and ParameterServerStrategy is made by the chief "
@@ -169,7 +175,5 @@ def _addresses(spec: ClusterSpec, job: str) -> list[str]:
 
 def _make_parts(strategy: ParameterServerStrategy) -> Parts:
     topology = Topology.of(jax.local_devices()[:1])
-    placement = ServerPlacement(
-        topology, strategy.session, strategy.run_here, strategy.variable_partitioner
-    )
+    placement = ServerPlacement(topology, strategy.session, strategy.run_here, strategy.variable_partitioner)
     return Parts(topology, placement, SlotTable(1), RemoteRunner(strategy, strategy.run_here))

@@ -28,7 +28,14 @@ from replicax._src.placement.remote.closure import (
 )
 from replicax._src.placement.remote.events import Events
 from replicax._src.program import key
-from replicax._src.program.cache import FunctionPrograms, Leaf, ProgramCache, array_leaf, jax_state, static_leaf
+from replicax._src.program.cache import (
+    FunctionPrograms,
+    Leaf,
+    ProgramCache,
+    array_leaf,
+    jax_state,
+    static_leaf,
+)
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
 from replicax._src.ps.programs import WorkerProgram
@@ -91,7 +98,9 @@ class TracedFunction:
         described = iter(json.loads(signature))
         taken = self.first.elements.taken
         shapes = {
-            at: tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in _take(described, len(taken[at])))
+            at: tuple(
+                jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in _take(described, len(taken[at]))
+            )
             for at in sorted(taken)
         }
         return self._add(shapes, signature).program.digest

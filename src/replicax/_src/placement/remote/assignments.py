@@ -38,14 +38,11 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
     """The program of an assignment of ``value`` in ``program``."""
     if isinstance(value, jax_compat.Literal):
         return AssignmentProgram((), lambda old, _: value.val)
-    sources = {
-        operation.results[0]
-        for operation in program.operations
-        if operation.eqn.primitive.name == _READ and operation.eqn.params["number"] == event.read
-    }
-    path = _path(program, sources, value)
+    sources, path = _last_read_of(event, value, program)
+    if value in sources:
+        return AssignmentProgram((), lambda old, _: old)
     if not path:
-        return _replacement(value) if value not in sources else AssignmentProgram((), lambda old, _: old)
+        return _replacement(value)
     shape = event.slot.shape
     mixing = next((o for o in path if not _is_elementwise(o, shape)), None)
     if mixing is not None:
@@ -64,6 +61,20 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
 
 def _replacement(value: Atom) -> AssignmentProgram:
     return AssignmentProgram((value,), lambda old, given: given[0])
+
+
+def _last_read_of(event: Assigned, value: Atom, program: FlatProgram) -> tuple[set[int], list[Operation]]:
+    """What the last read that leads to the value gave, and the operations that do so; nothing, if none does."""
+    for number in event.reads:
+        sources = {
+            operation.results[0]
+            for operation in program.operations
+            if operation.eqn.primitive.name == _READ and operation.eqn.params["number"] == number
+        }
+        path = _path(program, sources, value)
+        if path or value in sources:
+            return sources, path
+    return set(), []
 
 
 def _path(program: FlatProgram, sources: set[int], value: Atom) -> list[Operation]:

@@ -41,12 +41,12 @@ class Assigned:
 
     Attributes:
       slot: Of the variable.
-      read: The number of the last read of the variable before it; None if there was none.
+      reads: The numbers of the reads of the variable since it was assigned before, the last one first.
       line: Of the user's code.
     """
 
     slot: Slot
-    read: int | None
+    reads: Sequence[int]
     line: str
 
 
@@ -73,17 +73,18 @@ class Events:
     def __init__(self) -> None:
         self.noted: list[tuple[Event, list[Any]]] = []
         self._num_reads = 0
-        self._last_read: dict[int, int] = {}
+        self._reads: dict[int, list[int]] = {}
         self.is_applying = False
 
     def read(self, entry: Entry) -> Any:
         number, self._num_reads = self._num_reads, self._num_reads + 1
-        self._last_read[id(entry)] = number
+        self._reads.setdefault(id(entry), []).append(number)
         return read_p.bind(entry.current, number=number)
 
     def written(self, entry: Entry) -> None:
+        reads = self._reads.pop(id(entry), [])
         if not self.is_applying:
-            event = Assigned(entry.slot, self._last_read.get(id(entry)), entry.line)
+            event = Assigned(entry.slot, reads[::-1], entry.line)
             self.noted.append((event, [entry.current]))
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from replicax._src.placement.remote.events import Applied, OptimizerCall
 from replicax._src.placement.remote.updates import UpdateBuilder, Values
 from replicax._src.program import flat
 from replicax._src.program.flat import Atom, FlatProgram, Operation
+from replicax._src.program.row_parallel import Mixing, mixed_values
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import Piece
 
@@ -86,13 +87,17 @@ class OptimizerUpdate:
         self._written = [n for n, new in enumerate(self._full.new_state) if not _is(new, self._full.state[n])]
         owned = {n for slots in self._slots for n in slots}
         self._shared = [n for n in range(len(self._state)) if n not in owned]
+        for slot, array in self.slots:
+            _check_slots(array, slot, call.name, event.line)
         self._cuts = [self._cut(self._wanted(self._full, i), i) for i in range(len(self._arrays))]
         self._shared_cuts = self._cut(self._wanted_shared(self._full), None)
 
     @property
     def slots(self) -> list[tuple[ServerArray, ServerArray]]:
         """The slots, each with the variable that it belongs to."""
-        return [(self._state[n], array) for array, ns in zip(self._arrays, self._slots, strict=True) for n in ns]
+        return [
+            (self._state[n], array) for array, ns in zip(self._arrays, self._slots, strict=True) for n in ns
+        ]
 
     @property
     def shared(self) -> list[ServerArray]:
@@ -124,7 +129,9 @@ class OptimizerUpdate:
     def places(self) -> list[int]:
         """The servers that have a part in it: those of the variables, and those where what is shared is read."""
         of_variables = {piece.ps for array in self._arrays for piece in array.pieces}
-        return sorted(of_variables | {self._state[n].pieces[0].ps for n in self._shared if n in self._written})
+        return sorted(
+            of_variables | {self._state[n].pieces[0].ps for n in self._shared if n in self._written}
+        )
 
     def add_to(
         self,
@@ -166,7 +173,9 @@ class OptimizerUpdate:
         wanted = [atom for i in pieces for atom in self._wanted(traced, i)]
         if is_last:
             wanted += self._wanted_shared(traced)
-        cut_of: dict[Atom, Piece | None] = {atom: piece for i, piece in pieces.items() for atom in self._cuts[i]}
+        cut_of: dict[Atom, Piece | None] = {
+            atom: piece for i, piece in pieces.items() for atom in self._cuts[i]
+        }
         if is_last:
             cut_of |= dict.fromkeys(self._shared_cuts)
         operations = flat.needed_for(traced.program.operations, wanted, set(cut_of))
@@ -252,6 +261,14 @@ class OptimizerUpdate:
     def _wanted_shared(self, traced: TracedUpdate) -> list[Atom]:
         return [traced.new_state[n] for n in self._shared if n in self._written]
 
+    def _mixed(self, own: int | None) -> dict[int, Mixing]:
+        """The values that come of several rows of a variable in shards."""
+        if own is None or not self._arrays[own].shards:
+            return {}
+        traced = self._full
+        with_rows = {traced.values[own], traced.gradients[own], *(traced.state[n] for n in self._slots[own])}
+        return mixed_values(traced.program, with_rows)
+
     def _cut(self, wanted: Sequence[Atom], own: int | None) -> list[Atom]:
         """The values that a server cannot compute by itself, and a worker can."""
         traced = self._full
@@ -262,13 +279,22 @@ class OptimizerUpdate:
             at_server |= {traced.state[n] for n in self._slots[own]}
         at_worker = shared | set(traced.gradients)
         producer = {number: o for o in traced.program.operations for number in o.results}
-        by_server = _computable(traced.program, at_server)
+        mixed = self._mixed(own)
+        by_server = _computable(traced.program, at_server, without=mixed)
         by_worker = _computable(traced.program, at_worker)
         largest = math.prod(self._arrays[own].shape) if own is not None else 1
         for limit in (1, largest):
-            cuts = _latest_cuts(traced.program, wanted, by_server, by_worker, producer, limit)
+            cuts = _latest_cuts(traced.program, wanted, by_server, by_worker, producer, mixed, limit)
             if cuts is not None:
                 return cuts
+        if mixed:
+            assert own is not None
+            raise UnsupportedError(
+                f"Variable {self._arrays[own].name!r} is in {len(self._arrays[own].shards)} shards, and {self._call.name} updates "
+                f"each row of it from others: {next(iter(mixed.values()))} (at {self._line}). Use an optimizer that updates rows "
+                "by themselves (SGD, Adagrad, Adam, RMSprop, Ftrl), or keep the variable whole: without variable_partitioner, or "
+                "with one that leaves it in one piece."
+            )
         what = "what its variables share" if own is None else f"variable {self._arrays[own].name!r}"
         raise UnsupportedError(
             f"{self._call.name} updates {what} from the values of other variables, which other parameter servers may hold (at "
@@ -278,6 +304,15 @@ class OptimizerUpdate:
 
 def _is(atom: Atom, number: int) -> bool:
     return not isinstance(atom, jax_compat.Literal) and atom == number
+
+
+def _check_slots(array: ServerArray, slot: ServerArray, name: str, line: str) -> None:
+    if array.shards and slot.shape[:1] != array.shape[:1]:
+        raise UnsupportedError(
+            f"Variable {array.name!r} is in {len(array.shards)} shards, and its slot {slot.name!r} of {name} has the shape "
+            f"{slot.shape}, which is not cut like it (at {line}). Use an optimizer whose slots have the shape of the variable, "
+            "or keep the variable whole."
+        )
 
 
 def _slots(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
@@ -300,11 +335,13 @@ def _depends(traced: TracedUpdate, atom: Atom, number: int) -> bool:
     return number in flat.numbers_in(operations, [atom])
 
 
-def _computable(program: FlatProgram, given: set[int]) -> set[int]:
-    """The values that follow from those that are given."""
+def _computable(program: FlatProgram, given: set[int], without: Collection[int] = ()) -> set[int]:
+    """The values that follow from those that are given, and not through others."""
     known = set(given)
     for operation in program.operations:
-        if all(isinstance(a, jax_compat.Literal) or a in known for a in operation.operands):
+        if operation.results[0] not in without and all(
+            isinstance(a, jax_compat.Literal) or a in known for a in operation.operands
+        ):
             known.update(operation.results)
     return known
 
@@ -315,6 +352,7 @@ def _latest_cuts(
     by_server: set[int],
     by_worker: set[int],
     producer: dict[int, Operation],
+    never_by_server: Collection[int],
     limit: int,
 ) -> list[Atom] | None:
     """Values of at most ``limit`` elements from which, and from what a server has, it can compute what is wanted."""
@@ -328,7 +366,7 @@ def _latest_cuts(
         seen.add(atom)
         if atom in by_worker and atom in producer and math.prod(_aval_of(program, atom)[0]) <= limit:
             cuts[atom] = None
-        elif atom in producer:
+        elif atom in producer and atom not in never_by_server:
             waiting += [a for a in producer[atom].operands if not isinstance(a, jax_compat.Literal)]
         else:
             return None

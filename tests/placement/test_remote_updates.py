@@ -1,0 +1,191 @@
+"""Closures on parameter servers of this process: what optimizers and assignments do there is what they do on one device."""
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax._src.ps.links import PsLinks
+from replicax._src.ps.session import Session
+from replicax._src.ps.store import Store
+from replicax._src.strategies.parameter_server import ParameterServerStrategy
+from replicax._src.variables.partitioners import FixedShardsPartitioner
+from replicax.errors import UnsupportedError
+
+X = np.random.RandomState(0).randn(64, 4).astype("float32")
+Y = np.argmax(X[:, :3], 1)
+O = keras.optimizers  # noqa: E741
+OPTIMIZERS = {
+    "sgd": lambda: O.SGD(0.1),
+    "nesterov": lambda: O.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: O.Adam(0.05),
+    "amsgrad": lambda: O.Adam(0.05, amsgrad=True),
+    "adamw": lambda: O.AdamW(0.05),
+    "adagrad": lambda: O.Adagrad(0.1),
+    "adadelta": lambda: O.Adadelta(1.0),
+    "rmsprop": lambda: O.RMSprop(0.05, centered=True, momentum=0.9),
+    "ftrl": lambda: O.Ftrl(0.1),
+    "lion": lambda: O.Lion(0.01),
+    "adafactor": lambda: O.Adafactor(0.05),
+    "nadam": lambda: O.Nadam(0.05),
+    "adamax": lambda: O.Adamax(0.05),
+    "lamb": lambda: O.Lamb(0.05),
+    "schedule free": lambda: O.ScheduleFreeAdamW(0.05),
+    "muon": lambda: O.Muon(0.05),
+    "clipnorm": lambda: O.SGD(0.1, clipnorm=0.1),
+    "clipvalue": lambda: O.SGD(0.1, clipvalue=0.01),
+    "global_clipnorm": lambda: O.Adam(0.1, global_clipnorm=0.1),
+    "ema": lambda: O.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "accumulation": lambda: O.Adam(0.1, gradient_accumulation_steps=2),
+    "schedule": lambda: O.Adam(O.schedules.ExponentialDecay(0.1, 2, 0.5)),
+    "loss scale": lambda: O.LossScaleOptimizer(O.Adam(0.1)),
+}
+NOT_IN_SHARDS = {
+    "adafactor": "has the shape (8,), which is not cut like it",
+    "lamb": "is in 3 shards, and Lamb 'lamb' updates each row of it from others: reduce_sum",
+    "muon": "is in 3 shards, and Muon 'muon' updates each row of it from others: reduce_sum",
+}
+
+
+def servers(num_ps=2, partitioner=None):
+    """A strategy whose parameter servers are in this process."""
+    stores = [Store() for _ in range(num_ps)]
+    for store in stores:
+        store.hello("a coordinator")
+    return ParameterServerStrategy._of_session(
+        Session(PsLinks.of_stores(stores, "a coordinator")), partitioner
+    )
+
+
+def trained(strategy, make_optimizer, run, steps=4):
+    """The loss after some steps, and all variables of model and optimizer."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
+        )
+        optimizer = make_optimizer()
+        optimizer.build(model.trainable_variables)  # some of Keras's make arrays there, which a trace refuses
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    def step(x, y):
+        def replica_fn(x, y):
+            with rx.GradientTape() as tape:
+                loss = rx.nn.compute_average_loss(loss_of(y, model(x, training=True)), global_batch_size=64)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            return loss
+
+        return strategy.run(replica_fn, args=(x, y))
+
+    for _ in range(steps):
+        loss = run(step, X, Y)
+    return [np.asarray(loss), *(np.asarray(v.value) for v in [*model.variables, *optimizer.variables])]
+
+
+def cases():
+    short = {
+        ("adam", True),
+        ("global_clipnorm", True),
+        ("loss scale", False),
+        ("lamb", True),
+        ("accumulation", True),
+    }
+    for name in OPTIMIZERS:
+        for is_sharded in (False, True):
+            marks = () if (name, is_sharded) in short else pytest.mark.long
+            yield pytest.param(
+                name, is_sharded, marks=marks, id=f"{name} {'in shards' if is_sharded else 'whole'}"
+            )
+
+
+@pytest.mark.parametrize(("name", "is_sharded"), cases())
+def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharded):
+    strategy = servers(2, FixedShardsPartitioner(3) if is_sharded else None)
+    if is_sharded and name in NOT_IN_SHARDS:
+        message(
+            UnsupportedError,
+            lambda: trained(strategy, OPTIMIZERS[name], strategy.run_here),
+            "sequential/dense/kernel",
+            NOT_IN_SHARDS[name],
+            "keep the variable whole",
+        )
+        return
+    expected = trained(rx.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name], lambda fn, *args: fn(*args))
+    found = trained(strategy, OPTIMIZERS[name], strategy.run_here)
+    for one, other in zip(expected, found, strict=True):
+        # The order of a sum differs: a norm of shards, or XLA's choice.
+        np.testing.assert_allclose(other, one, rtol=0, atol=5e-7)
+
+
+def test_what_all_variables_share_counts_on_every_server():
+    strategy = servers(3)
+    with strategy.scope():
+        variables = [rx.Variable(np.zeros(n, np.float32)) for n in (5, 4, 3)]
+        del variables
+        kept = [keras.Variable(np.zeros(n, np.float32)) for n in (5, 4, 3)]
+        optimizer = O.Adam(0.1)
+        optimizer.build(kept)
+    strategy.run_here(lambda: optimizer.apply([np.ones(n, np.float32) for n in (5, 4, 3)], kept))
+    iterations = optimizer.iterations._value
+    assert sorted(iterations.copies) == [ps for ps in range(3) if ps != iterations.pieces[0].ps]
+    links = strategy.session.links
+    for ps, key in iterations.copies.items():
+        (piece,) = iterations.pieces
+        assert links.read([[type(piece)(ps, key)]])[0] == 1
+    optimizer.learning_rate = 0.0  # on all of them
+    before = [np.asarray(v.value) for v in kept]
+    strategy.run_here(lambda: optimizer.apply([np.ones(n, np.float32) for n in (5, 4, 3)], kept))
+    for variable, value in zip(kept, before, strict=True):
+        np.testing.assert_array_equal(variable.value, value)
+    assert optimizer.iterations.value == 2
+
+
+def test_an_assignment_is_what_it_does_to_the_value():
+    strategy = servers(1)
+    with strategy.scope():
+        v = rx.Variable(1.0)
+        average = rx.Variable(10.0)
+
+    def fn(x):
+        v.assign_add(x)
+        average.assign(average * 0.5 + x)
+
+    strategy.run_here(fn, np.float32(1))
+    v.assign(100.0)
+    average.assign(20.0)
+    strategy.run_here(fn, np.float32(2))
+    prepared = strategy.prepare(fn, [np.float32(2)])
+    assert v.numpy() == 102
+    assert average.numpy() == 12
+    assert len(prepared.traced.program(next(iter(prepared.programs.values()))).variables) == 0, (
+        "nothing is read"
+    )
+
+
+def test_a_value_of_itself_by_more_than_elementwise_operations_is_replaced_and_said(caplog):
+    strategy = servers(1)
+    with strategy.scope():
+        v = rx.Variable(np.float32([[0.0, 2.0], [1.0, 0.0]]), name="power")
+    strategy.run_here(lambda: [v.assign(v.value @ v.value)] and None)
+    np.testing.assert_array_equal(v.numpy(), [[2.0, 0.0], [0.0, 2.0]])
+    assert "The value assigned to variable 'power' at" in caplog.text
+    assert "comes from its own value by 'dot_general'" in caplog.text
+
+
+def test_several_assignments_of_one_variable_happen_in_order():
+    strategy = servers(2, FixedShardsPartitioner(2))
+    with strategy.scope():
+        v = rx.Variable(np.arange(4, dtype=np.float32))
+
+    def fn(x):
+        v.assign_add(x)
+        v.assign(v.value * 2)
+        seen = v.value
+        v.assign_sub(1.0)
+        return seen
+
+    np.testing.assert_array_equal(strategy.run_here(fn, np.float32([1, 1, 1, 1])), [2, 4, 6, 8])
+    np.testing.assert_array_equal(v.numpy(), [1, 3, 5, 7])
