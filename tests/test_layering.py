@@ -19,6 +19,7 @@ LAYERS = {
     "options": 0,
     "user_code": 0,
     "cluster/errors": 0,
+    "ps/errors": 0,
     "cluster/spec": 0,
     "cluster/membership": 0,
     "cluster/environ": 1,
@@ -92,6 +93,7 @@ LAYERS = {
 SAME_LAYER = {
     ("options", "errors"),
     ("cluster", "errors"),
+    ("ps", "errors"),
     ("cluster", "jax_compat"),
     ("topology", "jax_compat"),
     ("topology", "cluster"),

@@ -1,0 +1,1 @@
+"""The coordinator of parameter servers: which worker runs which scheduled function, and what comes of it."""
