@@ -43,6 +43,7 @@ class Closure:
       work: What is to be run, and who waits for it: whatever the caller needs.
       num_deaths: How many workers were lost while it ran.
       num_returns: How often it came back for another reason.
+      num_asks: How often a worker asked for a program of it, again.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Closure:
     work: Any
     num_deaths: int = 0
     num_returns: int = 0
+    num_asks: int = 0
 
 
 @dataclass(slots=True)
@@ -176,6 +178,13 @@ class ClosureQueue:
         self._queued.append(closure)
         self.counts.scheduled += 1
         return closure
+
+    def refuse(self, name: str, work: Any, error: BaseException) -> Ended:
+        """A closure comes that nobody can run. Only when one could be scheduled."""
+        closure = self.schedule(name, work)
+        self._queued.pop()
+        self._unfinished.discard(closure.number)
+        return self._fail(closure, error)
 
     def take(self, worker: Worker) -> Closure | None:
         """A worker asks for a closure; None if there is none for it now."""

@@ -69,6 +69,10 @@ class ClosureInputError(ReplicaxError, RuntimeError):
     """What a scheduled function takes, a dataset say, could not be made on a worker."""
 
 
+class WaitTimeoutError(ReplicaxError, TimeoutError):
+    """``join``, ``fetch`` or another wait for scheduled functions lasted as long as it was allowed to."""
+
+
 class ClosureAbortedError(ReplicaxError, RuntimeError):
     """What a scheduled function takes went with the worker that had it, and is being made again."""
 

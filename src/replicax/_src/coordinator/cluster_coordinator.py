@@ -1,0 +1,242 @@
+"""``ClusterCoordinator``: runs functions on whichever worker is free, while the program goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, final
+
+import jax
+import numpy as np
+
+from replicax._src.coordinator.closures import ClosureQueue
+from replicax._src.coordinator.crew import Crew
+from replicax._src.coordinator.dispatch import Work
+from replicax._src.coordinator.per_worker import PerWorkerIterator, PerWorkerValues
+from replicax._src.coordinator.prepared import ClosureStrategy
+from replicax._src.coordinator.remote_value import RemoteValue, fetched
+from replicax._src.coordinator.resources import Resource
+from replicax._src.coordinator.workers import Limits
+from replicax._src.errors import InvalidArgumentError, MissingExtraError
+from replicax._src.ps.errors import ClosureInputError
+
+_SPEC_S = 600.0
+
+_coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
+_construction = threading.Lock()
+
+
+@final
+class ClusterCoordinator:
+    """Runs functions on the workers of a ParameterServerStrategy; the variables are on the parameter servers.
+
+    There is one coordinator for each strategy: the constructor returns the one that is there already. Close it, use it in
+    ``with``, or drop it: its threads end then.
+
+    A function that was scheduled runs on some worker, at some time, once as far as variables are concerned: one whose
+    worker died is run again, and each parameter server applies what it sends once. The first function that fails cancels
+    those in the queue, and its error is raised by the next ``schedule``, ``join`` or ``done``; then all goes on.
+
+    Args:
+      strategy: A ParameterServerStrategy.
+      max_staleness: How many functions a worker may have begun more than the slowest one has ended, that one apart; None
+        for no limit.
+      reconnect_timeout_s: For how long a worker that was lost is tried to be reached again.
+
+    Raises:
+      InvalidArgumentError: Of another strategy; or the strategy has a coordinator with other options.
+    """
+
+    _strategy: ClosureStrategy
+    _crew: Crew
+
+    def __new__(
+        cls, strategy: Any, *, max_staleness: int | None = None, reconnect_timeout_s: float = 3600.0
+    ) -> Self:
+        if not isinstance(strategy, ClosureStrategy):
+            raise InvalidArgumentError(
+                f"ClusterCoordinator works with a ParameterServerStrategy, got {type(strategy).__name__}, whose steps are run "
+                "by strategy.run. Make a replicax.ParameterServerStrategy(cluster_resolver)."
+            )
+        options = {"max_staleness": max_staleness, "reconnect_timeout_s": reconnect_timeout_s}
+        with _construction:
+            existing = _coordinators.get(strategy, lambda: None)()
+            if existing is None or existing._crew.dispatch.is_closed:
+                existing = super().__new__(cls)
+                existing._begin(strategy, options)
+                _coordinators[strategy] = weakref.ref(existing)
+            elif existing._options != options:
+                raise InvalidArgumentError(
+                    f"The strategy has a ClusterCoordinator already, with {existing._options}, and there is one for each "
+                    f"strategy; got {options}. Use the same options, or close() it first."
+                )
+            return existing
+
+    def _begin(self, strategy: ClosureStrategy, options: Mapping[str, Any]) -> None:
+        self._strategy, self._options = strategy, dict(options)
+        queue = ClosureQueue(max_staleness=options["max_staleness"])
+        self._crew = Crew(strategy.session, queue, Limits(reconnect_s=options["reconnect_timeout_s"]))
+        self._numbers = itertools.count()
+        self._finalizer = weakref.finalize(self, _end, self._crew)
+        self._crew.start()
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy."""
+        return self._strategy
+
+    # --- functions -------------------------------------------------------------------------------------
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> RemoteValue:
+        """Has a worker run a function; returns at once, with what will become its result.
+
+        It is traced here, in the strategy's scope, the first time and for arguments of other shapes. It blocks while the
+        queue is full (262,144 functions), and, the first time that a function takes the elements of a dataset, until a
+        worker has made that.
+
+        Args:
+          fn: With or without ``rx.function``. It may call ``next`` on per-worker iterators, and ``strategy.run``.
+          args: Of the function: nests of arrays, Python values, per-worker iterators and values. No RemoteValues.
+          kwargs: The same.
+
+        Raises:
+          Exception: What an earlier function raised, for the first time since; or what is raised while it is traced.
+        """
+        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        _check(fn, args, kwargs)
+        dispatch = self._crew.dispatch
+        dispatch.check()
+        keeps = (fn, args, kwargs)
+        try:
+            prepared = self._strategy.prepare(fn, args, kwargs)
+        except ClosureInputError as error:
+            value = RemoteValue(_name_of(fn), None)
+            dispatch.refuse(_name_of(fn), Work(None, value, keeps), error)
+            return value
+        value = RemoteValue(prepared.name, prepared.assemble)
+        dispatch.schedule(prepared.name, Work(prepared, value, keeps))
+        return value
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until all functions that were scheduled have ended.
+
+        Args:
+          timeout_s: How long to wait; None for as long as it takes.
+
+        Raises:
+          UnavailableError: A parameter server is lost, or all workers have been for too long.
+          ClosureInputError: What a function takes could not be made.
+          OutOfRangeError: A function took more elements than a dataset has.
+          WaitTimeoutError: The time is over.
+          Exception: What the first function that failed raised.
+        """
+        self._crew.dispatch.join(timeout_s)
+
+    def done(self) -> bool:
+        """Whether all functions that were scheduled have ended. Raises what ``join`` does."""
+        return self._crew.dispatch.done()
+
+    def fetch(self, val: Any) -> Any:
+        """Waits for the RemoteValues in a nest, and returns it with their results as NumPy arrays; other leaves as they are."""
+        return fetched(val)
+
+    # --- what each worker has of its own ---------------------------------------------------------------
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+        """Has each worker make a dataset of its own: all of it, not a part.
+
+        ``iter`` of what is returned is an argument of scheduled functions, which call ``next`` on it. A worker that comes
+        back after it was lost begins anew. The function is Python that runs on the workers, which get it by
+        ``cloudpickle``: they need the packages that it imports.
+
+        Args:
+          dataset_fn: A function without arguments that returns a dataset, or a dataset.
+
+        Raises:
+          InvalidArgumentError: It cannot be pickled.
+        """
+        name = self._make("dataset", dataset_fn)
+        spec = self._spec_of(name)
+        values = PerWorkerValues(name, spec, lambda: PerWorkerIterator(name, spec))
+        return self._released_with(values, name)
+
+    def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
+        """Has each worker make a value of its own: in scheduled functions, what is returned stands for the worker's.
+
+        Args:
+          fn: Without arguments; it runs on the workers, as that of ``create_per_worker_dataset``.
+        """
+        name = self._make("value", fn)
+        return self._released_with(PerWorkerValues(name, self._spec_of(name)), name)
+
+    def _make(self, kind: Any, what: Any) -> str:
+        name = f"{kind} {next(self._numbers)}"
+        self._crew.add(Resource(name, kind, _pickled(what)))
+        return name
+
+    def _spec_of(self, name: str) -> Callable[[], Any]:
+        resources = self._crew.resources
+        return lambda: resources.spec(name, _SPEC_S)
+
+    def _released_with(self, values: PerWorkerValues, name: str) -> PerWorkerValues:
+        weakref.finalize(values, self._crew.resources.dropped.append, name).atexit = False
+        return values
+
+    # --- the end ---------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """What there was to do, and how each task is."""
+        return self._crew.statistics()
+
+    def close(self) -> None:
+        """Cancels what has not ended, tells the workers that the session is over, and ends the threads."""
+        self._crew.close()
+        self._crew.join()
+        self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _end(crew: Crew) -> None:
+    # Garbage may be collected while a lock is held that this needs, so another thread does it.
+    with contextlib.suppress(RuntimeError):  # no thread begins any more: Python ends
+        threading.Thread(target=crew.close, name="replicax-coordinator-end", daemon=True).start()
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if not callable(fn):
+        raise InvalidArgumentError(f"schedule() takes a function and its arguments, got {fn!r} as function.")
+    for leaf in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, RemoteValue)):
+        if isinstance(leaf, RemoteValue):
+            # The end is TensorFlow's.
+            raise InvalidArgumentError(
+                f"{leaf!r} stands in the arguments of '{_name_of(fn)}', and RemoteValue used as an input to scheduled function "
+                "is not yet supported. Pass what its fetch() returns."
+            )
+
+
+def _pickled(what: Any) -> np.ndarray:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise MissingExtraError("Per-worker datasets need cloudpickle: pip install 'replicax[ps]'.") from error
+    try:
+        return np.frombuffer(cloudpickle.dumps(what), np.uint8)
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{what!r} cannot be sent to the workers: {error}. Give a function that makes the dataset there, and does not take "
+            "open files, locks or devices from its surroundings."
+        ) from error

@@ -1,0 +1,101 @@
+"""``Crew``: all tasks of the cluster as the coordinator sees them. It does not know the coordinator, which may be dropped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, final
+
+from replicax._src.coordinator.closures import ClosureQueue
+from replicax._src.coordinator.dispatch import Dispatch
+from replicax._src.coordinator.prepared import Session
+from replicax._src.coordinator.ps_watch import PsWatch
+from replicax._src.coordinator.resources import Resource, Resources
+from replicax._src.coordinator.workers import Limits, RemoteWorker
+from replicax._src.ps.errors import UnavailableError
+
+_END_S = 15.0
+
+
+@final
+class Crew:
+    """The threads that keep workers busy and watch parameter servers.
+
+    Attributes:
+      dispatch: The closures.
+      resources: What workers make for themselves.
+    """
+
+    def __init__(self, session: Session, queue: ClosureQueue, limits: Limits):
+        self.dispatch = Dispatch(queue)
+        self.resources = Resources()
+        self._lock = threading.Lock()
+        self._given_up: dict[str, BaseException] = {}
+        self._lost_ps: dict[str, BaseException] = {}
+        self.workers = [
+            RemoteWorker(
+                number, session, self.dispatch, self.resources, limits, self._on_ps_trouble, self._on_given_up
+            )
+            for number in range(session.num_workers)
+        ]
+        self.watches = [
+            PsWatch(number, session, limits, self._on_ps_lost, self._on_ps_back)
+            for number in range(len(session.ps_addresses))
+        ]
+
+    def start(self) -> None:
+        for task in (*self.workers, *self.watches):
+            task.start()
+
+    def add(self, resource: Resource) -> None:
+        """Has all workers make something."""
+        self.resources.add(resource)
+        for worker in self.workers:
+            worker.port.poke()
+
+    def close(self) -> None:
+        """Cancels all closures and ends the threads; does not wait for them. May be called again."""
+        self.dispatch.close()
+        self.resources.close()
+        for task in (*self.workers, *self.watches):
+            task.close()
+
+    def join(self, timeout_s: float = _END_S) -> None:
+        """Waits for the threads to end."""
+        until = time.monotonic() + timeout_s
+        for task in (*self.workers, *self.watches):
+            task.join(max(0.0, until - time.monotonic()))
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the closures, and of each task."""
+        return {
+            "closures": self.dispatch.statistics(),
+            "workers": {worker.name: worker.statistics() for worker in self.workers},
+            "ps": {watch.name: watch.statistics() for watch in self.watches},
+        }
+
+    # --- from the threads ------------------------------------------------------------------------------
+
+    def _on_ps_trouble(self, task: str) -> None:
+        for watch in self.watches:
+            if watch.name == task:
+                watch.look()
+
+    def _on_ps_lost(self, name: str, error: BaseException) -> None:
+        with self._lock:
+            self._lost_ps[name] = error
+        self.dispatch.broke(error)
+
+    def _on_ps_back(self, name: str) -> None:
+        with self._lock:
+            self._lost_ps.pop(name, None)
+            left = list(self._lost_ps.values())
+        if not left:
+            self.dispatch.mended()
+
+    def _on_given_up(self, name: str, error: BaseException) -> None:
+        with self._lock:
+            self._given_up[name] = error
+            is_last = len(self._given_up) == len(self.workers)
+        if is_last or not isinstance(error, UnavailableError):
+            self.dispatch.broke(error)

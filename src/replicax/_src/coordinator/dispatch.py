@@ -1,0 +1,281 @@
+"""``Dispatch``: the queue of closures, shared by the threads that schedule and those of the workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from replicax._src.coordinator.closures import Closure, ClosureQueue, Ended
+from replicax._src.coordinator.prepared import PreparedClosure
+from replicax._src.coordinator.remote_value import RemoteValue
+from replicax._src.errors import ContextError
+from replicax._src.ps.errors import WaitTimeoutError
+
+# With so much to do, who schedules lets the workers' threads run after each closure.
+_NUM_AHEAD = 32
+
+
+@final
+@dataclass(slots=True)
+class Work:
+    """What is to be run, and who waits for it.
+
+    Attributes:
+      keeps: What must live as long, iterators say.
+    """
+
+    prepared: PreparedClosure | None
+    value: RemoteValue
+    keeps: Any = None
+
+
+@final
+class Dispatch:
+    """Hands closures from those who schedule to the workers, and what comes of them back.
+
+    Args:
+      queue: Its rules.
+    """
+
+    def __init__(self, queue: ClosureQueue):
+        self._queue = queue
+        self.lock = threading.Lock()
+        self._room = threading.Condition(self.lock)  # for those who schedule
+        self._quiet = threading.Condition(self.lock)  # for those who wait until all has ended
+        self._num_waiting_for_room = 0
+        self._ports: list[Port] = []
+
+    # --- those who schedule -----------------------------------------------------------------------------
+
+    def schedule(self, name: str, work: Work, timeout_s: float | None = None) -> None:
+        """Queues a closure; waits while the queue is full. Raises the failure of an earlier one."""
+        with self.lock:
+            self._wait_for_room(timeout_s)
+            self._queue.schedule(name, work)
+            self._wake_one()
+            num_queued = self._queue.num_queued
+        if num_queued > _NUM_AHEAD:
+            time.sleep(0)  # else they wait for a turn of the interpreter, 5 ms each
+
+    def refuse(self, name: str, work: Work, error: BaseException) -> None:
+        """Queues a closure that is known to fail."""
+        with self.lock:
+            self._wait_for_room(None)
+            ended = self._queue.refuse(name, work, error)
+            self.tell_waiting()
+        settle(ended)
+
+    def check(self) -> None:
+        """Raises the failure of an earlier closure, after what is in flight has ended."""
+        with self.lock:
+            self._raise_failure(None)
+
+    def join(self, timeout_s: float | None) -> None:
+        """Waits until all closures have ended."""
+        with self.lock:
+            self._wait(self._quiet, lambda: self._queue.is_idle, timeout_s, "join()")
+            self._raise_failure(timeout_s)
+
+    def done(self) -> bool:
+        """Whether all closures have ended."""
+        with self.lock:
+            self._raise_failure(None)
+            return self._queue.is_idle
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the queue."""
+        with self.lock:
+            queue, counts = self._queue, self._queue.counts
+            return {
+                "scheduled": counts.scheduled,
+                "finished": counts.finished,
+                "failed": counts.failed,
+                "cancelled": counts.cancelled,
+                "retried": counts.retried,
+                "queued": queue.num_queued,
+                "in_flight": queue.num_in_flight,
+                "low": queue.low,
+            }
+
+    def _wait_for_room(self, timeout_s: float | None) -> None:
+        queue = self._queue
+        self._raise_failure(timeout_s)
+        if queue.is_full:
+            self._num_waiting_for_room += 1
+            try:
+                is_over = lambda: not queue.is_full or queue.has_error or queue.is_closed  # noqa: E731
+                self._wait(self._room, is_over, timeout_s, "schedule()")
+            finally:
+                self._num_waiting_for_room -= 1
+            self._raise_failure(timeout_s)
+        if queue.is_closed:
+            raise ContextError("This ClusterCoordinator is closed. Make a new one.")
+
+    def _raise_failure(self, timeout_s: float | None) -> None:
+        queue = self._queue
+        if not queue.has_error:
+            return
+        self._wait(self._quiet, lambda: queue.is_idle or not queue.has_error, timeout_s, "A failure")
+        error = queue.collect()
+        if error is not None:
+            raise error.with_traceback(None)
+
+    def _wait(
+        self, condition: threading.Condition, is_so: Callable[[], bool], timeout_s: float | None, what: str
+    ) -> None:
+        if not condition.wait_for(is_so, timeout_s):
+            raise WaitTimeoutError(
+                f"{what} has waited for {timeout_s:g} s: {self._queue.num_in_flight} scheduled functions are in flight and "
+                f"{self._queue.num_queued} in the queue. Wait longer, or look at coordinator.statistics()."
+            )
+
+    # --- what happens to all ---------------------------------------------------------------------------
+
+    def broke(self, error: BaseException) -> None:
+        """Something that all closures need is gone."""
+        with self.lock:
+            ended = self._queue.broke(error)
+            self.tell_waiting()
+        settle(ended)
+
+    def mended(self) -> None:
+        """It is there again."""
+        with self.lock:
+            self._queue.mended()
+
+    def close(self) -> None:
+        """Cancels all closures. Who waits is told, and so are the ports."""
+        with self.lock:
+            ended = self._queue.close()
+            self.tell_waiting()
+            for port in self._ports:
+                port.wake.notify_all()
+        settle(ended)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._queue.is_closed
+
+    # --- for the ports, with the lock held -------------------------------------------------------------
+
+    def port(self, worker: str) -> Port:
+        """Returns the end of a worker."""
+        port = Port(self, self._queue, worker)
+        with self.lock:
+            self._queue.lost(worker)  # it is not here yet
+            self._ports.append(port)
+        return port
+
+    def tell_waiting(self) -> None:
+        """Wakes those who wait for what has come."""
+        if self._queue.is_idle:
+            self._quiet.notify_all()
+        if self._num_waiting_for_room and (not self._queue.is_full or self._queue.has_error):
+            self._room.notify_all()
+
+    def _wake_one(self) -> None:
+        """Gives a closure to the worker with the least to do."""
+        best = None
+        for port in self._ports:
+            if port.is_hungry and (best is None or port.num_in_flight < best.num_in_flight):
+                if self._queue.may_take(port.worker):
+                    best = port
+        if best is not None:
+            best.is_hungry = False
+            best.wake.notify_all()
+
+    def wake_hungry(self, but: Port | None = None) -> None:
+        """Something is there that was not when some workers asked."""
+        for port in self._ports:
+            if port.is_hungry and port is not but and self._queue.may_take(port.worker):
+                port.is_hungry = False
+                port.wake.notify_all()
+
+
+@final
+class Port:
+    """One worker's end of the dispatch. Used by the thread that sends to it and the one that receives from it.
+
+    Attributes:
+      is_hungry: It has asked for closures, and did not get as many as it could have.
+      depth: How many closures it may have at a time.
+      low: When it took some last, all closures below this number had ended.
+    """
+
+    def __init__(self, dispatch: Dispatch, queue: ClosureQueue, worker: str):
+        self._dispatch, self._queue, self.worker = dispatch, queue, worker
+        self.wake = threading.Condition(dispatch.lock)
+        self.is_hungry = False
+        self.depth = 1
+        self._is_poked = False
+        self.low = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._queue.in_flight(self.worker)
+
+    def wait(self) -> list[Closure]:
+        """Returns closures to be sent; none if the port was poked, or the dispatch was closed."""
+        with self._dispatch.lock:
+            while not self._is_poked and not self._queue.is_closed:
+                closures = self._take()
+                if closures:
+                    self._dispatch.tell_waiting()
+                    return closures
+                self.wake.wait()
+            self._is_poked = False
+            return []
+
+    def poke(self) -> None:
+        """Ends a ``wait``, or the next one."""
+        with self._dispatch.lock:
+            self._is_poked = True
+            self.wake.notify_all()
+
+    def finished(self, closure: Closure) -> tuple[bool, list[Closure]]:
+        """A closure has been run: whether that counts, and which are to be sent next."""
+        with self._dispatch.lock:
+            counts = self._queue.finished(self.worker, closure)
+            taken = self._take()
+            self._dispatch.tell_waiting()
+            self._dispatch.wake_hungry(self)
+            return counts, taken
+
+    def failed(self, closure: Closure, error: BaseException) -> None:
+        self._ended(lambda: self._queue.failed(self.worker, closure, error))
+
+    def returned(self, closure: Closure) -> None:
+        self._ended(lambda: self._queue.returned(self.worker, closure))
+
+    def lost(self, running: Closure | None) -> None:
+        self._ended(lambda: self._queue.lost(self.worker, running))
+
+    def back(self) -> None:
+        with self._dispatch.lock:
+            self._queue.back(self.worker)
+
+    def _ended(self, event: Callable[[], Ended]) -> None:
+        with self._dispatch.lock:
+            ended = event()
+            self._dispatch.tell_waiting()
+            self._dispatch.wake_hungry()
+        settle(ended)
+
+    def _take(self) -> list[Closure]:
+        queue, worker = self._queue, self.worker
+        taken: list[Closure] = []
+        while queue.in_flight(worker) < self.depth and (closure := queue.take(worker)) is not None:
+            taken.append(closure)
+        self.is_hungry = queue.in_flight(worker) < self.depth
+        self.low = queue.low
+        return taken
+
+
+def settle(ended: Ended) -> None:
+    """Tells those who wait for closures that have ended without a result."""
+    for closure, error in ended:
+        closure.work.value.settle((), error)
+        closure.work.prepared = None

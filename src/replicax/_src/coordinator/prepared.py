@@ -1,0 +1,99 @@
+"""What the coordinator needs of a strategy: scheduled functions as data, and the way to the tasks. Types only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from replicax._src.ps.messages import Message
+from replicax._src.ps.programs import WorkerProgram
+
+
+class Link(Protocol):
+    """A stream of messages to a task: ``ps/transport.py``. Answers come in the order of the messages.
+
+    An answer that is an error is raised by ``receive``, and the stream goes on. A task that is gone raises UnavailableError
+    with its name, and so does ``receive`` when another thread closes the link.
+    """
+
+    def send(self, message: Message) -> None: ...
+    def receive(self, timeout_s: float) -> Message: ...
+    def close(self) -> None: ...
+
+
+class Client(Protocol):
+    """What asks a task, and opens links to it."""
+
+    def ask(self, what: str, header: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]: ...
+    def open(self) -> Link: ...
+    def close(self) -> None: ...
+
+
+class Session(Protocol):
+    """A strategy's hold on the tasks of its cluster.
+
+    Attributes:
+      incarnation: Of the coordinator: what its messages carry.
+      epoch: Counts what the coordinator has assigned.
+      ps_addresses: Of the parameter servers.
+    """
+
+    @property
+    def incarnation(self) -> Any: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def ps_addresses(self) -> Sequence[str]: ...
+
+    def connect(self, job: str, index: int) -> Client:
+        """Returns a new client of ``"worker"`` or ``"ps"`` number ``index``. Does not block."""
+        ...
+
+
+class PreparedClosure(Protocol):
+    """A scheduled function with its arguments, as a worker runs it. What it pushes to is on the servers already.
+
+    Attributes:
+      name: Of the function.
+      programs: Digests, by the signature of the elements that it takes.
+      constants: Arrays that its programs take, by name.
+      arguments: Arrays that only this closure takes.
+      iterators: Names of the resources that it takes.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def programs(self) -> Mapping[str, str]: ...
+    @property
+    def constants(self) -> Mapping[str, np.ndarray]: ...
+    @property
+    def arguments(self) -> Sequence[np.ndarray]: ...
+    @property
+    def iterators(self) -> Sequence[str]: ...
+
+    def program(self, digest: str) -> WorkerProgram:
+        """Returns a program that is in ``programs``."""
+        ...
+
+    def make(self, signature: str) -> str:
+        """Makes the program for elements of other shapes, which is in ``programs`` from then on. Returns its digest."""
+        ...
+
+    def assemble(self, arrays: Sequence[Any]) -> Any:
+        """Returns what the function returns, made of the arrays that a worker has answered, NumPy's or JAX's."""
+        ...
+
+
+@runtime_checkable
+class ClosureStrategy(Protocol):
+    """A strategy with workers that wait for functions."""
+
+    @property
+    def session(self) -> Session: ...
+
+    def prepare(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedClosure: ...

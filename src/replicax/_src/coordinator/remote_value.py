@@ -1,0 +1,85 @@
+"""``RemoteValue``: what a scheduled function will have returned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.ps.errors import WaitTimeoutError
+
+Assemble = Callable[[Sequence[Any]], Any]
+_creation = threading.Lock()
+
+
+@final
+class RemoteValue:
+    """What a scheduled function returns, once it has run. ``ClusterCoordinator.schedule`` returns it, at once.
+
+    The result is copied here right after the function has run: it can be had when the worker is gone.
+    """
+
+    __slots__ = ("__weakref__", "_arrays", "_assemble", "_error", "_event", "_is_ready", "_name")
+
+    def __init__(self, name: str, assemble: Assemble | None):
+        self._name, self._assemble = name, assemble
+        self._is_ready = False
+        self._arrays: Sequence[np.ndarray] = ()
+        self._error: BaseException | None = None
+        self._event: threading.Event | None = None
+
+    def __repr__(self) -> str:
+        state = "waiting" if not self._is_ready else "ready" if self._error is None else "failed"
+        return f"<RemoteValue of {self._name!r}, {state}>"
+
+    def fetch(self, timeout_s: float | None = None) -> Any:
+        """Waits until the function has run, and returns its result with NumPy arrays.
+
+        Args:
+          timeout_s: How long to wait; None for as long as it takes.
+
+        Raises:
+          CancelledError: It was cancelled, because another function failed or the coordinator was closed.
+          ClosureInputError: What it takes could not be made.
+          WaitTimeoutError: The time is over.
+          Exception: What the function raised.
+        """
+        return self._made(timeout_s)(self._arrays)
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """As ``fetch``, with JAX arrays on the coordinator."""
+        return self._made(timeout_s)([jnp.asarray(array) for array in self._arrays])
+
+    def _made(self, timeout_s: float | None) -> Assemble:
+        if not self._is_ready and not self._ready_event().wait(timeout_s):
+            raise WaitTimeoutError(
+                f"'{self._name}' had not run after {timeout_s:g} s. Wait longer, or look at coordinator.statistics()."
+            )
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        assert self._assemble is not None
+        return self._assemble
+
+    def _ready_event(self) -> threading.Event:
+        with _creation:
+            event = self._event = self._event or threading.Event()
+        if self._is_ready:  # it may have become so before there was an event to set
+            event.set()
+        return event
+
+    def settle(self, arrays: Sequence[np.ndarray], error: BaseException | None = None) -> None:
+        """The function has run, or never will."""
+        self._arrays, self._error = arrays, error
+        self._is_ready = True
+        event = self._event
+        if event is not None:
+            event.set()
+
+
+def fetched(nest: Any) -> Any:
+    """A nest with what each RemoteValue in it has become; other leaves as they are."""
+    return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteValue) else x, nest)

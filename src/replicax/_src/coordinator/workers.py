@@ -1,0 +1,367 @@
+"""``RemoteWorker``: keeps one worker busy: connects, sends closures and takes answers, notices its death, connects again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from replicax._src.coordinator.closures import Closure
+from replicax._src.coordinator.dispatch import Dispatch, Port
+from replicax._src.coordinator.prepared import Client, Session
+from replicax._src.coordinator.resources import Resources
+from replicax._src.coordinator.stream import WorkerStream
+from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.ps.errors import (
+    ClosureAbortedError,
+    RemoteError,
+    StaleCoordinatorError,
+    UnavailableError,
+    UnknownProgramError,
+)
+from replicax._src.ps.messages import Message
+
+log = logging.getLogger("replicax")
+
+_DEPTH, _DEPTH_OF_FAST = 2, 8
+_FAST_S = 0.001  # between answers
+_WEIGHT = 0.05
+_HELLO_S = 5.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+_JOIN_S = 10.0
+_MAX_ASKS = 16
+
+
+@final
+@dataclass(frozen=True)
+class Limits:
+    """When a task counts as lost, and for how long a lost one is waited for.
+
+    Attributes:
+      beat_s: Between two questions whether it is alive.
+      beat_timeout_s: How long an answer may take.
+      missed_beats: How many in a row make it lost.
+      reconnect_s: How long a worker is tried to be reached again, or at first.
+      ps_retries: How often a closure is tried again that could not reach a parameter server.
+    """
+
+    beat_s: float = 1.0
+    beat_timeout_s: float = 2.0
+    missed_beats: int = 2
+    reconnect_s: float = 3600.0
+    ps_retries: int = 3
+
+
+@final
+class RemoteWorker:
+    """One worker, as the coordinator sees it. Two threads: one connects and sends, the other one receives.
+
+    Args:
+      index: Of the worker.
+      on_ps_trouble: Told which parameter server a closure could not reach.
+      on_given_up: Told why the worker is not tried to be reached any more.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        session: Session,
+        dispatch: Dispatch,
+        resources: Resources,
+        limits: Limits,
+        on_ps_trouble: Callable[[str], None],
+        on_given_up: Callable[[str, BaseException], None],
+    ):
+        self.name = f"worker {index}"
+        self._index, self._session, self._limits = index, session, limits
+        self._dispatch, self._resources = dispatch, resources
+        self._on_ps_trouble, self._on_given_up = on_ps_trouble, on_given_up
+        self.port: Port = dispatch.port(self.name)
+        self._closing = threading.Event()
+        self._stream: WorkerStream | None = None
+        self._unsent: deque[Closure] = deque()
+        self._needs: deque[tuple[Closure, str]] = deque()
+        self._num_connections = 0
+        self._told: dict[str, Any] = {}
+        self._beat: dict[str, Any] = {}
+        self._interval_s = 1.0
+        self._thread = threading.Thread(target=self._live, name=f"replicax-{self.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the threads; does not wait for them."""
+        self._closing.set()
+        if (stream := self._stream) is not None:
+            stream.end(None)
+        self.port.poke()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads to end."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the connection, and what the worker last said of itself."""
+        stream = self._stream
+        return {
+            "connected": stream is not None and not stream.over.is_set(),
+            "connections": self._num_connections,
+            "in_flight": self.port.num_in_flight,
+            "depth": self.port.depth,
+            "task": dict(self._told),
+            "statistics": dict(self._beat),
+        }
+
+    # --- one connection after the other ----------------------------------------------------------------
+
+    def _live(self) -> None:
+        while not self._closing.is_set():
+            stream = self._connect()
+            if stream is None:
+                return
+            try:
+                self._serve(stream)
+            except Exception as error:
+                log.exception("What keeps %s busy has failed: this is a bug of replicax.", self.name)
+                self._dispatch.broke(error)
+                return
+            finally:
+                stream.end(None)
+                self._say_goodbye(stream.client)
+                stream.client.close()
+
+    def _connect(self) -> WorkerStream | None:
+        """Tries until the worker is there; None if it is given up, or all is closed."""
+        until = time.monotonic() + self._limits.reconnect_s
+        pause_s = _PAUSE_S
+        while not self._closing.is_set():
+            try:
+                return self._open()
+            except UnavailableError as error:
+                if time.monotonic() > until:
+                    self._on_given_up(self.name, self._unreachable(error))
+                    return None
+            except Exception as error:
+                self._on_given_up(self.name, error)
+                return None
+            self._closing.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return None
+
+    def _unreachable(self, error: UnavailableError) -> UnavailableError:
+        return UnavailableError(
+            f"{self.name} could not be reached for {self._limits.reconnect_s:g} s, and is given up: {error}",
+            self.name,
+        )
+
+    def _open(self) -> WorkerStream:
+        client = self._session.connect("worker", self._index)
+        try:
+            header = {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
+            self._told = dict(client.ask("hello", header, _HELLO_S))
+            link = client.open()
+        except BaseException:
+            client.close()
+            raise
+        instance = self._told.get("instance")
+        return WorkerStream(self.name, client, link, instance, self._session, self._resources)
+
+    def _serve(self, stream: WorkerStream) -> None:
+        self._num_connections += 1
+        self._stream = stream
+        if self._closing.is_set():
+            return
+        self._unsent.clear()
+        self._needs.clear()
+        self.port.depth = _DEPTH
+        self._resources.back(self.name)
+        self.port.back()
+        others = [self._started(self._receive, stream), self._started(self._watch, stream)]
+        try:
+            self._send(stream)
+        except UnavailableError as error:
+            stream.end(error)
+        finally:
+            stream.end(None)
+            for thread in others:
+                thread.join(_JOIN_S)
+            self._resources.lost(self.name)
+            self.port.lost(stream.running() if stream.reason is not None else None)
+        if not self._closing.is_set():
+            log.warning(
+                "%s is lost: %s What it was at is run again. It is waited for, for up to %g s.",
+                self.name,
+                stream.reason,
+                self._limits.reconnect_s,
+            )
+
+    def _started(self, target: Callable[[WorkerStream], None], stream: WorkerStream) -> threading.Thread:
+        thread = threading.Thread(
+            target=target, args=(stream,), name=f"replicax-{self.name}-{target.__name__}", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _say_goodbye(self, client: Client) -> None:
+        """At the end of the session; who does not hear it will notice by itself."""
+        if self._closing.is_set():
+            with contextlib.suppress(Exception):
+                client.ask("leave", {"incarnation": self._session.incarnation}, self._limits.beat_timeout_s)
+
+    # --- sending ---------------------------------------------------------------------------------------
+
+    def _send(self, stream: WorkerStream) -> None:
+        while not stream.over.is_set() and not self._dispatch.is_closed:
+            stream.send_resources(self._resources.all())
+            while self._needs:
+                self._make(stream, *self._needs.popleft())
+            while self._unsent:
+                self._send_closure(stream, self._unsent.popleft())
+            for closure in self.port.wait():
+                self._send_closure(stream, closure)
+
+    def _send_closure(self, stream: WorkerStream, closure: Closure) -> None:
+        try:
+            prepared = closure.work.prepared
+            error = None if prepared is None else stream.input_error(prepared)
+            if prepared is None:  # it has ended meanwhile
+                return
+            if error is not None:
+                self.port.failed(closure, error)
+                return
+            stream.send(closure, self.port.low)
+        except UnavailableError:
+            raise
+        except Exception as error:
+            self.port.failed(closure, error)
+
+    def _make(self, stream: WorkerStream, closure: Closure, signature: str) -> None:
+        """Traces a closure for the elements that a worker has met."""
+        prepared = closure.work.prepared
+        if prepared is None:
+            return
+        try:
+            prepared.make(signature)
+        except Exception as error:
+            self.port.failed(closure, error)
+        else:
+            self._send_closure(stream, closure)
+
+    # --- receiving -------------------------------------------------------------------------------------
+
+    def _receive(self, stream: WorkerStream) -> None:
+        try:
+            last = time.monotonic()
+            while not stream.over.is_set():
+                was_busy = stream.is_busy
+                closure, answer = stream.receive()
+                now = time.monotonic()
+                if was_busy:
+                    self._measure(now - last)
+                last = now
+                if isinstance(answer, Message):
+                    self._answered(stream, closure, answer)
+                else:
+                    self._failed(stream, closure, answer)
+        except BaseException as error:
+            stream.end(error)
+        finally:
+            self.port.poke()
+
+    def _measure(self, interval_s: float) -> None:
+        """Those that are fast are sent further ahead, so that a worker does not wait for the next one."""
+        self._interval_s += _WEIGHT * (interval_s - self._interval_s)
+        self.port.depth = _DEPTH_OF_FAST if self._interval_s < _FAST_S else _DEPTH
+
+    def _answered(self, stream: WorkerStream, closure: Closure, answer: Message) -> None:
+        need = answer.header.get("need")
+        if need is not None:
+            if self._may_ask(closure):
+                self._needs.append((closure, need))
+                self.port.poke()
+            return
+        counts, following = self.port.finished(closure)
+        if counts:
+            work = closure.work
+            work.value.settle(answer.arrays)
+            work.prepared = work.keeps = None
+        if following:
+            self._send_on(stream, following)
+
+    def _send_on(self, stream: WorkerStream, closures: Sequence[Closure]) -> None:
+        """From here if that is quick, else by the other thread: who does not receive may not wait for a peer that sends."""
+        left = stream.try_send(closures, self.port.low)
+        if left:
+            self._unsent.extend(left)
+            self.port.poke()
+
+    def _may_ask(self, closure: Closure) -> bool:
+        """Whether a worker may ask for more of a closure; one that never has enough is broken."""
+        closure.num_asks += 1
+        if closure.num_asks <= _MAX_ASKS:
+            return True
+        text = f"{self.name} asked for a program of '{closure.name}' {closure.num_asks} times, and was sent it each time."
+        self.port.failed(closure, RemoteError(text, "", self.name))
+        return False
+
+    def _failed(self, stream: WorkerStream, closure: Closure, error: Exception) -> None:
+        prepared = closure.work.prepared
+        input_error = None if prepared is None else stream.input_error(prepared)
+        if isinstance(error, UnknownProgramError):
+            refusal = stream.forget(error.digest)
+            if refusal is None:
+                if self._may_ask(closure):
+                    self._unsent.append(closure)
+                    self.port.poke()
+                return
+            error = refusal
+        elif isinstance(error, StaleCoordinatorError):
+            self._dispatch.broke(error)
+            return
+        elif isinstance(error, UnavailableError):
+            self._on_ps_trouble(error.task)
+            if closure.num_returns < self._limits.ps_retries:
+                self.port.returned(closure)
+                return
+        elif _is(error, ClosureAbortedError):
+            self.port.returned(closure)
+            return
+        self.port.failed(closure, input_error or _as_raised(error))
+
+    # --- watching --------------------------------------------------------------------------------------
+
+    def _watch(self, stream: WorkerStream) -> None:
+        """Asks whether the worker is alive; a closure, or its compilation, may take as long as it takes."""
+        limits, missed = self._limits, 0
+        header = {"incarnation": self._session.incarnation}
+        while not stream.over.wait(limits.beat_s):
+            try:
+                answer = stream.client.ask("beat", header, limits.beat_timeout_s)
+            except StaleCoordinatorError as error:
+                self._dispatch.broke(error)
+                stream.end(error)
+            except Exception as error:
+                missed += 1
+                if missed >= limits.missed_beats:
+                    stream.end(error)
+            else:
+                missed = 0
+                self._beat = dict(answer.get("statistics") or {})
+                if answer.get("instance") != stream.instance:
+                    stream.end(UnavailableError(f"{self.name} is another process than before.", self.name))
+
+
+def _is(error: Exception, kind: type) -> bool:
+    return isinstance(error, kind) or (isinstance(error, RemoteError) and error.type == kind.__name__)
+
+
+def _as_raised(error: Exception) -> Exception:
+    """An error of a worker as what it is here too."""
+    return OutOfRangeError(str(error)) if _is(error, OutOfRangeError) else error
