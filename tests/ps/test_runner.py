@@ -1,5 +1,7 @@
 """What runs closures: against real stores in this process, whose answers are overwritten by the next one."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.ps import pulls as pulls_module
+from replicax._src.ps import runner as runner_module
 from replicax._src.ps.errors import UnavailableError, UnknownProgramError
 from replicax._src.ps.links import NewPiece, PsLinks, StoreLink
 from replicax._src.ps.messages import Message
@@ -546,3 +550,51 @@ def test_what_a_program_does_not_fit_is_an_error_and_the_next_one_runs(links, ru
         runner.run(call(0, counting, np.zeros((2, 2), np.float32)))
     assert float(runner.run(call(1, counting, np.float32(1))).results[0]) == 10
     assert links.read([[Piece(0, "n")]])[0] == 11
+
+
+# --- what is kept -------------------------------------------------------------------------------------
+
+
+def test_programs_that_were_not_used_for_longest_are_forgotten(runner, monkeypatch):
+    monkeypatch.setattr(runner_module, "_MOST_PROGRAMS", 2)
+    programs = [
+        worker_program(lambda x, n=n: x + n, [Input("argument", 0)], [np.float32(0)]) for n in range(3)
+    ]
+    digests = [runner.add_program(program) for program in programs[:2]]
+    runner.run(call(0, digests[0], np.float32(1)))
+    digests.append(runner.add_program(programs[2]))
+    for number in (0, 2):
+        assert float(runner.run(call(1, digests[number], np.float32(1))).results[0]) == 1 + number
+    with pytest.raises(UnknownProgramError) as error:
+        runner.run(call(2, digests[1], np.float32(1)))
+    assert error.value.digest == digests[1]
+
+
+def test_values_that_no_closure_takes_any_more_are_dropped(runner, counting, links, monkeypatch):
+    monkeypatch.setattr(pulls_module, "_CLOSURES_PER_SWEEP", 5)
+    (third,) = create(links, [Piece(0, "third")], 7)
+    reading = runner.add_program(
+        worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])
+    )
+    for number in range(4):
+        runner.run(call(number, reading))
+    assert (0, "third") in runner._pulls._copies
+    for number in range(4, 16):
+        assert float(runner.run(call(number, counting, np.float32(1))).results[0]) == 6 + number
+    assert set(runner._pulls._copies) == {(0, "n"), (0, "other")}
+    assert float(runner.run(call(16, reading)).results[0]) == 7
+
+
+def test_links_that_are_shared_are_held_while_a_closure_takes_from_them(new_links, links, counting, runner):
+    shared = new_links()
+    rare = Runner(shared, pulls_ahead=False)
+    program = runner._programs[counting].program
+    rare.add_program(program)
+    runner.run(call(0, counting, np.float32(1)))  # so that the server has the push's program
+    reader = threading.Thread(target=lambda: [shared.read([[Piece(0, "other")]]) for _ in range(300)])
+    reader.start()
+    for number in range(1, 30):
+        results = rare.run(call(number, counting, np.float32(1))).results
+        assert [float(result) for result in results] == [10 + number, 10]
+    reader.join(timeout=60)
+    assert not reader.is_alive()

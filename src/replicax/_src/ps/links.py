@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self, TypeVar, final
 
@@ -74,8 +74,8 @@ class NewPiece:
 class PsLinks:
     """Connections to all parameter servers. They are opened at first use, and again after they broke.
 
-    May be used from several threads, but what a step gives is only valid until the next one: who keeps what it pulled
-    has links of its own.
+    May be used from several threads. What a step gives is only valid until the next one: use it in ``held``, or have links
+    of your own.
 
     Args:
       clients: One for each parameter server, in order.
@@ -170,7 +170,7 @@ class PsLinks:
         pieces = [piece for pieces in variables for piece in pieces]
         keys = _by_ps((piece.ps, piece.key) for piece in pieces)
         asks = {ps: Ask(pull=[(key, None) for key in dict.fromkeys(ours)]) for ps, ours in keys.items()}
-        with self._held(keys):  # until they are copied
+        with self.held(keys):  # until they are copied
             answers = self.step(None, 0, asks)
             return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
 
@@ -181,7 +181,7 @@ class PsLinks:
             raise InvalidArgumentError(
                 f"Got row numbers from {np.min(ids)} to {np.max(ids)} of a table of {num_rows} rows. They start at 0."
             )
-        with self._held({ps for ps, _, _ in wanted.parts}):
+        with self.held({ps for ps, _, _ in wanted.parts}):
             answers = self.step(None, 0, row_asks([wanted]))
             (rows,) = rows_of([wanted], answers)
             return rows[wanted.positions]
@@ -201,6 +201,16 @@ class PsLinks:
         """Frees pieces."""
         keys = _by_ps((piece.ps, piece.key) for piece in pieces)
         self._all({ps: self._message("drop", {"keys": ours}) for ps, ours in keys.items()}, may_repeat=True)
+
+    @contextlib.contextmanager
+    def held(self, servers: Iterable[int] | None = None) -> Iterator[None]:
+        """Inside, no other thread uses the links to these servers, or to all."""
+        with contextlib.ExitStack() as held:
+            for ps in sorted(
+                range(self.num_servers) if servers is None else servers
+            ):  # the same order in all threads
+                held.enter_context(self._servers[ps].lock)
+            yield
 
     def close(self) -> None:
         """Closes all streams; what waits for an answer on one raises UnavailableError."""
@@ -251,19 +261,12 @@ class PsLinks:
     def _exchange(self, messages: Mapping[int, Message], may_repeat: bool) -> dict[int, Message | Exception]:
         """Sends all, then takes all answers, so that no stream is left with one that nobody waits for."""
         deadline = time.monotonic() + self._timeout_s
-        with self._held(messages):
+        with self.held(messages):
             for ps, message in messages.items():
                 self._servers[ps].begin(message)
             return {
                 ps: self._servers[ps].end(message, deadline, may_repeat) for ps, message in messages.items()
             }
-
-    @contextlib.contextmanager
-    def _held(self, servers: Iterable[int]):
-        with contextlib.ExitStack() as held:
-            for ps in sorted(servers):  # the same order in all threads
-                held.enter_context(self._servers[ps].lock)
-            yield
 
 
 class _Server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import numpy as np
@@ -13,6 +13,9 @@ from replicax._src.ps.links import PsLinks
 from replicax._src.ps.lookups import RowsWanted
 from replicax._src.ps.programs import Piece
 from replicax._src.ps.steps import Answered, Ask, Version, row_asks, rows_of
+
+_CLOSURES_PER_SWEEP: Final = 1000
+"""What none of as many closures took is dropped: the variable may be gone."""
 
 
 @dataclass
@@ -24,12 +27,14 @@ class _Copy:
       is_kept: The value is a copy of its own. One is made when a piece came a second time in the same version: a
         variable that is seldom written does not travel again, and one that is written each step is never copied.
       is_fresh: It is as new as it needs to be for the closure that comes.
+      last_use: Number of the closure that took it last.
     """
 
     version: Version
     value: Any
     is_kept: bool = False
     is_fresh: bool = True
+    last_use: int = 0
 
 
 @final
@@ -44,10 +49,15 @@ class Pulls:
         self._links = links
         self._copies: dict[tuple[int, str], _Copy] = {}
         self._epoch: Any = None
+        self._num_closures = 0
         self.num_pulls = 0
 
     def begin(self, epoch: Any) -> None:
         """A closure of that epoch begins: what was pulled in another one is not fresh."""
+        self._num_closures += 1
+        if self._num_closures % _CLOSURES_PER_SWEEP == 0:
+            oldest = self._num_closures - _CLOSURES_PER_SWEEP
+            self._copies = {where: copy for where, copy in self._copies.items() if copy.last_use > oldest}
         if epoch != self._epoch:
             self._epoch = epoch
             self.forget()
@@ -103,6 +113,8 @@ class Pulls:
     def value(self, pieces: Sequence[Piece]) -> Any:
         """The whole value of a variable, as NumPy's or JAX's array, valid until the next message."""
         copies = [self._copies[piece.ps, piece.key] for piece in pieces]
+        for copy in copies:
+            copy.last_use = self._num_closures
         if len(copies) > 1:
             return np.concatenate([copy.value for copy in copies])
         (copy,) = copies
@@ -113,7 +125,7 @@ class Pulls:
     def _take_one(self, where: tuple[int, str], version: Version, value: np.ndarray | None) -> None:
         copy = self._copies.get(where)
         if copy is None:
-            self._copies[where] = _Copy(version, value)
+            self._copies[where] = _Copy(version, value, last_use=self._num_closures)
         elif value is None:
             copy.is_fresh = True  # it is kept, and holds
         elif copy.version == version:

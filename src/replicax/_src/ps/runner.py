@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import jax
 import numpy as np
@@ -72,6 +73,10 @@ class _Run:
     rows: Sequence[np.ndarray] = ()
 
 
+_MOST_PROGRAMS: Final = 256
+"""The one that was not used for longest is forgotten then; the coordinator sends it again if it is needed."""
+
+
 @final
 class Runner:
     """Runs closures, one after the other; used by one thread at a time.
@@ -80,7 +85,7 @@ class Runner:
     pushes. So a step is one round trip to each parameter server.
 
     Args:
-      links: The runner's own: what it pulled is valid until their next message.
+      links: If it pulls ahead, its own: what it pulled is valid until their next message.
       pulls_ahead: Whether it does that; not where closures are rare.
     """
 
@@ -97,11 +102,14 @@ class Runner:
         digest = program.digest
         if digest not in self._programs:
             self._programs[digest] = LoadedProgram(program)
+        while len(self._programs) > _MOST_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
         return digest
 
     def add_constant(self, name: str, array: np.ndarray) -> None:
-        """Puts a copy of an array that programs take on the device."""
-        self._constants[name] = jax.device_put(np.array(array))
+        """Puts a copy of an array that programs take on the device. One name is one array, for good."""
+        if name not in self._constants:
+            self._constants[name] = jax.device_put(np.array(array))
 
     def run(self, call: ClosureCall) -> ClosureResult:
         """Runs a closure.
@@ -116,10 +124,8 @@ class Runner:
         if isinstance(run, str):
             return ClosureResult(need=run)
         try:
-            self._pulls.begin(call.epoch)
-            self._pull(run)
-            results = run.loaded.main(self._inputs(run, run.loaded.program.inputs))
-            self._push(run, results)
+            with contextlib.nullcontext() if self._pulls_ahead else self._links.held():
+                results = self._run(run)
         except UnknownProgramError:
             self._held[call.closure] = run.elements
             raise
@@ -135,6 +141,13 @@ class Runner:
             "num_pulls": self._pulls.num_pulls,
             "num_held": len(self._held),
         }
+
+    def _run(self, run: _Run) -> Sequence[jax.Array]:
+        self._pulls.begin(run.call.epoch)
+        self._pull(run)
+        results = run.loaded.main(self._inputs(run, run.loaded.program.inputs))
+        self._push(run, results)
+        return results
 
     # --- elements -------------------------------------------------------------------------------------
 
@@ -163,7 +176,7 @@ class Runner:
         return loaded
 
     def _checked(self, digest: str, elements: Sequence[Sequence[Any]]) -> LoadedProgram:
-        loaded = self._programs[digest]
+        loaded = self._programs[digest] = self._programs.pop(digest)  # the last one that was used
         counts = tuple(len(calls) for calls in elements)
         if counts != loaded.program.element_counts:
             raise InvalidArgumentError(
