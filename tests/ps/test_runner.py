@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.ps import links as links_module
 from replicax._src.ps import pulls as pulls_module
 from replicax._src.ps import runner as runner_module
 from replicax._src.ps.errors import UnavailableError, UnknownProgramError
@@ -64,6 +65,7 @@ class Elements:
     def __init__(self, *leaves):
         self.leaves = [np.asarray(leaf, np.float32) for leaf in leaves]
         self.num_taken = 0
+        self.is_ready = True
 
     def next(self):
         if self.num_taken == len(self.leaves):
@@ -531,7 +533,8 @@ def test_a_program_of_more_replicas_than_there_are_devices_is_refused(runner):
 # --- failures -----------------------------------------------------------------------------------------
 
 
-def test_after_a_server_was_gone_all_is_pulled_again(stores, links, runner, counting):
+def test_after_a_server_was_gone_all_is_pulled_again(stores, links, runner, counting, monkeypatch):
+    monkeypatch.setattr(links_module, "_PAUSES_S", (0.0,))
     runner.run(call(0, counting, np.float32(1)))
     answer, stores[0].answer = stores[0].answer, gone
     with pytest.raises(UnavailableError):
@@ -598,3 +601,148 @@ def test_links_that_are_shared_are_held_while_a_closure_takes_from_them(new_link
         assert [float(result) for result in results] == [10 + number, 10]
     reader.join(timeout=60)
     assert not reader.is_alive()
+
+
+# --- looking ahead ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bagging(links, runner):
+    """A program that subtracts 1 from the rows of a table at 2 ids, which are its element, and returns their sum."""
+    pieces = create(links, PLACES["two shards"], np.arange(NUM_ROWS * DIM).reshape(NUM_ROWS, DIM))
+    (scale,) = create(links, [Piece(1, "scale")], 1)
+    pushes = []
+    for piece in pieces:
+        shard = np.zeros((piece.rows[1] - piece.rows[0], DIM), np.float32)
+        update = update_program(
+            lambda v, numbers, g: (v.at[numbers].add(-g, mode="drop"),),
+            [piece.key],
+            [0],
+            shard,
+            np.zeros(2, np.int32),
+            np.zeros((2, DIM), np.float32),
+        )
+        operands = (Operand(1, piece.rows, 0),)
+        pushes.append(Push(piece.ps, runner.links.add_program(piece.ps, update), operands))
+    program = worker_program(
+        lambda rows, positions, scale: (rows[positions].sum() * scale, jnp.ones_like(rows)),
+        [Input("rows", 0), Input("positions", 0), Input("variable", 1)],
+        [np.zeros((2, DIM), np.float32), np.zeros(2, np.int32), np.float32(0)],
+        [pieces, [scale]],
+        pushes=tuple(pushes),
+        lookups=(
+            Lookup(
+                0,
+                blob(lambda x: x.astype(np.int32), np.zeros(2, np.float32)),
+                (Input("element", 0),),
+                2,
+                NUM_ROWS,
+            ),
+        ),
+        element_counts=(1,),
+    )
+    return runner.add_program(program), pieces
+
+
+PAIR = signature((2,))
+
+
+def sums(batches):
+    """What ``bagging`` gives of one batch after the other."""
+    table = np.arange(NUM_ROWS * DIM, dtype=np.float32).reshape(NUM_ROWS, DIM)
+    for ids in batches:
+        yield table[ids].sum()
+        table[np.unique(ids)] -= 1
+
+
+BATCHES = [[0, 6], [6, 6], [2, 3], [3, 0], [0, 1], [6, 5]]
+
+
+def test_rows_for_the_next_elements_come_with_the_push(runner, bagging):
+    digest, _ = bagging
+    iterators = [Elements(*BATCHES)]
+    for number, expected in enumerate(sums(BATCHES)):
+        result = runner.run(call(number, digest, iterators=iterators, signature=PAIR))
+        assert float(result.results[0]) == expected
+        assert iterators[0].num_taken == min(number + 2, len(BATCHES))
+    assert runner.statistics()["num_pulls"] == 1
+    with pytest.raises(OutOfRangeError):
+        runner.run(call(9, digest, iterators=iterators, signature=PAIR))
+
+
+def test_rows_that_came_ahead_are_not_used_when_they_are_old(links, runner, bagging):
+    digest, pieces = bagging
+    iterators = [Elements(*BATCHES)]
+    runner.run(call(0, digest, iterators=iterators, signature=PAIR))
+    links.assign([(pieces, np.full((NUM_ROWS, DIM), 9, np.float32)), ([Piece(1, "scale")], np.float32(2))])
+    again = runner.run(call(1, digest, iterators=iterators, signature=PAIR, epoch=1))
+    assert float(again.results[0]) == 9 * 2 * DIM * 2
+
+
+def test_another_closure_between_two_of_a_table(links, runner, bagging, counting):
+    digest, _ = bagging
+    iterators = [Elements(*BATCHES)]
+    for number, expected in enumerate(sums(BATCHES)):
+        result = runner.run(call(2 * number, digest, iterators=iterators, signature=PAIR))
+        assert float(result.results[0]) == expected
+        assert float(runner.run(call(2 * number + 1, counting, np.float32(1))).results[0]) == 10 + number
+
+
+def test_elements_that_were_looked_at_are_given_to_whoever_comes(runner, bagging):
+    digest, _ = bagging
+    total = runner.add_program(
+        worker_program(
+            lambda x: x.sum(), [Input("element", 0)], [np.zeros(2, np.float32)], element_counts=(1,)
+        )
+    )
+    iterators, others = [Elements(*BATCHES)], [Elements([5, 5], [4, 4])]
+    runner.run(call(0, digest, iterators=iterators, signature=PAIR))
+    assert float(runner.run(call(1, total, iterators=iterators, signature=PAIR)).results[0]) == 12
+    assert float(runner.run(call(2, digest, iterators=others, signature=PAIR)).results[0]) == 2 * (
+        15 + 16 + 17
+    )
+    assert float(runner.run(call(3, total, iterators=iterators, signature=PAIR)).results[0]) == 5
+    assert float(runner.run(call(4, total, iterators=others, signature=PAIR)).results[0]) == 8
+
+
+def test_nobody_waits_for_an_element_of_a_closure_that_may_not_come(runner, bagging):
+    digest, _ = bagging
+    iterators = [Elements(*BATCHES)]
+    iterators[0].is_ready = False
+    for number, expected in enumerate(sums(BATCHES[:3])):
+        assert (
+            float(runner.run(call(number, digest, iterators=iterators, signature=PAIR)).results[0])
+            == expected
+        )
+        assert iterators[0].num_taken == number + 1
+    assert runner.statistics()["num_pulls"] == 3
+
+
+def test_an_error_of_the_next_element_is_the_next_closures(runner, bagging):
+    digest, _ = bagging
+    iterators = [Elements(*BATCHES)]
+    following = iterators[0].next
+
+    def fail_once():
+        if iterators[0].num_taken == 1 and not failed:
+            failed.append(True)
+            raise OSError("a broken file")
+        return following()
+
+    failed, iterators[0].next = [], fail_once
+    expected = list(sums(BATCHES))
+    first = runner.run(call(0, digest, iterators=iterators, signature=PAIR))
+    assert failed
+    assert float(first.results[0]) == expected[0]
+    with pytest.raises(OSError, match="a broken file"):
+        runner.run(call(1, digest, iterators=iterators, signature=PAIR))
+    assert float(runner.run(call(2, digest, iterators=iterators, signature=PAIR)).results[0]) == expected[1]
+
+
+def test_the_next_element_may_have_another_shape(runner, bagging):
+    digest, _ = bagging
+    iterators = [Elements([0, 6], [1, 2, 3], [6, 6])]
+    expected = list(sums(BATCHES))
+    assert float(runner.run(call(0, digest, iterators=iterators, signature=PAIR)).results[0]) == expected[0]
+    assert runner.run(call(1, digest, iterators=iterators, signature=PAIR)).need == signature((3,))
+    assert float(runner.run(call(2, digest, iterators=iterators, signature=PAIR)).results[0]) == expected[1]

@@ -79,6 +79,11 @@ class Prefetcher:
             raise item.error
         return item
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``next`` need not wait: an item is there, or the end, or an error."""
+        return self._is_over or not self._ready.empty()
+
     def close(self) -> None:
         """Ends the thread, and waits for it, at most 5 s; the items that nobody has taken are dropped."""
         self._stop()

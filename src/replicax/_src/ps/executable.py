@@ -60,6 +60,7 @@ class LoadedProgram:
       program: What came.
       whole: The pieces of all variables that the computation takes whole.
       whole_first: Of those that the lookups' ids are computed from.
+      looks_up_elements: It pushes, and has lookups whose ids are computed of elements and constants only.
     """
 
     def __init__(self, program: WorkerProgram):
@@ -67,7 +68,11 @@ class LoadedProgram:
         self.main = Executable(program.blob, program.num_replicas)
         self.ids = [Executable(lookup.blob) for lookup in program.lookups]
         self.whole = _pieces(program, program.inputs)
-        self.whole_first = _pieces(program, [i for lookup in program.lookups for i in lookup.inputs])
+        of_lookups = [each for lookup in program.lookups for each in lookup.inputs]
+        self.whole_first = _pieces(program, of_lookups)
+        self.looks_up_elements = bool(program.pushes and program.lookups) and all(
+            each.kind in ("element", "constant") for each in of_lookups
+        )
 
     @property
     def compile_s(self) -> float:

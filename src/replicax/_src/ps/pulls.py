@@ -42,6 +42,7 @@ class Pulls:
     """The copies that one worker has of the pieces of variables. Used by one thread; its links are its own.
 
     Attributes:
+      moment: Grows whenever something came, or is not fresh any more: as long as it stays, all that came last holds.
       num_pulls: Times that the servers were asked before a closure could run: without a push to ask with.
     """
 
@@ -50,7 +51,7 @@ class Pulls:
         self._copies: dict[tuple[int, str], _Copy] = {}
         self._epoch: Any = None
         self._num_closures = 0
-        self.num_pulls = 0
+        self.moment = self.num_pulls = 0
 
     def begin(self, epoch: Any) -> None:
         """A closure of that epoch begins: what was pulled in another one is not fresh."""
@@ -64,6 +65,7 @@ class Pulls:
 
     def forget(self) -> None:
         """Nothing is fresh any more."""
+        self.moment += 1
         for copy in self._copies.values():
             copy.is_fresh = False
 
@@ -97,6 +99,7 @@ class Pulls:
 
     def take(self, answers: Mapping[int, Answered]) -> None:
         """Remembers what came. All else of the same servers that is not kept is gone."""
+        self.moment += 1
         for (ps, _), copy in self._copies.items():
             if ps in answers and not copy.is_kept:
                 copy.value, copy.is_fresh = None, False

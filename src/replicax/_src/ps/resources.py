@@ -65,6 +65,11 @@ class Resource(Protocol):
 
     spec: dict[str, Any]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``next`` need not wait."""
+        ...
+
     def next(self) -> Sequence[np.ndarray]:
         """The leaves of the next element; after the last one it raises OutOfRangeError."""
         ...
@@ -140,6 +145,11 @@ class DatasetResource:
         num_ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, _BYTES_AHEAD // max(num_bytes, 1)))
         self._rest = Prefetcher(self._leaves, lambda: num_ahead, scope=_on_worker(place.index))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``next`` need not wait."""
+        return self._first is not None or self._rest.is_ready
+
     def next(self) -> list[np.ndarray]:
         """The leaves of the next element.
 
@@ -172,6 +182,10 @@ class ValueResource:
         value = as_arrays(value)
         self._leaves = [_own(leaf, is_immutable=False) for leaf in jax.tree.leaves(value)]
         self.spec = _spec(structures.described(value), self._leaves)
+
+    @property
+    def is_ready(self) -> bool:
+        return True
 
     def next(self) -> list[np.ndarray]:
         """The leaves of the value."""

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, final
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.elements import ElementQueue, Elements, LeafIterator, are_same, leaves_of
 from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.executable import LoadedProgram
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.lookups import RowsWanted, gradient_operands
 from replicax._src.ps.programs import Input, Operand, Piece, Push, WorkerProgram, signature_of
 from replicax._src.ps.pulls import Pulls
-from replicax._src.ps.steps import Ask, Closure
-
-
-class LeafIterator(Protocol):
-    """What elements are taken from: ``resources.DatasetResource``."""
-
-    def next(self) -> Sequence[np.ndarray]:
-        """The leaves of the next element; after the last one it raises OutOfRangeError."""
-        ...
+from replicax._src.ps.steps import Ask, Closure, row_asks, rows_of
 
 
 @dataclass(frozen=True)
@@ -64,13 +57,20 @@ class ClosureResult:
 
 @dataclass
 class _Run:
-    """A closure on its way."""
+    """A closure on its way.
+
+    Attributes:
+      tables: What its lookups need.
+      rows: Of its lookups.
+      moment: ``Pulls.moment`` at which they, and the variables, were pulled.
+    """
 
     call: ClosureCall
     loaded: LoadedProgram
-    elements: Sequence[Sequence[Sequence[np.ndarray]]]
-    tables: list[RowsWanted] = field(default_factory=list)
+    elements: Elements
+    tables: Sequence[RowsWanted] = ()
     rows: Sequence[np.ndarray] = ()
+    moment: int = -1
 
 
 _MOST_PROGRAMS: Final = 256
@@ -82,7 +82,8 @@ class Runner:
     """Runs closures, one after the other; used by one thread at a time.
 
     What the next closure will probably need of the variables, what this one needed, comes with the answers to its
-    pushes. So a step is one round trip to each parameter server.
+    pushes. So do the rows of tables for the elements that come next, where the ids are computed of elements. So a step is
+    one round trip to each parameter server.
 
     Args:
       links: If it pulls ahead, its own: what it pulled is valid until their next message.
@@ -94,7 +95,9 @@ class Runner:
         self._pulls = Pulls(links)
         self._programs: dict[str, LoadedProgram] = {}
         self._constants: dict[str, Any] = {}
-        self._held: dict[Closure, Any] = {}
+        self._elements = ElementQueue()
+        self._held: dict[Closure, Elements] = {}
+        self._ahead: _Run | None = None
         self._num_closures = 0
 
     def add_program(self, program: WorkerProgram) -> str:
@@ -146,6 +149,7 @@ class Runner:
         self._pulls.begin(run.call.epoch)
         self._pull(run)
         results = run.loaded.main(self._inputs(run, run.loaded.program.inputs))
+        self._ahead = self._look_ahead(run)  # while it computes
         self._push(run, results)
         return results
 
@@ -158,11 +162,8 @@ class Runner:
             del self._held[closure]  # it has ended, elsewhere
         elements = self._held.pop(call.closure, None)
         if elements is None:
-            counts = loaded[0].program.element_counts
-            pairs = zip(call.iterators, counts, strict=True)
-            elements = [[iterator.next() for _ in range(count)] for iterator, count in pairs]
-        leaves = [leaf for calls in elements for leaves in calls for leaf in leaves]
-        signature = signature_of([(leaf.shape, leaf.dtype) for leaf in leaves])
+            elements = self._elements.take(call.iterators, loaded[0].program.element_counts)
+        signature = _signature(elements)
         digest = call.programs.get(signature)
         if digest is None:
             self._held[call.closure] = elements
@@ -175,7 +176,7 @@ class Runner:
             raise UnknownProgramError(f"This task does not have the program {digest}: send it.", digest)
         return loaded
 
-    def _checked(self, digest: str, elements: Sequence[Sequence[Any]]) -> LoadedProgram:
+    def _checked(self, digest: str, elements: Elements) -> LoadedProgram:
         loaded = self._programs[digest] = self._programs.pop(digest)  # the last one that was used
         counts = tuple(len(calls) for calls in elements)
         if counts != loaded.program.element_counts:
@@ -188,15 +189,37 @@ class Runner:
     # --- pulling --------------------------------------------------------------------------------------
 
     def _pull(self, run: _Run) -> None:
-        loaded = run.loaded
-        if loaded.whole_first:
-            self._pulls.bring(loaded.whole_first, ())
-        program = loaded.program
-        for lookup, executable in zip(program.lookups, loaded.ids, strict=True):
+        loaded, ahead = run.loaded, self._ahead
+        self._ahead = None
+        if ahead is None or ahead.loaded is not loaded or not are_same(ahead.elements, run.elements):
+            if loaded.whole_first:
+                self._pulls.bring(loaded.whole_first, ())
+            run.tables = self._tables(run)
+        elif ahead.moment == self._pulls.moment:
+            run.tables, run.rows = ahead.tables, ahead.rows
+            return
+        else:
+            run.tables = ahead.tables
+        run.rows = self._pulls.bring(loaded.whole, run.tables)
+
+    def _tables(self, run: _Run) -> list[RowsWanted]:
+        program, tables = run.loaded.program, []
+        for lookup, executable in zip(program.lookups, run.loaded.ids, strict=True):
             (ids,) = executable(self._inputs(run, lookup.inputs))
             pieces = program.variables[lookup.variable]
-            run.tables.append(RowsWanted.of(np.asarray(ids), pieces, lookup.num_rows))
-        run.rows = self._pulls.bring(loaded.whole, run.tables)
+            tables.append(RowsWanted.of(np.asarray(ids), pieces, lookup.num_rows))
+        return tables
+
+    def _look_ahead(self, run: _Run) -> _Run | None:
+        """The closure that comes next, if it is like this one, as far as its lookups need it."""
+        if not self._pulls_ahead or not run.loaded.looks_up_elements:
+            return None
+        elements = self._elements.look_ahead(run.call.iterators, run.loaded.program.element_counts)
+        if elements is None or _signature(elements) != _signature(run.elements):
+            return None
+        ahead = _Run(run.call, run.loaded, elements)
+        ahead.tables = self._tables(ahead)
+        return ahead
 
     def _inputs(self, run: _Run, inputs: Sequence[Input]) -> list[Any]:
         return [self._input(run, each) for each in inputs]
@@ -231,25 +254,28 @@ class Runner:
         self._pulls.forget()
         run.rows = ()
         ahead: list[Piece] = []
-        if (
-            self._pulls_ahead and asks and not program.lookups
-        ):  # rows have to be asked for before the next one anyway
+        # (Without the rows the next closure asks for them anyway, and for all else with them.)
+        if self._pulls_ahead and asks and (self._ahead is not None or not program.lookups):
             ahead = run.loaded.whole
-        pulls = self._pulls.asks_for(ahead, list(asks))
+        rows = {} if self._ahead is None else row_asks(self._ahead.tables)
+        pulls = self._pulls.asks_for(ahead, [*asks, *rows])
         self._pulls.drop_views()
         if not pulls:
             return
-        call = run.call
-        self._pulls.take(
-            self._links.step(
-                call.closure,
-                call.low,
-                {
-                    ps: Ask(*asks.get(ps, (None, ())), pull=pull, used=used.get(ps, ()))
-                    for ps, pull in pulls.items()
-                },
+        steps = {
+            ps: Ask(
+                *asks.get(ps, (None, ())),
+                pull=pull,
+                rows=rows[ps].rows if ps in rows else (),
+                used=used.get(ps, ()),
             )
-        )
+            for ps, pull in pulls.items()
+        }
+        answers = self._links.step(run.call.closure, run.call.low, steps)
+        self._pulls.take(answers)
+        if self._ahead is not None:
+            self._ahead.rows = rows_of(self._ahead.tables, answers)
+            self._ahead.moment = self._pulls.moment
 
     def _ask(self, run: _Run, push: Push, results: Sequence[jax.Array]) -> tuple[str, list[np.ndarray]]:
         return push.program, [
@@ -267,3 +293,7 @@ class Runner:
         pieces = run.loaded.program.variables[lookup.variable]
         (key,) = [piece.key for piece in pieces if piece.ps == ps and piece.rows in (None, (start, stop))]
         return gradient_operands(run.tables[operand.lookup], array, key, stop - start)
+
+
+def _signature(elements: Elements) -> str:
+    return signature_of([(leaf.shape, leaf.dtype) for leaf in leaves_of(elements)])
