@@ -9,11 +9,14 @@ import time
 
 import pytest
 
+import replicax as rx
 from checks import message
 from replicax.__main__ import main
-from replicax._src.cli.answers import ask_until
+from replicax._src.cli.answers import ask_channel, ask_until
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.layout import free_ports
+from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.transport import TaskClient
 from replicax.errors import ClusterStartError
 
 pytestmark = pytest.mark.timeout(60)
@@ -124,7 +127,7 @@ def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
     )
     try:
         channel = Channel(address, 1, ["worker 0", "worker 1"], "print")
-        while ask_until(address, 0).text != "answers":
+        while ask_until(address, 0, ask_channel).text != "answers":
             time.sleep(0.05)
         says = ["worker 1 waited 1 s for worker 0", "does replicax doctor run on that machine?"]
         message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.8), *says)
@@ -160,6 +163,29 @@ def test_another_program_is_at_an_address(doctor, free):
         thread.join(timeout=5)
     assert code == 1
     assert f"worker 1 at {address} is another program's" in printed
+
+
+def test_servers_answer_who_has_their_token(doctor, free, monkeypatch):
+    """As their own doctor, and as that of another task."""
+    cluster = {"chief": [free()], "worker": [free()], "ps": [free()]}
+    monkeypatch.setenv("REPLICAX_TOKEN", "theirs")
+    with rx.Server(cluster, "ps", 0), rx.Server(cluster, "worker", 0) as worker:
+        code, printed = doctor({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+        assert code == 0
+        assert (
+            f"{cluster['worker'][0]:<24} answers: worker 0 runs there, and waits for a coordinator" in printed
+        )
+        assert f"{cluster['ps'][0]:<24} answers: ps 0 runs there" in printed
+        with TaskClient(cluster["worker"][0], Credentials(token="theirs"), "worker 0") as client:
+            client.ask("hello", {"incarnation": "a", "ps": cluster["ps"]}, 10.0)
+        code, printed = doctor({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+        assert code == 0
+        assert f"{cluster['worker'][0]:<24} this task, a job runs there now" in printed
+        assert worker.statistics()["incarnation"] == "a"
+        monkeypatch.setenv("REPLICAX_TOKEN", "another")
+        code, printed = doctor({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+        assert code == 1
+        assert f"wrong: ps 0 at {cluster['ps'][0]} runs `replicax server`, and refuses this token" in printed
 
 
 def test_a_host_that_nobody_knows(doctor, free):

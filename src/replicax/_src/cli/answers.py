@@ -8,17 +8,23 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from replicax._src.cluster.frames import Decoder, FrameError, ask, encode, listen
 from replicax._src.cluster.spec import Task, split_address
+from replicax._src.errors import MissingExtraError
+from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.errors import UnauthenticatedError, UnavailableError
 
 _ATTEMPT_S: Final = 2.0
 _RETRY_S: Final = 0.3
 # All listen when all have answered; each asks again within the two times above.
 _AFTERWARDS_S: Final = 4.0
+
+
+AskOnce = Callable[[str], "Answer"]
 
 
 class Outcome(enum.Enum):
@@ -38,12 +44,12 @@ class Answer:
     text: str
 
 
-def ask_all(addresses: Mapping[Task, str], deadline: float) -> dict[Task, Answer]:
+def ask_all(addresses: Mapping[Task, str], deadline: float, ask_once: AskOnce) -> dict[Task, Answer]:
     """Asks all at once, each until it answers or the time is over; at least once."""
     found: dict[Task, Answer] = {}
 
     def look(task: Task, address: str) -> None:
-        found[task] = ask_until(address, deadline)
+        found[task] = ask_until(address, deadline, ask_once)
 
     threads = [threading.Thread(target=look, args=item, daemon=True) for item in addresses.items()]
     for thread in threads:
@@ -62,7 +68,7 @@ def stay(found: Mapping[Task, Answer], deadline: float) -> None:
 
 
 @contextlib.contextmanager
-def answering(address: str) -> Iterator[Answer]:
+def answering(address: str, ask_once: AskOnce) -> Iterator[Answer]:
     """Answers the others at this task's address while the block runs; says what is wrong with it."""
     host, port = split_address(address)
     if port == 0:
@@ -75,7 +81,7 @@ def answering(address: str) -> Iterator[Answer]:
         yield Answer(Outcome.WRONG, _unknown(host))
         return
     except OSError as error:
-        yield _why_not(error, address)
+        yield _why_not(error, address, ask_once)
         return
     stop = threading.Event()
     thread = threading.Thread(target=_serve, args=(listener, stop), daemon=True)
@@ -88,8 +94,8 @@ def answering(address: str) -> Iterator[Answer]:
         listener.close()
 
 
-def _why_not(error: OSError, address: str) -> Answer:
-    if ask_until(address, 0).outcome is Outcome.ANSWERS:
+def _why_not(error: OSError, address: str, ask_once: AskOnce) -> Answer:
+    if ask_until(address, 0, ask_once).outcome is Outcome.ANSWERS:
         return Answer(Outcome.UNCHECKED, "a job runs there now")
     is_in_use = error.errno == errno.EADDRINUSE
     return Answer(Outcome.WRONG, "its port is in use" if is_in_use else error.strerror or str(error))
@@ -106,16 +112,17 @@ def _serve(listener: socket.socket, stop: threading.Event) -> None:
                 connection.sendall(encode({"kind": "pong", "cluster": "doctor"}))
 
 
-def ask_until(address: str, deadline: float) -> Answer:
+def ask_until(address: str, deadline: float, ask_once: AskOnce) -> Answer:
     """Asks until somebody answers or the time is over; at least once."""
     while True:
-        answer = _ask_once(address)
+        answer = ask_once(address)
         if answer.outcome is not Outcome.SILENT or time.monotonic() >= deadline:
             return answer
         time.sleep(_RETRY_S)
 
 
-def _ask_once(address: str) -> Answer:
+def ask_channel(address: str) -> Answer:
+    """Asks on the control channel."""
     host, port = split_address(address)
     if port == 0:
         return Answer(
@@ -140,6 +147,24 @@ def _ask_once(address: str) -> Answer:
         )
     except OSError as error:
         return Answer(Outcome.SILENT, f"cannot be reached: {error.strerror or error}")
+
+
+def ask_task(address: str, credentials: Credentials) -> Answer:
+    """Asks on the control channel, and if that is not what is there, as a task with parameter servers is asked."""
+    answer = ask_channel(address)
+    if answer.outcome in (Outcome.ANSWERS, Outcome.UNCHECKED):
+        return answer
+    try:
+        from replicax._src.ps.transport import TaskClient
+
+        with TaskClient(address, credentials, "task") as client:
+            status = client.ask("status", {}, _ATTEMPT_S)
+    except UnauthenticatedError:
+        return Answer(Outcome.WRONG, "runs `replicax server`, and refuses this token or certificate")
+    except (MissingExtraError, UnavailableError):
+        return answer
+    free = "waits for a coordinator" if status["incarnation"] is None else "has a coordinator"
+    return Answer(Outcome.ANSWERS, f"answers: {status['task']} runs there, and {free}")
 
 
 def _unknown(host: str) -> str:

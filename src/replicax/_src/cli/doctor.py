@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -11,7 +12,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from replicax._src.cli.answers import Answer, Outcome, answering, ask_all, stay
+from replicax._src.cli.answers import (
+    Answer,
+    AskOnce,
+    Outcome,
+    answering,
+    ask_all,
+    ask_channel,
+    ask_task,
+    stay,
+)
 from replicax._src.cli.arguments import seconds
 from replicax._src.cluster.detect import ResolverChoice, choose_resolver
 from replicax._src.cluster.environ import LIMITS_S, limit_s
@@ -21,13 +31,14 @@ from replicax._src.cluster.mpi import CHOICE as COLLECTIVES
 from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import Task
+from replicax._src.ps.credentials import Credentials
 
 _DESCRIPTION: Final = """\
 Says which cluster this process would be part of and why, which task it would be, what it has, and whether the other
 tasks' addresses answer. Run it on all hosts at the same time, with --wait 60 say: each answers the others, at its own
 address, and ends some seconds after all have answered. The exit code is 1 if something is wrong.
 """
-_PACKAGES: Final = ("replicax", "jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint")
+_PACKAGES: Final = ("replicax", "jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint", "pyarrow")
 _NOT_ASKED: Final = Answer(Outcome.UNCHECKED, "was not asked")
 
 
@@ -141,6 +152,17 @@ def _devices(wrong: list[str]) -> list[tuple[str, str]]:
     return [(devices[0].platform, f"{len(devices)} ({', '.join(sorted(kinds))})")]
 
 
+def _asking(membership: Membership, environ: Mapping[str, str], wrong: list[str]) -> AskOnce:
+    """How the tasks of the cluster are asked."""
+    if "ps" not in membership.spec.jobs:
+        return ask_channel
+    try:
+        return functools.partial(ask_task, credentials=Credentials.of_environment(environ))
+    except ClusterError as error:
+        wrong.append(str(error))
+        return ask_channel
+
+
 def _addresses(
     membership: Membership, wait_s: float | None, environ: Mapping[str, str], wrong: list[str]
 ) -> list[tuple[str, str]]:
@@ -153,8 +175,9 @@ def _addresses(
         wrong.append(str(error))
         others = {}
     deadline = time.monotonic() + (wait_s or 0)
-    with answering(addresses[own]) as of_own:
-        found = ask_all(others, deadline)
+    ask = _asking(membership, environ, wrong)
+    with answering(addresses[own], ask) as of_own:
+        found = ask_all(others, deadline, ask)
         if of_own.outcome is Outcome.ANSWERS:
             stay(found, deadline)
     if of_own.outcome is Outcome.WRONG:
