@@ -39,7 +39,6 @@ LAYERS = {
     "input/autoshard": 1,
     "variables/partitioners": 1,
     "coordinator/closures": 1,
-    "ps/errors": 1,
     "ps/buffers": 1,
     "ps/messages": 1,
     "ps/window": 1,
