@@ -131,6 +131,19 @@ def test_a_closure_that_kills_workers_fails_after_three():
     assert queue.collect() is ended[0][1]
 
 
+@pytest.mark.parametrize(("kind", "lives"), [("other", 3), ("step", 10)])
+def test_a_closure_of_a_kind_that_has_finished_has_more_lives(kind, lives):
+    queue = queue_with("a")
+    queue.schedule("first", None, kind)
+    queue.finished("a", queue.take("a"))
+    queue.schedule("second", None, "step")
+    for left in reversed(range(lives)):
+        ended = queue.lost("a", queue.take("a"))
+        queue.back("a")
+        assert bool(ended) == (left == 0)
+    assert queue.has_error
+
+
 def test_a_worker_that_was_lost_between_closures_kills_none():
     queue = queue_with("a", num=1)
     for _ in range(9):

@@ -8,7 +8,8 @@ A *closure* is a scheduled function with its arguments. The rules, TensorFlow's 
 - The first failure is kept, and cancels all that are queued. Nothing can be scheduled until it has been collected, which it
   can be when nothing is in flight: once, by whoever comes first. Then the queue is as good as new.
 - What a lost worker had in flight is queued again, in front; or is cancelled, if a failure is kept.
-- A closure that ran when its worker was lost, for the ``max_deaths``-th time, fails: it is what kills them.
+- A closure that ran when its worker was lost, for the ``max_deaths``-th time, fails: it is what kills them. If one of its
+  kind has finished before, workers may well die of something else: it has more lives, but not for ever.
 - A worker that has something in flight takes no more if that leaves nothing for one that has nothing.
 - With ``max_staleness=k`` a worker is in its n-th closure only if all workers that are there have ended n - 1 - k. Who comes
   back starts with the slowest.
@@ -27,6 +28,7 @@ from replicax._src.ps.errors import CancelledError, RemoteError
 
 CAPACITY = 256 * 1024
 MAX_DEATHS = 3
+MAX_DEATHS_OF_PROVEN = 10
 
 Worker = Hashable
 Ended = list[tuple["Closure", BaseException]]
@@ -40,6 +42,7 @@ class Closure:
     Attributes:
       number: Of the closure, in the order of scheduling.
       name: Of the function, for people.
+      kind: What closures of one program have in common.
       work: What is to be run, and who waits for it: whatever the caller needs.
       num_deaths: How many workers were lost while it ran.
       num_returns: How often it came back for another reason.
@@ -48,6 +51,7 @@ class Closure:
 
     number: int
     name: str
+    kind: Hashable
     work: Any
     num_deaths: int = 0
     num_returns: int = 0
@@ -92,20 +96,28 @@ class ClosureQueue:
     Args:
       capacity: How many closures may be queued.
       max_deaths: With how many workers a closure may die before it fails.
+      max_deaths_of_proven: The same, of one of a kind that has finished before.
       max_staleness: How many closures a worker may be ahead of the slowest; None for no limit.
     """
 
     def __init__(
-        self, capacity: int = CAPACITY, max_deaths: int = MAX_DEATHS, max_staleness: int | None = None
+        self,
+        capacity: int = CAPACITY,
+        max_deaths: int = MAX_DEATHS,
+        max_deaths_of_proven: int = MAX_DEATHS_OF_PROVEN,
+        max_staleness: int | None = None,
     ):
         for name, value, least in (
             ("capacity", capacity, 1),
             ("max_deaths", max_deaths, 1),
+            ("max_deaths_of_proven", max_deaths_of_proven, 1),
             ("max_staleness", max_staleness, 0),
         ):
             if value is not None and value < least:
                 raise InvalidArgumentError(f"{name} must be at least {least}, got {value}.")
-        self._capacity, self._max_deaths, self._max_staleness = capacity, max_deaths, max_staleness
+        self._capacity, self._max_staleness = capacity, max_staleness
+        self._max_deaths, self._max_deaths_of_proven = max_deaths, max_deaths_of_proven
+        self._proven: set[Hashable] = set()
         self._queued: deque[Closure] = deque()
         self._members: dict[Worker, _Member] = {}
         self._unfinished: set[int] = set()
@@ -167,12 +179,12 @@ class ClosureQueue:
 
     # --- what happens ----------------------------------------------------------------------------------
 
-    def schedule(self, name: str, work: Any) -> Closure:
-        """A closure is queued. Only when the queue is open, not full, and has no error."""
+    def schedule(self, name: str, work: Any, kind: Hashable = None) -> Closure:
+        """A closure is queued; ``kind`` is its name if not given. Only when the queue is open, not full, and has no error."""
         assert not self._is_closed
         assert not self.has_error
         assert not self.is_full
-        closure = Closure(self._next_number, name, work)
+        closure = Closure(self._next_number, name, name if kind is None else kind, work)
         self._next_number += 1
         self._unfinished.add(closure.number)
         self._queued.append(closure)
@@ -200,6 +212,7 @@ class ClosureQueue:
         if not self._ends(worker, closure):
             return False
         self._members[worker].clock += 1
+        self._proven.add(closure.kind)
         self.counts.finished += 1
         return True
 
@@ -233,7 +246,8 @@ class ClosureQueue:
         ended: Ended = []
         if running is not None and running in held:
             running.num_deaths += 1
-            if running.num_deaths >= self._max_deaths:
+            is_proven = running.kind in self._proven
+            if running.num_deaths >= (self._max_deaths_of_proven if is_proven else self._max_deaths):
                 held.remove(running)
                 self._unfinished.discard(running.number)
                 ended = self._fail(running, self._killer(worker, running))

@@ -6,8 +6,8 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, final
 
 import jax
 import numpy as np
@@ -20,7 +20,9 @@ from replicax._src.coordinator.prepared import ClosureStrategy
 from replicax._src.coordinator.remote_value import RemoteValue, fetched
 from replicax._src.coordinator.resources import Resource
 from replicax._src.coordinator.workers import Limits
-from replicax._src.errors import InvalidArgumentError, MissingExtraError
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.placement.remote.closure import ElementSpec
+from replicax._src.ps import resources, structures
 from replicax._src.ps.errors import ClosureInputError
 
 _SPEC_S = 600.0
@@ -52,10 +54,11 @@ class ClusterCoordinator:
 
     _strategy: ClosureStrategy
     _crew: Crew
+    _options: Mapping[str, Any]
 
     def __new__(
         cls, strategy: Any, *, max_staleness: int | None = None, reconnect_timeout_s: float = 3600.0
-    ) -> Self:
+    ) -> ClusterCoordinator:
         if not isinstance(strategy, ClosureStrategy):
             raise InvalidArgumentError(
                 f"ClusterCoordinator works with a ParameterServerStrategy, got {type(strategy).__name__}, whose steps are run "
@@ -91,7 +94,10 @@ class ClusterCoordinator:
     # --- functions -------------------------------------------------------------------------------------
 
     def schedule(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
         """Has a worker run a function; returns at once, with what will become its result.
 
@@ -116,10 +122,11 @@ class ClusterCoordinator:
             prepared = self._strategy.prepare(fn, args, kwargs)
         except ClosureInputError as error:
             value = RemoteValue(_name_of(fn), None)
-            dispatch.refuse(_name_of(fn), Work(None, value, keeps), error)
+            dispatch.refuse(_name_of(fn), Work(None, value, keeps=keeps), error)
             return value
         value = RemoteValue(prepared.name, prepared.assemble)
-        dispatch.schedule(prepared.name, Work(prepared, value, keeps))
+        kind = next(iter(prepared.programs.values()), None)
+        dispatch.schedule(prepared.name, Work(prepared, value, kind, keeps))
         return value
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -160,10 +167,10 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
-        name = self._make("dataset", dataset_fn)
-        spec = self._spec_of(name)
-        values = PerWorkerValues(name, spec, lambda: PerWorkerIterator(name, spec))
-        return self._released_with(values, name)
+        recipe = _Recipe(self._crew, self._numbers, "dataset", resources.dump(dataset_fn))
+        values = PerWorkerValues(recipe.unused[0], recipe.spec, lambda: _iterator(recipe))
+        weakref.finalize(values, recipe.drop_unused).atexit = False
+        return values
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Has each worker make a value of its own: in scheduled functions, what is returned stands for the worker's.
@@ -171,20 +178,9 @@ class ClusterCoordinator:
         Args:
           fn: Without arguments; it runs on the workers, as that of ``create_per_worker_dataset``.
         """
-        name = self._make("value", fn)
-        return self._released_with(PerWorkerValues(name, self._spec_of(name)), name)
-
-    def _make(self, kind: Any, what: Any) -> str:
-        name = f"{kind} {next(self._numbers)}"
-        self._crew.add(Resource(name, kind, _pickled(what)))
-        return name
-
-    def _spec_of(self, name: str) -> Callable[[], Any]:
-        resources = self._crew.resources
-        return lambda: resources.spec(name, _SPEC_S)
-
-    def _released_with(self, values: PerWorkerValues, name: str) -> PerWorkerValues:
-        weakref.finalize(values, self._crew.resources.dropped.append, name).atexit = False
+        recipe = _Recipe(self._crew, self._numbers, "value", resources.dump(fn))
+        values = PerWorkerValues(recipe.unused[0], recipe.spec)
+        weakref.finalize(values, recipe.drop_unused).atexit = False
         return values
 
     # --- the end ---------------------------------------------------------------------------------------
@@ -199,7 +195,7 @@ class ClusterCoordinator:
         self._crew.join()
         self._finalizer.detach()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ClusterCoordinator:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -221,22 +217,62 @@ def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(f"schedule() takes a function and its arguments, got {fn!r} as function.")
     for leaf in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, RemoteValue)):
         if isinstance(leaf, RemoteValue):
-            # The end is TensorFlow's.
+            # The beginning is TensorFlow's.
             raise InvalidArgumentError(
-                f"{leaf!r} stands in the arguments of '{_name_of(fn)}', and RemoteValue used as an input to scheduled function "
-                "is not yet supported. Pass what its fetch() returns."
+                "`replicax.coordinator.RemoteValue` used as an input to scheduled function is not yet supported. "
+                f"{leaf!r} stands in the arguments of '{_name_of(fn)}': pass what its fetch() returns."
             )
 
 
-def _pickled(what: Any) -> np.ndarray:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise MissingExtraError("Per-worker datasets need cloudpickle: pip install 'replicax[ps]'.") from error
-    try:
-        return np.frombuffer(cloudpickle.dumps(what), np.uint8)
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"{what!r} cannot be sent to the workers: {error}. Give a function that makes the dataset there, and does not take "
-            "open files, locks or devices from its surroundings."
-        ) from error
+@final
+class _Recipe:
+    """What makes a resource on each worker, as often as there are iterators.
+
+    Attributes:
+      unused: Names of what has been made and has no iterator.
+    """
+
+    def __init__(
+        self, crew: Crew, numbers: Iterator[int], kind: Literal["dataset", "value"], pickle: np.ndarray
+    ):
+        self._crew, self._numbers, self._kind, self._pickle = crew, numbers, kind, pickle
+        self._known: ElementSpec | None = None
+        self.unused: list[str] = []
+        self.unused.append(self._make())
+        self._last = self.unused[0]
+
+    def take(self) -> str:
+        """The name of one that nobody has had."""
+        self._last = self.unused.pop() if self.unused else self._make()
+        return self._last
+
+    def spec(self) -> ElementSpec:
+        """Waits for the first worker that has made one."""
+        if self._known is None:
+            said = self._crew.resources.spec(self._last, _SPEC_S)
+            leaves = tuple(
+                jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
+            )
+            nest = structures.rebuilt(said["tree"], leaves)
+            self._known = ElementSpec(jax.tree.structure(nest), leaves)
+        return self._known
+
+    def drop(self, name: str) -> None:
+        """Workers may release it. For garbage collection: takes no lock."""
+        self._crew.resources.dropped.append(name)
+
+    def drop_unused(self) -> None:
+        """As ``drop``, of all that have no iterator."""
+        self._crew.resources.dropped.extend(self.unused)
+
+    def _make(self) -> str:
+        name = f"{self._kind} {next(self._numbers)}"
+        self._crew.add(Resource(name, self._kind, self._pickle))
+        return name
+
+
+def _iterator(recipe: _Recipe) -> PerWorkerIterator:
+    name = recipe.take()
+    iterator = PerWorkerIterator(name, recipe.spec)
+    weakref.finalize(iterator, recipe.drop, name).atexit = False
+    return iterator

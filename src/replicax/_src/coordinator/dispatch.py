@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,11 +24,13 @@ class Work:
     """What is to be run, and who waits for it.
 
     Attributes:
+      kind: What closures of one program have in common.
       keeps: What must live as long, iterators say.
     """
 
     prepared: PreparedClosure | None
     value: RemoteValue
+    kind: Hashable = None
     keeps: Any = None
 
 
@@ -54,7 +56,7 @@ class Dispatch:
         """Queues a closure; waits while the queue is full. Raises the failure of an earlier one."""
         with self.lock:
             self._wait_for_room(timeout_s)
-            self._queue.schedule(name, work)
+            self._queue.schedule(name, work, work.kind)
             self._wake_one()
             num_queued = self._queue.num_queued
         if num_queued > _NUM_AHEAD:
@@ -180,9 +182,9 @@ class Dispatch:
         """Gives a closure to the worker with the least to do."""
         best = None
         for port in self._ports:
-            if port.is_hungry and (best is None or port.num_in_flight < best.num_in_flight):
-                if self._queue.may_take(port.worker):
-                    best = port
+            is_better = port.is_hungry and (best is None or port.num_in_flight < best.num_in_flight)
+            if is_better and self._queue.may_take(port.worker):
+                best = port
         if best is not None:
             best.is_hungry = False
             best.wake.notify_all()
@@ -245,21 +247,26 @@ class Port:
             return counts, taken
 
     def failed(self, closure: Closure, error: BaseException) -> None:
+        """A closure raised."""
         self._ended(lambda: self._queue.failed(self.worker, closure, error))
 
     def returned(self, closure: Closure) -> None:
+        """A closure could not be run, and is to be tried again."""
         self._ended(lambda: self._queue.returned(self.worker, closure))
 
     def lost(self, running: Closure | None) -> None:
-        self._ended(lambda: self._queue.lost(self.worker, running))
+        """The worker is gone. ``running``: what it was at."""
+        self._ended(lambda: self._queue.lost(self.worker, running), is_hungry=False)
 
     def back(self) -> None:
+        """The worker is there."""
         with self._dispatch.lock:
             self._queue.back(self.worker)
 
-    def _ended(self, event: Callable[[], Ended]) -> None:
+    def _ended(self, event: Callable[[], Ended], is_hungry: bool = True) -> None:
         with self._dispatch.lock:
             ended = event()
+            self.is_hungry = is_hungry
             self._dispatch.tell_waiting()
             self._dispatch.wake_hungry()
         settle(ended)

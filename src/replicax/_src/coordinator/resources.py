@@ -105,7 +105,11 @@ class Resources:
           WaitTimeoutError: The time is over.
         """
         with self._changed:
-            state = self._states[name]
+            state = self._states.get(name)
+            if state is None:
+                raise ClosureInputError(
+                    f"The {name!r} was released: nobody has its iterator any more. Make a new one."
+                )
             if not self._changed.wait_for(lambda: self._is_decided(state), timeout_s):
                 raise WaitTimeoutError(
                     f"No worker has made {state.resource.kind} {name!r} within {timeout_s:g} s; {len(self._workers)} workers "
@@ -126,7 +130,9 @@ class Resources:
             self._changed.notify_all()
 
     def _is_decided(self, state: _State) -> bool:
-        return bool(state.specs) or self._is_closed or bool(state.errors and self._workers <= set(state.errors))
+        return (
+            bool(state.specs) or self._is_closed or bool(state.errors and self._workers <= set(state.errors))
+        )
 
     def _forget(self, worker: str, is_here: bool) -> None:
         with self._changed:

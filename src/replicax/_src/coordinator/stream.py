@@ -7,6 +7,7 @@ A connection that broke is given up with all that it awaited: what a worker may 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, final
@@ -21,7 +22,9 @@ from replicax._src.ps.messages import Message
 
 Kind = Literal["closure", "program", "constant", "resource", "release"]
 
-_FOREVER_S = 10.0 * 365 * 24 * 3600  # a closure may take as long as it takes: who is silent is found by the beats
+_FOREVER_S = (
+    10.0 * 365 * 24 * 3600
+)  # a closure may take as long as it takes: who is silent is found by the beats
 _SMALL_BYTES = 4096  # so much, some times over, a connection takes without its peer reading
 
 
@@ -44,7 +47,7 @@ class WorkerStream:
     ):
         self.worker, self.client, self.instance = worker, client, instance
         self._link, self._session, self._resources = link, session, resources
-        self._awaited: deque[tuple[Kind, Any]] = deque()
+        self._awaited: deque[tuple[Kind, Any, float]] = deque()
         self._known: set[str] = set()
         self._refused: dict[str, Exception] = {}
         self._has: set[str] = set()
@@ -61,17 +64,12 @@ class WorkerStream:
 
     def running(self) -> Closure | None:
         """The closure that the worker was at when the connection ended."""
-        for kind, what in self._awaited:
+        for kind, what, _ in self._awaited:
             if kind == "closure":
                 return what
             if kind == "resource":
                 return None
         return None
-
-    @property
-    def is_busy(self) -> bool:
-        """The worker has more to answer."""
-        return bool(self._awaited)
 
     # --- sending ---------------------------------------------------------------------------------------
 
@@ -154,9 +152,7 @@ class WorkerStream:
             header = {"name": resource.name, "kind": resource.kind}
             self._send("resource", resource, header, [resource.pickle])
 
-    def _send_once(
-        self, kind: Kind, name: str, header: dict[str, Any], arrays: Sequence[np.ndarray]
-    ) -> None:
+    def _send_once(self, kind: Kind, name: str, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
         if name not in self._known:
             self._known.add(name)
             self._refused.pop(name, None)
@@ -165,27 +161,29 @@ class WorkerStream:
     def _send(self, kind: Kind, what: Any, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
         header["op"] = kind
         header["incarnation"] = self._session.incarnation
-        self._awaited.append((kind, what))  # before: the answer may be here sooner than this line is left
+        self._awaited.append(
+            (kind, what, time.monotonic())
+        )  # before: the answer may be here sooner than this line is left
         try:
-            self._link.send(Message(header, arrays))
+            self._link.send(Message(header, arrays), _FOREVER_S)
         except BaseException:
             self._awaited.pop()
             raise
 
     # --- receiving -------------------------------------------------------------------------------------
 
-    def receive(self) -> tuple[Closure, Message | Exception]:
-        """Waits for the answer to a closure; what is answered to other messages is noted.
+    def receive(self) -> tuple[Closure, Message | Exception, float]:
+        """Waits for the answer to a closure; returns both, and when it was sent. What is answered to others is noted.
 
         Raises:
           UnavailableError: The connection has ended.
         """
         while True:
             answer = self._receive()
-            kind, what = self._awaited[0]
+            kind, what, sent_at = self._awaited[0]
             if kind == "closure":
                 self._awaited.popleft()
-                return what, answer
+                return what, answer, sent_at
             if kind == "resource":
                 self._note_resource(what, answer)
             elif isinstance(answer, Exception):

@@ -28,9 +28,9 @@ from replicax._src.ps.messages import Message
 
 log = logging.getLogger("replicax")
 
-_DEPTH, _DEPTH_OF_FAST = 2, 8
-_FAST_S = 0.001  # between answers
-_WEIGHT = 0.05
+_DEPTH, _FAST_DEPTH = 2, 8  # closures in flight; 1 if they are slow
+_FAST_S, _SLOW_S = 0.001, 0.1
+_WEIGHT = 0.1
 _HELLO_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _JOIN_S = 10.0
@@ -89,7 +89,7 @@ class RemoteWorker:
         self._num_connections = 0
         self._told: dict[str, Any] = {}
         self._beat: dict[str, Any] = {}
-        self._interval_s = 1.0
+        self._took_s = _SLOW_S
         self._thread = threading.Thread(target=self._live, name=f"replicax-{self.name}", daemon=True)
 
     def start(self) -> None:
@@ -180,7 +180,7 @@ class RemoteWorker:
             return
         self._unsent.clear()
         self._needs.clear()
-        self.port.depth = _DEPTH
+        self._took_s, self.port.depth = _SLOW_S, 1
         self._resources.back(self.name)
         self.port.back()
         others = [self._started(self._receive, stream), self._started(self._watch, stream)]
@@ -260,11 +260,9 @@ class RemoteWorker:
         try:
             last = time.monotonic()
             while not stream.over.is_set():
-                was_busy = stream.is_busy
-                closure, answer = stream.receive()
+                closure, answer, sent_at = stream.receive()
                 now = time.monotonic()
-                if was_busy:
-                    self._measure(now - last)
+                self._measure(now - max(last, sent_at))
                 last = now
                 if isinstance(answer, Message):
                     self._answered(stream, closure, answer)
@@ -275,10 +273,10 @@ class RemoteWorker:
         finally:
             self.port.poke()
 
-    def _measure(self, interval_s: float) -> None:
-        """Those that are fast are sent further ahead, so that a worker does not wait for the next one."""
-        self._interval_s += _WEIGHT * (interval_s - self._interval_s)
-        self.port.depth = _DEPTH_OF_FAST if self._interval_s < _FAST_S else _DEPTH
+    def _measure(self, took_s: float) -> None:
+        """Fast ones are sent ahead, so that a worker does not wait; behind a slow one nothing waits that others could run."""
+        self._took_s += _WEIGHT * (took_s - self._took_s)
+        self.port.depth = _FAST_DEPTH if self._took_s < _FAST_S else 1 if self._took_s > _SLOW_S else _DEPTH
 
     def _answered(self, stream: WorkerStream, closure: Closure, answer: Message) -> None:
         need = answer.header.get("need")

@@ -131,6 +131,10 @@ class PsLinks:
         self._servers[ps].programs[digest] = program
         return digest
 
+    def send_program(self, ps: int, program: UpdateProgram) -> None:
+        """Gives parameter server ``ps`` a program now, for others to use."""
+        self._send_programs(ps, [self.add_program(ps, program)])
+
     def step(self, closure: Closure | None, low: int, asks: Mapping[int, Ask]) -> dict[int, Answered]:
         """Applies and reads on several parameter servers at once: each does its part as one.
 

@@ -108,7 +108,7 @@ class TracedFunction:
     def _add(self, shapes: Any, signature: str | None = None) -> RemoteClosure:
         closure = self._trace(shapes)
         for ps, update in closure.updates.items():
-            self._session.links.add_program(ps, update)
+            self._session.links.send_program(ps, update)
         digest = closure.program.digest
         self.programs[signature or closure.elements.signature] = digest
         self._closures[digest] = closure

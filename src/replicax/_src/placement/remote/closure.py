@@ -61,6 +61,11 @@ class ElementSpec:
     tree: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
+    @property
+    def nest(self) -> Any:
+        """Both together."""
+        return jax.tree_util.tree_unflatten(self.tree, self.leaves)
+
 
 class PerWorkerInput(abc.ABC):
     """What each worker has its own of, and a scheduled function takes: an iterator, or a value."""

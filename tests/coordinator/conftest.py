@@ -1,0 +1,22 @@
+import pytest
+from memory_cluster import MemoryCluster
+
+from replicax._src.coordinator import cluster_coordinator
+from replicax._src.coordinator.workers import Limits
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Tasks that are silent are found soon."""
+
+    def limits(reconnect_s=3600.0):
+        return Limits(beat_s=0.05, beat_timeout_s=0.2, reconnect_s=reconnect_s)
+
+    monkeypatch.setattr(cluster_coordinator, "Limits", limits)
+
+
+@pytest.fixture
+def cluster(fast):
+    cluster = MemoryCluster()
+    yield cluster
+    cluster.end()
