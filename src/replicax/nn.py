@@ -1,5 +1,11 @@
-"""Losses for distributed training: ``rx.nn``."""
+"""Losses for distributed training, and lookups in tables of embeddings: ``rx.nn``."""
 
 from replicax._src.nn import compute_average_loss, scale_regularization_loss
+from replicax._src.variables.lookup import embedding_lookup, embedding_lookup_sparse
 
-__all__ = ["compute_average_loss", "scale_regularization_loss"]
+__all__ = [
+    "compute_average_loss",
+    "embedding_lookup",
+    "embedding_lookup_sparse",
+    "scale_regularization_loss",
+]

@@ -8,6 +8,7 @@ from replicax._src.options import (
 )
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.multi_worker_mirrored import of_older_signature
+from replicax._src.variables.sharded import ShardedVariable
 from replicax.experimental import partitioners
 
 CollectiveCommunication = CommunicationImplementation
@@ -21,6 +22,7 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ShardedVariable",
     "ValueContext",
     "partitioners",
 ]

@@ -1,0 +1,193 @@
+"""Lookups in tables of embeddings: ``rx.nn.embedding_lookup`` and ``embedding_lookup_sparse``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.values import ArrayLike, is_variable
+from replicax._src.variables.sharded import ShardedVariable, check_ids
+from replicax._src.variables.shards import take_rows
+
+COMBINERS = ("mean", "sqrtn", "sum")
+
+
+def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> jax.Array:
+    """Rows of a table, in the order of the ids.
+
+    Of a table on parameter servers only the rows asked for travel, each once. Works in every context, and is
+    differentiable.
+
+    Args:
+      params: The table [rows, ...]: a ``ShardedVariable``, a variable (of Keras too), an array; or a list of such, the
+        parts of one table in order ("div" sharding).
+      ids: Integers of any shape, in ``[0, rows)``. In a traced function nothing can be raised: rows of ids that are
+        not there are NaN, and negative ids count from the end, as in ``jnp.take``.
+      max_norm: Rows of a larger 2-norm are scaled to it: row · max_norm / max(‖row‖, max_norm).
+
+    Returns:
+      [*ids.shape, ...] of the table's dtype.
+
+    Raises:
+      InvalidArgumentError: Ids that are no integers or (where that is known) not there; an empty list.
+
+    Source: TensorFlow, ``tf.nn.embedding_lookup``.
+
+    >>> import jax.numpy as jnp
+    >>> embedding_lookup(jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), [2, 0]).tolist()
+    [[5.0, 6.0], [1.0, 2.0]]
+    """
+    table = _table(params)
+    ids = check_ids(ids, table.shape[0], "ids")
+    rows = table.shards.read_rows(ids) if isinstance(table, ShardedVariable) else take_rows(table, ids)
+    return rows if max_norm is None else _clipped(rows, max_norm, ids.ndim)
+
+
+def embedding_lookup_sparse(
+    params: Any,
+    ids: Any,
+    weights: Any = None,
+    combiner: str | None = None,
+    max_norm: float | None = None,
+    *,
+    mask: Any = None,
+) -> jax.Array:
+    """For each example the combined rows of its ids, of which examples may have different numbers.
+
+    With rows e_i and weights w_i (1 without ``weights``) of one example: "sum" is Σ w_i e_i, "mean" is
+    Σ w_i e_i / Σ w_i, "sqrtn" is Σ w_i e_i / √(Σ w_i²); 0 where that has no ids, or divides by 0. Works in every
+    context, and is differentiable, with respect to ``weights`` too.
+
+    TensorFlow's takes a SparseTensor or a RaggedTensor; here the ids are padded, and ``mask`` says which are meant, or
+    they are a list of lists.
+
+    Args:
+      params: As for ``embedding_lookup``; of a floating dtype.
+      ids: [..., n] integers; or a list with a list of ids for each example, outside of traced functions.
+      weights: As ``ids``, or None.
+      combiner: "mean" (the default), "sqrtn" or "sum".
+      max_norm: As for ``embedding_lookup``; applied to each row before they are combined.
+      mask: [..., n] bool: which ids are meant; what the others are does not matter. ``ids >= 0``, where -1 is padding.
+
+    Returns:
+      [..., *row], of the table's dtype.
+
+    Raises:
+      InvalidArgumentError: Another combiner; weights or a mask of another shape than the ids; a table of integers.
+
+    Source: TensorFlow, ``tf.nn.embedding_lookup_sparse``.
+
+    >>> import jax.numpy as jnp
+    >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> embedding_lookup_sparse(table, [[0, 2], [1], []], combiner="mean").tolist()
+    [[3.0, 4.0], [3.0, 4.0], [0.0, 0.0]]
+    """
+    combiner = combiner or "mean"
+    if combiner not in COMBINERS:
+        raise InvalidArgumentError(f"combiner must be one of 'mean', 'sqrtn' or 'sum', got {combiner!r}.")
+    if _is_ragged(ids):
+        if mask is not None:
+            raise InvalidArgumentError("A list of lists of ids says itself which there are: leave mask out.")
+        ids, weights, mask = _padded(ids, weights)
+    table = _table(params)
+    if not jnp.issubdtype(table.dtype, jnp.inexact):
+        raise InvalidArgumentError(
+            f"Rows are combined in a floating dtype, and those of params are {table.dtype}."
+        )
+    mask = None if mask is None else _of_shape_of_ids("mask", mask, ids).astype(bool)
+    if mask is not None:
+        ids = jnp.where(mask, _plain(ids), 0)
+    rows = embedding_lookup(table, ids, max_norm)
+    weights = jnp.ones(np.shape(ids)) if weights is None else _of_shape_of_ids("weights", weights, ids)
+    exact = jnp.promote_types(rows.dtype, jnp.float32)  # of half precision, whose sums lose digits
+    weights = weights.astype(exact)
+    if mask is not None:
+        weights = jnp.where(mask, weights, 0)
+    return _combined(rows.astype(exact), weights, combiner).astype(rows.dtype)
+
+
+def _combined(rows: jax.Array, weights: jax.Array, combiner: str) -> jax.Array:
+    """[..., n, *row] and [..., n] to [..., *row]."""
+    axis = weights.ndim - 1
+    row_dims = tuple(range(weights.ndim, rows.ndim))
+    total = jnp.sum(rows * jnp.expand_dims(weights, row_dims), axis)
+    if combiner == "sum":
+        return total
+    norm = jnp.sum(weights, axis) if combiner == "mean" else _norm(weights, (axis,), keepdims=False)
+    norm = jnp.expand_dims(norm, tuple(dim - 1 for dim in row_dims))
+    return jnp.where(norm == 0, 0, total / jnp.where(norm == 0, 1, norm))
+
+
+def _clipped(rows: jax.Array, max_norm: float, num_id_dims: int) -> jax.Array:
+    norm = _norm(rows, tuple(range(num_id_dims, rows.ndim)), keepdims=True)
+    return (rows * max_norm / jnp.maximum(norm, max_norm)).astype(rows.dtype)
+
+
+def _norm(x: jax.Array, axes: tuple[int, ...], keepdims: bool) -> jax.Array:
+    """The 2-norm, whose gradient at 0 is 0."""
+    squares = jnp.sum(x * x, axes, keepdims=keepdims)
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+
+
+def _table(params: Any) -> Any:
+    """One table: a ShardedVariable as it is, everything else as an array."""
+    if isinstance(params, ShardedVariable):
+        return params
+    if isinstance(params, (list, tuple)):
+        if not params:
+            raise InvalidArgumentError("params is an empty list: a table has at least one part.")
+        if all(is_variable(p) or isinstance(p, (ArrayLike, jax.Array, np.ndarray)) for p in params):
+            first, *others = params
+            return jnp.concatenate([jnp.asarray(_plain(p)) for p in params]) if others else _table(first)
+    return _of_rows(jnp.asarray(_plain(params)))
+
+
+def _of_rows(table: jax.Array) -> jax.Array:
+    if table.ndim == 0:
+        raise InvalidArgumentError(f"params is a scalar, {table}: a table has rows, [rows, ...].")
+    return table
+
+
+def _plain(x: Any) -> Any:
+    return x.as_array() if isinstance(x, ArrayLike) else x
+
+
+def _of_shape_of_ids(name: str, value: Any, ids: Any) -> jax.Array:
+    array = jnp.asarray(_plain(value))
+    if array.shape != np.shape(ids):
+        raise InvalidArgumentError(
+            f"{name} has shape {array.shape}, and ids {np.shape(ids)}: give one for each id."
+        )
+    return array
+
+
+def _is_ragged(ids: Any) -> bool:
+    return isinstance(ids, (list, tuple)) and any(isinstance(row, (list, tuple, np.ndarray)) for row in ids)
+
+
+def _padded(ids: Sequence[Any], weights: Any) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Lists of different lengths as arrays: ids, weights and which of them are there."""
+    sizes = [len(row) for row in ids]
+    if weights is not None and [np.size(row) for row in weights] != sizes:
+        raise InvalidArgumentError(
+            f"weights has rows of {[np.size(row) for row in weights]} numbers, and ids of {sizes}: give one for each id."
+        )
+    mask = np.arange(max(sizes)) < np.array(sizes)[:, None]
+    padded = np.zeros(mask.shape, np.int64)
+    padded[mask] = _joined(ids)
+    if weights is None:
+        return padded, None, mask
+    padded_weights = np.zeros(mask.shape, np.float32)
+    padded_weights[mask] = _joined(weights)
+    return padded, padded_weights, mask
+
+
+def _joined(rows: Sequence[Any]) -> np.ndarray:
+    return np.concatenate(
+        [np.asarray(row).reshape(-1) for row in rows if len(row)] or [np.zeros(0, np.int64)]
+    )

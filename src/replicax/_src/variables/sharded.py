@@ -1,0 +1,297 @@
+"""``ShardedVariable``: several shards, cut along the first dim, that act as one variable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.collectives.in_replica import IndexedSlices
+from replicax._src.errors import InvalidArgumentError, VariableError
+from replicax._src.values import ArrayLike, is_variable
+from replicax._src.variables.shards import Shards, ShardsInVariables, array_of_shape
+from replicax._src.variables.variable import Variable
+
+
+@final
+class ShardedVariable(ArrayLike):
+    """Several shards that act as one variable, whose first dim is theirs together.
+
+    It acts as the whole array in arithmetic, in JAX functions and in ``[]``; iteration and ``len`` are of the shards.
+    What is said of ``rx.Variable`` about contexts holds here too: an assignment in ``Strategy.run`` is combined over
+    replicas by the shards' ``aggregation``.
+
+    Args:
+      variables: The shards: a list of ``rx.Variable`` whose shapes agree in all dims but the first.
+      name: For messages and checkpoints.
+
+    Raises:
+      TypeError: No list of variables, or an empty one.
+      VariableError: Shards of different dtypes, or whose shapes differ in another dim than the first.
+
+    Source: TensorFlow, ``ShardedVariable``. Other than there, ``sparse_read`` gives rows in the order of the indices,
+    the shards may have any sizes, and ``[]`` takes arrays of ids.
+
+    >>> import replicax as rx
+    >>> v = rx.experimental.ShardedVariable([rx.Variable([1.0, 2.0]), rx.Variable([3.0])])
+    >>> v.assign_add([1.0, 1.0, 1.0])
+    ShardedVariable('ShardedVariable', shape=(3,), dtype=float32, num_shards=2)
+    >>> v[::-1].tolist()
+    [4.0, 3.0, 2.0]
+    """
+
+    def __init__(self, variables: Sequence[Variable] | Shards, name: str = "ShardedVariable"):
+        self._shards = variables if isinstance(variables, Shards) else ShardsInVariables(variables, name)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The shards."""
+        return self._shards.variables
+
+    @property
+    def name(self) -> str:
+        return self._shards.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return self._shards.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._shards.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def shards(self) -> Shards:
+        """Where the shards are."""
+        return self._shards
+
+    def __len__(self) -> int:
+        return len(self._shards.rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.variables)
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardedVariable({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}, "
+            f"num_shards={len(self)})"
+        )
+
+    # --- reading --------------------------------------------------------------------------------------
+
+    @property
+    def value(self) -> Any:
+        """The whole array."""
+        return self._shards.read()
+
+    def read_value(self) -> Any:
+        """As ``value``."""
+        return self._shards.read()
+
+    def as_array(self) -> Any:
+        return self._shards.read()
+
+    def numpy(self) -> np.ndarray:
+        """The whole as a NumPy array (a copy). Blocks until it is computed."""
+        return np.array(self._shards.read())
+
+    def __getitem__(self, index: Any) -> Any:
+        """The value's ``[]``: of ints, slices, ``...``, ``None``, masks and arrays of ints.
+
+        Raises:
+          IndexError: An index is out of bounds, where that is known: not in traced arrays.
+          InvalidArgumentError: ``True`` or ``False``.
+        """
+        items = tuple(map(_plain_index, index if isinstance(index, tuple) else (index,)))
+        _check_bounds(items, self.shape)
+        if len(items) == 1 and _is_array(items[0]) and not _is_mask(items[0]):
+            return self._shards.read_rows(items[0])
+        return jnp.asarray(self._shards.read())[items]
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Rows [n, ...] of a 1-D array of indices [n], in the order of the indices.
+
+        Raises:
+          InvalidArgumentError: Indices that are not 1-D, no integers, or (where that is known) not there.
+        """
+        return self._shards.read_rows(_checked_indices(indices, self.shape[0]))
+
+    # --- assigning ------------------------------------------------------------------------------------
+
+    def assign(self, value: Any, read_value: bool = True) -> ShardedVariable:
+        """Replaces the value by one of the whole shape; each shard gets its rows. Returns the variable."""
+        del read_value
+        return self._update("assign", value)
+
+    def assign_add(self, delta: Any, read_value: bool = True) -> ShardedVariable:
+        """Adds an array of the whole shape; each shard gets its rows. Returns the variable."""
+        del read_value
+        return self._update("assign_add", delta)
+
+    def assign_sub(self, delta: Any, read_value: bool = True) -> ShardedVariable:
+        """Subtracts an array of the whole shape; each shard gets its rows. Returns the variable."""
+        del read_value
+        return self._update("assign_sub", delta)
+
+    def scatter_add(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """Adds rows: ``variable[indices[i]] += values[i]``. Returns the variable.
+
+        Raises:
+          VariableError: No ``rx.IndexedSlices``, or values of the wrong shape.
+          InvalidArgumentError: Indices that are not 1-D, no integers, or (where that is known) not there; traced
+            ones that are not there are left out.
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """Subtracts rows, as ``scatter_add``."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """Multiplies rows, as ``scatter_add``."""
+        return self._scatter("scatter_mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """Divides rows, as ``scatter_add``."""
+        return self._scatter("scatter_div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """Takes the smaller, as ``scatter_add``."""
+        return self._scatter("scatter_min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """Takes the larger, as ``scatter_add``."""
+        return self._scatter("scatter_max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """Replaces rows, as ``scatter_add``."""
+        return self._scatter("scatter_update", sparse_delta)
+
+    def batch_scatter_update(self, sparse_delta: IndexedSlices) -> ShardedVariable:
+        """As ``scatter_update``: for 1-D indices they are the same."""
+        return self._scatter("scatter_update", sparse_delta)
+
+    def _update(self, method: str, value: Any) -> ShardedVariable:
+        array = array_of_shape(value, self.shape, f"{method} of variable {self.name!r}")
+        self._shards.update(method, array)
+        return self
+
+    def _scatter(self, method: str, delta: IndexedSlices) -> ShardedVariable:
+        if not isinstance(delta, IndexedSlices):
+            raise VariableError(
+                f"{method} takes rx.IndexedSlices(values, indices), got {type(delta).__name__}."
+            )
+        indices = _checked_indices(delta.indices, self.shape[0])
+        shape = (*indices.shape, *self.shape[1:])
+        values = array_of_shape(delta.values, shape, f"The values for {method} of variable {self.name!r}")
+        self._shards.update_rows(method, indices, values)
+        return self
+
+
+# --- checks -------------------------------------------------------------------------------------------
+
+
+def check_ids(ids: Any, num_rows: int, what: str) -> Any:
+    """Row numbers as an array of ints; that they are there is checked where it is known.
+
+    Raises:
+      InvalidArgumentError: No integers, or one is not in ``[0, num_rows)``.
+    """
+    ids = ids.as_array() if isinstance(ids, ArrayLike) else ids
+    array = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if array.size == 0 and not isinstance(ids, (jax.Array, np.ndarray)):
+        array = array.astype(np.int32)  # of [], which NumPy takes for floats
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InvalidArgumentError(f"{what} must be integers, the numbers of rows; got dtype {array.dtype}.")
+    if not isinstance(array, jax_compat.Tracer):
+        known = np.asarray(array)
+        wrong = known[(known < 0) | (known >= num_rows)]
+        if wrong.size:
+            raise InvalidArgumentError(
+                f"{what} has {int(wrong.flat[0])}, which is not in [0, {num_rows}): there are {num_rows} rows."
+            )
+    return jnp.asarray(array) if array.dtype.itemsize >= 4 else jnp.asarray(array, jnp.int32)  # all rows fit
+
+
+def _checked_indices(indices: Any, num_rows: int) -> Any:
+    shape = np.shape(indices)
+    if len(shape) != 1:
+        raise InvalidArgumentError(
+            f"ShardedVariable: indices must be 1D Tensor for sparse operations. Received shape: {shape}. For other "
+            f"shapes use rx.nn.embedding_lookup."
+        )
+    return check_ids(indices, num_rows, "indices")
+
+
+def _plain_index(item: Any) -> Any:
+    if isinstance(item, list):
+        return np.asarray(item)
+    return item.as_array() if isinstance(item, ArrayLike) else item
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, (np.ndarray, np.generic, jax.Array))
+
+
+def _is_mask(item: Any) -> bool:
+    return _is_array(item) and item.dtype == bool
+
+
+def _check_bounds(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    """Raises where an index is out of bounds: JAX takes the nearest row, or anything, in its place."""
+    taken = [0 if x is None or x is Ellipsis else x.ndim if _is_mask(x) else 1 for x in items]
+    if sum(taken) > len(shape):
+        raise IndexError(f"ShardedVariable: {sum(taken)} indices were given, for shape {shape}.")
+    dim = 0
+    for item, num_dims in zip(items, taken, strict=True):
+        if isinstance(item, bool) or (_is_mask(item) and item.ndim == 0):
+            raise InvalidArgumentError(
+                f"ShardedVariable: mask cannot be scalar, got {item}. Give a mask of shape {shape[:1]} or {shape}."
+            )
+        is_known = isinstance(item, int) or (_is_array(item) and not isinstance(item, jax_compat.Tracer))
+        if is_known and not _is_mask(item):
+            _check_known(item, dim, shape[dim])
+        dim += len(shape) - sum(taken) if item is Ellipsis else num_dims
+
+
+def _check_known(item: Any, dim: int, size: int) -> None:
+    numbers = np.asarray(item)
+    wrong = numbers[(numbers < -size) | (numbers >= size)]
+    if wrong.size:
+        raise IndexError(
+            f"ShardedVariable: slice index {wrong.flat[0]} of dimension {dim} out of bounds. Its size is {size}."
+        )
+
+
+# --- in functions of JAX ------------------------------------------------------------------------------
+
+
+def _unflatten(description: tuple[type[Shards], tuple[Any, ...]], leaves: Sequence[Any]) -> Any:
+    """The variable again; of its shards' values, or gradients, the whole array."""
+    kind, details = description
+    leaves = tuple(leaves)
+    if all(map(is_variable, leaves)):
+        return ShardedVariable(kind.of(leaves, details))
+    if len(leaves) == 1:
+        return leaves[0]
+    return jnp.concatenate(leaves) if all(map(_is_array, leaves)) else leaves
+
+
+jax.tree_util.register_pytree_node(
+    ShardedVariable,
+    lambda v: (v.shards.held, (type(v.shards), v.shards.description)),
+    _unflatten,
+)

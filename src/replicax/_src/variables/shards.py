@@ -1,0 +1,265 @@
+"""Where the shards of a ``ShardedVariable`` are: in variables of their own, or in one that has all rows.
+
+Shards are cut along the first dim; shard i is the half-open interval of rows ``[start, stop)``.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Sequence
+from typing import Any, Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.collectives.in_replica import IndexedSlices
+from replicax._src.errors import VariableError
+from replicax._src.values import ArrayLike
+from replicax._src.variables.partitioners import shard_rows
+from replicax._src.variables.variable import Variable
+
+
+class Shards(abc.ABC):
+    """What a ``ShardedVariable`` is made of. Shapes are checked before its methods are called.
+
+    Attributes:
+      name: Of the whole.
+      shape: Of the whole.
+      dtype: Of all shards.
+      rows: ``(start, stop)`` of each shard.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    @abc.abstractmethod
+    def variables(self) -> list[Any]:
+        """The shards, each something that can be read and assigned."""
+
+    @property
+    @abc.abstractmethod
+    def held(self) -> tuple[Any, ...]:
+        """The variables that programs read and write."""
+
+    @property
+    @abc.abstractmethod
+    def description(self) -> tuple[Any, ...]:
+        """With ``held`` all that there is to know; hashable."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, held: Sequence[Any], description: tuple[Any, ...]) -> Self:
+        """The shards that ``held`` and ``description`` are of."""
+
+    @abc.abstractmethod
+    def read(self) -> Any:
+        """The whole value: in a traced function, traced."""
+
+    @abc.abstractmethod
+    def update(self, method: str, value: Any) -> None:
+        """Calls "assign", "assign_add" or "assign_sub", with a value of the whole."""
+
+    @abc.abstractmethod
+    def update_rows(self, method: str, indices: Any, values: Any) -> None:
+        """Calls "scatter_add", "scatter_update", … for rows [n] of the whole, with values [n, ...].
+
+        Rows that are not there are left out.
+        """
+
+    def read_rows(self, ids: Any) -> Any:
+        """[*ids.shape, ...]: in traced functions one gather from the whole, which is recognised as a lookup."""
+        return take_rows(self.read(), ids)
+
+
+def take_rows(table: Any, ids: Any) -> jax.Array:
+    """Rows of a table. All lookups are this operation: programs for parameter servers find them by it."""
+    return jnp.take(table, ids, axis=0)
+
+
+@final
+class ShardsInVariables(Shards):
+    """Each shard is an ``rx.Variable``, of any number of rows.
+
+    Raises:
+      TypeError: No list of variables, or an empty one.
+      VariableError: Shards of different dtypes, or whose shapes differ in another dim than the first.
+    """
+
+    def __init__(self, variables: Sequence[Variable], name: str):
+        is_list = isinstance(variables, Sequence) and not isinstance(variables, ArrayLike)
+        if not is_list or not variables or not all(isinstance(v, Variable) for v in variables):
+            raise TypeError(
+                f"Argument `variables` should be a non-empty list of `rx.Variable`s. Received {variables!r}"
+            )
+        _check_alike(variables)
+        sizes = [v.shape[0] for v in variables]
+        self.name = name
+        self.shape = (sum(sizes), *variables[0].shape[1:])
+        self.dtype = variables[0].dtype
+        self.rows = tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        self._variables = tuple(variables)
+
+    @property
+    def variables(self) -> list[Variable]:
+        return list(self._variables)
+
+    @property
+    def held(self) -> tuple[Variable, ...]:
+        return self._variables
+
+    @property
+    def description(self) -> tuple[str]:
+        return (self.name,)
+
+    @classmethod
+    def of(cls, held: Sequence[Variable], description: tuple[Any, ...]) -> Self:
+        return cls(held, *description)
+
+    def read(self) -> jax.Array:
+        return jnp.concatenate([v.read_value() for v in self._variables])
+
+    def update(self, method: str, value: Any) -> None:
+        for variable, (start, stop) in zip(self._variables, self.rows, strict=True):
+            getattr(variable, method)(value[start:stop])
+
+    def update_rows(self, method: str, indices: Any, values: Any) -> None:
+        for variable, (start, stop) in zip(self._variables, self.rows, strict=True):
+            is_here = (indices >= start) & (indices < stop)
+            # Variables leave out rows behind their last one; negative ones they would count from the end.
+            local = jnp.where(is_here, indices - start, stop - start)
+            getattr(variable, method)(IndexedSlices(values, local))
+
+
+@final
+class ShardsOfOne(Shards):
+    """One variable has all the rows, and each shard is a view of some of them, as even as can be.
+
+    Args:
+      variable: With ``name``, ``shape``, ``dtype`` and the methods of ``rx.Variable``.
+      num_shards: At least 1, and at most the number of rows.
+    """
+
+    def __init__(self, variable: Any, num_shards: int):
+        self.name = variable.name
+        self.shape = tuple(variable.shape)
+        self.dtype = variable.dtype
+        self.rows = tuple(shard_rows(self.shape[0], num_shards))
+        self._variable = variable
+
+    @property
+    def variables(self) -> list[Shard]:
+        return [Shard(self, i) for i in range(len(self.rows))]
+
+    @property
+    def held(self) -> tuple[Any]:
+        return (self._variable,)
+
+    @property
+    def description(self) -> tuple[int]:
+        return (len(self.rows),)
+
+    @classmethod
+    def of(cls, held: Sequence[Any], description: tuple[Any, ...]) -> Self:
+        return cls(*held, *description)
+
+    def read(self) -> Any:
+        return self._variable.read_value()
+
+    def update(self, method: str, value: Any) -> None:
+        getattr(self._variable, method)(value)
+
+    def update_rows(self, method: str, indices: Any, values: Any) -> None:
+        is_there = (indices >= 0) & (indices < self.shape[0])
+        rows = jnp.where(is_there, indices, self.shape[0])
+        getattr(self._variable, method)(IndexedSlices(values, rows))
+
+
+@final
+class Shard(ArrayLike):
+    """Some rows of a variable, as a variable.
+
+    Attributes:
+      name: ``"w/part_0"`` for the first shard of ``"w"``.
+      shape: Of these rows.
+      dtype: Of the variable.
+    """
+
+    def __init__(self, shards: Shards, number: int):
+        start, stop = shards.rows[number]
+        self.name = f"{shards.name}/part_{number}"
+        self.shape = (stop - start, *shards.shape[1:])
+        self.dtype = shards.dtype
+        self._shards = shards
+        self._rows = slice(start, stop)
+
+    @property
+    def value(self) -> Any:
+        """The rows."""
+        return self.read_value()
+
+    def read_value(self) -> Any:
+        """As ``value``."""
+        return self._shards.read()[self._rows]
+
+    def as_array(self) -> Any:
+        return self.read_value()
+
+    def numpy(self) -> np.ndarray:
+        """The rows as a NumPy array (a copy). Blocks until they are computed."""
+        return np.array(self.read_value())
+
+    def assign(self, value: Any) -> Shard:
+        """Replaces the rows; those of other shards stay."""
+        return self._update("scatter_update", "assign", value)
+
+    def assign_add(self, delta: Any) -> Shard:
+        """Adds to the rows."""
+        return self._update("scatter_add", "assign_add", delta)
+
+    def assign_sub(self, delta: Any) -> Shard:
+        """Subtracts from the rows."""
+        return self._update("scatter_sub", "assign_sub", delta)
+
+    def _update(self, method: str, called: str, value: Any) -> Shard:
+        array = array_of_shape(value, self.shape, f"{called} of {self.name!r}")
+        self._shards.update_rows(method, jnp.arange(self._rows.start, self._rows.stop), array)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Shard({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name})"
+
+
+def array_of_shape(value: Any, shape: tuple[int, ...], what: str) -> jax.Array:
+    """``value`` as an array.
+
+    Raises:
+      VariableError: It is none, or of another shape.
+    """
+    try:
+        array = jnp.asarray(value.as_array() if isinstance(value, ArrayLike) else value)
+    except TypeError as error:
+        raise VariableError(f"{what} needs an array or a number; got {type(value).__name__}.") from error
+    if array.shape != shape:
+        raise VariableError(
+            f"{what}: its shape is {shape}, and a value of shape {array.shape} was given. Give one of this shape."
+        )
+    return array
+
+
+def _check_alike(variables: Sequence[Variable]) -> None:
+    dtypes = [jnp.dtype(v.dtype).name for v in variables]
+    if len(set(dtypes)) > 1:
+        raise VariableError(
+            f"All elements in argument `variables` must have the same dtype. Received dtypes: {dtypes}"
+        )
+    shapes = [v.shape for v in variables]
+    if len({shape[1:] for shape in shapes}) > 1 or not all(shapes):
+        raise VariableError(
+            f"All elements in argument `variables` must have the same shapes except for the first axis, which they "
+            f"all have. Received shapes: {shapes}"
+        )
