@@ -34,7 +34,7 @@ SPEC = [
     53,
 ]
 SPEC += [54, 55, 56, 59, 60, 61, 63, 65, 67, 68, 69]
-SPEC += [95, 96]
+SPEC += [85, 95, 96]
 
 
 def test_every_case_is_recorded():

@@ -216,6 +216,19 @@ def test_scalar_masks(make, index):
         make(VALUE)[index]
 
 
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        (np.array([True, False]), r"\(2,\) where it should be \(5,\)"),
+        (np.ones((2, 5), bool), r"\(2, 5\) where it should be \(5, 2\)"),
+        ((..., np.array([True] * 5)), r"\(5,\) where it should be \(2,\)"),
+    ],
+)
+def test_masks_of_another_shape(make, index, says):
+    with pytest.raises(errors.InvalidArgumentError, match=f"ShardedVariable: a mask of shape {says}"):
+        make(VALUE)[index]
+
+
 def test_step_of_zero(make):
     with pytest.raises(ValueError, match="slice step cannot be zero"):
         make(VALUE)[::0]

@@ -13,6 +13,7 @@ from parity_cases import (
     reducing,
     replicas,
     scattering,
+    sharding,
     tape,
     training,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "reducing",
     "replicas",
     "scattering",
+    "sharding",
     "tape",
     "training",
 ]

@@ -296,6 +296,37 @@ _differ(
         },
     },
 )
+_differ(
+    "`ShardedVariable.sparse_read` returns shard order: index order",
+    {
+        "sharding.sparse_read[[0;2;1]]@D": [[1.0, 2.0], [5.0, 6.0], [3.0, 4.0]],
+        "sharding.sparse_read[[4;0;4]]@D": [[9.0, 10.0], [1.0, 2.0], [9.0, 10.0]],
+    },
+)
+_differ(
+    "not in the table: rows behind a new dim are those of the whole; TensorFlow takes them of each shard",
+    {"sharding.sliced[new_dim_and_rows]@D": [[[3.0, 4.0], [5.0, 6.0]]]},
+)
+_differ(
+    "not in the table: an array of numbers takes these rows; TensorFlow has it not",
+    {f"sharding.sliced[{index}]@D": [[1.0, 2.0], [5.0, 6.0]] for index in ("list", "array")},
+)
+_differ(
+    "not in the table: shards may have any sizes; TensorFlow refuses what is not evenly cut",
+    {
+        "sharding.shards_of_any_size[scatter]@D": [[1.0, 2.0], [15.0, 26.0], [7.0, 8.0]],
+        "sharding.shards_of_any_size[read]@D": [[5.0, 6.0]],
+    },
+)
+_raises(
+    "not in the table: shapes cannot change; TensorFlow assigns the first rows and columns of a larger array",
+    "ValueError",
+    [
+        f"sharding.assigned_of_shape[{method},{shape}]@D"
+        for method in ("assign", "assign_add")
+        for shape in ("[7;2]", "[5;3]")
+    ],
+)
 OPEN |= {
     name: "replicax has no checkpoint API yet" for name in CASES if name.startswith("assigning.checkpoint_")
 }

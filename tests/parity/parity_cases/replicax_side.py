@@ -18,6 +18,7 @@ class ReplicaxSide(Side):
     dist = rx
     nn = rx.nn
     Variable = rx.Variable
+    ShardedVariable = rx.experimental.ShardedVariable
     VariableSynchronization = rx.VariableSynchronization
     VariableAggregation = rx.VariableAggregation
     GradientTape = rx.GradientTape
@@ -71,6 +72,12 @@ class ReplicaxSide(Side):
     def indexed_slices(self, values: Any, indices: Any, shape: Sequence[int] | None = None) -> Any:
         dense_shape = None if shape is None else tuple(shape)
         return rx.IndexedSlices(self.to_float(values), self.to_int(indices), dense_shape)
+
+    def tensor_shape(self, shape: Sequence[int]) -> Any:
+        return tuple(shape)
+
+    def ragged(self, rows: Sequence[Sequence[Any]], dtype: str) -> Any:
+        return [list(row) for row in rows]
 
     def dense(self, slices: Any) -> Any:
         zeros = jnp.zeros(tuple(slices.dense_shape), jnp.asarray(slices.values).dtype)

@@ -17,6 +17,7 @@ class Side(abc.ABC):
     dist: Any  # tf.distribute, or replicax
     nn: Any
     Variable: Any
+    ShardedVariable: Any
     VariableSynchronization: Any
     VariableAggregation: Any
     GradientTape: Any
@@ -77,6 +78,14 @@ class Side(abc.ABC):
     @abc.abstractmethod
     def indexed_slices(self, values: Any, indices: Any, shape: Sequence[int] | None = None) -> Any:
         """Rows of an array, the rest of which is zero or left alone."""
+
+    @abc.abstractmethod
+    def tensor_shape(self, shape: Sequence[int]) -> Any:
+        """A shape, as the framework's partitioners take it."""
+
+    @abc.abstractmethod
+    def ragged(self, rows: Sequence[Sequence[Any]], dtype: str) -> Any:
+        """Rows of different lengths."""
 
     @abc.abstractmethod
     def dense(self, slices: Any) -> Any:

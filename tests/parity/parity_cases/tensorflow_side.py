@@ -53,6 +53,7 @@ class TensorFlowSide(Side):
     dist = tf.distribute
     nn = tf.nn
     Variable = tf.Variable
+    ShardedVariable = tf.__internal__.distribute.ShardedVariable
     VariableSynchronization = tf.VariableSynchronization
     VariableAggregation = tf.VariableAggregation
     GradientTape = tf.GradientTape
@@ -98,6 +99,12 @@ class TensorFlowSide(Side):
     def indexed_slices(self, values: Any, indices: Any, shape: Sequence[int] | None = None) -> Any:
         dense_shape = None if shape is None else tf.constant(shape)
         return tf.IndexedSlices(self.to_float(values), self.to_int(indices), dense_shape)
+
+    def tensor_shape(self, shape: Sequence[int]) -> Any:
+        return tf.TensorShape(shape)
+
+    def ragged(self, rows: Sequence[Sequence[Any]], dtype: str) -> Any:
+        return tf.ragged.constant(rows, dtype=dtype)
 
     def dense(self, slices: Any) -> Any:
         return tf.convert_to_tensor(slices)

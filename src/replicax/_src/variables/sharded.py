@@ -113,7 +113,7 @@ class ShardedVariable(ArrayLike):
 
         Raises:
           IndexError: An index is out of bounds, where that is known: not in traced arrays.
-          InvalidArgumentError: ``True`` or ``False``.
+          InvalidArgumentError: A mask of another shape; ``True`` or ``False``.
         """
         items = tuple(map(_plain_index, index if isinstance(index, tuple) else (index,)))
         _check_bounds(items, self.shape)
@@ -257,14 +257,21 @@ def _check_bounds(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
         raise IndexError(f"ShardedVariable: {sum(taken)} indices were given, for shape {shape}.")
     dim = 0
     for item, num_dims in zip(items, taken, strict=True):
-        if isinstance(item, bool) or (_is_mask(item) and item.ndim == 0):
-            raise InvalidArgumentError(
-                f"ShardedVariable: mask cannot be scalar, got {item}. Give a mask of shape {shape[:1]} or {shape}."
-            )
+        if isinstance(item, bool) or _is_mask(item):
+            _check_mask(np.shape(item), shape[dim : dim + num_dims], shape)
         is_known = isinstance(item, int) or (_is_array(item) and not isinstance(item, jax_compat.Tracer))
         if is_known and not _is_mask(item):
             _check_known(item, dim, shape[dim])
         dim += len(shape) - sum(taken) if item is Ellipsis else num_dims
+
+
+def _check_mask(shape: tuple[int, ...], wanted: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    if not shape:
+        raise InvalidArgumentError(
+            f"ShardedVariable: mask cannot be scalar. Give one of shape {whole[:1]}, or {whole}."
+        )
+    if shape != wanted:
+        raise InvalidArgumentError(f"ShardedVariable: a mask of shape {shape} where it should be {wanted}.")
 
 
 def _check_known(item: Any, dim: int, size: int) -> None:
