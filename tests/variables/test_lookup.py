@@ -167,6 +167,8 @@ def test_sums_of_half_precision_are_exact():
     assert combined.dtype == jnp.bfloat16
     assert float(combined[0, 0]) == 1000.0
     assert float(embedding_lookup_sparse(table, np.zeros((1, 1001), int))[0, 0]) == 1.0
+    weights = np.full((1, 100), 0.3, np.float32)  # in bfloat16 0.30078125, and the sum 30.125
+    assert float(embedding_lookup_sparse(table, np.zeros((1, 100), int), weights, "sum")[0, 0]) == 30.0
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])

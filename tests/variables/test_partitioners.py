@@ -61,7 +61,7 @@ def test_axis_that_is_not(axis):
     ("dtype", "count"), [("bfloat16", 2), ("int8", 1), ("float64", 8), ("bool", 1), ("complex64", 8)]
 )
 def test_sizes_of_dtypes(dtype, count):
-    assert MaxSizePartitioner(1)((100,), dtype) == [100]
+    assert MaxSizePartitioner(8)((64,), dtype) == [8 * count]
     assert MinSizePartitioner(100, max_shards=100)((100,), dtype) == [count]
 
 

@@ -91,7 +91,7 @@ class ShardsInVariables(Shards):
     """
 
     def __init__(self, variables: Sequence[Variable], name: str):
-        is_list = isinstance(variables, Sequence) and not isinstance(variables, ArrayLike)
+        is_list = isinstance(variables, Sequence)
         if not is_list or not variables or not all(isinstance(v, Variable) for v in variables):
             raise TypeError(
                 f"Argument `variables` should be a non-empty list of `rx.Variable`s. Received {variables!r}"
