@@ -3,7 +3,7 @@
 One training program, and one object, the strategy, that says where it runs. Importing this starts no backend.
 """
 
-from replicax import cluster_resolver, config, data, errors, experimental, nn, optax, testing
+from replicax import cluster_resolver, config, coordinator, data, errors, experimental, nn, optax, testing
 from replicax._src.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -43,6 +43,7 @@ from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.mirrored import MirroredStrategy
 from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from replicax._src.strategies.one_device import OneDeviceStrategy
+from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.values import DistributedValues, Mirrored, PerReplica
 from replicax._src.variables.variable import Variable
@@ -66,6 +67,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
@@ -85,6 +87,7 @@ __all__ = [
     "cluster_resolver",
     "cond",
     "config",
+    "coordinator",
     "data",
     "errors",
     "experimental",

@@ -169,7 +169,11 @@ def test_a_value_of_itself_by_more_than_elementwise_operations_is_replaced_and_s
     strategy = servers(1)
     with strategy.scope():
         v = rx.Variable(np.float32([[0.0, 2.0], [1.0, 0.0]]), name="power")
-    strategy.run_here(lambda: [v.assign(v.value @ v.value)] and None)
+
+    def fn():
+        v.assign(v.value @ v.value)
+
+    strategy.run_here(fn)
     np.testing.assert_array_equal(v.numpy(), [[2.0, 0.0], [0.0, 2.0]])
     assert "The value assigned to variable 'power' at" in caplog.text
     assert "comes from its own value by 'dot_general'" in caplog.text

@@ -1,5 +1,6 @@
 """TensorFlow's ``tf.distribute.experimental`` names: ``rx.experimental``."""
 
+from replicax import coordinator
 from replicax._src.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -8,6 +9,7 @@ from replicax._src.options import (
 )
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.multi_worker_mirrored import of_older_signature
+from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.variables.sharded import ShardedVariable
 from replicax.experimental import partitioners
 
@@ -22,7 +24,9 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "ShardedVariable",
     "ValueContext",
+    "coordinator",
     "partitioners",
 ]

@@ -8,6 +8,7 @@ from typing import Any, Self, final
 from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.closure import ElementSpec, PerWorkerInput, current_elements
 
+
 @final
 class PerWorkerIterator(PerWorkerInput):
     """An iterator on each worker, over its own dataset: the argument of a scheduled function, which calls ``next`` on it.

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from replicax._src.options import RunOptions
 from replicax._src.program.slots import SlotTable
 from replicax._src.topology import Topology
-from replicax._src.variables.placement import VariablePlacement
-
-if TYPE_CHECKING:
-    from replicax._src.variables.server_placement import ServerPlacement
 
 
 class FunctionRunner(Protocol):
@@ -38,12 +34,12 @@ class Parts:
 
     Attributes:
       topology: The replicas' devices.
-      variable_placement: Where variables are kept.
+      variable_placement: Where variables are kept: a ``VariablePlacement``, or what keeps them on parameter servers.
       slots: The variables that programs have met.
       runner: What runs functions on the replicas.
     """
 
     topology: Topology
-    variable_placement: VariablePlacement | ServerPlacement
+    variable_placement: Any
     slots: SlotTable
     runner: FunctionRunner

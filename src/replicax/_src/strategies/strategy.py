@@ -100,7 +100,7 @@ class Strategy:
         return self.parts.topology
 
     @property
-    def variable_placement(self) -> VariablePlacement:
+    def variable_placement(self) -> Any:
         """Where variables are kept."""
         return self.parts.variable_placement
 

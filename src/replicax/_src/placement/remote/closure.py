@@ -401,7 +401,8 @@ class _Assembly:
 
     def _aval(self, atom: Atom) -> tuple[tuple[int, ...], Any]:
         if isinstance(atom, jax_compat.Literal):
-            return tuple(atom.aval.shape), atom.aval.dtype
+            aval: Any = atom.aval
+            return tuple(aval.shape), aval.dtype
         return self._avals[atom]
 
     @property
