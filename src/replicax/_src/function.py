@@ -26,7 +26,7 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
-from replicax._src.strategies.code import PlacedCode, mesh_of, trace_code
+from replicax._src.strategies.code import PlacedCode, RunsOnServers, mesh_of, trace_code
 from replicax._src.values import is_variable
 
 log = logging.getLogger("replicax")
@@ -82,6 +82,7 @@ class Function:
         self.python_function = python_function
         self._cache: ProgramCache[PlacedCode] = ProgramCache()
         self._runs_as_python = False
+        self._strategy_with_servers: Any = None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -91,6 +92,8 @@ class Function:
             return self.python_function(*args, **kwargs)
         ensure_bridges()
         fn = self.python_function
+        if self._strategy_with_servers is not None:
+            return self._strategy_with_servers.run_here(fn, *args, **kwargs)
         nest = (args, kwargs, key.lifted_cells(fn))
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
         if any(isinstance(leaf, _ITERATED) for leaf in leaves):
@@ -110,6 +113,9 @@ class Function:
                 placed = _trace(fn, tree, described, mesh)
             except _IteratesDataset:
                 return self._run_as_python(args, kwargs)
+            except RunsOnServers as found:
+                self._strategy_with_servers = found.strategy
+                return found.strategy.run_here(fn, *args, **kwargs)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
         return placed(arrays)

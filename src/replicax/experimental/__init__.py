@@ -10,6 +10,7 @@ from replicax._src.options import (
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.multi_worker_mirrored import of_older_signature
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
+from replicax._src.variables.caching import cache_variable_reads
 from replicax._src.variables.sharded import ShardedVariable
 from replicax.experimental import partitioners
 
@@ -27,6 +28,7 @@ __all__ = [
     "ParameterServerStrategy",
     "ShardedVariable",
     "ValueContext",
+    "cache_variable_reads",
     "coordinator",
     "partitioners",
 ]

@@ -29,6 +29,13 @@ class _OtherStrategy(BaseException):
         self.strategy = strategy
 
 
+class RunsOnServers(BaseException):
+    """The function uses variables on parameter servers, or their strategy: it is a closure. Users' ``except`` must miss it."""
+
+    def __init__(self, strategy: Any):
+        self.strategy = strategy
+
+
 class _Home:
     """The strategy on whose devices a function's program runs: found while it is traced."""
 
@@ -37,6 +44,8 @@ class _Home:
 
     def use(self, strategy: Any) -> None:
         """``strategy`` runs something in the function, or owns a variable of it."""
+        if strategy.has_servers:
+            raise RunsOnServers(strategy)
         if self.strategy is None:
             self.strategy = strategy
         elif self.strategy is not strategy and not strategy.is_default:

@@ -53,6 +53,8 @@ class ParameterServerStrategy(Strategy):
     Source: tf.distribute.ParameterServerStrategy.
     """
 
+    has_servers = True
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -117,9 +119,9 @@ class ParameterServerStrategy(Strategy):
         """A call of ``fn``, traced for workers. For coordinators."""
         return self.closures.prepare(fn, args, kwargs)
 
-    def run_here(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def run_here(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of cross-replica code in this process, with its variables on the servers."""
-        prepared = self.prepare(fn, args)
+        prepared = self.prepare(fn, args, kwargs)
         traced, runner = prepared.traced, self._runner_here
         for digest in traced.programs.values():
             runner.add_program(traced.program(digest))

@@ -55,6 +55,7 @@ class Strategy:
     """
 
     is_default = False
+    has_servers = False
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ class VariablePlacement:
 
     topology: Topology
     parameter_device: Device | None = None
+    partitioner = None
 
     @property
     def num_replicas(self) -> int:

@@ -13,6 +13,8 @@ from replicax._src.ps.arrays import Initial, ServerArray
 from replicax._src.ps.session import Session
 from replicax._src.topology import Topology
 from replicax._src.variables.partitioners import num_shards_of, shard_rows
+from replicax._src.variables.sharded import ShardedVariable
+from replicax._src.variables.shards import ShardsOfOne
 
 RunHere = Callable[..., Any]
 
@@ -44,6 +46,13 @@ class ServerPlacement:
         num_shards = num_shards_of(self.partitioner, shape, dtype)
         shards = shard_rows(shape[0], num_shards) if num_shards > 1 else ()
         return self.session.add(ServerArray(self.session, name, shape, dtype, initial, shards))
+
+    def in_shards(self, variable: Any) -> Any:
+        """A variable, or if its array is in shards what shows it as these."""
+        stored: ServerArray = variable._value
+        if not stored.shards:
+            return variable
+        return ShardedVariable(ShardsOfOne(variable, len(stored.shards)), variable.name)
 
     def place_initial(self, value: Any, components: Any | None, name: str) -> ServerArray:
         """The array that a new variable keeps; it is made on the servers when it is first used."""

@@ -18,6 +18,7 @@ from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import Sharing, Slot, slot_makers, state_lock
 from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike, DistributedValues, PerReplica, variable_types
+from replicax._src.variables.caching import cached_read
 from replicax._src.variables.placement import VariablePlacement
 
 _SUMMED_ASSIGN_ADD = (
@@ -56,6 +57,14 @@ class Variable(ArrayLike):
     Variable('Variable', shape=(), dtype=float32, value=3.0)
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        variable = super().__new__(cls)
+        placement = context.strategy_for_new_variable().variable_placement
+        if placement.partitioner is None:
+            return variable
+        variable.__init__(*args, **kwargs)
+        return placement.in_shards(variable)
+
     def __init__(
         self,
         initial_value: Any,
@@ -65,6 +74,8 @@ class Variable(ArrayLike):
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ):
+        if "name" in vars(self):  # made in __new__, and in one piece
+            return
         self.name = name if name is not None else "Variable"
         self.synchronization = VariableSynchronization.parse(synchronization)
         if self.synchronization is VariableSynchronization.AUTO:
@@ -108,7 +119,7 @@ class Variable(ArrayLike):
 
     def read_value(self) -> jax.Array:
         """As ``value``."""
-        raw = self._raw()
+        raw = cached_read(self, self._raw, current_capture())
         if not self._has_components or context.in_replica_function() or context.in_update():
             return raw
         return self._aggregate(raw)
@@ -228,7 +239,7 @@ class Variable(ArrayLike):
         return self._update("assign_sub", delta, lambda old, new: old - new)
 
     def _update(self, method: str, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        if current_capture() is None and self._placement.update(_updated, self, method, value):
+        if current_capture() is None and self._placement.update(_ON_SERVERS[method], self, value):
             return self
         raw = self._raw()
         value = self._incoming(method, value)
@@ -355,7 +366,7 @@ class Variable(ArrayLike):
         if self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1:
             raise UnsupportedError(f"{method} is not supported for variable {self.name!r}: it is ON_READ.")
         allowed = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
-        if current_capture() is None and self._placement.update(_updated, self, method, delta):
+        if current_capture() is None and self._placement.update(_ON_SERVERS[method], self, delta):
             return self
         raw = self._raw()
         communicator = _communicator() if context.in_replica_function() else None
@@ -382,9 +393,21 @@ class Variable(ArrayLike):
         return in_replica.all_reduce(communicator, ReduceOp[self.aggregation.name], delta)
 
 
-def _updated(variable: Variable, method: str, value: Any) -> None:
-    """Assigns, in a function for the servers of a variable."""
-    getattr(variable, method)(value)
+def _on_servers(method: str) -> Callable[[Variable, Any], None]:
+    """A function for the servers of a variable that assigns it."""
+
+    def assign(variable: Variable, value: Any) -> None:
+        getattr(variable, method)(value)
+
+    assign.replicax_family = method  # type: ignore[attr-defined]
+    return assign
+
+
+_ASSIGNING = ("assign", "assign_add", "assign_sub")
+_SCATTERING = ("add", "sub", "mul", "div", "min", "max", "update")
+_ON_SERVERS = {
+    name: _on_servers(name) for name in (*_ASSIGNING, *(f"scatter_{what}" for what in _SCATTERING))
+}
 
 
 def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:

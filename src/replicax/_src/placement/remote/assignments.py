@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from replicax._src import jax_compat
 from replicax._src.placement.remote.events import Assigned
 from replicax._src.program import flat
@@ -19,6 +22,7 @@ from replicax._src.program.rows.rules import ELEMENTWISE
 
 log = logging.getLogger("replicax")
 _READ = "replicax_read"
+_SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 
 
 @dataclass(frozen=True)
@@ -26,41 +30,53 @@ class AssignmentProgram:
     """What a server does with its value of a variable.
 
     Attributes:
-      operands: Values of the worker's program that it takes: each of the variable's shape, or a scalar.
-      apply: From the value there, or of a shard of it, and the operands' same rows, to the new one.
+      operands: Values of the worker's program that it takes.
+      have_rows: Whether each has the variable's rows, so that a shard takes its own of them.
+      apply: From the value there, of a shard perhaps, the operands and the number of the first row to the new value.
     """
 
     operands: Sequence[Atom]
-    apply: Callable[[Any, Sequence[Any]], Any]
+    have_rows: Sequence[bool]
+    apply: Callable[[Any, Sequence[Any], int], Any]
 
 
 def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> AssignmentProgram:
     """The program of an assignment of ``value`` in ``program``."""
     if isinstance(value, jax_compat.Literal):
-        return AssignmentProgram((), lambda old, _: value.val)
+        return AssignmentProgram((), (), lambda old, given, start: value.val)
     sources, path = _last_read_of(event, value, program)
     if value in sources:
-        return AssignmentProgram((), lambda old, _: old)
+        return AssignmentProgram((), (), lambda old, given, start: old)
     if not path:
         return _replacement(value)
     shape = event.slot.shape
-    mixing = next((o for o in path if not _is_elementwise(o, shape)), None)
+    computed = sources | {number for operation in path for number in operation.results}
+    by_row = [o for o in path if _is_elementwise(o, shape)]
+    scattering = [o for o in path if _is_scatter(o, shape, computed)]
+    mixing = next((o for o in path if o not in by_row and o not in scattering), None)
     if mixing is not None:
         _warn_of_replacement(event, mixing)
         return _replacement(value)
-    computed = {number for operation in path for number in operation.results}
-    operands = sorted(flat.numbers_in(path) - sources - computed)
+    with_rows = flat.numbers_in(by_row) - computed
+    of_scatters = flat.numbers_in(scattering) - computed
+    if with_rows & of_scatters:
+        return _replacement(value)
+    operands = sorted(with_rows | of_scatters)
 
-    def apply(old: Any, given: Sequence[Any]) -> Any:
+    def apply(old: Any, given: Sequence[Any], start: int) -> Any:
         env = dict.fromkeys(sources, old) | dict(zip(operands, given, strict=True))
-        flat.run(path, env)
+        for operation in path:
+            if operation in scattering:
+                env[operation.results[0]] = _scattered(operation, env, start)
+            else:
+                flat.run([operation], env)
         return env[value]
 
-    return AssignmentProgram(operands, apply)
+    return AssignmentProgram(operands, [number in with_rows for number in operands], apply)
 
 
 def _replacement(value: Atom) -> AssignmentProgram:
-    return AssignmentProgram((value,), lambda old, given: given[0])
+    return AssignmentProgram((value,), (True,), lambda old, given, start: given[0])
 
 
 def _last_read_of(event: Assigned, value: Atom, program: FlatProgram) -> tuple[set[int], list[Operation]]:
@@ -93,6 +109,28 @@ def _is_elementwise(operation: Operation, shape: Sequence[int]) -> bool:
     if eqn.primitive.name not in ELEMENTWISE and eqn.primitive.name != _READ:
         return False
     return all(tuple(var.aval.shape) == tuple(shape) for var in eqn.outvars)
+
+
+def _is_scatter(operation: Operation, shape: Sequence[int], computed: set[int]) -> bool:
+    """Whether an operation puts values into rows of the variable, and only these come from elsewhere."""
+    eqn = operation.eqn
+    if eqn.primitive.name not in _SCATTERS or tuple(eqn.outvars[0].aval.shape) != tuple(shape):
+        return False
+    rows_first = tuple(eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)[:1] == (0,)
+    return rows_first and not flat.numbers_in([], operation.operands[1:]) & computed
+
+
+def _scattered(operation: Operation, env: dict[int, Any], start: int) -> Any:
+    """The rows of a shard, whose first one has number ``start`` in the whole, with values put into some."""
+    old, indices, values = (flat.read(env, atom) for atom in operation.operands)
+    params = dict(operation.eqn.params)
+    if start or old.shape != operation.eqn.outvars[0].aval.shape:
+        row = indices[..., :1] - start
+        is_here = (row >= 0) & (row < old.shape[0])
+        indices = jnp.concatenate([jnp.where(is_here, row, old.shape[0]), indices[..., 1:]], axis=-1)
+        params |= {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP, "unique_indices": False}
+        params |= {"indices_are_sorted": False}
+    return jax_compat.bind_equation(operation.eqn, [old, indices, values], params)[0]
 
 
 def _warn_of_replacement(event: Assigned, mixing: Operation) -> None:

@@ -371,13 +371,15 @@ class _Assembly:
         for piece in [*array.pieces, *copies]:
             builder = builders[piece.ps]
             positions = []
-            for atom, (shape, dtype) in zip(program.operands, avals, strict=True):
-                is_cut = piece.rows is not None and shape == array.shape
+            for atom, has_rows, (shape, dtype) in zip(
+                program.operands, program.have_rows, avals, strict=True
+            ):
+                is_cut = piece.rows is not None and has_rows and shape == array.shape
                 rows = piece.rows if is_cut else None
                 shape_there = array.shape_of(piece) if is_cut else shape
                 positions.append(builder.take((self._output(0, atom), rows), shape_there, dtype))
             key = builder.use(array, piece, is_written=True)
-            builder.add(_assign(key, positions, program.apply))
+            builder.add(_assign(key, positions, program.apply, piece.rows[0] if piece.rows else 0))
 
     def _add_update(
         self, builders: Mapping[int, UpdateBuilder], number: int, update: OptimizerUpdate
@@ -521,11 +523,11 @@ class _Assembly:
 
 
 def _assign(
-    key: str, positions: Sequence[int], apply: Callable[[Any, Sequence[Any]], Any]
+    key: str, positions: Sequence[int], apply: Callable[[Any, Sequence[Any], int], Any], start: int
 ) -> Callable[[dict[str, Any], Sequence[Any]], None]:
     def step(values: dict[str, Any], operands: Sequence[Any]) -> None:
         old = values[key]
-        new = apply(old, [operands[position] for position in positions])
+        new = apply(old, [operands[position] for position in positions], start)
         values[key] = jax.lax.convert_element_type(jax.numpy.broadcast_to(new, old.shape), old.dtype)
 
     return step
