@@ -143,18 +143,17 @@ def eval_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return list(jax.core.eval_jaxpr(jaxpr, (), *args))
 
 
-def without_unused(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """A jaxpr with only the outputs that are wanted and what they need; and which inputs it still takes."""
-    smaller, used = _partial_eval.dce_jaxpr(jaxpr, list(wanted))
-    return smaller, list(used)
-
-
 def export(
     fn: Callable[..., Sequence[Any]], avals: Sequence[Any], platforms: Sequence[str], name: str
 ) -> bytes:
     """``fn`` as StableHLO, to be loaded elsewhere; ``fn`` takes and gives arrays."""
     fn.__name__ = fn.__qualname__ = re.sub(r"\W", "_", name)
     return bytes(jax.export.export(jax.jit(fn), platforms=tuple(platforms))(*avals).serialize())
+
+def without_dead_code(jaxpr: Any) -> tuple[Any, list[bool]]:
+    """A jaxpr that computes only what its results need, at any depth; and which of its operands that takes."""
+    reduced, used = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return reduced, list(used)
 
 
 def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
