@@ -226,18 +226,21 @@ def weighted(gather):
     return loss
 
 
-@pytest.mark.parametrize("gather", GATHERS)
+QUICK_GATHERS = [
+    name if name in ("index", "take", "clip") else pytest.param(name, marks=pytest.mark.long)
+    for name in GATHERS
+]
+
+
+@pytest.mark.parametrize("gather", QUICK_GATHERS)
 def test_ids_that_the_table_does_not_have(gather):
     weights = jnp.asarray(rng().normal(size=(len(ODD), D)), jnp.float32)
     check(trained(weighted(GATHERS[gather])), TABLE, ODD, weights, num_ids=[len(ODD)], gradients=1)
     check(lambda t, i: GATHERS[gather](t, i), TABLE, ODD)
 
 
-@pytest.mark.parametrize(
-    "gather",
-    [name if name in ("index", "take") else pytest.param(name, marks=pytest.mark.long) for name in GATHERS],
-)
-@settings(max_examples=5)
+@pytest.mark.parametrize("gather", QUICK_GATHERS)
+@settings(max_examples=3)
 @given(
     ids=st.lists(st.integers(-2 * V, 2 * V), min_size=6, max_size=6),
     dtype=st.sampled_from(["int8", "int16", "int32", "uint8", "uint32"]),
@@ -388,7 +391,7 @@ def test_a_tape_in_a_scan():
     check(fn, TABLE, IDS, num_ids=[15], gradients=0)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(st.lists(st.sampled_from(sorted(PLACES)), min_size=2, max_size=3), st.integers(0, 99))
 def test_several_places_have_one_lookup(places, seed):
     ids = jnp.asarray(np.random.default_rng(seed).integers(0, V - 1, (3, 5)))
@@ -397,6 +400,57 @@ def test_several_places_have_one_lookup(places, seed):
         return sum(PLACES[place][0](table, ids) for place in places)
 
     check(trained(loss), TABLE, ids, num_ids=[sum(PLACES[place][1] for place in places)])
+
+
+# --- gradients by jax.grad ----------------------------------------------------------------------------
+
+
+def by_jax(loss, num_tables=1):
+    """A step whose gradients the user takes by JAX."""
+
+    def step(*args):
+        return jax.value_and_grad(loss, tuple(range(num_tables)))(*args)
+
+    return step
+
+
+def jitted_twice(table, ids):
+    look_up = jax.jit(lambda t, i: jnp.tanh(t[i]))
+    return jnp.sum(look_up(table, ids) * look_up(table, ids + 1))
+
+
+@pytest.mark.parametrize("gather", QUICK_GATHERS)
+def test_what_jax_grad_gives_is_by_rows(gather):
+    weights = jnp.asarray(rng().normal(size=(len(ODD), D)), jnp.float32)
+    check(by_jax(weighted(GATHERS[gather])), TABLE, ODD, weights, gradients=1)
+
+
+@pytest.mark.parametrize("loss", [twice, in_jit, jitted_twice, of_each_row, after_stop_gradient])
+def test_jax_grad_of_several_lookups(loss):
+    check(by_jax(loss), TABLE, IDS, gradients=1)
+
+
+def test_jax_grad_by_two_tables_of_one_shape_and_a_cast():
+    def loss(table, other, ids):
+        table = table.astype(jnp.bfloat16)
+        return jnp.sum((table[ids] * 2 * other[ids]).astype(jnp.float32) ** 2)
+
+    found = check(by_jax(loss, 2), TABLE, OTHER, IDS, tables=(0, 1), gradients=2)
+    assert found.gradients == {1: 0, 2: 1}
+
+
+def test_jax_grad_in_a_loop_gives_the_gradient_of_all_rows():
+    check(by_jax(in_counting_scan), TABLE, IDS, gradients=0)
+    assert refused(by_jax(in_scan), TABLE, IDS).primitive == "add_any"  # to that of the lookup after the loop
+
+
+def test_other_sums_at_the_ids_are_not_gradients_of_the_table():
+    def fn(table, ids):
+        counts = jnp.zeros((V, D)).at[ids].add(1)
+        other = jnp.ones((V, D)).at[ids].add(table[ids])
+        return counts, other
+
+    check(fn, TABLE, IDS, gradients=0)
 
 
 # --- what is done with gradients ----------------------------------------------------------------------

@@ -172,7 +172,7 @@ IDS = st.tuples(st.permutations(range(SHARD)), st.integers(0, ROWS), st.lists(PA
 
 
 @pytest.mark.parametrize("name", MOVING)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(drawn=IDS, seed=st.integers(0, 99))
 def test_some_rows_are_updated_as_all_would_be(name, drawn, seed):
     order, count, padding = drawn

@@ -1,7 +1,6 @@
 """What each operation of a program is where rows of tables stand for the tables: the walk that rewrites lookups.
 
 A table that is converted, copied or read stays one. A gather of whole rows becomes one from the rows that are there.
-Gradients of tables have the same rows, and are 0 in all others: what keeps that may be done to them.
 """
 
 from __future__ import annotations
@@ -12,57 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
 from replicax._src import jax_compat
+from replicax._src.program.table_rows import ByRows, bound, first_of, of_gradients, raw, whole_table
 from replicax._src.program.verdict import is_call
 from replicax._src.user_code import UNKNOWN
-
-
-@dataclass(frozen=True)
-class WholeTable:
-    """Why a table is needed whole.
-
-    Attributes:
-      table: Its position among the program's operands.
-      primitive: The operation that needs it; None if there is none.
-      line: Of the user's code.
-      why: For people.
-    """
-
-    table: int
-    primitive: str | None
-    line: str
-    why: str
-
-    def __str__(self) -> str:
-        said = self.why if self.primitive is None else f"{self.primitive} {self.why}"
-        return f"{said} ({self.line})" if self.line else said
-
-
-class NeedsWholeTable(Exception):
-    """The table of ``why`` cannot be replaced by some of its rows."""
-
-    def __init__(self, why: WholeTable):
-        super().__init__(str(why))
-        self.why = why
-
-
-@dataclass(frozen=True)
-class ByRows:
-    """Stands for an array with all rows of a table.
-
-    Attributes:
-      table: Its position among the program's operands.
-      rows: What is there of it: the rows that are looked up.
-      is_gradient: The other rows are 0; otherwise they are the table's.
-    """
-
-    table: int
-    rows: Any
-    is_gradient: bool
-
 
 Take = Callable[[int, tuple[int, ...]], Any]
 
@@ -110,6 +64,38 @@ class _Inner:
         return jax_compat.eval_jaxpr(self.jaxpr, [*self.consts, *args])
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """A lookup.
+
+    Attributes:
+      indices: As the program has them (kept, for they are known by their identity).
+      numbers: In their place, to be used with the rows: out of range for ids whose gradient is dropped.
+    """
+
+    eqn: Any
+    indices: Any
+    table: ByRows
+    numbers: Any
+
+    def is_of(self, scatter: Any) -> bool:
+        """Whether an equation adds to an array of the table's shape what the lookup takes from the table."""
+        gathered, added = self.eqn.params["dimension_numbers"], scatter.params["dimension_numbers"]
+        return (
+            scatter.invars[0].aval.shape == self.eqn.invars[0].aval.shape
+            and added.update_window_dims == gathered.offset_dims
+            and added.inserted_window_dims == gathered.collapsed_slice_dims
+            and added.scatter_dims_to_operand_dims == gathered.start_index_map
+            and not added.operand_batching_dims
+        )
+
+    def gradient(self, scatter: Any, updates: Any) -> ByRows:
+        rows = jnp.zeros(self.table.rows.shape, updates.dtype)
+        changed = {"mode": Mode.FILL_OR_DROP, "indices_are_sorted": False, "unique_indices": False}
+        (added,) = bound(scatter, [rows, self.numbers, updates], {**scatter.params, **changed})
+        return replace(self.table, rows=added, is_gradient=True)
+
+
 class Walk:
     """Evaluates a program in which rows stand for tables.
 
@@ -121,6 +107,8 @@ class Walk:
     def __init__(self, positions: Positions, num_rows: dict[int, int]):
         self._positions = positions
         self._num_rows = num_rows
+        self._zeros: dict[int, Any] = {}
+        self._gathers: dict[int, _Gathered] = {}
 
     def evaluate(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], called_at: str = UNKNOWN
@@ -144,14 +132,33 @@ class Walk:
     def _apply(self, eqn: Any, operands: list[Any], line: str) -> list[Any]:
         by_rows = [operand for operand in operands if isinstance(operand, ByRows)]
         if not by_rows:
-            return _bound(eqn, operands)
+            return self._without_tables(eqn, operands, line)
+        rule = _RULES.get(eqn.primitive.name)
+        if rule is not None:
+            return rule(self, eqn, operands, line)
+        if any(each.is_gradient for each in by_rows):
+            return of_gradients(eqn, operands, line)
+        raise whole_table(by_rows[0], eqn, line, "takes the whole table")
+
+    # --- what jax.grad makes of lookups -----------------------------------------------------------------
+
+    def _without_tables(self, eqn: Any, operands: list[Any], line: str) -> list[Any]:
+        """What is added to zeros at the indices of a lookup is the gradient of its table."""
         name = eqn.primitive.name
-        rule = _RULES.get(name)
-        if rule is None and any(each.is_gradient for each in by_rows):
-            rule = _of_gradients
-        if rule is None:
-            raise _whole(by_rows[0], eqn, line, "takes the whole table")
-        return rule(self, eqn, operands, line)
+        if name == "scatter-add":
+            gathered = self._gathers.get(id(operands[1]))
+            if id(operands[0]) in self._zeros and gathered is not None and gathered.is_of(eqn):
+                return [gathered.gradient(eqn, operands[2])]
+        if name in _CALLS and self._gathers and is_call(eqn) and _scatters(eqn):
+            return _call(self, eqn, operands, line)
+        results = bound(eqn, operands)
+        if name == "broadcast_in_dim" and _is_zero(eqn.invars[0]):
+            self._zeros[id(results[0])] = results[0]
+        return results
+
+    def remember(self, eqn: Any, indices: Any, table: ByRows, numbers: Any) -> None:
+        """That rows are gathered at ``indices``, by an equation; ``numbers``: where these are."""
+        self._gathers[id(indices)] = _Gathered(eqn, indices, table, numbers)
 
     # --- lookups --------------------------------------------------------------------------------------
 
@@ -180,7 +187,10 @@ class Walk:
           avals: Of those that are no ByRows.
         """
         jaxpr, consts = jax_compat.inner_jaxpr(closed)
-        avals = [_aval(o.rows) if isinstance(o, ByRows) else a for o, a in zip(operands, avals, strict=True)]
+        avals = [
+            jax_compat.abstractify(o.rows) if isinstance(o, ByRows) else a
+            for o, a in zip(operands, avals, strict=True)
+        ]
 
         def traced(positions: Positions, values: Sequence[Any]) -> list[Any]:
             args = [
@@ -190,7 +200,7 @@ class Walk:
             results = Walk(positions, self._num_rows).evaluate(jaxpr, consts, args, line)
             for result in results:
                 if isinstance(result, ByRows):
-                    raise _whole(result, eqn, line, "gives the table, or its gradient")
+                    raise whole_table(result, eqn, line, "gives the table, or its gradient")
             return [*results, *positions.ids]
 
         counted = Positions(None)
@@ -219,36 +229,12 @@ class Walk:
 Rule = Callable[[Walk, Any, list[Any], str], list[Any]]
 
 
-def _bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    is_known = all(not isinstance(operand, jax_compat.Tracer) for operand in operands)
-    if eqn.primitive.name == "convert_element_type" and is_known:  # so that limits of clipping stay known
-        with jax_compat.outside_traces():
-            return jax_compat.bind_equation(eqn, operands)
-    return jax_compat.bind_equation(eqn, operands, params)
-
-
-def _whole(table: ByRows, eqn: Any, line: str, why: str) -> NeedsWholeTable:
-    return NeedsWholeTable(WholeTable(table.table, eqn.primitive.name, line, why))
-
-
-def _aval(value: Any) -> Any:
-    return jax_compat.abstractify(value)
-
-
-def _raw(operands: Sequence[Any]) -> list[Any]:
-    return [operand.rows if isinstance(operand, ByRows) else operand for operand in operands]
-
-
-def _first(operands: Sequence[Any]) -> ByRows:
-    return next(operand for operand in operands if isinstance(operand, ByRows))
-
-
 # --- operation by operation ---------------------------------------------------------------------------
 
 
 def _each_by_itself(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     del walk, line
-    results = _bound(eqn, _raw(operands))
+    results = bound(eqn, raw(operands))
     return [
         replace(o, rows=r) if isinstance(o, ByRows) else r for o, r in zip(operands, results, strict=False)
     ]
@@ -258,17 +244,21 @@ def _gather(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     table, indices = operands
     numbers, mode = eqn.params["dimension_numbers"], Mode.from_any(eqn.params["mode"])
     if not isinstance(table, ByRows) or table.is_gradient or not _takes_rows(eqn, mode):
-        raise _whole(_first(operands), eqn, line, "takes something else than whole rows")
+        raise whole_table(first_of(operands), eqn, line, "takes something else than whole rows")
     column = tuple(numbers.start_index_map).index(0)
     positions, is_there = walk.look_up(table, indices[..., column], mode, line)
     is_number = jnp.arange(indices.shape[-1]) == column
-    indices = jnp.where(is_number, positions[..., None], 0)
+    at_rows = jnp.where(is_number, positions[..., None], 0)
     changed = {"mode": Mode.FILL_OR_DROP if mode is Mode.FILL_OR_DROP else Mode.CLIP}
     changed |= {"indices_are_sorted": False, "unique_indices": False}
-    (taken,) = _bound(eqn, [table.rows, indices], {**eqn.params, **changed})
-    if mode in (Mode.CLIP, Mode.FILL_OR_DROP) or not jnp.issubdtype(taken.dtype, jnp.inexact):
+    (taken,) = bound(eqn, [table.rows, at_rows], {**eqn.params, **changed})
+    if mode in (Mode.CLIP, Mode.FILL_OR_DROP):
+        walk.remember(eqn, indices, table, at_rows)
         return [taken]
     # XLA gives the nearest row for an id that was promised not to be, and drops its gradient.
+    walk.remember(eqn, indices, table, jnp.where(is_there[..., None], at_rows, table.rows.shape[0]))
+    if not jnp.issubdtype(taken.dtype, jnp.inexact):
+        return [taken]
     dims = [d for d in range(taken.ndim) if d not in numbers.offset_dims]
     is_there = jax.lax.broadcast_in_dim(is_there, taken.shape, dims)
     return [jax.lax.select(is_there, taken, jax.lax.stop_gradient(taken))]
@@ -282,11 +272,22 @@ def _takes_rows(eqn: Any, mode: Any) -> bool:
     return is_known and is_whole and not numbers.operand_batching_dims
 
 
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, jax_compat.Literal) and bool(atom.val == 0)
+
+
+def _scatters(eqn: Any) -> bool:
+    return any(
+        "scatter-add" in jax_compat.primitives_of(jax_compat.inner_jaxpr(j)[0])
+        for j in jax_compat.sub_jaxprs(eqn)
+    )
+
+
 def _dynamic_slice(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     table, number, *_ = operands
     is_row = tuple(eqn.params["slice_sizes"]) == (1, *eqn.invars[0].aval.shape[1:])
     if table.is_gradient or not is_row:
-        raise _whole(table, eqn, line, "takes something else than one row")
+        raise whole_table(table, eqn, line, "takes something else than one row")
     position, _ = walk.look_up(table, jnp.asarray(number), Mode.CLIP, line)
     return [jax.lax.dynamic_slice_in_dim(table.rows, position, 1)]
 
@@ -297,8 +298,8 @@ def _gradient(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]
     sources = operands[start : start + eqn.params["num_sources"]]
     for number, operand in enumerate(operands):
         if isinstance(operand, ByRows) and (operand.is_gradient or number < start):
-            raise _whole(operand, eqn, line, "differentiates the table itself, or its gradient")
-    results = _bound(eqn, _raw(operands))
+            raise whole_table(operand, eqn, line, "differentiates the table itself, or its gradient")
+    results = bound(eqn, raw(operands))
     return [
         replace(source, rows=result, is_gradient=True) if isinstance(source, ByRows) else result
         for source, result in zip(sources, results, strict=True)
@@ -307,7 +308,7 @@ def _gradient(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]
 
 def _call(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     if not is_call(eqn):
-        raise _whole(_first(operands), eqn, line, "takes the whole table")
+        raise whole_table(first_of(operands), eqn, line, "takes the whole table")
     inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
     return walk.evaluate(inner, consts, operands[len(operands) - len(inner.invars) :], line)
 
@@ -315,7 +316,7 @@ def _call(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
 def _checkpoint(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     inner = walk.inner(jax_compat.sub_jaxprs(eqn)[0], operands, [v.aval for v in eqn.invars], eqn, line)
     positions = walk.look_up_all(inner.found, line)
-    results = jax.checkpoint(inner.__call__, policy=eqn.params.get("policy"))(*_raw(operands), *positions)
+    results = jax.checkpoint(inner.__call__, policy=eqn.params.get("policy"))(*raw(operands), *positions)
     walk.keep(results[len(eqn.outvars) :])
     return results[: len(eqn.outvars)]
 
@@ -324,13 +325,13 @@ def _scan(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     num_consts, num_carry = jax_compat.scan_counts(eqn)
     for number, operand in enumerate(operands):
         if isinstance(operand, ByRows) and (operand.is_gradient or number >= num_consts):
-            raise _whole(operand, eqn, line, "carries the table, or goes through its rows")
+            raise whole_table(operand, eqn, line, "carries the table, or goes through its rows")
     closed, length = eqn.params["jaxpr"], eqn.params["length"]
     avals = [v.aval for v in jax_compat.inner_jaxpr(closed)[0].invars]
     inner = walk.inner(closed, operands[:num_consts] + [None] * (len(avals) - num_consts), avals, eqn, line)
     found = [(table, (length, *shape)) for table, shape in inner.found]
     positions = walk.look_up_all(found, line)
-    held = _raw(operands[:num_consts])
+    held = raw(operands[:num_consts])
     carry, xs = operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
 
     def step(state: Any, x: Any) -> Any:
@@ -356,7 +357,7 @@ def _cond(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     for branch in branches:
         functions.append(_branch(walk, branch, found, start, len(given), num_results))
         start += len(branch.found)
-    results = jax.lax.switch(index, functions, *_raw(given), *positions)
+    results = jax.lax.switch(index, functions, *raw(given), *positions)
     walk.keep(results[num_results:])
     return results[:num_results]
 
@@ -377,82 +378,14 @@ def _branch(
 
 def _own_derivative(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
     del walk
-    raise _whole(_first(operands), eqn, line, "has a derivative of its own, which takes the whole table")
-
-
-# --- gradients of tables ------------------------------------------------------------------------------
-
-
-def _of_gradients(walk: Walk, eqn: Any, operands: list[Any], line: str) -> list[Any]:
-    """What gives 0 where the gradient is 0; and a sum over all rows, to which those that are 0 add nothing."""
-    del walk
-    first = _first(operands)
-    name = eqn.primitive.name
-    is_alike = all(
-        o.is_gradient and o.table == first.table if isinstance(o, ByRows) else np.ndim(o) == 0
-        for o in operands
+    raise whole_table(
+        first_of(operands), eqn, line, "has a derivative of its own, which takes the whole table"
     )
-    if not is_alike or not (name == "reduce_sum" or _keeps_zero(eqn, operands)):
-        raise _whole(first, eqn, line, "takes the gradient of all rows of the table")
-    (result,) = _bound(eqn, _raw(operands))
-    is_sum = name == "reduce_sum" and 0 in eqn.params["axes"]
-    return [result if is_sum else replace(first, rows=result)]
 
 
-_ODD_OR_SO = frozenset(
-    [
-        "abs",
-        "cbrt",
-        "convert_element_type",
-        "copy",
-        "expm1",
-        "imag",
-        "log1p",
-        "neg",
-        "real",
-        "reduce_precision",
-        "round",
-        "sign",
-        "sin",
-        "square",
-        "sqrt",
-        "stop_gradient",
-        "tan",
-        "tanh",
-        "replicax_reduced",
-    ]
-)
-_OF_SEVERAL = frozenset(["add", "add_any", "max", "min", "mul", "sub"])
-
-
-def _keeps_zero(eqn: Any, operands: Sequence[Any]) -> bool:
-    name = eqn.primitive.name
-    if name in _ODD_OR_SO or (name in _OF_SEVERAL and all(isinstance(o, ByRows) for o in operands)):
-        return True
-    if name in ("max", "min"):
-        return all(isinstance(o, ByRows) or _is_limit(o, is_upper=name == "min") for o in operands)
-    if name == "clamp":
-        low, gradient, high = operands
-        return (
-            isinstance(gradient, ByRows) and _is_limit(low, is_upper=False) and _is_limit(high, is_upper=True)
-        )
-    if name == "integer_pow":
-        return eqn.params["y"] > 0
-    return name == "mul" or (name == "div" and not isinstance(operands[1], ByRows))
-
-
-def _is_limit(value: Any, *, is_upper: bool) -> bool:
-    """Whether it is known now, and lets 0 be."""
-    if isinstance(value, (ByRows, jax_compat.Tracer)):
-        return False
-    return bool(np.asarray(value) >= 0) if is_upper else bool(np.asarray(value) <= 0)
-
-
+_CALLS = frozenset(["closed_call", "core_call", "jit", "pjit"])
 _RULES: dict[str, Rule] = {
-    "closed_call": _call,
-    "core_call": _call,
-    "jit": _call,
-    "pjit": _call,
+    **dict.fromkeys(_CALLS, _call),
     "checkpoint": _checkpoint,
     "remat": _checkpoint,
     "remat2": _checkpoint,

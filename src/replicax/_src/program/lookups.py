@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.program.lookup_rules import ByRows, NeedsWholeTable, Positions, Walk, WholeTable
+from replicax._src.program.lookup_rules import Positions, Walk
+from replicax._src.program.table_rows import ByRows, NeedsWholeTable, WholeTable
 from replicax._src.user_code import UNKNOWN
 
 _MAX_ROWS = 2**31 - 1

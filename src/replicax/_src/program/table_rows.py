@@ -1,0 +1,129 @@
+"""What stands for a table, or for its gradient, in a program that has only some of its rows; and what may be done to gradients.
+
+The gradient of a table is 0 in the rows that are not there: it may be done to it what keeps that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from replicax._src import jax_compat
+
+
+@dataclass(frozen=True)
+class WholeTable:
+    """Why a table is needed whole.
+
+    Attributes:
+      table: Its position among the program's operands.
+      primitive: The operation that needs it; None if there is none.
+      line: Of the user's code.
+      why: For people.
+    """
+
+    table: int
+    primitive: str | None
+    line: str
+    why: str
+
+    def __str__(self) -> str:
+        said = self.why if self.primitive is None else f"{self.primitive} {self.why}"
+        return f"{said} ({self.line})" if self.line else said
+
+
+class NeedsWholeTable(Exception):
+    """The table of ``why`` cannot be replaced by some of its rows."""
+
+    def __init__(self, why: WholeTable):
+        super().__init__(str(why))
+        self.why = why
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """Stands for an array with all rows of a table.
+
+    Attributes:
+      table: Its position among the program's operands.
+      rows: What is there of it: the rows that are looked up.
+      is_gradient: The other rows are 0; otherwise they are the table's.
+    """
+
+    table: int
+    rows: Any
+    is_gradient: bool
+
+
+def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """The results of an equation; those of converting what is known now are known too, as limits of clipping are."""
+    is_known = all(not isinstance(operand, jax_compat.Tracer) for operand in operands)
+    if eqn.primitive.name == "convert_element_type" and is_known:
+        with jax_compat.outside_traces():
+            return jax_compat.bind_equation(eqn, operands)
+    return jax_compat.bind_equation(eqn, operands, params)
+
+
+def whole_table(table: ByRows, eqn: Any, line: str, why: str) -> NeedsWholeTable:
+    """The error for an equation."""
+    return NeedsWholeTable(WholeTable(table.table, eqn.primitive.name, line, why))
+
+
+def raw(operands: Sequence[Any]) -> list[Any]:
+    """Arrays in place of what stands for tables."""
+    return [operand.rows if isinstance(operand, ByRows) else operand for operand in operands]
+
+
+def first_of(operands: Sequence[Any]) -> ByRows:
+    """The first one that stands for a table."""
+    return next(operand for operand in operands if isinstance(operand, ByRows))
+
+
+def of_gradients(eqn: Any, operands: list[Any], line: str) -> list[Any]:
+    """What gives 0 where the gradient is 0; and a sum over all rows, to which those that are 0 add nothing."""
+    first = first_of(operands)
+    name = eqn.primitive.name
+    is_alike = all(
+        o.is_gradient and o.table == first.table if isinstance(o, ByRows) else np.ndim(o) == 0
+        for o in operands
+    )
+    if not is_alike or not (name == "reduce_sum" or _keeps_zero(eqn, operands)):
+        raise whole_table(first, eqn, line, "takes the gradient of all rows of the table")
+    (result,) = bound(eqn, raw(operands))
+    is_sum = name == "reduce_sum" and 0 in eqn.params["axes"]
+    return [result if is_sum else replace(first, rows=result)]
+
+
+_KEEPS_ZERO = frozenset(
+    """
+    abs cbrt convert_element_type copy expm1 imag log1p neg real reduce_precision replicax_reduced round sign sin sqrt
+    square stop_gradient tan tanh
+    """.split()  # noqa: SIM905 - a line for each, otherwise
+)
+_OF_SEVERAL = frozenset(["add", "add_any", "max", "min", "mul", "sub"])
+
+
+def _keeps_zero(eqn: Any, operands: Sequence[Any]) -> bool:
+    name = eqn.primitive.name
+    if name in _KEEPS_ZERO or (name in _OF_SEVERAL and all(isinstance(o, ByRows) for o in operands)):
+        return True
+    if name in ("max", "min"):
+        return all(isinstance(o, ByRows) or _is_limit(o, is_upper=name == "min") for o in operands)
+    if name == "clamp":
+        low, gradient, high = operands
+        return (
+            isinstance(gradient, ByRows) and _is_limit(low, is_upper=False) and _is_limit(high, is_upper=True)
+        )
+    if name == "integer_pow":
+        return eqn.params["y"] > 0
+    return name == "mul" or (name == "div" and not isinstance(operands[1], ByRows))
+
+
+def _is_limit(value: Any, *, is_upper: bool) -> bool:
+    """Whether it is known now, and lets 0 be."""
+    if isinstance(value, (ByRows, jax_compat.Tracer)):
+        return False
+    return bool(np.asarray(value) >= 0) if is_upper else bool(np.asarray(value) <= 0)
