@@ -70,8 +70,8 @@ class Pipe:
             chunk = self._reader.read_chunk()
         except StopIteration:
             raise EOFError from None
-        except pa.ArrowInvalid as error:
-            raise MessageError(f"What came on a stream is no record batch: {error}.") from error
+        except pa.ArrowInvalid as error:  # it is no record batch; or the server refused what it was sent
+            raise MessageError(_said(error)) from error
         head, batch = chunk.app_metadata, chunk.data
         return None if head is None else memoryview(head), None if batch is None else _piece_of(batch)
 
@@ -167,6 +167,10 @@ class Server(flight.FlightServerBase):
             self._answering.stream(Pipe(reader, writer), context.peer())
         except UnavailableError as error:
             raise flight.FlightUnavailableError(str(error)) from None
+        except MessageError as error:
+            raise pa.ArrowInvalid(
+                str(error)
+            ) from None  # an answer would be lost on a peer that is still writing
 
 
 # --- clients ------------------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def error_of(error: BaseException, task: str, what: str) -> ReplicaxError:
       task: Its name and address.
       what: The call did: ``"answer 'hello' within 2 s"``.
     """
-    text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
+    text = _said(error)
     name = task.partition(" at ")[0]
     if isinstance(error, flight.FlightUnauthenticatedError):
         return UnauthenticatedError(
@@ -224,4 +228,10 @@ def error_of(error: BaseException, task: str, what: str) -> ReplicaxError:
         )
     if isinstance(error, flight.FlightTimedOutError):
         return UnavailableError(f"{task} did not {what}: it is stopped, busy, or cannot be reached.", name)
+    if isinstance(error, pa.ArrowInvalid):
+        return MessageError(f"{task}: {text}")
     return UnavailableError(f"{task} did not {what}: {text}.", name)
+
+
+def _said(error: BaseException) -> str:
+    return str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]

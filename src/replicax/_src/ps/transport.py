@@ -8,6 +8,7 @@ call is read. An authenticated peer is trusted with memory: a compressed batch, 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import threading
@@ -42,7 +43,7 @@ log = logging.getLogger("replicax")
 _PING = (
     ""  # asked before a stream is opened: it makes the connection, with a deadline, and shows the credentials
 )
-_LAST_WORDS_S = 1.0
+_RELEASE_S = 1.0
 
 
 def _flight() -> ModuleType:
@@ -142,7 +143,7 @@ class TaskServer:
         self._streams: dict[Session, _Stream] = {}
         self._ended = _Counts()
         self._num_rejected = 0
-        self._is_ending = False
+        self._is_ending = self._is_shut_down = False
 
     @property
     def port(self) -> int:
@@ -169,6 +170,9 @@ class TaskServer:
             )
         try:
             self._server = self._flight.Server(self._address, self._credentials, self)
+            atexit.register(
+                self.shutdown
+            )  # later, a thread of gRPC that calls Python would abort the process
         except self._flight.ERRORS as error:
             raise UnavailableError(
                 f"The task cannot listen at {self._address}: {error}. Is the port in use, or the host of another machine?"
@@ -192,10 +196,12 @@ class TaskServer:
         """Stops listening. What is being answered gets half of the time; then the peers' connections are cut."""
         self._is_ending = True
         server, deadline = self._server, time.monotonic() + timeout_s
-        if server is None or self._flight is None:
+        if server is None or self._is_shut_down:
             return
+        self._is_shut_down = True
+        atexit.unregister(self.shutdown)
         # A daemon: should it wait for ever, it keeps the server, which would wait too when it is collected.
-        ending = threading.Thread(target=_shut_down, args=(server,), name="replicax shutdown", daemon=True)
+        ending = threading.Thread(target=server.shutdown, name="replicax shutdown", daemon=True)
         ending.start()
         while self._is_answering() and time.monotonic() < deadline - timeout_s / 2:
             time.sleep(0.005)
@@ -255,9 +261,9 @@ class TaskServer:
             pipe.begin()
             while not self._is_ending and stream.turn(lambda message: self._answer(message, session)):
                 pass
-        except MessageError as error:
+        except MessageError:
             self.rejected()
-            stream.send(Message(self._failure(error, "a message")))
+            raise
         finally:
             with self._lock:
                 del self._streams[session]
@@ -274,10 +280,6 @@ class TaskServer:
         if not isinstance(error, ReplicaxError):
             log.error("%s failed.", what, exc_info=error)
         return {"error": described(error)}
-
-
-def _shut_down(server: Any) -> None:
-    server.shutdown()
 
 
 @final
@@ -307,14 +309,12 @@ class _Stream:
             self.is_answering = False
         return True
 
-    def send(self, message: Message) -> None:
-        """Sends what is no answer to one message."""
-        self._write(encode(message))
-
     def _write(self, message: Encoded) -> None:
-        self._pipe.write(message)
         self.counts.messages += 1
-        self.counts.bytes_out += message.num_bytes
+        self.counts.bytes_out += (
+            message.num_bytes
+        )  # before it arrives, so that who has the answer finds it counted
+        self._pipe.write(message)
 
 
 def _num_bytes(head: Any, piece: Any) -> int:
@@ -463,6 +463,9 @@ class Link:
     def send(self, message: Message, timeout_s: float = 60.0) -> None:
         """Sends a message. Its arrays must not change until the answer has come: large ones are not copied.
 
+        A task takes no message while its answer to an earlier one is not received, but for what the connection holds, a
+        few hundred KB. Who sends more than that before it receives does the one and the other on two threads.
+
         Raises:
           MessageError: It cannot travel. The link goes on.
           UnavailableError: The task has ended, or took nothing for that time. The link is closed.
@@ -529,12 +532,8 @@ class Link:
             raise
 
     def _write(self, message: Encoded) -> None:
-        try:
-            self._pipe.write(message)
-        except self._client._flight.ERRORS:
-            self._hear_last_words()
-            raise
         self.counts.bytes_out += message.num_bytes
+        self._pipe.write(message)
 
     def _read(self) -> Message:
         while True:
@@ -543,22 +542,6 @@ class Link:
             if (message := self._decoder.feed(head, piece)) is not None:
                 self.counts.messages += 1
                 return message
-
-    def _hear_last_words(self) -> None:
-        """Raises what the task said before it ended the stream while this end was still sending: too much, say."""
-        if self._why_closed or not self._receiving.acquire(blocking=False):
-            return
-        try:
-            self._client._deadlines.set(self._receive_deadline, _LAST_WORDS_S)
-            while True:
-                error = self._read().header.get("error")
-                if error is not None and error["type"] == MessageError.__name__:
-                    raise of_answer(error, self._client._task)
-        except (EOFError, *self._client._flight.ERRORS):
-            pass
-        finally:
-            self._receive_deadline.clear()
-            self._receiving.release()
 
     def _expire(self, what: str, timeout_s: float) -> None:
         self._end(
@@ -578,7 +561,7 @@ class Link:
     def _release(self) -> None:
         """Gives up the stream, when nobody reads or writes any more: who did has been woken."""
         for lock in (self._sending, self._receiving):
-            if not lock.acquire(timeout=_LAST_WORDS_S):
+            if not lock.acquire(timeout=_RELEASE_S):
                 return
             lock.release()
         self._pipe.close()

@@ -1,0 +1,127 @@
+"""Credentials: what goes together, what the environment says, and where a task can do without."""
+
+import dataclasses
+
+import pytest
+
+from checks import message
+from replicax._src.ps.credentials import Credentials, is_loopback, random_token
+from replicax.errors import ClusterEnvironmentError, InvalidArgumentError
+
+
+@pytest.fixture
+def pem(tmp_path):
+    path = tmp_path / "some.pem"
+    path.write_text("-----BEGIN CERTIFICATE-----\n")
+    return str(path)
+
+
+def test_nothing_in_the_environment_is_no_credentials():
+    assert Credentials.of_environment({"PATH": "/bin"}) == Credentials()
+
+
+def test_a_token_of_the_environment():
+    assert Credentials.of_environment({"REPLICAX_TOKEN": "secret"}).token == "secret"
+
+
+def test_a_token_of_a_file(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    assert Credentials.of_environment({"REPLICAX_TOKEN_FILE": str(tmp_path / "token")}).token == "secret"
+
+
+def test_certificates_of_the_environment(pem):
+    environ = {"REPLICAX_TLS_CA": pem, "REPLICAX_TLS_CERTIFICATE": pem, "REPLICAX_TLS_KEY": pem}
+    credentials = Credentials.of_environment(environ)
+    assert credentials == Credentials(ca_file=pem, certificate_file=pem, key_file=pem)
+    assert credentials.is_mutual
+    assert credentials.uses_tls
+
+
+def refused_environment(environ, *says):
+    message(ClusterEnvironmentError, lambda: Credentials.of_environment(environ), *says, "in the environment")
+
+
+def test_environments_that_are_refused(tmp_path, pem):
+    refused_environment({"REPLICAX_TOKEN": ""}, "REPLICAX_TOKEN", "an empty one")
+    refused_environment({"REPLICAX_TOKEN": "naïve"}, "visible ASCII")
+    refused_environment({"REPLICAX_TOKEN": "a\nb"}, "visible ASCII")
+    refused_environment({"REPLICAX_TOKEN": "a "}, "end with a space")
+    refused_environment({"REPLICAX_TOKEN": "a", "REPLICAX_TOKEN_FILE": "b"}, "two tokens")
+    refused_environment({"REPLICAX_TOKEN_FILE": str(tmp_path / "none")}, "cannot be read", "none")
+    refused_environment({"REPLICAX_TLS_KEY": pem}, "given alone", "key_file")
+    refused_environment({"REPLICAX_TLS_CERTIFICATE": pem}, "given alone", "certificate_file")
+    refused_environment({"REPLICAX_TLS_CA": str(tmp_path / "none")}, "cannot be read", "REPLICAX_TLS_CA")
+    (tmp_path / "der").write_bytes(b"0\x82")
+    refused_environment({"REPLICAX_TLS_CA": str(tmp_path / "der")}, "no PEM file", "REPLICAX_TLS_CA")
+
+
+def test_the_error_does_not_tell_the_token():
+    text = message(
+        ClusterEnvironmentError, lambda: Credentials.of_environment({"REPLICAX_TOKEN": "sec\tret"}), "ASCII"
+    )
+    assert "sec" not in text.replace("secrets", "")
+
+
+def test_the_token_is_not_printed():
+    assert "secret" not in repr(Credentials(token="secret"))
+
+
+def test_they_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Credentials().token = "other"
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:1", "127.8.0.1:0", "[::1]:1"])
+def test_on_the_loopback_a_server_can_do_without(address):
+    Credentials().check_server(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["0.0.0.0:1", "[::]:1", "10.0.0.7:1", "ps0.example.com:1", "127.example.com:1", "[::ffff:127.0.0.1]:1"],
+)
+def test_elsewhere_it_needs_a_token_or_mutual_tls(address, pem):
+    message(
+        InvalidArgumentError,
+        lambda: Credentials().check_server(address),
+        address,
+        "open to everybody",
+        "REPLICAX_TOKEN",
+        "REPLICAX_TLS_CA",
+    )
+    certificate_alone = Credentials(certificate_file=pem, key_file=pem)
+    message(InvalidArgumentError, lambda: certificate_alone.check_server(address), "open to everybody")
+    Credentials(token="secret").check_server(address)
+    Credentials(ca_file=pem, certificate_file=pem, key_file=pem).check_server(address)
+
+
+def test_a_server_with_a_ca_needs_a_certificate(pem):
+    message(
+        InvalidArgumentError,
+        lambda: Credentials("secret", ca_file=pem).check_server("localhost:1"),
+        "no certificate",
+    )
+
+
+def test_tokens():
+    credentials = Credentials(token="secret")
+    assert credentials.is_token("secret")
+    assert credentials.is_token(b"secret")
+    assert not any(
+        credentials.is_token(shown) for shown in (None, "", "secre", "secret ", b"Secret", "naïve")
+    )
+    assert Credentials().is_token(None)
+    assert len({random_token() for _ in range(100)}) == 100
+    Credentials(token=random_token())
+
+
+def test_hosts_of_the_loopback():
+    assert [is_loopback(h) for h in ("localhost", "127.0.0.1", "::1", "::", "0.0.0.0", "10.0.0.1", "a")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]

@@ -1,0 +1,459 @@
+"""Servers and clients in one process: answers, errors, bounds, credentials, TLS, and how it ends."""
+
+import datetime
+import gc
+import ipaddress
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from echo_task import echo_server
+
+from checks import message, needs_ipv6
+from replicax._src.ps.buffers import _Lease
+from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.messages import Message
+from replicax._src.ps.transport import TaskClient
+from replicax.errors import (
+    InvalidArgumentError,
+    MessageError,
+    RemoteError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownProgramError,
+)
+
+pytestmark = pytest.mark.timeout(60)
+TOKEN = Credentials(token="secret")
+
+
+@pytest.fixture
+def server():
+    with echo_server(max_message_bytes=2**27, max_streams=8) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with TaskClient(server.address, TOKEN, "ps 0") as client:
+        yield client
+
+
+@pytest.fixture
+def link(client):
+    return client.open()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true within 10 s"
+        time.sleep(0.005)
+
+
+# --- answers ------------------------------------------------------------------------------------------
+
+
+def test_asks_are_answered(client):
+    assert client.ask("hello", {"a": [1, None, "x"]}, 5) == {"what": "hello", "a": [1, None, "x"]}
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        [],
+        [np.float32(3)],
+        [np.arange(5, dtype=np.int32), np.ones((2, 3), ml_dtypes.bfloat16), np.zeros((0, 3))],
+        [np.arange(5_000_001, dtype=np.int32), np.array(True), np.arange(70_000.0)],
+    ],
+    ids=["none", "a scalar", "small", "large"],
+)
+def test_messages_are_answered(link, arrays):
+    for turn in range(3):
+        answer = link.call(Message({"op": "echo", "turn": turn}, arrays), 10)
+        assert answer.header == {"op": "echo", "turn": turn, "session": 1, "of_session": turn + 1}
+        for ours, theirs in zip(answer.arrays, arrays, strict=True):
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            np.testing.assert_array_equal(ours, theirs)
+            assert not ours.flags.writeable
+            assert ours.size == 0 or ours.ctypes.data % 64 == 0
+
+
+def test_several_messages_are_sent_before_answers_are_received(link):
+    for number in range(20):
+        link.send(Message({"op": "echo", "n": number}, [np.full(number * 50, number)]))
+    for number in range(20):
+        answer = link.receive(10)
+        assert answer.header["n"] == number
+        assert set(answer.arrays[0]) <= {number}
+
+
+def test_one_thread_sends_while_another_one_receives(link):
+    got = []
+    receiver = threading.Thread(target=lambda: got.extend(link.receive(20).header["n"] for _ in range(200)))
+    receiver.start()
+    for number in range(200):
+        link.send(Message({"op": "echo", "n": number}, [np.zeros(20_000)]))
+    receiver.join(20)
+    assert got == list(range(200))
+
+
+def test_streams_are_answered_at_the_same_time(client):
+    slow, fast = client.open(), client.open()
+    slow.send(Message({"op": "sleep", "s": 0.5}))
+    fast.call(Message({"op": "echo"}), 5)
+    started = time.monotonic()
+    slow.receive(5)
+    assert time.monotonic() - started > 0.2
+
+
+def test_what_was_received_stays_as_it_was(link):
+    answers = [link.call(Message({}, [np.full(10**6, n, np.uint8)]), 10).arrays[0] for n in range(6)]
+    assert [set(answer.tobytes()) for answer in answers] == [{n} for n in range(6)]
+
+
+def test_a_server_keeps_no_array_of_a_message_that_it_has_answered(server, client):
+    link = client.open()
+    link.call(Message({}, [np.zeros(10**6, np.uint8)]), 10)
+    wait_until(lambda: not any(stream.is_answering for stream in server._streams.values()))
+    assert not [held for held in gc.get_objects() if type(held) is _Lease]
+
+
+# --- errors -------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_service_is_raised_and_the_stream_goes_on(link, caplog):
+    with pytest.raises(RemoteError, match="ps 0 failed: ValueError: as it was asked") as caught:
+        link.call(Message({"op": "fail"}), 5)
+    assert (caught.value.type, caught.value.task) == ("ValueError", "ps 0")
+    assert "fail failed" in caplog.text
+    with pytest.raises(UnknownProgramError, match="no such program") as caught:
+        link.call(Message({"op": "unknown"}), 5)
+    assert caught.value.digest == "abc"
+    assert link.call(Message({"op": "echo"}), 5).header["session"] == 1
+
+
+def test_an_error_of_an_ask_is_raised(client):
+    with pytest.raises(RemoteError, match="as it was asked"):
+        client.ask("fail", {}, 5)
+
+
+def test_what_cannot_be_sent_does_not_end_the_stream(link):
+    with pytest.raises(MessageError, match="does not travel"):
+        link.send(Message({}, [np.array(["a"])]))
+    link.call(Message({"op": "echo"}), 5)
+
+
+@pytest.mark.parametrize("size", [2**27 + 1, 2**28])
+def test_a_message_that_is_too_large_is_refused_and_ends_the_stream(client, link, size):
+    with pytest.raises(MessageError, match="at most 134217728 are taken"):
+        link.call(Message({"op": "echo"}, [np.zeros(size, np.uint8)]), 10)
+    with pytest.raises(UnavailableError, match="at most 134217728"):
+        link.call(Message({"op": "echo"}), 5)
+    client.open().call(Message({"op": "echo"}), 5)
+
+
+def test_an_answer_that_is_too_large_is_refused_and_closes_the_link(server):
+    with TaskClient(server.address, TOKEN, "ps 0", max_message_bytes=10**6) as client:
+        link = client.open()
+        with pytest.raises(MessageError, match="at most 1000000 are taken"):
+            link.call(Message({"op": "make", "bytes": 2 * 10**6}), 5)
+        with pytest.raises(UnavailableError):
+            link.call(Message({}), 5)
+
+
+def test_there_are_no_more_streams_than_allowed(server, client):
+    links = [client.open() for _ in range(8)]
+    for link in links:
+        link.call(Message({}), 5)
+    one_more = client.open()
+    with pytest.raises(UnavailableError, match="8 streams open"):
+        one_more.call(Message({}), 5)
+    links[3].close()
+    wait_until(lambda: server.statistics()["streams"] < 8)
+    client.open().call(Message({}), 5)
+
+
+def test_an_answer_that_takes_too_long_closes_the_link_and_no_other(client, link):
+    other = client.open()
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"did not answer a message within 0\.[23].* s") as caught:
+        link.call(Message({"op": "sleep", "s": 2}), 0.3)
+    assert 0.25 < time.monotonic() - started < 1.5
+    assert caught.value.task == "ps 0"
+    with pytest.raises(UnavailableError, match="did not answer"):
+        link.send(Message({}))
+    other.call(Message({"op": "echo"}), 5)
+
+
+def test_an_ask_that_takes_too_long(client):
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"did not answer 'sleep' within 0\.3 s"):
+        client.ask("sleep", {"s": 2}, 0.3)
+    assert time.monotonic() - started < 1.5
+
+
+def test_nobody_is_there():
+    with TaskClient("127.0.0.1:1", TOKEN, "ps 1") as client:
+        message(UnavailableError, lambda: client.ask("hello", {}, 5), "ps 1 at 127.0.0.1:1", "refused")
+        message(UnavailableError, client.open, "ps 1 at 127.0.0.1:1")
+
+
+def test_a_port_that_is_in_use(server):
+    message(UnavailableError, echo_server(server.address).start, server.address, "in use")
+
+
+# --- the end ------------------------------------------------------------------------------------------
+
+
+def test_closing_a_link_wakes_who_waits(client, link):
+    threading.Timer(0.2, link.close).start()
+    with pytest.raises(UnavailableError, match="was closed"):
+        link.receive(20)
+
+
+def test_closing_a_client_closes_its_links(server, client, link):
+    link.call(Message({}), 5)
+    client.close()
+    message(UnavailableError, lambda: link.call(Message({}), 5), "was closed")
+    message(UnavailableError, lambda: client.ask("hello", {}, 5), "was closed")
+    wait_until(lambda: server.statistics()["streams"] == 0)
+    assert server._service.num_closed == 1
+
+
+def test_a_server_ends_although_streams_are_open(server, client, link):
+    link.call(Message({}), 5)
+    started = time.monotonic()
+    server.shutdown(10.0)
+    assert time.monotonic() - started < 3
+    with pytest.raises(UnavailableError):
+        link.receive(5)
+    with pytest.raises(UnavailableError):
+        client.ask("hello", {}, 5)
+
+
+def test_a_server_that_ends_finishes_what_it_is_answering(server, link):
+    link.send(Message({"op": "sleep", "s": 0.5}))
+    time.sleep(0.2)
+    ending = threading.Thread(target=server.shutdown, args=(10.0,))
+    ending.start()
+    assert link.receive(5).header["s"] == 0.5
+    ending.join(10)
+    assert not ending.is_alive()
+
+
+def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
+    program = """
+        import sys, time
+        sys.path.insert(0, sys.argv[1])
+        from echo_task import echo_server
+        from replicax._src.ps import transport
+
+        transport.cut = lambda *_: 0  # a system on which connections cannot be cut
+        server = echo_server()
+        server.start()
+        print(server.address, flush=True)
+        sys.stdin.readline()
+        started = time.monotonic()
+        server.shutdown(1.0)
+        print(time.monotonic() - started)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), __file__.rpartition("/")[0]]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as task:
+        with TaskClient(task.stdout.readline().strip(), TOKEN, "ps 0") as client:
+            client.open().call(Message({}), 5)
+            said, warned = task.communicate("end\n", timeout=20)
+    assert task.returncode == 0, warned
+    assert float(said) < 5
+    assert "1 streams" in warned
+
+
+def test_a_process_whose_server_was_not_shut_down_ends():
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from echo_task import echo_server
+
+        server = echo_server()
+        server.start()
+        print(server.address, flush=True)
+        sys.stdin.readline()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), __file__.rpartition("/")[0]]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as task:
+        with TaskClient(task.stdout.readline().strip(), TOKEN, "ps 0") as client:
+            link = client.open()
+            link.call(Message({}), 5)
+            _, warned = task.communicate("end\n", timeout=20)
+            with pytest.raises(UnavailableError):
+                link.call(Message({}), 5)
+    assert (task.returncode, warned) == (0, "")
+
+
+def test_a_server_that_was_never_started_can_be_shut_down():
+    echo_server().shutdown()
+
+
+def test_statistics(server, client, link):
+    sent = np.zeros(10**6, np.uint8)
+    for _ in range(3):
+        link.call(Message({"op": "echo"}, [sent]), 5)
+    of_server, of_client = server.statistics(), client.statistics()
+    assert of_server["messages"] == of_client["messages"] == 3
+    assert of_server["bytes_in"] == of_client["bytes_out"] > 3 * 10**6
+    assert of_server["bytes_out"] == of_client["bytes_in"] > 3 * 10**6
+    assert (of_server["streams"], of_client["links"], of_server["rejected"]) == (1, 1, 0)
+    link.close()
+    wait_until(lambda: server.statistics()["streams"] == 0)
+    assert server.statistics() == {**of_server, "streams": 0}
+    assert client.statistics() == {**of_client, "links": 0}
+
+
+def test_clients_leave_no_threads(server):
+    before = set(threading.enumerate())
+    for _ in range(5):
+        with TaskClient(server.address, TOKEN, "ps 0") as client:
+            client.open().call(Message({}), 5)
+    assert {t for t in threading.enumerate() if t.name == "replicax deadlines"} <= before
+
+
+# --- credentials --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token", "says"), [(None, "no token"), ("wrong", "a wrong token"), ("secre", "a wrong token")]
+)
+def test_who_does_not_have_the_token_is_refused(server, token, says):
+    with TaskClient(server.address, Credentials(token=token), "ps 0") as client:
+        message(UnauthenticatedError, lambda: client.ask("hello", {}, 5), "ps 0 at", says, "REPLICAX_TOKEN")
+        message(UnauthenticatedError, client.open, says)
+    assert server.statistics()["rejected"] == 2
+    assert server.statistics()["streams"] == 0
+
+
+def test_a_server_without_credentials_warns_once_and_takes_who_comes(caplog):
+    with caplog.at_level(logging.WARNING, "replicax"), echo_server(credentials=Credentials()) as server:
+        for token in (None, "any"):
+            with TaskClient(server.address, Credentials(token=token), "ps 0") as client:
+                client.open().call(Message({}), 5)
+    assert [r.message.count("has no credentials") for r in caplog.records] == [1]
+
+
+def test_it_does_not_listen_for_everybody_without_credentials():
+    message(InvalidArgumentError, lambda: echo_server("0.0.0.0:0", Credentials()), "open to everybody")
+
+
+@needs_ipv6
+def test_ipv6():
+    with echo_server("[::1]:0") as server, TaskClient(server.address, TOKEN, "ps 0") as client:
+        assert server.address.startswith("[::1]:")
+        client.open().call(Message({}), 5)
+
+
+def test_host_names():
+    with echo_server("localhost:0") as server, TaskClient(server.address, TOKEN, "ps 0") as client:
+        client.open().call(Message({}), 5)
+
+
+# --- TLS ----------------------------------------------------------------------------------------------
+
+
+def _certificate(name, issuer=None, issuer_key=None):
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer.subject if issuer else subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        .sign(issuer_key or key, hashes.SHA256())
+    )
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    """``pki["a"]``: credentials whose certificate the CA of this name signed."""
+    folder = tmp_path_factory.mktemp("pki")
+
+    def write(name, data):
+        (folder / name).write_bytes(data)
+        return str(folder / name)
+
+    def of(name):
+        ca, ca_key = _certificate(f"ca {name}")
+        certificate, key = _certificate(name, ca, ca_key)
+        pem = serialization.Encoding.PEM
+        form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        return Credentials(
+            ca_file=write(f"{name}.ca", ca.public_bytes(pem)),
+            certificate_file=write(f"{name}.crt", certificate.public_bytes(pem)),
+            key_file=write(f"{name}.key", key.private_bytes(pem, *form)),
+        )
+
+    return {name: of(name) for name in ("a", "b")}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_mutual_tls(pki, host):
+    with echo_server(f"{host}:0", pki["a"]) as server, TaskClient(server.address, pki["a"], "ps 0") as client:
+        answer = client.open().call(Message({}, [np.arange(10**6)]), 10)
+        np.testing.assert_array_equal(answer.arrays[0], np.arange(10**6))
+        assert client.ask("hello", {"a": 1}, 5)["a"] == 1
+
+
+@pytest.mark.parametrize("who", ["no certificate", "of another CA", "no TLS"])
+def test_who_has_no_certificate_of_the_ca_is_refused_by_mutual_tls(pki, who):
+    shown = {
+        "no certificate": Credentials(ca_file=pki["a"].ca_file),
+        "of another CA": Credentials(
+            ca_file=pki["a"].ca_file, certificate_file=pki["b"].certificate_file, key_file=pki["b"].key_file
+        ),
+        "no TLS": Credentials(),
+    }[who]
+    with echo_server(credentials=pki["a"]) as server:
+        with TaskClient(server.address, shown, "ps 0") as client:
+            message(UnavailableError, lambda: client.ask("hello", {}, 5), "ps 0 at", server.address)
+            message(UnavailableError, client.open)
+        assert server.statistics()["messages"] == 0
+        with TaskClient(server.address, pki["a"], "ps 0") as client:
+            client.open().call(Message({}), 5)
+
+
+def test_a_client_does_not_speak_to_a_server_of_another_ca(pki):
+    with echo_server(credentials=pki["b"]) as server, TaskClient(server.address, pki["a"], "ps 0") as client:
+        message(UnavailableError, lambda: client.ask("hello", {}, 5), "ps 0 at")
+
+
+def test_tls_and_a_token(pki):
+    of_server = Credentials("secret", certificate_file=pki["a"].certificate_file, key_file=pki["a"].key_file)
+    with echo_server(credentials=of_server) as server:
+        with TaskClient(server.address, Credentials("secret", ca_file=pki["a"].ca_file), "ps 0") as client:
+            client.open().call(Message({}), 5)
+        with TaskClient(server.address, Credentials("wrong", ca_file=pki["a"].ca_file), "ps 0") as client:
+            message(UnauthenticatedError, client.open, "a wrong token")
+
+
+def test_mutual_tls_asks_for_the_token_too(pki):
+    both = Credentials("secret", pki["a"].ca_file, pki["a"].certificate_file, pki["a"].key_file)
+    with echo_server(credentials=both) as server, TaskClient(server.address, pki["a"], "ps 0") as client:
+        message(UnauthenticatedError, client.open, "no token")

@@ -1,0 +1,125 @@
+"""A task in a process of its own that is killed, stopped and started again."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from echo_task import EchoTask
+
+from checks import message
+from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.messages import Message
+from replicax._src.ps.transport import TaskClient
+from replicax.errors import UnavailableError
+
+pytestmark = pytest.mark.timeout(120)
+TOKEN = Credentials(token="secret")
+LARGE = [np.zeros(64 * 2**20, np.uint8)]
+
+
+@pytest.fixture(scope="module")
+def task():
+    """One that lives for all tests of this file."""
+    with EchoTask() as task:
+        yield task
+
+
+@pytest.fixture
+def client(task):
+    with TaskClient(task.address, TOKEN, "ps 0") as client:
+        yield client
+
+
+def seconds_until_unavailable(call):
+    started = time.monotonic()
+    message(UnavailableError, call, "ps 0 at 127.0.0.1:")
+    return time.monotonic() - started
+
+
+def test_messages_travel_between_processes(client):
+    link = client.open()
+    sent = [np.random.default_rng(0).random(10**6), np.float32(2)]
+    got = link.call(Message({"op": "echo"}, sent), 20).arrays
+    np.testing.assert_array_equal(got[0], sent[0])
+    assert got[1] == 2
+
+
+def test_who_waits_for_a_stopped_task_gets_an_error_in_time(task, client):
+    link, other = client.open(), client.open()
+    with task.stopped():
+        assert 0.9 < seconds_until_unavailable(lambda: link.call(Message({}), 1.0)) < 4
+        assert 0.9 < seconds_until_unavailable(lambda: client.ask("hello", {}, 1.0)) < 4
+        assert seconds_until_unavailable(lambda: client.open(1.0)) < 4
+    assert client.ask("hello", {}, 10)
+    other.call(Message({}), 10)
+    client.open().call(Message({}), 10)
+
+
+def test_who_sends_to_a_stopped_task_gets_an_error_in_time(task, client):
+    link = client.open()
+    link.call(Message({}), 10)
+    with task.stopped():
+        assert 0.9 < seconds_until_unavailable(lambda: link.send(Message({"op": "echo"}, LARGE), 1.0)) < 4
+        assert seconds_until_unavailable(lambda: link.send(Message({}), 1.0)) < 1
+    client.open().call(Message({"op": "echo"}, LARGE), 20)
+
+
+def test_a_client_that_was_never_connected_finds_a_stopped_task_in_time(task):
+    with task.stopped(), TaskClient(task.address, TOKEN, "ps 0") as client:
+        assert seconds_until_unavailable(lambda: client.ask("hello", {}, 1.0)) < 4
+        assert seconds_until_unavailable(lambda: client.open(1.0)) < 4
+
+
+def test_clients_of_a_stopped_task_can_be_closed(task):
+    client = TaskClient(task.address, TOKEN, "ps 0")
+    link = client.open()
+    waiting = threading.Thread(
+        target=lambda: message(UnavailableError, lambda: link.receive(60), "was closed")
+    )
+    waiting.start()
+    with task.stopped():
+        started = time.monotonic()
+        client.close()
+        waiting.join(10)
+        assert time.monotonic() - started < 5
+        assert not waiting.is_alive()
+
+
+def test_a_task_goes_on_when_a_client_was_killed_in_the_middle_of_a_message(task, client):
+    before = client.ask("statistics", {}, 10)["closed"]
+    with TaskClient(task.address, TOKEN, "ps 0") as other:
+        link = other.open()
+        link.send(Message({"op": "echo"}, [np.zeros(2**20, np.uint8)]))
+        link.send(Message({"op": "echo"}, [np.zeros(2**20, np.uint8)]))
+    deadline = time.monotonic() + 10
+    while client.ask("statistics", {}, 10)["closed"] == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    client.open().call(Message({}), 10)
+
+
+def test_a_killed_task_is_noticed_at_once_and_found_again_at_its_address():
+    with EchoTask() as task, TaskClient(task.address, TOKEN, "ps 0") as client:
+        link, idle = client.open(), client.open()
+        link.send(Message({"op": "sleep", "s": 60}))
+        threading.Timer(0.3, task.process.kill).start()
+        assert seconds_until_unavailable(lambda: link.receive(60)) < 5
+        assert seconds_until_unavailable(lambda: idle.call(Message({}), 60)) < 2
+        assert seconds_until_unavailable(lambda: client.ask("hello", {}, 60)) < 5
+        assert seconds_until_unavailable(client.open) < 5
+        time.sleep(
+            2
+        )  # while nobody is there the client waits longer each time before it tries again, up to a second
+        seconds_until_unavailable(lambda: client.ask("hello", {}, 60))
+        with EchoTask(task.address):
+            deadline = time.monotonic() + 5
+            while True:
+                try:
+                    assert client.ask("hello", {}, 5)
+                    break
+                except UnavailableError:
+                    assert time.monotonic() < deadline, "it is there again, and was not found"
+                    time.sleep(0.05)
+            assert seconds_until_unavailable(lambda: link.call(Message({}), 5)) < 1
+            client.open().call(Message({"op": "echo"}, LARGE), 20)
