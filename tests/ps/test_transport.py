@@ -259,7 +259,7 @@ def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
         from echo_task import echo_server
         from replicax._src.ps import transport
 
-        transport.cut = lambda *_: 0  # a system on which connections cannot be cut
+        transport.cut_accepted = lambda *_: 0  # a system on which connections cannot be cut
         server = echo_server()
         server.start()
         print(server.address, flush=True)

@@ -1,7 +1,8 @@
-"""Cutting connections that a server of this process has accepted. Arrow Flight's server cannot end a stream itself.
+"""Cutting TCP connections of this process: what Arrow Flight cannot wake is woken so.
 
-While it reads from a peer, or writes to a stopped one, its thread waits until that peer does something
-(https://github.com/apache/arrow/issues/43819). The socket can be ended below it: then the stream breaks at once.
+A server's thread that reads from a peer, or writes to a stopped one, waits until that peer does something
+(https://github.com/apache/arrow/issues/43819). A client's ``cancel`` does not wake a write that waits because the socket
+of a stopped peer takes no more. The socket below can be ended: then all its streams break at once.
 """
 
 from __future__ import annotations
@@ -10,28 +11,44 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 _DESCRIPTORS = Path("/dev/fd")  # of Linux and macOS
 
 
-def cut(port: int, peer_ports: Collection[int]) -> int:
-    """Ends the connections between ``port`` of this process and these ports of peers.
+def cut_accepted(port: int, peer_ports: Collection[int]) -> None:
+    """Ends the connections between ``port`` of this process and these ports of peers."""
+    _cut(lambda own, peer: own[1] == port and peer[1] in peer_ports)
 
-    Returns:
-      How many they were; 0 also where a system does not list the files that a process has open.
-    """
-    num_cut = 0
+
+def cut_made(peers: Collection[tuple[str, int]]) -> None:
+    """Ends all connections of this process to these hosts and ports; see ``resolved``."""
+    _cut(lambda own, peer: peer in peers)
+
+
+def resolved(host: str, port: int) -> set[tuple[str, int]]:
+    """The IP addresses of a host, each with the port; none if it has no address (any more)."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {(str(address[0]), port) for *_, address in found}
+
+
+def _cut(is_chosen: Callable[[tuple[str, int], tuple[str, int]], bool]) -> None:
+    """Nothing, where a system does not list the files that a process has open."""
     for descriptor in _open_sockets():
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is not connected
-            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection:
-                own, other = connection.getsockname(), connection.getpeername()
-                is_ip = isinstance(own, tuple) and isinstance(other, tuple)  # its true family tells
-                if is_ip and own[1] == port and other[1] in peer_ports:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+                own, peer = connection.getsockname(), connection.getpeername()
+                if is_ip and is_chosen(_host_and_port(own), _host_and_port(peer)):
                     connection.shutdown(socket.SHUT_RDWR)
-                    num_cut += 1
-    return num_cut
+
+
+def _host_and_port(name: tuple[str, int]) -> tuple[str, int]:
+    return name[0].removeprefix("::ffff:"), name[1]  # IPv4 by a socket of IPv6
 
 
 def port_of_peer(peer: str) -> int | None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self, TypeVar, final
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.errors import MissingExtraError, ReplicaxError
 from replicax._src.ps.buffers import Buffers
-from replicax._src.ps.connections import cut, port_of_peer
+from replicax._src.ps.connections import cut_accepted, cut_made, port_of_peer, resolved
 from replicax._src.ps.credentials import TOKEN_VARIABLE, Credentials
 from replicax._src.ps.deadlines import Deadline, Deadlines
 from replicax._src.ps.errors import MessageError, UnavailableError, described, of_answer
@@ -43,6 +43,7 @@ log = logging.getLogger("replicax")
 _PING = (
     ""  # asked before a stream is opened: it makes the connection, with a deadline, and shows the credentials
 )
+_CANCEL_S = 0.2
 _RELEASE_S = 1.0
 
 
@@ -209,7 +210,7 @@ class TaskServer:
         while ending.is_alive() and time.monotonic() < deadline:
             with self._lock:
                 peers = [port_of_peer(session.peer) for session in self._streams]
-            cut(server.port, {port for port in peers if port is not None})
+            cut_accepted(server.port, {port for port in peers if port is not None})
             ending.join(0.05)
         if ending.is_alive():
             log.warning(
@@ -352,6 +353,7 @@ class TaskClient:
         self._links: set[Link] = set()
         self._ended = _Counts()
         self._is_closed = False
+        self._peers: set[tuple[str, int]] = set()  # where its connections lead to
 
     def ask(self, what: str, header: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
         """Asks the task for one thing, and waits for the answer.
@@ -375,6 +377,7 @@ class TaskClient:
         """
         deadline = time.monotonic() + timeout_s
         self._action(_PING, b"{}", timeout_s)
+        self._peers = self._peers or resolved(*split_address(self._address))
         try:
             pipe = self._client.stream()
         except self._flight.ERRORS as error:
@@ -553,10 +556,21 @@ class Link:
         """Wakes who waits; from any thread."""
         if not self._why_closed:
             self._why_closed = why
-            self._pipe.cancel()
+            self._wake()
             self._client._ended_link(self)
             for deadline in (self._send_deadline, self._receive_deadline):
                 self._client._deadlines.remove(deadline)
+
+    def _wake(self) -> None:
+        """Ends what blocks. A write to a stopped task is not woken when it is cancelled.
+
+        So the connections to that task are cut, with all links on them: it takes nothing of any of them.
+        """
+        if self._sending.acquire(timeout=_CANCEL_S):
+            self._pipe.cancel()
+            self._sending.release()
+        else:
+            cut_made(self._client._peers)
 
     def _release(self) -> None:
         """Gives up the stream, when nobody reads or writes any more: who did has been woken."""
@@ -564,4 +578,5 @@ class Link:
             if not lock.acquire(timeout=_RELEASE_S):
                 return
             lock.release()
+        self._pipe.cancel()
         self._pipe.close()
