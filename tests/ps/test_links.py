@@ -133,6 +133,15 @@ def test_pieces_that_are_there_stay_only_if_that_is_allowed(links):
     assert links.read([WHOLE])[0] == 7
 
 
+def test_pieces_are_not_made_twice_when_a_stream_breaks(links, clients):
+    new = NewPiece(Piece(1, "new"), (), np.float32, np.float32(1))
+    clients[1].breaks = ["receive"]
+    with pytest.raises(UnavailableError, match="broke at receive"):
+        links.create([new])
+    clients[1].breaks = ["receive"]
+    links.create([new], if_absent=True)
+
+
 def test_what_was_dropped_is_not_there(links):
     links.drop(SHARDS)
     links.drop(SHARDS)

@@ -11,10 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.input import memory
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps import links as links_module
 from replicax._src.ps import pulls as pulls_module
 from replicax._src.ps import runner as runner_module
+from replicax._src.ps.elements import ElementQueue
 from replicax._src.ps.errors import UnavailableError, UnknownProgramError
 from replicax._src.ps.links import NewPiece, PsLinks, StoreLink
 from replicax._src.ps.messages import Message
@@ -180,6 +182,13 @@ def test_a_kept_variable_that_is_written_after_all_is_seen(links, runner, counti
         assert [float(result) for result in results] == [10 + number, 100]
 
 
+def test_what_is_read_is_a_copy(links):
+    first, second = create(links, [Piece(0, "a")], [1, 2]), create(links, [Piece(0, "b")], [3, 4])
+    (value,) = links.read([first])
+    links.read([second])
+    np.testing.assert_array_equal(value, [1, 2])
+
+
 def test_programs_that_take_turns_see_the_variables_as_they_are(links, runner, counting):
     (third,) = create(links, [Piece(0, "third")], 7)
     read = worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])
@@ -195,9 +204,10 @@ def test_another_client_is_seen_by_a_closure_without_pushes(links, runner):
     reading = runner.add_program(
         worker_program(lambda x: x + 1, [Input("variable", 0)], [np.float32(0)], [[value]])
     )
-    for number in range(4):
-        links.assign([([value], np.float32(number // 2))])
-        assert float(runner.run(call(number, reading)).results[0]) == number // 2 + 1
+    for number in range(8):
+        if number == 5:  # it has come in the same version before, and is kept
+            links.assign([([value], np.float32(30))])
+        assert float(runner.run(call(number, reading)).results[0]) == (2 if number < 5 else 31)
 
 
 def test_a_runner_that_does_not_pull_ahead_pulls_each_time(new_links, links, counting, runner):
@@ -243,17 +253,18 @@ def test_a_variable_in_shards_is_taken_whole_and_pushed_in_parts(links, runner):
 
 
 def test_constants_are_sent_before(runner):
-    program = worker_program(
-        lambda c, x: c * x, [Input("constant", name="c"), Input("argument", 0)], [np.ones(3)] * 2
-    )
+    ones = np.ones(50_000, np.float32)
+    inputs = [Input("constant", name="c"), Input("argument", 0)]
+    program = worker_program(lambda c, x: (c * x).sum(), inputs, [ones] * 2)
     digest = runner.add_program(program)
     with pytest.raises(UnknownProgramError, match="constant c") as error:
-        runner.run(call(0, digest, np.ones(3, np.float32)))
+        runner.run(call(0, digest, ones))
     assert error.value.digest == "c"
-    constant = np.arange(3, dtype=np.float32)
+    constant = memory.empty(ones.shape, ones.dtype)  # as XLA takes it without a copy
+    constant[:] = 2
     runner.add_constant("c", constant)
     constant[:] = -1  # what came in a message is overwritten
-    np.testing.assert_array_equal(runner.run(call(0, digest, np.ones(3, np.float32))).results[0], [0, 1, 2])
+    assert float(runner.run(call(0, digest, ones)).results[0]) == 100_000
 
 
 def test_compiling_is_counted_once(runner, counting):
@@ -674,9 +685,9 @@ def test_rows_that_came_ahead_are_not_used_when_they_are_old(links, runner, bagg
     digest, pieces = bagging
     iterators = [Elements(*BATCHES)]
     runner.run(call(0, digest, iterators=iterators, signature=PAIR))
-    links.assign([(pieces, np.full((NUM_ROWS, DIM), 9, np.float32)), ([Piece(1, "scale")], np.float32(2))])
+    links.assign([(pieces, np.full((NUM_ROWS, DIM), 50, np.float32)), ([Piece(1, "scale")], np.float32(2))])
     again = runner.run(call(1, digest, iterators=iterators, signature=PAIR, epoch=1))
-    assert float(again.results[0]) == 9 * 2 * DIM * 2
+    assert float(again.results[0]) == 50 * 2 * DIM * 2
 
 
 def test_another_closure_between_two_of_a_table(links, runner, bagging, counting):
@@ -703,6 +714,24 @@ def test_elements_that_were_looked_at_are_given_to_whoever_comes(runner, bagging
     )
     assert float(runner.run(call(3, total, iterators=iterators, signature=PAIR)).results[0]) == 5
     assert float(runner.run(call(4, total, iterators=others, signature=PAIR)).results[0]) == 8
+
+
+def test_other_elements_than_those_that_were_looked_at(runner, bagging):
+    digest, _ = bagging
+    iterators, others = [Elements(*BATCHES)], [Elements([5, 1], [1, 5])]
+    batches = [BATCHES[0], [5, 1], [1, 5], BATCHES[1]]
+    for number, (taken_of, expected) in enumerate(
+        zip([iterators, others, others, iterators], sums(batches), strict=True)
+    ):
+        result = runner.run(call(number, digest, iterators=taken_of, signature=PAIR))
+        assert float(result.results[0]) == expected
+
+
+def test_an_iterator_that_a_closure_has_twice_is_not_looked_at():
+    iterator = Elements(1, 2, 3)
+    queue = ElementQueue()
+    assert queue.look_ahead([iterator, iterator], [1, 1]) is None
+    assert [float(leaves[0]) for (leaves,) in queue.take([iterator, iterator], [1, 1])] == [1, 2]
 
 
 def test_nobody_waits_for_an_element_of_a_closure_that_may_not_come(runner, bagging):

@@ -1,10 +1,13 @@
 """What a worker answers its coordinator, message by message."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
 from exported import update_program, worker_program
 from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.ps import worker as worker_module
 from replicax._src.ps.errors import ClosureAbortedError, MessageError, UnknownProgramError
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.messages import Message
@@ -126,6 +129,28 @@ def test_a_resource_that_is_made_again_starts_anew(worker, links):
     for number in range(2):
         ask(worker, "resource", [dump([np.ones(2), np.zeros(2)])], name="d", kind="dataset")
         assert float(run(worker, number, program).arrays[0]) == 2
+
+
+def test_resources_are_closed_when_they_are_replaced_and_released(worker, monkeypatch):
+    closed = []
+
+    class Resource:
+        spec: ClassVar = {}
+
+        def __init__(self, kind, pickled, place):
+            self.pickled = pickled
+
+        def close(self):
+            closed.append(int(self.pickled[0]))
+
+    monkeypatch.setattr(worker_module, "make", Resource)
+    for number in range(3):
+        ask(worker, "resource", [np.array([number])], name="d" if number < 2 else "e", kind="dataset")
+    assert closed == [0]
+    ask(worker, "release", names=["d"])
+    assert closed == [0, 1]
+    worker.close()
+    assert closed == [0, 1, 2]
 
 
 def test_it_knows_these_operations(worker):

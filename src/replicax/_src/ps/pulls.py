@@ -42,7 +42,7 @@ class Pulls:
     """The copies that one worker has of the pieces of variables. Used by one thread; its links are its own.
 
     Attributes:
-      moment: Grows whenever something came, or is not fresh any more: as long as it stays, all that came last holds.
+      moment: Grows whenever what is here is not fresh any more.
       num_pulls: Times that the servers were asked before a closure could run: without a push to ask with.
     """
 
@@ -99,7 +99,6 @@ class Pulls:
 
     def take(self, answers: Mapping[int, Answered]) -> None:
         """Remembers what came. All else of the same servers that is not kept is gone."""
-        self.moment += 1
         for (ps, _), copy in self._copies.items():
             if ps in answers and not copy.is_kept:
                 copy.value, copy.is_fresh = None, False
