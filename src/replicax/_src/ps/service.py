@@ -98,10 +98,10 @@ class TaskService:
         """
         with self._lock:
             incarnation = _incarnation_of(message)
-            if incarnation is None:  # it came by a stream that belongs to whom the task worked for then
-                incarnation = session.state.setdefault("incarnation", self._tenancy.incarnation)
-            session.state["incarnation"] = incarnation
+            if incarnation is None:  # the stream belongs to whom the task worked for when it was first used
+                incarnation = session.state.get("incarnation", self._tenancy.incarnation)
             self._tenancy.check(incarnation)
+            session.state["incarnation"] = incarnation
             work = self._work
         assert work is not None
         return work.answer(message)
@@ -123,6 +123,12 @@ class TaskService:
     def incarnation(self) -> str | None:
         """Of the coordinator; None while there is none."""
         return self._tenancy.incarnation
+
+    @property
+    def has_lost_coordinator(self) -> bool:
+        """Whether there was one, and is none now."""
+        with self._lock:
+            return self._tenancy.has_ended
 
     def waited_s(self, now: float) -> float:
         """For how long there has been no coordinator."""

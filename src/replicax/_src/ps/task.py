@@ -191,13 +191,10 @@ class Server:
     def _watch(self) -> None:
         """Until it is to stop: looks whether the coordinator is there."""
         assert self._service is not None
-        had_coordinator = False
         while not self._service.is_to_stop.wait(_TICK_S):
             now = time.monotonic()
             self._service.watch(now)
-            has_coordinator = self._service.incarnation is not None
-            is_lost = had_coordinator and not has_coordinator
-            if is_lost and self._options.on_coordinator_loss == "exit":
+            if self._options.on_coordinator_loss == "exit" and self._service.has_lost_coordinator:
                 _log.warning("%s: its coordinator is gone; it ends.", self._server_def.task)
                 break
             if self._service.waited_s(now) > self._options.wait_timeout_s:
@@ -207,7 +204,6 @@ class Server:
                     self._options.wait_timeout_s,
                 )
                 break
-            had_coordinator = has_coordinator
         time.sleep(_LAST_WORDS_S)  # who asked it to stop is answered
         self.stop()
 

@@ -34,6 +34,12 @@ class Tenancy:
         self._incarnation: str | None = None
         self._past: collections.OrderedDict[str, str] = collections.OrderedDict()
         self._last_heard = now
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has worked for a coordinator, and does for none."""
+        return self._has_ended and self._incarnation is None
 
     @property
     def incarnation(self) -> str | None:
@@ -87,23 +93,24 @@ class Tenancy:
         """For how long it has waited for a coordinator; 0 if it has one."""
         return 0.0 if self._incarnation is not None else now - self._last_heard
 
-    def check(self, incarnation: str) -> None:
+    def check(self, incarnation: str | None) -> None:
         """Refuses whoever is not the coordinator that the task works for.
 
         Raises:
           StaleCoordinatorError: It is another one.
           UnavailableError: There is none, and never was this one: the task was started again since.
         """
-        if incarnation == self._incarnation:
-            return
-        self._refuse_past(incarnation)
+        if incarnation is not None:
+            if incarnation == self._incarnation:
+                return
+            self._refuse_past(incarnation)
         if self._incarnation is not None:
             raise StaleCoordinatorError(
                 f"{self._task} works for the coordinator {self._incarnation}, not for {incarnation}. One cluster has one "
                 "coordinator at a time; the next one takes over with its hello."
             )
         raise UnavailableError(
-            f"{self._task} does not know the coordinator {incarnation}: it was started again since, or nobody has said "
+            f"{self._task} does not know the coordinator {incarnation or 'of a message'}: it was started again since, or nobody has said "
             "hello to it.",
             self._task,
         )
@@ -119,5 +126,6 @@ class Tenancy:
         if self._incarnation is not None:
             self._past[self._incarnation] = why
             self._incarnation = None
+            self._has_ended = True
         while len(self._past) > _NUM_PAST:
             self._past.popitem(last=False)
