@@ -227,6 +227,23 @@ def test_a_parameter_server_that_dies_is_the_end(launch):
     assert "ps 0 exited with code 7. chief 0 may end by itself for 0.2 s." in result.stderr
 
 
+def test_a_parameter_server_with_snapshots_is_started_again(launch, tmp_path):
+    server = """
+    if task == "ps 0" and not restart:
+        sys.exit(7)
+    print(task, sys.argv[1:])
+    open(os.path.join(os.environ["THERE"], task), "w").close()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    time.sleep(60)
+    """
+    script = "while {'ps 0', 'worker 0'} - set(os.listdir(sys.argv[1])): time.sleep(0.01)"
+    result = launch(script, "--ps", 1, "--snapshot-dir", "kept", server=server, THERE=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "ps 0 exited with code 7. Starting it again: restart 1 of 3." in result.stderr
+    assert "ps 0     | ps 0 ['--snapshot-dir', 'kept']" in result.stdout
+    assert "worker 0 | worker 0 []" in result.stdout
+
+
 def test_servers_are_not_waited_for_when_the_script_fails(launch, tmp_path):
     script = "while len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)\nsys.exit(5)"
     result = launch(script, "--ps", 1, "--grace", 50, server=SERVER, THERE=str(tmp_path))

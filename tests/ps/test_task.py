@@ -1,7 +1,9 @@
 """``Server`` in this process: a worker and a parameter server that are asked, stopped, taken over and left alone."""
 
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import (
     MessageError,
+    RemoteError,
     StaleCoordinatorError,
     UnauthenticatedError,
     UnavailableError,
@@ -224,25 +227,34 @@ class FakeWork:
         self.is_closed = True
 
 
-@pytest.fixture
-def service():
-    works = []
+class FakeHost:
+    instance, restored = "i", None
 
-    def begin(incarnation, ps):
+    def __init__(self):
+        self.works = []
+        self.asks = {"dance": lambda header: {"danced": True}}
+
+    def begin(self, incarnation, ps):
         if ps == ["broken"]:
             raise OSError("no such ps")
-        works.append(FakeWork(incarnation, ps))
-        return works[-1]
-
-    made = TaskService(Task("worker", 0), "i", begin, {}, Tenancy("worker 0", 60.0, time.monotonic()))
-    made.works = works
-    return made
+        self.works.append(FakeWork(incarnation, ps))
+        return self.works[-1]
 
 
-def test_one_work_for_each_coordinator(service):
+@pytest.fixture
+def host():
+    return FakeHost()
+
+
+@pytest.fixture
+def service(host):
+    return TaskService(Task("worker", 0), host, {}, Tenancy("worker 0", 60.0, time.monotonic()))
+
+
+def test_one_work_for_each_coordinator(service, host):
     for incarnation in ("a", "a", "b"):
         service.ask("hello", {"incarnation": incarnation, "ps": ["p:1"]}, None)
-    first, second = service.works
+    first, second = host.works
     assert (first.incarnation, first.ps, first.is_closed) == ("a", ["p:1"], True)
     assert (second.incarnation, second.is_closed) == ("b", False)
 
@@ -270,6 +282,75 @@ def test_a_hello_that_fails_can_be_said_again(service):
     assert service.incarnation is None
     service.ask("hello", {"incarnation": "a", "ps": ["p:1"]}, None)
     assert service.incarnation == "a"
+
+
+def test_what_only_the_coordinator_may_ask(service):
+    message(UnavailableError, lambda: service.ask("dance", {"incarnation": "a"}, None), "does not know", "a")
+    service.ask("hello", {"incarnation": "a", "ps": []}, None)
+    assert service.ask("dance", {"incarnation": "a"}, None) == {"danced": True}
+
+
+# --- snapshots ----------------------------------------------------------------------------------------
+
+
+def test_a_parameter_server_that_was_ended_goes_on_where_it_was(started, tmp_path):
+    server, client = started("ps", snapshot_dir=tmp_path, snapshot_interval_s=math.inf)
+    assert hello(client, "a")["restored"] is None
+    value = np.arange(6, dtype=np.float32)
+    with client.open() as link:
+        link.call(create("a", "w", value), 10.0)
+    server.stop()
+    again, client = started("ps", snapshot_dir=tmp_path, snapshot_interval_s=math.inf)
+    with client.open() as link:  # a worker does not say hello
+        answer = link.call(pull("a", "w"), 10.0)
+        np.testing.assert_array_equal(answer.arrays[0], value)
+    beat = client.ask("beat", {"incarnation": "a"}, 10.0)
+    assert (beat["statistics"]["pieces"], beat["statistics"]["num_snapshots"]) == (1, 0)
+    restored = hello(client, "a")["restored"]
+    assert (restored["incarnation"], restored["pieces"]) == ("a", 1)
+    again.stop()
+    assert len(list((tmp_path / "ps-0").iterdir())) == 1, "it wrote what had not changed"
+    _, client = started("ps", snapshot_dir=tmp_path)
+    hello(client, "b")
+    assert client.ask("beat", {"incarnation": "b"}, 10.0)["statistics"]["pieces"] == 0
+
+
+def test_snapshots_are_taken_from_time_to_time_and_failures_are_told(started, tmp_path):
+    _, client = started("ps", snapshot_dir=tmp_path, snapshot_interval_s=0.05)
+    hello(client, "a")
+
+    def statistics():
+        return client.ask("beat", {"incarnation": "a"}, 10.0)["statistics"]
+
+    time.sleep(0.2)
+    assert statistics()["num_snapshots"] == 0  # there is nothing
+    with client.open() as link:
+        link.call(create("a", "w", np.ones(3, np.float32)), 10.0)
+        until(lambda: statistics()["num_snapshots"] == 1, "the first one")
+        shutil.rmtree(tmp_path / "ps-0")
+        (tmp_path / "ps-0").write_text("in its way")
+        link.call(create("a", "v", np.ones(3, np.float32)), 10.0)
+        until(lambda: "No snapshot could be written" in statistics()["snapshot_error"], "the failure")
+        (tmp_path / "ps-0").unlink()
+        until(lambda: statistics()["num_snapshots"] == 2, "the second one")
+        assert statistics()["snapshot_error"] == ""
+
+
+def test_the_coordinator_asks_for_snapshots_and_goes_back(started, tmp_path):
+    _, client = started("ps", snapshot_dir=tmp_path, snapshot_interval_s=math.inf)
+    instance = hello(client, "a")["instance"]
+    with client.open() as link:
+        link.call(create("a", "w", np.ones(3, np.float32)), 10.0)
+        assert client.ask("snapshot", {"incarnation": "a", "epoch": 7}, 10.0)["epoch"] == 7
+        assign = Message({"op": "assign", "incarnation": "a", "keys": ["w"]}, [np.zeros(3, np.float32)])
+        link.call(assign, 10.0)
+        told = client.ask("restore", {"incarnation": "a", "epoch": 7}, 10.0)
+        assert told["instance"] != instance
+        assert client.ask("beat", {"incarnation": "a"}, 10.0)["instance"] == told["instance"]
+        np.testing.assert_array_equal(link.call(pull("a", "w"), 10.0).arrays[0], np.ones(3))
+    with pytest.raises(RemoteError, match="it is of epoch 7, not 8") as caught:
+        client.ask("restore", {"incarnation": "a", "epoch": 8}, 10.0)
+    assert caught.value.type == "SnapshotError"
 
 
 # --- its end ------------------------------------------------------------------------------------------

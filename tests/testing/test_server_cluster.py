@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import time
 
+import numpy as np
 import pytest
 
 from checks import message
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnauthenticatedError, UnavailableError
+from replicax._src.ps.messages import Message
 from replicax._src.ps.transport import TaskClient
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.errors import ClusterError, InvalidArgumentError
@@ -24,11 +27,20 @@ def ask(cluster, job, index, what="status", token=None, timeout_s=20.0):
         return client.ask(what, header, timeout_s)
 
 
-def test_the_process_of_the_test_is_the_coordinator(monkeypatch):
+def make(cluster, value):
+    """A variable on ps 0."""
+    piece = {"key": "w", "shape": list(value.shape), "dtype": str(value.dtype), "initial": "array"}
+    credentials = Credentials.of_environment(os.environ)
+    with TaskClient(cluster.cluster["ps"][0], credentials, "ps 0") as client, client.open() as link:
+        link.call(Message({"op": "create", "incarnation": "a", "pieces": [piece]}, [value]), 20.0)
+
+
+def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):
     """And what it does to its tasks."""
+    arguments = ["--snapshot-dir", tmp_path, "--snapshot-interval", "0.05"]
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setenv("REPLICAX_TOKEN", "of somebody else")
-    with server_cluster(workers=2, ps=1) as cluster:
+    with server_cluster(workers=2, ps=1, server_arguments=arguments) as cluster:
         resolver = TFConfigClusterResolver()
         assert (resolver.task_type, resolver.task_id) == ("chief", 0)
         assert resolver.cluster_spec() == cluster.resolver.cluster_spec() == cluster.cluster
@@ -53,13 +65,23 @@ def test_the_process_of_the_test_is_the_coordinator(monkeypatch):
         assert (again["incarnation"], again["task"]) == (None, "worker 1")
         assert again["instance"] != told["worker", 1]["instance"]
 
+        make(cluster, np.arange(6, dtype=np.float32))
+        while not ask(cluster, "ps", 0, "beat")["statistics"]["num_snapshots"]:
+            time.sleep(0.05)
+        cluster.tasks["ps", 0].kill()
+        cluster.restart("ps", 0)
+        cluster.wait_for_servers()
+        status = ask(cluster, "ps", 0)
+        assert (status["incarnation"], status["statistics"]["pieces"]) == ("a", 1)
+        assert status["instance"] != told["ps", 0]["instance"]
+
         cluster.tasks["ps", 0].terminate()
         assert cluster.tasks["ps", 0].wait().exit_code == 0
         message(InvalidArgumentError, cluster.start_servers, "called before")
         pids = cluster.pids
     assert "TF_CONFIG" not in os.environ
     assert os.environ["REPLICAX_TOKEN"] == "of somebody else"
-    assert len(pids) == 4
+    assert len(pids) == 5
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -98,7 +98,13 @@ def add_parser(subparsers: Any) -> None:
         type=count,
         default=3,
         metavar="N",
-        help="start a worker that runs `replicax server` again when it dies, each at most N times (3)",
+        help="start a worker that runs `replicax server` again when it dies, each at most N times (3); with "
+        "--snapshot-dir a parameter server too",
+    )
+    how.add_argument(
+        "--snapshot-dir",
+        metavar="DIR",
+        help="where parameter servers keep their values, to go on with them when they are started again",
     )
     how.add_argument(
         "--grace", type=seconds, default=10.0, metavar="S", help="the grace time, in seconds (10)"
@@ -198,14 +204,28 @@ def _starts_here(options: argparse.Namespace, command: Sequence[str]) -> list[St
     has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
     awaited = ("chief",) if has_coordinator else ("chief", "worker")
     return [
-        dataclasses.replace(
-            _start(options, cluster, task, SERVER_COMMAND if task in servers else command, secrets),
-            is_awaited=task.type in awaited,
-            is_server=task in servers,
-            max_restarts=options.server_restarts if task in servers and task.type == "worker" else 0,
-        )
+        dataclasses.replace(_start(options, cluster, task, command, secrets), is_awaited=task.type in awaited)
+        if task not in servers
+        else _start_server(options, cluster, task, secrets)
         for task in layout.tasks
     ]
+
+
+def _start_server(
+    options: argparse.Namespace,
+    cluster: Mapping[str, Sequence[str]],
+    task: Task,
+    secrets: Mapping[str, str],
+) -> Start:
+    command, may_restart = SERVER_COMMAND, task.type == "worker"
+    if task.type == "ps" and options.snapshot_dir is not None:
+        command, may_restart = (*SERVER_COMMAND, "--snapshot-dir", options.snapshot_dir), True
+    return dataclasses.replace(
+        _start(options, cluster, task, command, secrets),
+        is_awaited=False,
+        is_server=True,
+        max_restarts=options.server_restarts if may_restart else 0,
+    )
 
 
 def _token(environ: Mapping[str, str]) -> dict[str, str]:

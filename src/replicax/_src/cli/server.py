@@ -67,6 +67,18 @@ def add_parser(subparsers: Any) -> None:
         metavar="S",
         help="how long it waits for a coordinator before it ends, in seconds (inf)",
     )
+    parser.add_argument(
+        "--snapshot-dir",
+        metavar="DIR",
+        help="where a ps keeps its values, to go on with them when it is started again",
+    )
+    parser.add_argument(
+        "--snapshot-interval",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="how often it does, in seconds (60)",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -90,6 +102,8 @@ def run(options: argparse.Namespace) -> int:
             on_coordinator_loss=options.on_coordinator_loss,
             silence_timeout_s=options.silence_timeout,
             wait_timeout_s=options.wait_timeout,
+            snapshot_dir=options.snapshot_dir,
+            snapshot_interval_s=options.snapshot_interval,
         )
         if options.devices is not None:
             set_local_devices(options.devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
@@ -106,6 +107,9 @@ class ServerOptions:
         one. "exit": it ends.
       silence_timeout_s: After how long without a word a coordinator is gone.
       wait_timeout_s: For how long it waits for a coordinator, the first or the next, before it ends.
+      snapshot_dir: Where a ps writes its values from time to time, into a folder of its own, and when it is ended in
+        order. Started again with the same folder it goes on from there. None: it does not.
+      snapshot_interval_s: The time between two of them; ``math.inf``: only when the coordinator asks for one.
 
     Raises:
       InvalidArgumentError: A value that is not allowed.
@@ -115,13 +119,15 @@ class ServerOptions:
     on_coordinator_loss: Literal["wait", "exit"] = "wait"
     silence_timeout_s: float = 60.0
     wait_timeout_s: float = math.inf
+    snapshot_dir: str | os.PathLike[str] | None = None
+    snapshot_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.on_coordinator_loss not in ("wait", "exit"):
             raise InvalidArgumentError(
                 f"on_coordinator_loss={self.on_coordinator_loss!r}: it is 'wait' or 'exit'."
             )
-        for name in ("silence_timeout_s", "wait_timeout_s"):
+        for name in ("silence_timeout_s", "wait_timeout_s", "snapshot_interval_s"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(
                     f"{name}={getattr(self, name)!r}: it is a number of seconds above 0, or math.inf."

@@ -5,6 +5,7 @@ What it does for a coordinator is its ``Work``, made at the coordinator's ``hell
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from replicax._src.ps.transport import Session
 
 _log = logging.getLogger(__name__)
+
+
+Ask = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Work(Protocol):
@@ -38,38 +42,61 @@ class Work(Protocol):
         ...
 
 
+class Host(Protocol):
+    """What a task has, whoever its coordinator is.
+
+    Attributes:
+      asks: What a coordinator may ask besides what every task answers.
+    """
+
+    asks: Mapping[str, Ask]
+
+    @property
+    def instance(self) -> str:
+        """Random; another one if what was here is gone."""
+        ...
+
+    @property
+    def restored(self) -> Mapping[str, Any] | None:
+        """What it has from a process before it; None if it has nothing."""
+        ...
+
+    def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
+        """Makes the work for a coordinator."""
+        ...
+
+    def close(self) -> None:
+        """Ends it, while what was made for the coordinator is still there."""
+        ...
+
+
 @final
 class TaskService:
     """Answers asks and messages, from any thread. ``transport.TaskServer`` calls it.
 
     Args:
       task: Which one this is.
-      instance: Of this process, random.
-      begin: Makes the work for a coordinator, of its incarnation and the addresses of all ps.
+      host: What it has; it makes the work for a coordinator.
       about: What ``hello`` tells of this process.
       tenancy: Whose messages are answered.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        instance: str,
-        begin: Callable[[str, Sequence[str]], Work],
-        about: Mapping[str, Any],
-        tenancy: Tenancy,
-    ):
-        self._task, self._instance, self._begin, self._about = task, instance, begin, about
+    def __init__(self, task: Task, host: Host, about: Mapping[str, Any], tenancy: Tenancy):
+        self._task, self._host, self._about = task, host, about
         self._tenancy = tenancy
         self._work: Work | None = None
         self._lock = threading.RLock()
         self._is_to_stop = threading.Event()
-        self._asks: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+        self._asks: dict[str, Ask] = {
             "hello": self._hello,
             "beat": self._beat,
             "leave": self._leave,
             "status": self._status,
             "stop": self._stop,
+            **{what: functools.partial(self._ask_host, ask) for what, ask in host.asks.items()},
         }
+        if host.restored is not None:  # whoever made that may go on
+            self._begin(host.restored["incarnation"], ())
 
     @property
     def is_to_stop(self) -> threading.Event:
@@ -148,21 +175,35 @@ class TaskService:
     # --- the asks -----------------------------------------------------------------------------------------
 
     def _hello(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        incarnation = header["incarnation"]
         with self._lock:
-            if self._tenancy.hello(incarnation, time.monotonic()):
-                self._drop()
-                try:
-                    self._work = self._begin(incarnation, header["ps"])
-                except BaseException:
-                    self._tenancy.withdraw()
-                    raise
-        return {"instance": self._instance, "task": str(self._task), **self._about}
+            self._begin(header["incarnation"], header["ps"])
+        return self._described()
+
+    def _begin(self, incarnation: str, ps: Sequence[str]) -> None:
+        if self._tenancy.hello(incarnation, time.monotonic()):
+            self._drop()
+            try:
+                self._work = self._host.begin(incarnation, ps)
+            except BaseException:
+                self._tenancy.withdraw()
+                raise
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "instance": self._host.instance,
+            "task": str(self._task),
+            "restored": self._host.restored,
+            **self._about,
+        }
+
+    def _ask_host(self, ask: Ask, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._tenancy.check(header["incarnation"])
+        return ask(header)
 
     def _beat(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
             self._tenancy.beat(header["incarnation"], time.monotonic())
-        return {"instance": self._instance, "statistics": self.statistics()}
+        return {"instance": self._host.instance, "statistics": self.statistics()}
 
     def _leave(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
@@ -173,13 +214,8 @@ class TaskService:
 
     def _status(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """For whoever is not the coordinator: it changes nothing."""
-        return {
-            "instance": self._instance,
-            "task": str(self._task),
-            "incarnation": self._tenancy.incarnation,
-            "statistics": self.statistics(),
-            **self._about,
-        }
+        told = {"incarnation": self._tenancy.incarnation, "statistics": self.statistics()}
+        return {**self._described(), **told}
 
     def _stop(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         self._is_to_stop.set()

@@ -121,6 +121,11 @@ class Store:
             }
             return {**held, **self._statistics.described()}
 
+    @property
+    def num_changes(self) -> int:
+        """Is another one after every change of a value."""
+        return self._highest_number
+
     def snapshot(self, directory: str | Path, epoch: int = 0) -> dict[str, Any]:
         """Writes all values and which closures have been applied to a new file. Updates go on meanwhile.
 

@@ -23,7 +23,7 @@ from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.process import prepare_process
 from replicax._src.ps.server_def import ServerDef, ServerOptions
-from replicax._src.ps.service import TaskService
+from replicax._src.ps.service import Host, TaskService
 from replicax._src.ps.tenancy import Tenancy
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Server:
       InvalidArgumentError: Something is missing, or not one of what is allowed.
       ClusterError: The cluster is wrong, or does not have this task.
       UnavailableError: It cannot listen at its address.
+      SnapshotError: It has snapshots, and none can be read.
       MissingExtraError: pyarrow or cloudpickle is not installed: the extra ``ps``.
     """
 
@@ -80,6 +81,7 @@ class Server:
                 "Server: protocol='grpc+tls' needs a certificate and its key: set REPLICAX_TLS_CERTIFICATE and "
                 "REPLICAX_TLS_KEY, or give Credentials in rx.ServerOptions."
             )
+        self._host: Host | None = None
         self._service: TaskService | None = None
         self._transport: TaskServer | None = None
         self._is_over = threading.Event()
@@ -122,14 +124,14 @@ class Server:
             if self._transport is not None:
                 return
             from replicax._src.ps.transport import TaskServer
-            from replicax._src.ps.work import work_of
+            from replicax._src.ps.work import host_of
 
             definition = self._server_def
             if _is_this_process(definition):
                 prepare_process(definition.cluster, definition.task)
-            instance, begin = work_of(definition, self._credentials)
+            self._host = host_of(definition, self._options, self._credentials)
             tenancy = Tenancy(str(definition.task), self._options.silence_timeout_s, time.monotonic())
-            self._service = TaskService(definition.task, instance, begin, about_this_process(), tenancy)
+            self._service = TaskService(definition.task, self._host, about_this_process(), tenancy)
             self._transport = TaskServer(definition.address, self._service, self._credentials)
             self._transport.start()
         threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()
@@ -157,9 +159,10 @@ class Server:
             self._is_ending.set()
         if is_first:
             try:
-                if self._transport is not None and self._service is not None:
+                if self._transport is not None and self._service is not None and self._host is not None:
                     self._service.is_to_stop.set()
                     self._transport.shutdown()
+                    self._host.close()
                     self._service.close()
             finally:
                 atexit.unregister(self.stop)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -12,29 +13,89 @@ from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.messages import Message
 from replicax._src.ps.resources import WorkerPlace
-from replicax._src.ps.server_def import ServerDef
-from replicax._src.ps.service import Work
+from replicax._src.ps.server_def import ServerDef, ServerOptions
+from replicax._src.ps.service import Ask, Host, Work
+from replicax._src.ps.snapshot_keeper import SnapshotKeeper
 from replicax._src.ps.store import Store
 from replicax._src.ps.transport import TaskClient
 from replicax._src.ps.worker import Worker
 
 
-def work_of(
-    definition: ServerDef, credentials: Credentials
-) -> tuple[str, Callable[[str, Sequence[str]], Work]]:
-    """The instance of a task, and what makes its work for a coordinator; both are for ``TaskService``."""
+def host_of(definition: ServerDef, options: ServerOptions, credentials: Credentials) -> Host:
+    """What the task of a definition has."""
     if definition.job_name == "ps":
-        store = Store()
-        return store.instance, lambda incarnation, ps: PsWork(store, incarnation)
+        folder = options.snapshot_dir
+        own = None if folder is None else Path(folder) / f"ps-{definition.task_index}"
+        return PsHost(own, options.snapshot_interval_s)
     place = WorkerPlace(
         definition.task_index, definition.cluster.num_tasks("worker"), jax.local_device_count()
     )
+    return WorkerHost(place, credentials)
 
-    def begin(incarnation: str, ps: Sequence[str]) -> Worker:
-        clients = [TaskClient(address, credentials, f"ps {index}") for index, address in enumerate(ps)]
-        return Worker(PsLinks(clients, incarnation), place)
 
-    return uuid.uuid4().hex, begin
+@final
+class WorkerHost:
+    """A worker's: nothing. What it has is its coordinator's."""
+
+    def __init__(self, place: WorkerPlace, credentials: Credentials):
+        self.asks: Mapping[str, Ask] = {}
+        self.restored = None
+        self.instance = uuid.uuid4().hex
+        self._place, self._credentials = place, credentials
+
+    def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
+        """Connects to no ps yet: that is done at first use."""
+        clients = [TaskClient(address, self._credentials, f"ps {index}") for index, address in enumerate(ps)]
+        return Worker(PsLinks(clients, incarnation), self._place)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@final
+class PsHost:
+    """A parameter server's: its store, and what keeps it in files.
+
+    Args:
+      directory: Of the snapshots of this task; None: there are none.
+      interval_s: Between two of them.
+
+    Raises:
+      SnapshotError: There are snapshots, and none can be read.
+    """
+
+    def __init__(self, directory: Path | None, interval_s: float):
+        self._store = Store()
+        self._keeper = None if directory is None else SnapshotKeeper(self._store, directory, interval_s)
+        self.asks: Mapping[str, Ask] = {}
+        if self._keeper is not None:
+            self.asks = {"snapshot": self._snapshot, "restore": self._restore}
+
+    @property
+    def instance(self) -> str:
+        return self._store.instance
+
+    @property
+    def restored(self) -> Mapping[str, Any] | None:
+        return None if self._keeper is None else self._keeper.restored
+
+    def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
+        """What is in the store stays, if it is of that coordinator."""
+        return PsWork(self._store, incarnation, self._keeper)
+
+    def close(self) -> None:
+        """Takes the last snapshot."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _snapshot(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._keeper is not None
+        return self._keeper.take(header["epoch"])
+
+    def _restore(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._keeper is not None
+        restored = self._keeper.restore(header["epoch"])
+        return {"instance": self._store.instance, "restored": restored}
 
 
 @final
@@ -44,10 +105,11 @@ class PsWork:
     Args:
       store: Of the task.
       incarnation: Of the coordinator.
+      keeper: Of the store's snapshots, if there are any.
     """
 
-    def __init__(self, store: Store, incarnation: str):
-        self._store, self._incarnation = store, incarnation
+    def __init__(self, store: Store, incarnation: str, keeper: SnapshotKeeper | None = None):
+        self._store, self._incarnation, self._keeper = store, incarnation, keeper
         store.hello(incarnation)
 
     def answer(self, message: Message) -> Message:
@@ -55,8 +117,8 @@ class PsWork:
         return self._store.answer(message)
 
     def statistics(self) -> Mapping[str, Any]:
-        """The store's."""
-        return self._store.statistics()
+        """The store's, and of its snapshots."""
+        return {**self._store.statistics(), **({} if self._keeper is None else self._keeper.statistics())}
 
     def close(self) -> None:
         """Drops all pieces."""

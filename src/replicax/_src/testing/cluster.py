@@ -43,6 +43,7 @@ class LocalCluster:
       evaluator: Whether there is an evaluator.
       script_in: Who runs the program where there are parameter servers, as for ``replicax launch``: "chief", "workers"
         or "all".
+      server_arguments: Of ``replicax server``: ``["--snapshot-dir", path]``.
       devices_per_worker: Virtual CPU devices of each task but the parameter servers.
       environment: Variables of all tasks, besides those of this process; None takes one away.
       timeout_s: How long waiting for tasks may take where nothing else is said.
@@ -68,6 +69,7 @@ class LocalCluster:
         num_ps: int = 0,
         evaluator: bool = False,
         script_in: Literal["chief", "workers", "all"] | None = None,
+        server_arguments: Sequence[str] = (),
         devices_per_worker: int = 1,
         environment: Mapping[str, str | None] | None = None,
         timeout_s: float = 60.0,
@@ -79,6 +81,7 @@ class LocalCluster:
             )
         self._layout = Layout(num_workers, chief, num_ps, evaluator)
         self._servers = self._layout.servers(script_in)
+        self._server_command = [*SERVER_COMMAND, *map(str, server_arguments)]
         self._devices_per_worker, self._timeout_s = devices_per_worker, timeout_s
         token = {TOKEN_VARIABLE: random_token(), TOKEN_FILE_VARIABLE: None} if num_ps else {}
         changed = {**os.environ, "PYTHONUNBUFFERED": "1", **token, **(environment or {})}
@@ -141,7 +144,7 @@ class LocalCluster:
             raise InvalidArgumentError("There are no servers in this cluster. Make it with num_ps=1, say.")
         if self._tasks or self._is_closed:
             raise InvalidArgumentError(_STARTED.format("start_servers"))
-        self._start({task: SERVER_COMMAND for task in self._layout.tasks if task in self._servers})
+        self._start({task: self._server_command for task in self._layout.tasks if task in self._servers})
         try:
             self.wait_for_servers()
         except BaseException:
@@ -173,7 +176,7 @@ class LocalCluster:
             raise InvalidArgumentError(_STARTED.format("start"))
         command = [str(self._script_of(program)), *map(str, args)]
         self._start(
-            {task: SERVER_COMMAND if task in self._servers else command for task in self._layout.tasks}
+            {task: self._server_command if task in self._servers else command for task in self._layout.tasks}
         )
 
     def _started_already(self, task: Task) -> bool:

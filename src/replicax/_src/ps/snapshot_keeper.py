@@ -1,0 +1,96 @@
+"""``SnapshotKeeper``: takes snapshots of a store from time to time, and begins with the last one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any, final
+
+from replicax._src.ps.snapshots import SnapshotError
+from replicax._src.ps.store import Store
+
+_log = logging.getLogger("replicax")
+
+
+@final
+class SnapshotKeeper:
+    """Writes what has changed every ``interval_s``, on a thread, and at the end. Restores when it is made.
+
+    A snapshot that cannot be written is a warning, and ``statistics`` says so: the training goes on, and the snapshots
+    before are there.
+
+    Args:
+      store: Of a task that does not listen yet.
+      directory: Of this task alone.
+      interval_s: ``math.inf``: only when ``take`` is called, and at the end.
+
+    Attributes:
+      restored: What ``Store.restore`` told; None if there was no snapshot.
+
+    Raises:
+      SnapshotError: There are snapshots, and none can be read.
+    """
+
+    def __init__(self, store: Store, directory: Path, interval_s: float):
+        self._store, self._directory, self._interval_s = store, directory, interval_s
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._num_taken = 0
+        self._error = ""
+        self.restored = store.restore(directory)
+        self._last = self._state
+        self._thread = threading.Thread(target=self._run, name="replicax-snapshots", daemon=True)
+        self._thread.start()
+
+    @property
+    def _state(self) -> tuple[str, int]:
+        return self._store.instance, self._store.num_changes
+
+    def take(self, epoch: int = 0) -> dict[str, Any]:
+        """Writes a snapshot now; returns what ``Store.snapshot`` tells.
+
+        Raises:
+          SnapshotError: It could not be written.
+        """
+        with self._lock:
+            before = self._state
+            told = self._store.snapshot(self._directory, epoch)
+            self._last = before
+            self._num_taken += 1
+            self._error = ""
+        return told
+
+    def restore(self, epoch: int) -> dict[str, Any] | None:
+        """Goes back to a snapshot; returns what ``Store.restore`` tells.
+
+        Raises:
+          SnapshotError: There is none of that epoch.
+        """
+        with self._lock:
+            self.restored = self._store.restore(self._directory, epoch)
+            self._last = self._state
+        return self.restored
+
+    def close(self) -> None:
+        """Takes the last one, if there is something to lose, and ends."""
+        self._is_over.set()
+        self._thread.join()
+        self._take_if_changed()
+
+    def statistics(self) -> dict[str, Any]:
+        """How many were taken, and why the last one was not."""
+        return {"num_snapshots": self._num_taken, "snapshot_error": self._error}
+
+    def _run(self) -> None:
+        while not self._is_over.wait(min(self._interval_s, threading.TIMEOUT_MAX)):
+            self._take_if_changed()
+
+    def _take_if_changed(self) -> None:
+        if self._state == self._last or not self._store.statistics()["pieces"]:
+            return
+        try:
+            self.take()
+        except SnapshotError as error:
+            self._error = str(error)
+            _log.warning("%s", error)
