@@ -13,7 +13,7 @@ from replicax import testing
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```(python|bash)\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 OF_JAX = re.compile(r"[WEIF]\d{4} |\[Gloo\] ")
-OF_TASK = re.compile(r"(?:chief|worker|evaluator) \d+(?: +\||:) ")
+OF_TASK = re.compile(r"(?:chief|worker|ps|evaluator) \d+(?: +\||:) ")
 LIMIT_S = 240
 
 
@@ -67,7 +67,7 @@ def pattern(expected):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", ["several_machines.md", "testing.md"])
+@pytest.mark.parametrize("page", ["several_machines.md", "testing.md", "parameter_servers.md"])
 def test_commands_print_what_the_page_says_in_processes(page, shell):
     listings = LISTING.findall((ROOT / "docs" / "guides" / page).read_text())
     assert {kind for kind, *_ in listings} == {"python", "bash"}
