@@ -11,8 +11,9 @@ import pytest
 from checks import message, needs_ipv6
 from replicax._src.cli.status import read_status
 from replicax._src.cluster.channel import Channel
-from replicax._src.cluster.frames import Decoder, FrameError, encode, listen
+from replicax._src.cluster.frames import Decoder, FrameError, bind_shared, encode, listen
 from replicax._src.cluster.hub import Hub
+from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.service import HubServer
 from replicax.errors import ClusterStartError, PeerFailureError, ProgramMismatchError
 
@@ -231,9 +232,7 @@ def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
 
 
 def test_nobody_listens():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     channel = Channel(address, 1, NAMES, "print")
     says = ["worker 1 waited 0 s for worker 0", address, "REPLICAX_START_TIMEOUT_S"]
     message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.3), *says)
@@ -257,7 +256,7 @@ def test_who_does_not_belong_is_refused(number, fingerprint, says):
 
 def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
     with contextlib.ExitStack() as earlier, contextlib.ExitStack() as next_run:
-        address = earlier.enter_context(serving())
+        address = earlier.enter_context(serving(at=f"127.0.0.1:{free_ports(1)[0]}"))
         first, second = (Channel(address, number, NAMES, "print") for number in range(2))
         for channel in (first, second):
             channel.connect(time.monotonic() + 5)
@@ -330,6 +329,18 @@ def test_an_ipv6_address_is_listened_at(at, reached_by):
     with listen(at, backlog=2) as listener:
         for host in reached_by:
             socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
+
+
+def test_a_port_that_is_held_is_only_for_who_shares_it():
+    """As gRPC does: nobody else can take it before its server listens there, which alone gets connections then."""
+    with bind_shared("127.0.0.1:0") as held:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            listen(f"127.0.0.1:{port}", backlog=1)
+        with socket.create_server(("127.0.0.1", port), reuse_port=True) as server:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            server.settimeout(5)
+            server.accept()[0].close()
 
 
 # --- frames --------------------------------------------------------------------------------------------

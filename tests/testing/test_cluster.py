@@ -14,6 +14,7 @@ import pytest
 
 from checks import message
 from replicax import errors
+from replicax._src.cluster.layout import free_ports
 from replicax.testing import Fault, LocalCluster, Proxy, report
 
 LIMIT_S = 20
@@ -423,9 +424,7 @@ def test_a_blackhole_holds_even_the_end_of_a_connection(echo):
 
 
 def test_a_proxy_before_nobody():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-    with Proxy(*address) as proxy, connected(proxy) as connection:
+    with Proxy("127.0.0.1", *free_ports(1)) as proxy, connected(proxy) as connection:
         assert connection.recv(1) == b""
 
 

@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -620,9 +619,6 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
     if not has_several_cpu_devices():
         # A step of a small network took 3.5 ms instead of 9 to 13 on two processes (jax 0.10).
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        unused = f"127.0.0.1:{probe.getsockname()[1]}"
     jax.distributed.initialize(
         coordinator,
         num_processes,
@@ -631,7 +627,8 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
         initialization_timeout=timeout_s,
         heartbeat_timeout_seconds=_NEVER_S,
         shutdown_timeout_seconds=5,
-        coordinator_bind_address=unused,  # process 0 starts a service too, which nobody uses
+        # Process 0 starts a service too, which nobody uses, at a port that gRPC chooses and holds.
+        coordinator_bind_address="127.0.0.1:0",
     )
     if cpu_collectives() == "mpi":
         _start_mpi()

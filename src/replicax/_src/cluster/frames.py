@@ -95,17 +95,36 @@ def listen(address: str, backlog: int) -> socket.socket:
     Raises:
       OSError: It cannot; the port may be in use.
     """
-    host, port = split_address(address)
-    host = bind_host(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # right after a restart on the same port
-    if host == "::":
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # those who come by IPv4 too
+    listener = _bound(address, socket.SO_REUSEADDR)  # right after a restart on the same port
     try:
-        listener.bind((host, port))
         listener.listen(backlog)
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+def bind_shared(address: str) -> socket.socket:
+    """A socket that holds ``host:port`` without listening, for a gRPC server of this process: only who shares ports, as
+    gRPC does, can bind it too.
+
+    Raises:
+      OSError: It cannot; the port may be in use.
+    """
+    return _bound(address, socket.SO_REUSEPORT)
+
+
+def _bound(address: str, option: int) -> socket.socket:
+    host, port = split_address(address)
+    host = bind_host(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, option, 1)
+    if host == "::":
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # those who come by IPv4 too
+    try:
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound

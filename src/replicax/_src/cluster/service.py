@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any, final
 
-from replicax._src.cluster.frames import Decoder, FrameError, bind_host, encode, listen
+from replicax._src.cluster.frames import Decoder, FrameError, bind_host, bind_shared, encode, listen
 from replicax._src.cluster.hub import Hub, Outbox, Refusal
 from replicax._src.cluster.spec import join_address, split_address
 
@@ -204,11 +204,11 @@ def main() -> None:
     from replicax._src import jax_compat  # after the port is ours: it takes a second to load
 
     host, _ = split_address(settings["address"])
-    with listen(join_address(host, 0), backlog=1) as probe:
-        port = probe.getsockname()[1]
-    service = jax_compat.start_coordination_service(
-        join_address(bind_host(host), port), len(settings["names"])
-    )
+    with bind_shared(join_address(host, 0)) as held:
+        port = held.getsockname()[1]
+        service = jax_compat.start_coordination_service(
+            join_address(bind_host(host), port), len(settings["names"])
+        )
     coordinator = join_address(host, port)
     _answer({"coordinator": coordinator})
     must_end = threading.Event()
