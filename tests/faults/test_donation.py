@@ -1,10 +1,10 @@
 """Donation never deletes an array that somebody holds, and never ends the process.
 
-Each case is a function of a strategy, run in a Python process of its own (a mistake here is a segmentation
-fault), on one device, on several, and with central storage. What it returns is printed there and compared here.
+Each case is a function of a strategy, run in another Python process (a mistake here is a segmentation fault), on one
+device, on several, and with central storage. What it returns is printed there and compared here. Where a case ends the
+process the cases after it are run in a new one.
 """
 
-import concurrent.futures
 import contextlib
 import json
 import logging
@@ -42,35 +42,47 @@ def case(expects, on=tuple(STRATEGIES)):
 
 
 @pytest.fixture(scope="module")
-def processes(request):
-    """The finished process of each case that is to be tested; two run at a time."""
+def outcomes(request):
+    """Of each case that is to be tested: what it printed, and how its process ended if that was in this case."""
     names = [item.callspec.params["name"] for item in request.session.items if item.function is test_donation]
-    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        yield {name: pool.submit(run_in_process, name) for name in names}
+    found = {}
+    while names:
+        process = run_in_process(names)
+        for line in process.stdout.splitlines():
+            name, *printed = json.loads(line)
+            found.setdefault(name, ([], None))[0].append(printed)
+        if process.returncode == 0:
+            break
+        # The first that did not come to its end has ended the process; or the last one did, at the end of Python.
+        done = [name for name in names if len(found.get(name, ([],))[0]) == len(CASES[name][2])]
+        guilty = names[min(len(done), len(names) - 1)]
+        printed, _ = found.get(guilty, ([], None))
+        found[guilty] = (printed, f"exit code {process.returncode}\n{process.stderr}")
+        names = names[names.index(guilty) + 1 :]
+    return found
 
 
-def run_in_process(name):
-    command = [sys.executable, __file__, name]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def run_in_process(names):
+    command = [sys.executable, __file__, *names]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_donation(name, processes):
-    process = processes[name].result()
-    assert process.returncode == 0, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
-    printed = [json.loads(line) for line in process.stdout.splitlines()]
+def test_donation(name, outcomes):
+    printed, ending = outcomes[name]
+    assert ending is None, f"{printed}\n{ending}"
     _, expects, on = CASES[name]
     assert printed == [[strategy, expects] for strategy in on]
 
 
-def main(name):
+def main(*names):
     rx.config.set_local_devices(4)
-    fn, _, on = CASES[name]
-    for label in on:
-        result = fn(STRATEGIES[label]())
-        print(
-            json.dumps([label, jax.tree_util.tree_map(lambda x: np.asarray(x).tolist(), result)]), flush=True
-        )
+    for name in names:
+        fn, _, on = CASES[name]
+        for label in on:
+            result = fn(STRATEGIES[label]())
+            numbers = jax.tree_util.tree_map(lambda x: np.asarray(x).tolist(), result)
+            print(json.dumps([name, label, numbers]), flush=True)
 
 
 # --- helpers of the cases -----------------------------------------------------------------------------
@@ -603,4 +615,4 @@ def buffers_are_deleted_unless_somebody_holds_them(strategy):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -17,7 +17,8 @@ def prefetch_threads():
 def no_thread_stays():
     assert not prefetch_threads()
     yield
-    gc.collect()
+    if prefetch_threads():
+        gc.collect()
     wait_until(lambda: not prefetch_threads())
 
 
