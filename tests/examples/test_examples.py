@@ -177,6 +177,7 @@ def test_digits_takes_a_cluster_of_one_or_a_strategy_by_name(digits, monkeypatch
     digits.parse_options()
 
 
+@pytest.mark.long  # test_cluster.py trains the same on two workers, started by others
 def test_digits_on_two_workers_is_as_on_two_devices():
     """The same program, started by `replicax launch`; the chief prints."""
     options = ("--epochs", "2", "--batch-size", "64")

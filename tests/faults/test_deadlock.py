@@ -34,8 +34,15 @@ def run_here(num_devices, mode, **environment):
     return float(process.stdout), [line for line in process.stderr.splitlines() if "thread pool" in line]
 
 
-@pytest.mark.parametrize("mode", ["run", "function"])
-@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize(
+    ("num_devices", "mode"),
+    [
+        (2, "run"),
+        pytest.param(2, "function", marks=pytest.mark.long),
+        pytest.param(8, "run", marks=pytest.mark.long),
+        (8, "function"),
+    ],
+)
 def test_queued_steps_finish(num_devices, mode):
     assert run_here(num_devices, mode) == (STEPS * num_devices, [])
 

@@ -63,7 +63,9 @@ def orders(is_known, size):
     report(done=True)
 
 
-@pytest.mark.parametrize("size", ["4", "1000"], ids=["one size", "two sizes"])
+@pytest.mark.parametrize(
+    "size", [pytest.param("4", id="one size"), pytest.param("1000", id="two sizes", marks=pytest.mark.long)]
+)
 def test_another_order_of_known_programs_is_an_error_before_they_meet(local_cluster, size):
     """Evaluating twice was never done before."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)

@@ -32,7 +32,7 @@ if os.environ["REPLICAX_RESTART_COUNT"] == "0":
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_launchers_on_two_hosts_start_again_one_by_one(tmp_path, victim):
     """Each failure costs each launcher one restart, and no more."""
     script = tmp_path / "program.py"

@@ -172,7 +172,9 @@ time.time_ns = lambda: nanoseconds() + skew_s * 10**9
 
 
 @pytest.mark.parametrize(
-    ("worker", "hours"), [(0, 5), pytest.param(1, 5, marks=pytest.mark.long), (1, -5)], ids=str
+    ("worker", "hours"),
+    [(0, 5), *(pytest.param(1, hours, marks=pytest.mark.long) for hours in (5, -5))],
+    ids=str,
 )
 def test_a_clock_that_is_hours_off_changes_nothing(local_cluster, tmp_path, worker, hours):
     (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK % (hours * 3600, worker))

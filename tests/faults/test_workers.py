@@ -106,15 +106,22 @@ def run(local_cluster, fault, victim, workers=2, **environment):
     return cluster, {n: cluster.tasks["worker", n] for n in survivors}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "says", "victim"),
     [
-        ("killed", "died without a word"),
-        ("raises", "ValueError: a mistake of my own"),
-        ("leaves", "has ended its program"),
-        ("killed while others are idle", "died without a word"),
-        pytest.param("compiling", "died without a word", marks=pytest.mark.long),
+        ("killed", "died without a word", 0),
+        ("killed", "died without a word", 1),
+        ("raises", "ValueError: a mistake of my own", 0),
+        pytest.param("raises", "ValueError: a mistake of my own", 1, marks=LONG),
+        pytest.param("leaves", "has ended its program", 0, marks=LONG),
+        ("leaves", "has ended its program", 1),
+        ("killed while others are idle", "died without a word", 0),
+        pytest.param("killed while others are idle", "died without a word", 1, marks=LONG),
+        pytest.param("compiling", "died without a word", 0, marks=LONG),
+        pytest.param("compiling", "died without a word", 1, marks=LONG),
     ],
 )
 def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim):
@@ -159,8 +166,8 @@ def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
     ("fault", "victim"),
     [
         ("a program more", 0),
-        ("a program more", 1),
-        ("a known program more", 0),
+        pytest.param("a program more", 1, marks=LONG),
+        pytest.param("a known program more", 0, marks=LONG),
         ("a known program more", 1),
         ("different code", 1),
     ],

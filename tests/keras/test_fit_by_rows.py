@@ -21,7 +21,7 @@ ROUNDS = {
     "dice": (2, 2),
 }
 SIZES = (70, 64, 65)
-SHORT = {"dense", "lstm", "custom_train_step", "stateful_metrics", "dice"}
+SHORT = {"dense", "lstm", "custom_train_step", "dice"}
 CASES = [
     pytest.param(
         name,

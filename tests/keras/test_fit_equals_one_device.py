@@ -124,6 +124,17 @@ LONG_PAIRS = {
     ("loss_scaled", "class_weight"),
     ("loss_scaled", "central_2"),
     ("accumulating", "initial_epoch"),
+    ("built_by_fit", "rx_data"),
+    ("inputs_and_outputs", "few_rows"),
+    ("clipped", "steps_per_execution"),
+}
+LONG_CASES = {
+    ("dense", "arrays", "mirrored_5"),
+    ("dense", "steps_per_execution", "mirrored_3"),
+    ("dense", "validation_split", "central_2"),
+    ("dense", "rx_data", "default"),
+    ("dense", "distributed_dataset", "central_2"),
+    ("custom_train_step", "rx_data", "one_device"),
 }
 # Keras's own, which it gives on one device as well.
 WARNINGS = (
@@ -202,7 +213,7 @@ def assert_variables_at_home(model, strategy):
 
 
 def long_if(*names):
-    is_long = LONG & {*names} or any({*pair} <= {*names} for pair in LONG_PAIRS)
+    is_long = LONG & {*names} or any({*some} <= {*names} for some in LONG_PAIRS | LONG_CASES)
     return [pytest.mark.long] if is_long else []
 
 
@@ -270,7 +281,7 @@ def each_batch_on_one_device(model):
         pytest.param("dense", "mirrored_8", marks=pytest.mark.long),
         ("dense", "central_2"),
         pytest.param("inputs_and_outputs", "mirrored_3", marks=pytest.mark.long),
-        ("inputs_and_outputs", "one_device"),
+        pytest.param("inputs_and_outputs", "one_device", marks=pytest.mark.long),
         ("add_loss", "mirrored_3"),
         ("custom_train_step", "mirrored_3"),
     ],

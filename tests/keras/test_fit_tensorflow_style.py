@@ -407,6 +407,8 @@ LONG = {
     ("outputs", ByHand, "mirrored_3"),
     ("outputs", ByHand, "mirrored_5"),
     ("outputs", ByHand, "central_2"),
+    ("outputs", ByHand, "one_device"),
+    ("outputs", BySuper, "mirrored_2"),
     ("classifier", OnlyTrainStep, "mirrored_3"),
     ("classifier", ByMetrics, "central_2"),
 }
@@ -499,9 +501,16 @@ class MeansOfItsOwnAndOfKeras(keras.Model):
         return loss + own + 0.1 * ops.std(y_pred)
 
 
-@pytest.mark.parametrize("own", [MeansOfItsOwn, MeansOfItsOwnAndOfKeras])
+@pytest.mark.parametrize(
+    ("own", "rows"),
+    [
+        (MeansOfItsOwn, 7),
+        pytest.param(MeansOfItsOwn, 2, marks=pytest.mark.long),
+        pytest.param(MeansOfItsOwnAndOfKeras, 7, marks=pytest.mark.long),
+        (MeansOfItsOwnAndOfKeras, 2),
+    ],
+)
 @pytest.mark.parametrize("steps", [ByHand, BySuper])
-@pytest.mark.parametrize("rows", [7, 2])
 def test_a_compute_loss_of_the_users_sees_the_rows_of_all_replicas(own, steps, rows):
     class InReplicas(steps, own):
         pass

@@ -147,52 +147,62 @@ def datasets(folder):
             report(**{name: str(error)})
 
 
-def training(num_rows, batch_size):
-    """A loop of steps with a tape, over batches that do not divide; of the losses and weights."""
+def training(*sizes):
+    """Loops of steps with a tape, over batches that do not divide; of each the losses and weights.
+
+    Args:
+      sizes: For each loop "number of rows, rows of a global batch".
+    """
     import keras
     import numpy as np
 
     import replicax as rx
     from replicax.testing import report
 
-    num_rows, batch_size = int(num_rows), int(batch_size)
     strategy = rx.MultiWorkerMirroredStrategy()
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(num_rows, 5)).astype("float32")
-    y = rng.integers(0, 3, num_rows)
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(3)])
-        optimizer = keras.optimizers.Adam(0.05)
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
-    def step(features, labels):
-        with rx.GradientTape() as tape:
-            logits = model(features, training=True)
-            loss = rx.nn.compute_average_loss(loss_of(labels, logits))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        accuracy.update_state(labels, logits)
-        return loss
+    def trained(num_rows, batch_size):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(num_rows, 5)).astype("float32")
+        y = rng.integers(0, 3, num_rows)
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(3)]
+            )
+            optimizer = keras.optimizers.Adam(0.05)
+            accuracy = keras.metrics.SparseCategoricalAccuracy()
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
-    @rx.function
-    def train(features, labels):
-        return strategy.reduce("SUM", strategy.run(step, args=(features, labels)), axis=None)
+        def step(features, labels):
+            with rx.GradientTape() as tape:
+                logits = model(features, training=True)
+                loss = rx.nn.compute_average_loss(loss_of(labels, logits))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            accuracy.update_state(labels, logits)
+            return loss
 
-    data = rx.data.from_arrays((x, y)).shuffle(1000, seed=1).batch(batch_size)
-    losses = [
-        float(train(*batch)) for _ in range(2) for batch in strategy.experimental_distribute_dataset(data)
-    ]
-    report(
-        losses=losses,
-        accuracy=float(accuracy.result()),
-        weights=[np.asarray(weight).tolist() for weight in model.get_weights()],
-    )
+        @rx.function
+        def train(features, labels):
+            return strategy.reduce("SUM", strategy.run(step, args=(features, labels)), axis=None)
+
+        data = rx.data.from_arrays((x, y)).shuffle(1000, seed=1).batch(batch_size)
+        losses = [
+            float(train(*batch)) for _ in range(2) for batch in strategy.experimental_distribute_dataset(data)
+        ]
+        return {
+            "losses": losses,
+            "accuracy": float(accuracy.result()),
+            "weights": [np.asarray(weight).tolist() for weight in model.get_weights()],
+        }
+
+    report(**{size: trained(*map(int, size.split(","))) for size in sizes})
 
 
-def fitting(seed):
-    """Keras's own loops, with batch normalisation, dropout and metrics; with no seed they shuffle. The chief saves, alone."""
+def fitting(*seeds):
+    """Keras's own loops, with batch normalisation, dropout and metrics, with each seed; with "none", which comes first, they
+    shuffle. The chief saves, alone."""
     import logging
     import tempfile
 
@@ -210,27 +220,32 @@ def fitting(seed):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(45, 6)).astype("float32")
     y = rng.integers(0, 3, 45)
-    if seed != "none":
-        keras.utils.set_random_seed(int(seed))
-    with strategy.scope():
-        layers = keras.layers
-        model = keras.Sequential(
-            [layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
+
+    def fitted(seed):
+        if seed != "none":
+            keras.utils.set_random_seed(int(seed))
+        with strategy.scope():
+            layers = keras.layers
+            model = keras.Sequential(
+                [layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
+            )
+            model.compile(
+                "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+            )
+        saved = tempfile.NamedTemporaryFile(suffix=".weights.h5")  # noqa: SIM115 - gone with the process
+        save = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.save_weights(saved.name))
+        callbacks = [save] if strategy.extended.should_checkpoint else []
+        history = model.fit(
+            x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2, callbacks=callbacks
         )
-        model.compile(
-            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-        )
-    saved = tempfile.NamedTemporaryFile(suffix=".weights.h5")  # noqa: SIM115 - gone with the process
-    save = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.save_weights(saved.name))
-    callbacks = [save] if strategy.extended.should_checkpoint else []
-    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2, callbacks=callbacks)
-    report(
-        history=history.history,
-        evaluated=model.evaluate(x, y, batch_size=16, verbose=0),
-        predicted=model.predict(x, batch_size=16, verbose=0).tolist(),
-        warnings=warnings,
-        weights=[np.asarray(weight).tolist() for weight in model.get_weights()],
-    )
+        return {
+            "history": history.history,
+            "evaluated": model.evaluate(x, y, batch_size=16, verbose=0),
+            "predicted": model.predict(x, batch_size=16, verbose=0).tolist(),
+            "weights": [np.asarray(weight).tolist() for weight in model.get_weights()],
+        }
+
+    report(**{seed: fitted(seed) for seed in seeds}, warnings=warnings)
 
 
 def fitting_of_datasets(kind, style, given):
@@ -256,10 +271,10 @@ def fitting_of_datasets(kind, style, given):
         return np.array(numbers[:-1], "float32"), np.int32(numbers[-1])
 
     def of_function(context):
-        """Of step s the first worker has s + 2 rows, the second has 3, and both have the same number of steps or one more."""
+        """The first worker has 2 and 4 rows by turns, the second has 3, and one step more."""
         rng = np.random.default_rng(context.input_pipeline_id)
         for step in range(4 + context.input_pipeline_id):
-            x = rng.normal(size=(3 if context.input_pipeline_id else step + 2, 4)).astype("float32")
+            x = rng.normal(size=(3 if context.input_pipeline_id else (2, 4)[step % 2], 4)).astype("float32")
             yield x, (x[:, 0] > 0).astype("int32")
 
     def of_steps():

@@ -30,8 +30,15 @@ for number in range(100):
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("exits", 7), ("raises", 1)])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "how", "code"),
+    [
+        (0, "raises", 1),
+        (1, "exits", 7),
+        pytest.param(0, "exits", 7, marks=pytest.mark.long),
+        pytest.param(1, "raises", 1, marks=pytest.mark.long),
+    ],
+)
 def test_the_worker_that_fails_is_named_and_not_one_that_fails_for_it(tmp_path, victim, how, code):
     """Worker 0 too, whose process ends after the others', since they need the service beside it."""
     path = tmp_path / "script.py"

@@ -942,7 +942,8 @@ CASES = {
 UNEVEN = ("sgd", "batch normalisation", "dropout")
 
 
-LONG = ("adam with clipping", "adamw with averages")
+# The last two are in test_steps_may_be_mixed and test_training_with_an_empty_replica as well.
+LONG = ("adam with clipping", "adamw with averages", "dropout", "batch normalisation")
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,19 @@ def reference(name, num_rows):
     return train_two_steps(one_device(), name, num_rows)
 
 
+# Each model has rows for some replicas only, or another number for each; those of "mlp" are all sizes.
+LONG = {("cnn", 2), ("bidirectional", 4), ("attention", 2), ("embedding", 4)}
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("mlp", sizes) for sizes in SIZES]
-    + [(name, sizes) for name in MODELS if name != "mlp" for sizes in ((2, 1), (1, 0, 0, 0))],
+    + [
+        pytest.param(name, sizes, marks=[pytest.mark.long] * ((name, len(sizes)) in LONG))
+        for name in MODELS
+        if name != "mlp"
+        for sizes in ((2, 1), (1, 0, 0, 0))
+    ],
 )
 def test_training_equals_one_device(name, sizes):
     """1e-5: float32 sums in another order."""
@@ -154,7 +163,7 @@ def scaled_adam():
     return keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 0), marks=pytest.mark.long)], ids=str)
 def test_a_scaled_loss_accumulated_gradients_and_adam_equal_one_device(sizes):
     losses, _, weights = train_two_steps(mirrored(len(sizes)), "mlp", sum(sizes), scaled_adam)
     expected_losses, _, expected_weights = train_two_steps(one_device(), "mlp", sum(sizes), scaled_adam)

@@ -428,7 +428,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_rows", [8, 7])
+@pytest.mark.parametrize("num_rows", [pytest.param(8, marks=pytest.mark.long), 7])
 def test_a_right_keras_step_agrees_also_later_in_training(optimizer, num_rows):
     strategy, step = keras_sgd_step(2, rx.nn.compute_average_loss, OPTIMIZERS[optimizer])
     report = check_against_one_device(step, rows(num_rows), strategy)
