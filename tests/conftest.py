@@ -18,12 +18,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 config.set_local_devices(8)
 
-# Who runs the tests in the background of a shell has Ctrl-C ignored there, and all processes that tests start too.
+# Who runs the tests in the background of a shell has Ctrl-C ignored there, and who runs them with nohup SIGHUP: all
+# processes that tests start would ignore them too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# A machine that is busy with something else is no reason to fail.
-hypothesis.settings.register_profile("replicax", deadline=None)
+# A machine that is busy with something else is no reason to fail, nor are examples that nobody has seen before: the profile
+# "search" looks for such.
+IN_HASTE = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("replicax", derandomize=True, **IN_HASTE)
+hypothesis.settings.register_profile("search", **IN_HASTE)
 hypothesis.settings.load_profile("replicax")
 
 CACHE = {

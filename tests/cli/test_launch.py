@@ -195,17 +195,20 @@ def test_an_evaluator_that_fails_is_reported(script, when):
 # --- failures -----------------------------------------------------------------------------------------
 
 
-def test_the_first_failure_is_the_exit_code_and_its_last_lines_are_repeated(script):
+def test_the_first_failure_is_the_exit_code_and_its_last_lines_are_repeated(script, tmp_path):
     path = script("""
     if task == "worker 1":
         for i in range(100):
             print("line", i)
+        open(sys.argv[1], "w").close()
         sys.exit(7)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
     time.sleep(0.5)
     print("the others are gone")
     sys.exit(8)  # by itself, and later
     """)
-    result = launch("--workers", 3, path)
+    result = launch("--workers", 3, path, tmp_path / "ends")
     assert result.returncode == 7
     assert "worker 0 | the others are gone" in result.stdout
     assert "worker 1 exited with code 7. worker 0, worker 2 may end by themselves for 10 s." in result.stderr
@@ -219,11 +222,14 @@ def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(sc
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.01)
     if task == "worker 1":
+        open(sys.argv[2], "w").close()
         sys.exit(7)
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
     time.sleep(0.3)
     sys.exit(8)
     """)
-    with launched("--workers", 3, path, tmp_path / "go") as launcher:
+    with launched("--workers", 3, path, tmp_path / "go", tmp_path / "ends") as launcher:
         for _ in range(3):
             assert "ready" in launcher.stdout.readline()
         launcher.send_signal(signal.SIGSTOP)
@@ -235,20 +241,22 @@ def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(sc
     assert "worker 1 exited with code 7, the first to fail" in rest
 
 
-def test_who_began_to_end_first_is_the_first_to_fail(script):
+def test_who_began_to_end_first_is_the_first_to_fail(script, tmp_path):
     """As worker 0 of a cluster does: it waits for the others, who end because it has failed."""
     path = script("""
     if task == "worker 1":
-        time.sleep(0.5)
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
         sys.exit(1)
     status = {"step": 3, "time": time.time(), "state": "ending", "left_at": time.monotonic()}
     with open(os.environ["REPLICAX_STATUS_FILE"], "w") as file:
         json.dump(status, file)
     print("my own mistake")
+    open(sys.argv[1], "w").close()
     time.sleep(1)
     sys.exit(7)
     """)
-    result = launch("--workers", 2, path)
+    result = launch("--workers", 2, path, tmp_path / "ends")
     assert result.returncode == 7
     assert (
         "worker 0 exited with code 7, the first to fail. Its last lines:\n    my own mistake" in result.stderr
@@ -272,25 +280,28 @@ def test_a_task_that_is_killed(script):
     assert "(it has written nothing)" in result.stderr
 
 
-def test_who_does_not_end_is_asked_and_then_killed(script):
+def test_who_does_not_end_is_asked_and_then_killed(script, tmp_path):
+    (tmp_path / "ready").mkdir()
     result = launch(
         "--workers",
         3,
         "--grace",
-        0.3,
+        1,
         script("""
     def end(number, frame):
         print("asked to end")
         if task == "worker 1":
             sys.exit(0)
     signal.signal(signal.SIGTERM, end)
-    print("ready")
+    open(os.path.join(sys.argv[1], task), "w").close()
     if task == "worker 0":
-        time.sleep(0.3)
+        while len(os.listdir(sys.argv[1])) < 3:
+            time.sleep(0.01)
         sys.exit(1)
     while True:
         time.sleep(60)
     """),
+        tmp_path / "ready",
     )
     assert result.returncode == 1
     assert "worker 1 | asked to end" in result.stdout
@@ -394,7 +405,7 @@ def test_killed_it_leaves_nothing(script, tmp_path, monkeypatch):
         assert all(map(is_there, pids))
         assert len(list(files.iterdir())) == 3
         launcher.kill()
-        until(lambda: not any(map(is_there, pids)), "everything gone", limit_s=1)
+        until(lambda: not any(map(is_there, pids)), "everything gone", limit_s=5)
         until(lambda: not list(files.iterdir()), "its files gone", limit_s=5)
 
 

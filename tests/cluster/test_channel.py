@@ -117,11 +117,11 @@ def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
         killed.start()
         start = time.monotonic()
         with pytest.raises(PeerFailureError) as caught:
-            first.gather("k", 1, 10.0, what="to test")
-        assert time.monotonic() - start < 2
+            first.gather("k", 1, 25.0, what="to test")
+        assert time.monotonic() - start < 10
         assert caught.value.tasks == ("worker 1",)
         assert "in its program number 3, #0 train_step" in str(caught.value)
-        assert third.wait_for_failure(2) is not None
+        assert third.wait_for_failure(10) is not None
         message(PeerFailureError, third.check, "worker 1 died without a word", "start the job again")
         killed.join()
 
@@ -129,7 +129,7 @@ def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
 def test_an_error_of_another_is_shown():
     with serving() as address, channels(address) as (first, second, _):
         second.tell_error("Traceback\n  line 3\nValueError: my own")
-        assert first.wait_for_failure(2) is not None
+        assert first.wait_for_failure(10) is not None
         message(PeerFailureError, first.check, "worker 1 raised an error", "    ValueError: my own")
 
 
@@ -200,7 +200,7 @@ def test_a_wait_can_be_given_up():
         start = time.monotonic()
         with pytest.raises(PeerFailureError):
             first.gather("k", 1, 60.0, what="to test", is_cancelled=stop.is_set)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 20
 
 
 def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
@@ -261,7 +261,7 @@ def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
         for channel in (first, second):
             channel.connect(time.monotonic() + 5)
         second._socket.shutdown(socket.SHUT_RDWR)
-        assert first.wait_for_failure(2) is not None
+        assert first.wait_for_failure(10) is not None
         begin = time.monotonic()
         timer = threading.Timer(1.0, lambda: (earlier.close(), next_run.enter_context(serving(at=address))))
         timer.start()
@@ -276,7 +276,7 @@ def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
 def test_an_earlier_run_that_does_not_end_is_named():
     with serving() as address, channels(address) as (first, second, _):
         second._socket.shutdown(socket.SHUT_RDWR)
-        assert first.wait_for_failure(2) is not None
+        assert first.wait_for_failure(10) is not None
         restarted = Channel(address, 1, NAMES, "print")
         says = [
             "worker 1 waited 1 s for an earlier run of the job to end",

@@ -342,12 +342,16 @@ def test_nothing_is_blocked(two):
     def heavy(x):
         return jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 600, x)
 
+    def share_of_dispatch():
+        start = time.perf_counter()
+        result = two.run(heavy, (x,))
+        dispatched = time.perf_counter() - start
+        jax.block_until_ready(result.array)
+        return dispatched / (time.perf_counter() - start)
+
     jax.block_until_ready(two.run(heavy, (x,)).array)
-    start = time.perf_counter()
-    result = two.run(heavy, (x,))
-    dispatched = time.perf_counter() - start
-    jax.block_until_ready(result.array)
-    assert dispatched < (time.perf_counter() - start) / 2
+    # Once is enough: others may have the processor while this thread dispatches.
+    assert min(share_of_dispatch() for _ in range(5)) < 1 / 2
 
 
 def test_donated_positions(two):

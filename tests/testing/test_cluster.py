@@ -132,15 +132,20 @@ def test_kill_stop_and_resume(local_cluster):
     killed.kill()
     assert (killed.wait().exit_code, killed.wait().signal) == (137, signal.SIGKILL)
     stopped.stop()
-    time.sleep(0.1)
+    until(lambda: has_no_more_output(stopped), "the last line that it had written")
     before = len(stopped.output)
-    time.sleep(0.2)
-    assert len(stopped.output) == before
     assert stopped.is_running
     stopped.resume()
     until(lambda: len(stopped.output) > before, "going on")
     stopped.terminate()
     assert stopped.wait().signal == signal.SIGTERM
+
+
+def has_no_more_output(task):
+    """For a while; one that counts has 40 lines."""
+    before = len(task.output)
+    time.sleep(0.2)
+    return len(task.output) == before
 
 
 def test_slowing_down(local_cluster):
