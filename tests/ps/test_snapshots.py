@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -131,14 +132,22 @@ def test_all_comes_back(tmp_path):
         read(again, "w")
 
 
-def test_a_new_version_after_restoring_is_none_from_before(tmp_path):
+def test_a_new_version_after_restoring_is_none_from_before(tmp_path, monkeypatch):
     store = new_store(w=np.zeros(4, np.float32))
     step(store)
     store.snapshot(tmp_path)
     step(store)
     seen = ask(store, "step", pull=[["w", None]]).header["versions"][0]
     instance = store.instance
+    num_held, value_of = [], snapshots.SnapshotFile.value
+
+    def value(*args):
+        num_held.append(store.statistics()["pieces"])
+        return value_of(*args)
+
+    monkeypatch.setattr(snapshots.SnapshotFile, "value", value)
     store.restore(tmp_path)  # the store that runs goes back
+    assert num_held == [0]  # there may be no room for both
     assert store.instance != instance
     send(store)
     ask(store, "assign", [ONE * 9], keys=["w"])
@@ -182,6 +191,41 @@ def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
     assert what["updates"] == 0
 
 
+def test_snapshots_among_updates_are_whole(tmp_path):
+    like = np.zeros(1 << 16, np.float32)
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (like, like, like)]
+    blob = export.export(jax.jit(lambda w, v, by: (w + by, v + by)), platforms=["cpu"])(*avals).serialize()
+    both = UpdateProgram(bytes(blob), ("w", "v"), (0, 1))
+    store = Store()
+    store.hello(ME)
+    create(store, w=like, v=like)
+    send(store, both)
+    is_over = threading.Event()
+
+    def update():
+        number = 0
+        while not is_over.is_set():
+            step(store, number, both, like)
+            number += 1
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    try:
+        told = [store.snapshot(tmp_path)["updates"] for _ in range(20)]
+    finally:
+        is_over.set()
+        thread.join(timeout=30)
+    assert told[-1] > 0
+    again, what = restored(tmp_path)
+    send(again, both)
+    w, v = read(again, "w", "v")
+    assert (w == told[-1]).all()
+    assert (v == told[-1]).all()
+    assert what["updates"] == told[-1]
+    numbers = (told[-1] - 1, told[-1])
+    assert [step(again, n, both, like).header["duplicate"] for n in numbers] == [True, False]
+
+
 def test_the_last_two_are_kept(tmp_path):
     store = new_store(w=np.zeros(4, np.float32))
     (tmp_path / "snapshot.partial").write_bytes(b"left by a process that died")
@@ -210,9 +254,9 @@ def test_there_is_none(tmp_path):
     assert read(store, "w")[0].max() == 0.0
 
 
-def flip(path, at):
+def flip(path, at, bit=0):
     content = bytearray(path.read_bytes())
-    content[at] ^= 1 << (at % 8)
+    content[at] ^= 1 << bit
     path.write_bytes(content)
 
 
@@ -245,10 +289,17 @@ def broken(two, tmp_path, how):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_bit_that_flips(two, tmp_path, data):
-    at = data.draw(st.integers(0, two[1].stat().st_size - 1))
-    value, what = broken(two, tmp_path, lambda path: flip(path, at))
+    at, bit = data.draw(st.integers(0, two[1].stat().st_size - 1)), data.draw(st.integers(0, 7))
+    value, what = broken(two, tmp_path, lambda path: flip(path, at, bit))
     assert (value == 1.0) == bool(what["refused"])  # else it was a byte between the pieces
     assert value in (1.0, 2.0)
+
+
+def test_a_bit_that_flips_in_what_says_where_the_header_is(two, tmp_path):
+    for at in range(-32, -12):  # offset, length, checksum
+        for bit in (0, 7):
+            value, what = broken(two, tmp_path, lambda path, at=at, bit=bit: flip(path, at, bit))
+            assert (value, len(what["refused"])) == (1.0, 1)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -296,16 +347,21 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     step(store)
 
 
-def test_a_snapshot_that_fails_keeps_no_views(tmp_path):
+def test_a_snapshot_that_fails_keeps_no_views(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no room")
+
     like = np.zeros((BYTES_PER_BLOCK // 400, 100), np.float32)
     add = program_of(like)
     store = Store()
     store.hello(ME)
     create(store, w=like)
     send(store, add)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SnapshotError) as failure:
-        store.snapshot(tmp_path / "file")
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "zlib", SimpleNamespace(crc32=fail))
+        with pytest.raises(SnapshotError, match="no room") as failure:
+            store.snapshot(tmp_path)
+    assert not list(tmp_path.iterdir())
     before = store._pieces["w"].value.unsafe_buffer_pointer()
     step(store, program=add, like=like)
     assert store._pieces["w"].value.unsafe_buffer_pointer() == before

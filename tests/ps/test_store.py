@@ -370,6 +370,21 @@ def test_a_closure_is_applied_once(client, store):
     assert (statistics["updates"], statistics["duplicates"]) == (7, 2)
 
 
+def test_closures_of_several_clients(client, monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_WINDOWS", 2)
+    client.create(w=ZERO)
+    digest = adder(client)
+    for who in ("a", "b", "a"):  # b is silent for longest
+        client.step(digest, [ONE], closure=[who, 0], low=0)
+    assert client.read("w")[0].max() == 2.0
+    client.step(digest, [ONE], closure=["c", 0])
+    assert [client.step(digest, [ONE], closure=[who, 0]).header["duplicate"] for who in ("a", "c", "b")] == [
+        True,
+        True,
+        False,
+    ]
+
+
 def test_what_failed_was_not_applied(client, store):
     client.create(w=ZERO, v=np.zeros(5, np.float32))
     digest = adder(client)

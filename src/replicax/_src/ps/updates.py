@@ -128,8 +128,7 @@ def _compiled(exported: export.Exported, inputs: Sequence[Spec], written: Sequen
 
     here = jax.sharding.SingleDeviceSharding(device)
     avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in inputs]
-    # A value that is written but not read is still given, so that its memory is written again.
-    jitted = jax.jit(run, donate_argnums=tuple(written), keep_unused=True, out_shardings=here)
+    jitted = jax.jit(run, donate_argnums=tuple(written), out_shardings=here)
     return jitted.lower(*avals).compile()
 
 
