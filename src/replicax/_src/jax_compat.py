@@ -149,6 +149,7 @@ def export(
     fn.__name__ = fn.__qualname__ = re.sub(r"\W", "_", name)
     return bytes(jax.export.export(jax.jit(fn), platforms=tuple(platforms))(*avals).serialize())
 
+
 def without_dead_code(jaxpr: Any) -> tuple[Any, list[bool]]:
     """A jaxpr that computes only what its results need, at any depth; and which of its operands that takes."""
     reduced, used = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

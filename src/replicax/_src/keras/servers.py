@@ -17,6 +17,7 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.keras.capture import accessor
+from replicax._src.keras.tables import why_not_for_tables
 from replicax._src.placement.remote.events import Events, OptimizerCall
 from replicax._src.program.branches import without_conditions
 from replicax._src.program.capture import replaced_capture
@@ -152,9 +153,8 @@ def apply(
     def trace(shape_of: Callable[[Any], tuple[int, ...]]) -> tuple[Any, list[Any]]:
         return _trace_update(original, optimizer, updated, state, shape_of)
 
-    call = OptimizerCall(
-        updated, state, reference_of, trace, f"{type(optimizer).__name__} {optimizer.name!r}"
-    )
+    name = f"{type(optimizer).__name__} {optimizer.name!r}"
+    call = OptimizerCall(updated, state, reference_of, trace, name, why_not_for_tables(optimizer))
     with events.applying(call, [jnp.asarray(g) for g, _ in present]):
         return original(optimizer, gradients, trainable_variables)
 

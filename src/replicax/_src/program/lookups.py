@@ -19,6 +19,7 @@ from replicax._src.program.table_rows import ByRows, NeedsWholeTable, WholeTable
 from replicax._src.user_code import UNKNOWN
 
 _MAX_ROWS = 2**31 - 1
+_STAYS_A_TABLE = frozenset(["convert_element_type", "copy", "stop_gradient", "replicax_read"])
 _OF_LEARNING = frozenset(["replicax_gradient", "replicax_aggregate"])
 
 
@@ -101,6 +102,30 @@ def find_lookups(jaxpr: Any, tables: Sequence[int], axis_env: Sequence[tuple[str
         except NeedsWholeTable as found:
             whole.append(found.why)
             chosen.remove(found.why.table)
+
+
+def is_looked_up(jaxpr: Any, table: Any) -> bool:
+    """Whether some operation of a program, or of a function in it, takes rows of a variable of it by their numbers."""
+    same = {table}
+    for eqn in jaxpr.eqns:
+        atoms = [atom for atom in eqn.invars if not isinstance(atom, jax_compat.Literal)]
+        if not same.intersection(atoms):
+            continue
+        if eqn.primitive.name == "gather" and eqn.invars[0] in same:
+            return True
+        if eqn.primitive.name in _STAYS_A_TABLE:
+            same.add(eqn.outvars[0])
+        for sub in jax_compat.sub_jaxprs(eqn):
+            inner = jax_compat.inner_jaxpr(sub)[0]
+            given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
+            pairs = [
+                (var, atom)
+                for var, atom in zip(inner.invars, given)
+                if any(atom is a for a in atoms) and atom in same
+            ]
+            if any(is_looked_up(inner, var) for var, _ in pairs):
+                return True
+    return False
 
 
 def _rewritten(

@@ -36,6 +36,10 @@ TraceScope = Callable[[Capture], contextlib.AbstractContextManager]
 # Each framework (Keras) adds a context that is entered around every trace.
 trace_scopes: list[TraceScope] = []
 
+Rewrite = Callable[[Any, int, Sequence[Entry], int, Sequence[tuple[str, int]]], tuple[Any, list[Any]]]
+"""From a trace, the number of its constants, its variables, the number of arrays that it returns and the names of axes, to
+another trace, and constants that come before its own."""
+
 _MAX_TRACES = 8
 _epochs = itertools.count()
 _epoch = next(_epochs)
@@ -114,6 +118,7 @@ def trace_variant(
     uneven: Callable[[], Uneven | None] = lambda: None,
     forced_sums: Sequence[bool] | None = None,
     on_strategy: Callable[[Any], None] | None = None,
+    rewrite: Rewrite | None = None,
 ) -> Variant:
     """Traces ``call`` over tracers of ``avals`` and resolves its marks.
 
@@ -124,6 +129,7 @@ def trace_variant(
       num_replicas: R, or None for a cross-replica function.
       sum_gradients: Builds what sums gradients over replicas.
       on_strategy: Of a cross-replica function: told of each strategy whose ``run`` is called in it.
+      rewrite: Changes the trace before its marks are resolved.
 
     Raises:
       TracedConditionError: Python ``if``, ``int`` and kin on a traced value.
@@ -148,7 +154,7 @@ def trace_variant(
             raise _VariablesWereBuilt
         is_empty = capture.uneven is not None and capture.uneven.rows == 0
         rewriter = Rewriter(sum_gradients(capture), forced_sums, is_empty=is_empty)
-        variant = _resolve(traced, rewriter, verdicts)
+        variant = _resolve(traced, rewriter, verdicts, rewrite)
         if rewriter.unconnected <= unconnected:
             return variant
         unconnected |= rewriter.unconnected
@@ -216,12 +222,19 @@ def _explained():
         raise _leaked(user_line_of(error)) from error
 
 
-def _resolve(traced: _Traced, rewriter: Rewriter, arg_verdicts: Sequence[Verdict]) -> Variant:
+def _resolve(
+    traced: _Traced, rewriter: Rewriter, arg_verdicts: Sequence[Verdict], rewrite: Rewrite | None
+) -> Variant:
     jaxpr = _promote_placeholders(traced)
     entries = list(traced.capture.entries.values())
     state = [Verdict.DIFFERS if e.slot.sharing.is_per_replica else Verdict.SAME for e in entries]
     verdicts = [Verdict.SAME] * len(traced.consts) + state + list(arg_verdicts)
     consts = traced.consts
+    if rewrite is not None:
+        num_arrays = sum(output.is_array for output in traced.outputs)
+        jaxpr, more = rewrite(jaxpr, len(consts), entries, num_arrays, _axis_env(traced.capture.num_replicas))
+        consts = more + consts
+        verdicts = [Verdict.SAME] * len(jaxpr.invars)
     if rewriter.has_marker(jaxpr):
         avals = [v.aval for v in jaxpr.invars]
         source, inputs = jaxpr, verdicts

@@ -163,22 +163,24 @@ def row_program(update: TableUpdate) -> RowProgram:
     def run(state: Sequence[Any], ids: Any, gradient: Any) -> list[Any]:
         operands = dict(zip(update.state, state, strict=True))
         chosen = {
-            i: _rows_at(value, ids) if update.has_rows[i] else value for i, value in operands.items()
+            i: rows_of(value, ids) if update.has_rows[i] else value for i, value in operands.items()
         } | {update.gradient: gradient}
         results = update.evaluate([chosen[i] for i in range(len(update.has_rows))])
         return [
-            _with_rows(operands[position], ids, result) if update.has_rows[position] else result
+            with_rows(operands[position], ids, result) if update.has_rows[position] else result
             for position, result in zip(update.written, results, strict=True)
         ]
 
     return run
 
 
-def _rows_at(value: Any, ids: Any) -> Any:
+def rows_of(value: Any, ids: Any) -> Any:
+    """The rows of a table, or a shard; for numbers that it does not have, any."""
     return jnp.take(value, ids, axis=0, mode="clip")
 
 
-def _with_rows(value: Any, ids: Any, rows: Any) -> Any:
+def with_rows(value: Any, ids: Any, rows: Any) -> Any:
+    """A table with other rows; those of numbers that it does not have are left out."""
     ids = jnp.where(ids < 0, value.shape[0], ids)  # NumPy's -1 is the last row
     return value.at[ids].set(rows, mode="drop")
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from replicax._src.ps.programs import Piece
 
+_TABLE_BYTES = 1 << 20
+
 Initial = Callable[[], Any]
 """Gives the first value."""
 
@@ -91,6 +93,11 @@ class ServerArray:
     @property
     def is_made(self) -> bool:
         return bool(self.pieces)
+
+    @property
+    def is_table(self) -> bool:
+        """Only the rows of it that are looked up travel: it is in shards, or large."""
+        return len(self.shape) > 1 and (bool(self.shards) or self.num_bytes >= _TABLE_BYTES)
 
     @property
     def num_bytes(self) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
@@ -20,16 +23,27 @@ from replicax._src.placement.remote.events import Applied, Assigned, Event, Even
 from replicax._src.placement.remote.optimizers import OptimizerUpdate
 from replicax._src.placement.remote.updates import UpdateBuilder
 from replicax._src.program import flat
-from replicax._src.program.capture import current_capture
+from replicax._src.program.capture import Entry, current_capture
 from replicax._src.program.flat import Atom, FlatProgram
+from replicax._src.program.lookups import Given, Lookups, find_lookups, is_looked_up
 from replicax._src.program.program import Output, Variant, check_no_leaks, trace_variant
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
 from replicax._src.ps.arrays import ServerArray
-from replicax._src.ps.programs import Input, Operand, Piece, Push, UpdateProgram, WorkerProgram, signature_of
+from replicax._src.ps.programs import (
+    Input,
+    Lookup,
+    Operand,
+    Piece,
+    Push,
+    UpdateProgram,
+    WorkerProgram,
+    signature_of,
+)
 from replicax._src.user_code import user_line
 from replicax._src.values import is_variable
 
+log = logging.getLogger("replicax")
 _SMALL_BYTES = 64 << 10  # a constant of more travels once, by itself
 
 
@@ -204,6 +218,18 @@ class RemoteClosure:
         return jax.tree_util.tree_unflatten(self.tree, leaves)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What a function takes of tables.
+
+    Attributes:
+      num_consts: Of the function before its tables were replaced.
+    """
+
+    lookups: Lookups
+    num_consts: int
+
+
 @dataclass
 class _Traced:
     variant: Variant
@@ -212,6 +238,7 @@ class _Traced:
     note_counts: list[int]
     tree: Any
     num_outputs: int
+    rows: _Rows | None = None
 
 
 def place_closure(
@@ -259,6 +286,34 @@ def _trace(
         found["num_outputs"] = len(leaves)
         return [*leaves, *(value for _, values in observer.noted for value in values)]
 
+    def by_rows(
+        jaxpr: Any, num_consts: int, entries: Sequence[Entry], num_arrays: int, axis_env: Any
+    ) -> tuple[Any, list[Any]]:
+        found["rows"] = None
+        tables = [num_consts + n for n, entry in enumerate(entries) if _is_table(entry.slot)]
+        if not tables:
+            return jaxpr, []
+        jaxpr = _without_updates(jaxpr, num_arrays)
+        ends = np.cumsum([num_arrays - sum(found["note_counts"]), *found["note_counts"]])
+        of_optimizers = {
+            n
+            for event, start, end in zip(found["events"], ends[:-1], ends[1:], strict=True)
+            for n in range(start, end)
+            if isinstance(event, Applied)
+        }
+        lookups = find_lookups(jaxpr, tables, axis_env)
+        kept = {table for n, table in lookups.gradients.items() if n not in of_optimizers}
+        if kept:  # the function returns, or assigns, a gradient
+            kept_tables = {lookups.lookups[number].table for number in kept}
+            lookups = find_lookups(jaxpr, [t for t in tables if t not in kept_tables], axis_env)
+        for whole in lookups.whole:
+            if is_looked_up(jaxpr, jaxpr.invars[whole.table]):
+                _say_it_is_needed_whole(entries[whole.table - num_consts].slot.name, str(whole))
+        if not lookups.lookups:
+            return jaxpr, []
+        found["rows"] = _Rows(lookups, num_consts)
+        return lookups.jaxpr, list(lookups.consts)
+
     def slot(variable: Any) -> Slot:
         return found["elements"].slot_of(variable) if isinstance(variable, Element) else slot_of(variable)
 
@@ -269,9 +324,36 @@ def _trace(
         slot_of=slot,
         num_replicas=None,
         sum_gradients=lambda capture: list,
+        rewrite=by_rows,
     )
     check_no_leaks(variant)
     return _Traced(variant, **found)
+
+
+def _without_updates(jaxpr: Any, num_arrays: int) -> Any:
+    """A trace without what only the new values of variables need: the servers compute them. Its marks stay."""
+    outvars = jaxpr.outvars[:num_arrays]
+    needed = {atom for atom in outvars if not isinstance(atom, jax_compat.Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.outvars or any(var in needed for var in eqn.outvars):
+            kept.append(eqn)
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, jax_compat.Literal))
+    return jax_compat.rebuild(jaxpr, outvars=outvars, eqns=kept[::-1])
+
+
+def _is_table(slot: Slot) -> bool:
+    if isinstance(slot.variable, Element) or not jnp.issubdtype(slot.dtype, jnp.inexact):
+        return False
+    (value,) = slot.accessor.get([slot.variable])
+    return isinstance(value, ServerArray) and value.is_table
+
+
+@functools.lru_cache(maxsize=256)
+def _say_it_is_needed_whole(name: str, why: str) -> None:
+    log.warning(
+        "Table %r is sent to the workers whole, for more is done with it than rows looked up: %s.", name, why
+    )
 
 
 def array_of(variable: Any, slot: Slot) -> ServerArray:
@@ -301,13 +383,30 @@ class _Assembly:
         num_consts, num_entries = len(variant.consts), len(variant.entries)
         inputs = self._main.inputs
         self._consts = dict(zip(inputs[:num_consts], variant.consts, strict=True))
-        self._entries = dict(zip(inputs[num_consts : num_consts + num_entries], variant.entries, strict=True))
-        self._arguments = inputs[num_consts + num_entries :]
+        self._entries: dict[int, Entry] = {}
+        self._arguments: dict[int, int] = {}
+        self._of_lookups: dict[int, tuple[Any, int]] = {}
+        self._rows = traced.rows
+        for number, (kind, index) in zip(inputs[num_consts:], self._kinds(num_entries), strict=True):
+            if kind == "input" and index < num_entries:
+                self._entries[number] = variant.entries[index]
+            elif kind == "input":
+                self._arguments[number] = index - num_entries
+            else:
+                self._of_lookups[number] = (kind, index)
         self._arrays: dict[int, ServerArray] = {}  # by id of the variable
         self._results = list(self._main.outputs[: self._num_array_results()])
         self._outputs: dict[tuple[int, int], tuple[int, Atom]] = {}
         self._updates: list[OptimizerUpdate] = []
         self._gradients: list[Sequence[Atom]] = []
+
+    def _kinds(self, num_entries: int) -> list[tuple[Any, int]]:
+        """What each input after the constants is: a variable or an argument of the function, or of a lookup."""
+        variant, rows = self._traced.variant, self._rows
+        if rows is None:
+            return [("input", index) for index in range(len(variant.jaxpr.invars) - len(variant.consts))]
+        given = rows.lookups.inputs[len(rows.lookups.consts) + rows.num_consts :]
+        return [(g.kind, g.index - rows.num_consts if g.kind == "input" else g.index) for g in given]
 
     def _num_array_results(self) -> int:
         return sum(output.is_array for output in self._traced.variant.outputs[: self._traced.num_outputs])
@@ -320,7 +419,7 @@ class _Assembly:
                 self._array(entry.slot.variable)
         for event, atoms in notes:
             if isinstance(event, Applied):
-                self._updates.append(OptimizerUpdate(event, self._array))
+                self._updates.append(OptimizerUpdate(event, self._array, self._num_rows_of(atoms)))
                 self._gradients.append(atoms)
         self._place()
         builders = {ps: UpdateBuilder(ps) for ps in range(self._servers.num_ps)}
@@ -377,7 +476,7 @@ class _Assembly:
                 is_cut = piece.rows is not None and has_rows and shape == array.shape
                 rows = piece.rows if is_cut else None
                 shape_there = array.shape_of(piece) if is_cut else shape
-                positions.append(builder.take((self._output(0, atom), rows), shape_there, dtype))
+                positions.append(builder.take((self._output(0, atom), rows), (shape_there, dtype)))
             key = builder.use(array, piece, is_written=True)
             builder.add(_assign(key, positions, program.apply, piece.rows[0] if piece.rows else 0))
 
@@ -386,14 +485,31 @@ class _Assembly:
     ) -> None:
         gradients = self._gradients[number - 1]
 
+        of_lookups = self._lookups_of(gradients)
+
         def take_gradient(i: int, piece: Piece) -> Any:
-            return self._output(0, gradients[i]), piece.rows
+            return self._output(0, gradients[i]), piece.rows, of_lookups.get(i)
 
         def take_cut(atom: Atom, piece: Piece | None) -> Any:
             return self._output(number, atom), None
 
         for ps in update.places():
             update.add_to(builders[ps], take_gradient, take_cut)
+
+    def _lookups_of(self, gradients: Sequence[Atom]) -> dict[int, int]:
+        """For the gradients that have the rows of a lookup: the number of that."""
+        if self._rows is None:
+            return {}
+        outputs = self._main.outputs
+        of_output = {outputs[n]: lookup for n, lookup in self._rows.lookups.gradients.items()}
+        return {i: of_output[atom] for i, atom in enumerate(gradients) if atom in of_output}
+
+    def _num_rows_of(self, gradients: Sequence[Atom]) -> dict[int, int]:
+        """For the same gradients: how many rows they have."""
+        assert self._rows is not None or not self._lookups_of(gradients)
+        return {
+            i: self._rows.lookups.lookups[lookup].num_ids for i, lookup in self._lookups_of(gradients).items()
+        }
 
     def _output(self, program: int, atom: Atom) -> int:
         """The number of a result of the worker: a value of the function, or of an optimizer's update."""
@@ -456,9 +572,13 @@ class _Assembly:
             elif number in used:
                 take(number, Input("variable", len(arrays)))
                 arrays.append(self._array(variable))
-        for position, number in enumerate(self._arguments):
+        for number, position in self._arguments.items():
             if number in used:
                 take(number, Input("argument", position))
+        lookups = self._placed_lookups(arrays, constants)
+        for number, (kind, index) in self._of_lookups.items():
+            if number in used:
+                take(number, Input(kind, lookups[index].variable, index))
         avals = [jax.ShapeDtypeStruct(*self._avals[number]) for number in numbers]
         blob = jax_compat.export(
             self._worker(operations, numbers, small), avals, self._servers.platforms, self._name
@@ -473,7 +593,8 @@ class _Assembly:
                 Push(ps, program.digest, tuple(Operand(*operand) for operand in builders[ps].operands))
                 for ps, program in programs.items()
             ),
-            element_counts=tuple(self._traced.elements.counts),
+            tuple(lookups),
+            tuple(self._traced.elements.counts),
         )
         traced = self._traced
         return RemoteClosure(
@@ -485,6 +606,47 @@ class _Assembly:
             traced.elements,
             list(self._arrays.values()),
         )
+
+    def _placed_lookups(self, arrays: list[ServerArray], constants: dict[str, np.ndarray]) -> list[Lookup]:
+        """The lookups as the worker makes them; adds the variables and constants that they need."""
+        if self._rows is None:
+            return []
+        entries, num_consts = self._traced.variant.entries, self._rows.num_consts
+        traced_consts = self._traced.variant.consts[-num_consts:] if num_consts else []
+
+        def variable(array: ServerArray) -> int:
+            if array not in arrays:
+                arrays.append(array)
+            return arrays.index(array)
+
+        def taken(given: Given) -> Input:
+            index = given.index - num_consts
+            if given.kind == "constant" or index < 0:
+                consts = self._rows.lookups.consts if given.kind == "constant" else traced_consts
+                array = np.asarray(consts[given.index])
+                constants[_name_of(array)] = array
+                return Input("constant", name=_name_of(array))
+            if index >= len(entries):
+                return Input("argument", index - len(entries))
+            source = entries[index].slot.variable
+            if isinstance(source, Element):
+                number = self._traced.elements.sources.index(source.source)
+                return Input("element", number, source.call, source.leaf)
+            return Input("variable", variable(self._array(source)))
+
+        placed = []
+        for number, lookup in enumerate(self._rows.lookups.lookups):
+            table = self._array(entries[lookup.table - num_consts].slot.variable)
+            avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in lookup.jaxpr.invars]
+            blob = jax_compat.export(
+                functools.partial(_evaluate_ids, lookup.jaxpr),
+                avals,
+                self._servers.platforms,
+                f"ids_{number}_of_{self._name}",
+            )
+            inputs = tuple(taken(given) for given in lookup.inputs)
+            placed.append(Lookup(variable(table), blob, inputs, lookup.num_ids, table.shape[0]))
+        return placed
 
     def _wanted_of_main(self) -> list[Atom]:
         wanted = [*self._results, *(atom for program, atom in self._outputs.values() if program == 0)]
@@ -520,6 +682,10 @@ class _Assembly:
             return [*(flat.read(env, atom) for atom in results), *pushed]
 
         return compute
+
+
+def _evaluate_ids(jaxpr: Any, *args: Any) -> list[Any]:
+    return jax_compat.eval_jaxpr(jaxpr, args)
 
 
 def _assign(

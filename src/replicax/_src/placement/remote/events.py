@@ -26,6 +26,7 @@ class OptimizerCall:
       trace: Traces the update, of variables that have the shapes that it is given: a jaxpr without constvars, and the
         values of its leading inputs; then come the state, the gradients, the values. It gives values, then the state.
       name: For people.
+      why_not_rows: Why it cannot update some rows of a table only; None: nothing known keeps it from that.
     """
 
     variables: Sequence[Any]
@@ -33,6 +34,7 @@ class OptimizerCall:
     reference_of: Callable[[Any], Any]
     trace: Callable[[Shapes], tuple[Any, list[Any]]]
     name: str
+    why_not_rows: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,7 +20,7 @@ from replicax._src.placement.remote.events import Applied, OptimizerCall
 from replicax._src.placement.remote.updates import UpdateBuilder, Values
 from replicax._src.program import flat
 from replicax._src.program.flat import Atom, FlatProgram, Operation
-from replicax._src.program.row_parallel import Mixing, mixed_values
+from replicax._src.program.row_parallel import Mixing, mixed_values, rows_of, with_rows
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import Piece
 
@@ -75,18 +75,25 @@ class OptimizerUpdate:
     Args:
       event: The call.
       array_of: The array on the servers of a variable.
+      num_rows: For each variable of which only some rows are updated: how many its gradient has.
     """
 
-    def __init__(self, event: Applied, array_of: Callable[[Any], ServerArray]):
+    def __init__(self, event: Applied, array_of: Callable[[Any], ServerArray], num_rows: Mapping[int, int]):
         call = self._call = event.call
-        self._line = event.line
-        self._full = TracedUpdate.of(call, lambda variable: tuple(variable.shape))
+        self._line, self._num_rows = event.line, dict(num_rows)
+        self._full = TracedUpdate.of(call, self._shape_of({}))
         self._arrays = [array_of(variable) for variable in call.variables]
         self._state = [array_of(variable) for variable in call.state]
         self._slots = _slots(call, self._full)
         self._written = [n for n, new in enumerate(self._full.new_state) if not _is(new, self._full.state[n])]
         owned = {n for slots in self._slots for n in slots}
         self._shared = [n for n in range(len(self._state)) if n not in owned]
+        if self._num_rows and call.why_not_rows is not None:
+            names = ", ".join(repr(self._arrays[i].name) for i in self._num_rows)
+            raise UnsupportedError(
+                f"{call.name} cannot update some rows of table {names} only (at {event.line}): it has {call.why_not_rows}. Leave "
+                "that out, or use another optimizer for the table."
+            )
         for slot, array in self.slots:
             _check_slots(array, slot, call.name, event.line)
         self._cuts = [self._cut(self._wanted(self._full, i), i) for i in range(len(self._arrays))]
@@ -182,23 +189,34 @@ class OptimizerUpdate:
         used = flat.numbers_in(operations, wanted)
         env_of_consts = dict(zip(traced.consts, traced.const_values, strict=True))
         given: dict[int, int] = {}  # number of a value -> position among the operands
+        rows_at: dict[int, int] = {}  # number of a table or its slot -> position of the rows' numbers
         for atom, piece in cut_of.items():
             if atom in used:
                 shape, dtype = _aval_of(traced.program, atom)
-                given[atom] = builder.take(take_cut(atom, piece), shape, dtype)
+                given[atom] = builder.take(take_cut(atom, piece), (shape, dtype))
         for i, piece in pieces.items():
             if traced.gradients[i] in used:
                 array = self._arrays[i]
-                position = builder.take(take_gradient(i, piece), array.shape_of(piece), array.dtype)
-                given[traced.gradients[i]] = position
+                if i in self._num_rows:
+                    shape = (self._num_rows[i], *array.shape[1:])
+                    ids = builder.take(take_gradient(i, piece), ((shape[0],), np.int32), (shape, array.dtype))
+                    given[traced.gradients[i]] = ids + 1
+                    self._note_rows(rows_at, traced, i, ids)
+                else:
+                    position = builder.take(take_gradient(i, piece), (array.shape_of(piece), array.dtype))
+                    given[traced.gradients[i]] = position
         reads, writes = self._keys(builder, traced, pieces, used, is_last=is_last)
 
         def step(values: Values, operands: Sequence[Any]) -> None:
             env = dict(env_of_consts)
             env.update((number, operands[position]) for number, position in given.items())
-            env.update((number, values[key]) for number, key in reads.items())
+            for number, key in reads.items():
+                at = rows_at.get(number)
+                env[number] = values[key] if at is None else rows_of(values[key], operands[at])
             flat.run(operations, env)
-            values.update({key: flat.read(env, atom) for key, atom in writes.items()})
+            for key, (number, atom) in writes.items():
+                new, at = flat.read(env, atom), rows_at.get(number)
+                values[key] = new if at is None else with_rows(values[key], operands[at], new)
 
         builder.add(step)
 
@@ -210,10 +228,10 @@ class OptimizerUpdate:
         used: set[int],
         *,
         is_last: bool,
-    ) -> tuple[dict[int, str], dict[str, Atom]]:
-        """The keys of what is read, by number, and what is written, by key."""
+    ) -> tuple[dict[int, str], dict[str, tuple[int, Atom]]]:
+        """The keys of what is read, by number, and what is written, by key: the number of the old value, and the new one."""
         reads: dict[int, str] = {}
-        writes: dict[str, Atom] = {}
+        writes: dict[str, tuple[int, Atom]] = {}
 
         def meet(array: ServerArray, piece: Piece, number: int, new: Atom) -> None:
             is_written = not _is(new, number)
@@ -222,7 +240,7 @@ class OptimizerUpdate:
                 if number in used:
                     reads[number] = key
                 if is_written:
-                    writes[key] = new
+                    writes[key] = (number, new)
 
         for i, piece in pieces.items():
             meet(self._arrays[i], piece, traced.values[i], traced.new_values[i])
@@ -237,17 +255,29 @@ class OptimizerUpdate:
                 meet(array, Piece(builder.ps, array.key_on(builder.ps)), number, new)
         return reads, writes
 
-    def _traced_for(self, pieces: dict[int, Piece]) -> TracedUpdate:
+    def _note_rows(self, rows_at: dict[int, int], traced: TracedUpdate, i: int, position: int) -> None:
+        rows_at[traced.values[i]] = position
+        rows_at.update((traced.state[n], position) for n in self._slots[i])
+
+    def _shape_of(self, pieces: Mapping[int, Piece]) -> Callable[[Any], tuple[int, ...]]:
+        """The shapes of variables and slots for which an update is traced: of pieces, or of the rows that are updated."""
         shapes = {id(self._call.variables[i]): self._arrays[i].shape_of(p) for i, p in pieces.items()}
-        if all(shapes[id(self._call.variables[i])] == self._arrays[i].shape for i in pieces):
-            return self._full
+        for i, num_rows in self._num_rows.items():
+            variable = self._call.variables[i]
+            shapes[id(variable)] = (num_rows, *variable.shape[1:])
 
         def shape_of(variable: Any) -> tuple[int, ...]:
             reference = self._call.reference_of(variable)
             found = shapes.get(id(variable if reference is None else reference))
             return tuple(variable.shape) if found is None else found
 
-        traced = TracedUpdate.of(self._call, shape_of)
+        return shape_of
+
+    def _traced_for(self, pieces: dict[int, Piece]) -> TracedUpdate:
+        whole = [i for i in pieces if i not in self._num_rows]
+        if all(self._arrays[i].shape_of(pieces[i]) == self._arrays[i].shape for i in whole):
+            return self._full
+        traced = TracedUpdate.of(self._call, self._shape_of({i: pieces[i] for i in whole}))
         if not _is_alike(traced.program, self._full.program):
             raise UnsupportedError(
                 f"{self._call.name} computes something else for a shard of a variable than for the whole: its variables "
@@ -263,7 +293,7 @@ class OptimizerUpdate:
 
     def _mixed(self, own: int | None) -> dict[int, Mixing]:
         """The values that come of several rows of a variable in shards."""
-        if own is None or not self._arrays[own].shards:
+        if own is None or not (self._arrays[own].shards or own in self._num_rows):
             return {}
         traced = self._full
         with_rows = {traced.values[own], traced.gradients[own], *(traced.state[n] for n in self._slots[own])}
@@ -289,8 +319,12 @@ class OptimizerUpdate:
                 return cuts
         if mixed:
             assert own is not None
+            array = self._arrays[own]
+            how = (
+                f"in {len(array.shards)} shards" if array.shards else "a table of which some rows are updated"
+            )
             raise UnsupportedError(
-                f"Variable {self._arrays[own].name!r} is in {len(self._arrays[own].shards)} shards, and {self._call.name} updates "
+                f"Variable {array.name!r} is {how}, and {self._call.name} updates "
                 f"each row of it from others: {next(iter(mixed.values()))} (at {self._line}). Use an optimizer that updates rows "
                 "by themselves (SGD, Adagrad, Adam, RMSprop, Ftrl), or keep the variable whole: without variable_partitioner, or "
                 "with one that leaves it in one piece."

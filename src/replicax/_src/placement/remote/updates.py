@@ -27,6 +27,7 @@ class UpdateBuilder:
     def __init__(self, ps: int):
         self.ps = ps
         self.operands: list[Any] = []
+        self._positions: dict[Any, int] = {}
         self._avals: list[Any] = []
         self._state: dict[str, Any] = {}
         self._written: dict[str, None] = {}
@@ -43,13 +44,14 @@ class UpdateBuilder:
             self._written[piece.key] = None
         return piece.key
 
-    def take(self, operand: Any, shape: Sequence[int], dtype: Any) -> int:
-        """The program takes an operand. Returns its position."""
-        if operand in self.operands:
-            return self.operands.index(operand)
-        self.operands.append(operand)
-        self._avals.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
-        return len(self.operands) - 1
+    def take(self, operand: Any, *avals: tuple[Sequence[int], Any]) -> int:
+        """The program takes an operand, of one array or several. Returns the position of the first."""
+        position = self._positions.get(operand)
+        if position is None:
+            position = self._positions[operand] = len(self._avals)
+            self.operands.append(operand)
+            self._avals += [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in avals]
+        return position
 
     def add(self, step: Step) -> None:
         """What is done next."""
