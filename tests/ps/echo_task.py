@@ -90,14 +90,19 @@ class EchoTask:
     def stopped(self):
         self.process.send_signal(signal.SIGSTOP)
         try:
+            while self._status("State").split()[0] != "T":
+                time.sleep(0.005)
             yield
         finally:
             self.process.send_signal(signal.SIGCONT)
 
     def memory(self, what="VmRSS"):
         """Bytes; ``VmHWM`` is the most that it has had."""
+        return int(self._status(what).split()[0]) * 1024
+
+    def _status(self, what):
         with open(f"/proc/{self.process.pid}/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
+            return next(line.partition(":")[2] for line in status if line.startswith(what + ":"))
 
     def __enter__(self):
         return self
