@@ -255,9 +255,9 @@ def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
         import sys, time
         sys.path.insert(0, sys.argv[1])
         from echo_task import echo_server
-        from replicax._src.ps import transport
+        from replicax._src.ps import server as of_tasks
 
-        transport.cut_accepted = lambda *_: 0  # a system on which connections cannot be cut
+        of_tasks.cut_accepted = lambda *_: 0  # a system on which connections cannot be cut
         server = echo_server()
         server.start()
         print(server.address, flush=True)

@@ -1,6 +1,6 @@
 """Arrow Flight as the transport uses it: servers, clients, streams, and what their errors mean. Needs ``pyarrow``.
 
-The one file that knows pyarrow. No rules here: they are in ``transport.py``, which imports this file late.
+The one file that knows pyarrow. No rules here: they are in ``server.py`` and ``transport.py``, which import this file late.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Pipe:
 
     def close(self) -> None:
         """Gives up what belongs to a stream that was cancelled, or broke."""
-        with contextlib.suppress(ERRORS):  # not closed, it would print what it broke of when it is collected
+        with contextlib.suppress(*ERRORS):  # not closed, it would print what it broke of when it is collected
             self._writer.close()
 
 
