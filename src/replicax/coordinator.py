@@ -1,7 +1,7 @@
-"""Asynchronous training on workers with parameter servers: ``rx.coordinator``."""
+"""TensorFlow's ``tf.distribute.coordinator`` names: ``rx.coordinator``."""
 
 from replicax._src.coordinator.cluster_coordinator import ClusterCoordinator
-from replicax._src.coordinator.per_worker import PerWorkerValues
+from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from replicax._src.coordinator.remote_value import RemoteValue
 from replicax._src.ps.resources import experimental_get_current_worker_index
 
@@ -9,6 +9,8 @@ PerWorkerValue = PerWorkerValues
 
 __all__ = [
     "ClusterCoordinator",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
     "PerWorkerValue",
     "PerWorkerValues",
     "RemoteValue",

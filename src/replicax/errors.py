@@ -60,19 +60,26 @@ from replicax._src.input.files.paths import MissingFileError
 from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import UnbatchedDatasetError
 from replicax._src.ps.errors import (
+    CancelledError,
+    ClosureAbortedError,
+    ClosureInputError,
     MessageError,
     RemoteError,
     StaleCoordinatorError,
     UnauthenticatedError,
     UnavailableError,
     UnknownProgramError,
+    WaitTimeoutError,
 )
 from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [
     "AddressError",
     "BackendStartedError",
+    "CancelledError",
     "ClosedIteratorError",
+    "ClosureAbortedError",
+    "ClosureInputError",
     "ClusterEnvironmentError",
     "ClusterError",
     "ClusterFailureError",
@@ -131,5 +138,6 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedSourceError",
     "VariableError",
+    "WaitTimeoutError",
     "WorkersDifferError",
 ]

@@ -1,6 +1,6 @@
 import pytest
-from memory_cluster import MemoryCluster
 
+from memory_cluster import MemoryCluster
 from replicax._src.coordinator import cluster_coordinator
 from replicax._src.coordinator.workers import Limits
 

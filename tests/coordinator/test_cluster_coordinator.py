@@ -8,10 +8,10 @@ import time
 import jax
 import numpy as np
 import pytest
-from memory_cluster import MemoryCluster, eventually
 
 import replicax as rx
-from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
+from memory_cluster import MemoryCluster, eventually
+from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps.errors import (
     CancelledError,
@@ -141,7 +141,7 @@ def test_an_error_cancels_the_queued_and_waits_for_what_is_in_flight(cluster, co
     coordinator.schedule(late_failure)
     values = [coordinator.schedule(add, (n,)) for n in range(20)]
     held.set()
-    with pytest.raises(CancelledError, match="The corresponding function is cancelled. Please reschedule"):
+    with pytest.raises(CancelledError, match=r"The corresponding function is cancelled\. Please reschedule"):
         values[-1].fetch(JOIN_S)
     threading.Timer(0.2, go.set).start()
     with pytest.raises(RemoteError, match="no luck"):
@@ -247,19 +247,20 @@ def test_the_low_water_mark_and_the_epoch_travel(cluster, coordinator):
 def test_there_is_one_for_each_strategy(cluster, coordinator):
     assert ClusterCoordinator(cluster) is coordinator
     assert coordinator.strategy is cluster
-    with pytest.raises(InvalidArgumentError, match="has a ClusterCoordinator already.*max_staleness"):
+    with pytest.raises(InvalidArgumentError, match=r"has a ClusterCoordinator already.*max_staleness"):
         ClusterCoordinator(cluster, max_staleness=2)
 
 
 def test_other_strategies_are_refused():
     with pytest.raises(
-        InvalidArgumentError, match="needs|works with a ParameterServerStrategy, got OneDeviceStrategy"
+        InvalidArgumentError, match="works with a ParameterServerStrategy, got OneDeviceStrategy"
     ):
         ClusterCoordinator(rx.OneDeviceStrategy("cpu:0"))
 
 
 def test_a_closed_one_says_so_and_a_new_one_can_be_made(cluster):
     coordinator = ClusterCoordinator(cluster)
+    assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
     begun, go = threading.Event(), threading.Event()
 
     def wait(call):
@@ -273,13 +274,16 @@ def test_a_closed_one_says_so_and_a_new_one_can_be_made(cluster):
     coordinator.close()
     with pytest.raises(CancelledError, match="coordinator was closed"):
         value.fetch(0)
-    with pytest.raises(ContextError, match="is closed. Make a new one"):
+    with pytest.raises(ContextError, match="ClusterCoordinator is closed"):
         coordinator.schedule(add, (1,))
     go.set()
-    assert ("leave", "first") in cluster.workers[0].asked
     with ClusterCoordinator(cluster) as other:
         assert other is not coordinator
+        before = cluster.ps[0].counter
         assert other.schedule(add, (1,)).fetch(JOIN_S) == 2
+        assert (
+            cluster.ps[0].counter == before + 1
+        )  # a number that was used already would count as a duplicate
 
 
 def test_a_dropped_one_ends_its_threads(cluster):
@@ -300,11 +304,15 @@ def test_another_coordinator_takes_over(cluster, coordinator):
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
     for task in (*cluster.workers, *cluster.ps):
         task.incarnation = "second"
-    with pytest.raises(StaleCoordinatorError):
+
+    def train():
         for _ in range(1000):
             coordinator.schedule(add, (1,))
             time.sleep(0.005)
             coordinator.join(JOIN_S)
+
+    with pytest.raises(StaleCoordinatorError):
+        train()
 
 
 # --- what each worker has of its own ------------------------------------------------------------------
@@ -345,9 +353,8 @@ def test_next_outside_of_a_scheduled_function(coordinator):
         NotImplementedError, match="Iterating over an `AsyncDistributedIterator` is not supported"
     ):
         next(iterator)
-    value = coordinator.create_per_worker_value(lambda worker: np.float32(worker.index))
-    with pytest.raises(UnsupportedError, match="A per-worker value cannot be iterated"):
-        iter(value)
+    with pytest.raises(InvalidArgumentError, match=r"Pass an iterator of it, iter\(dataset\)"):
+        coordinator.schedule(add, (coordinator.create_per_worker_dataset(twos),))
 
 
 def test_per_worker_values(cluster, coordinator):
@@ -359,7 +366,7 @@ def test_per_worker_values(cluster, coordinator):
 def test_a_dataset_that_cannot_be_made_is_an_error_at_join_and_fetch(cluster, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(broken))
     value = coordinator.schedule(count_up, (iterator,))
-    with pytest.raises(ClosureInputError, match="could not be made on worker .*OSError: no such file"):
+    with pytest.raises(ClosureInputError, match=r"could not be made on worker .*OSError: no such file"):
         coordinator.join(JOIN_S)
     with pytest.raises(ClosureInputError, match="no such file"):
         value.fetch(0)
@@ -385,10 +392,14 @@ def test_a_dataset_that_one_worker_cannot_make(cluster, coordinator):
 
     connected(coordinator)
     iterator = iter(coordinator.create_per_worker_dataset(broken_on_the_first))
-    with pytest.raises(ClosureInputError, match="on worker 0.*no such file"):
+
+    def train():
         for _ in range(20):
             coordinator.schedule(step, (iterator,))
         coordinator.join(JOIN_S)
+
+    with pytest.raises(ClosureInputError, match=r"on worker 0.*no such file"):
+        train()
 
 
 def test_a_worker_needs_a_program_for_another_shape(cluster, coordinator):
@@ -665,11 +676,15 @@ def test_a_lost_parameter_server_is_named(cluster, coordinator, moment):
     else:
         cluster.ps[0].kill()
     began = time.monotonic()
-    with pytest.raises(UnavailableError, match="ps 0") as raised:
+
+    def train():
         for _ in range(10000):
             coordinator.schedule(add, (1,))
             time.sleep(0.001)
         coordinator.join(JOIN_S)
+
+    with pytest.raises(UnavailableError, match="ps 0") as raised:
+        train()
     assert time.monotonic() - began < 15
     assert raised.value.task == "ps 0"
     eventually(lambda: not coordinator.statistics()["ps"]["ps 0"]["connected"])

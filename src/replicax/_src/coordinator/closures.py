@@ -98,6 +98,7 @@ class ClosureQueue:
       max_deaths: With how many workers a closure may die before it fails.
       max_deaths_of_proven: The same, of one of a kind that has finished before.
       max_staleness: How many closures a worker may be ahead of the slowest; None for no limit.
+      first_number: Of the first closure.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class ClosureQueue:
         max_deaths: int = MAX_DEATHS,
         max_deaths_of_proven: int = MAX_DEATHS_OF_PROVEN,
         max_staleness: int | None = None,
+        first_number: int = 0,
     ):
         for name, value, least in (
             ("capacity", capacity, 1),
@@ -121,8 +123,7 @@ class ClosureQueue:
         self._queued: deque[Closure] = deque()
         self._members: dict[Worker, _Member] = {}
         self._unfinished: set[int] = set()
-        self._next_number = 0
-        self._low = 0
+        self._next_number = self._low = first_number
         self._num_in_flight = 0
         self._error: BaseException | None = None
         self._breakage: BaseException | None = None
@@ -156,6 +157,11 @@ class ClosureQueue:
     @property
     def num_in_flight(self) -> int:
         return self._num_in_flight
+
+    @property
+    def next_number(self) -> int:
+        """Of the next closure."""
+        return self._next_number
 
     @property
     def low(self) -> int:

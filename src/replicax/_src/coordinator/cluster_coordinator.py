@@ -15,7 +15,7 @@ import numpy as np
 from replicax._src.coordinator.closures import ClosureQueue
 from replicax._src.coordinator.crew import Crew
 from replicax._src.coordinator.dispatch import Work
-from replicax._src.coordinator.per_worker import PerWorkerIterator, PerWorkerValues
+from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from replicax._src.coordinator.prepared import ClosureStrategy
 from replicax._src.coordinator.remote_value import RemoteValue, fetched
 from replicax._src.coordinator.resources import Resource
@@ -27,6 +27,7 @@ from replicax._src.ps.errors import ClosureInputError
 
 _SPEC_S = 600.0
 
+_crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()  # the last one of each strategy
 _coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
 _construction = threading.Lock()
 
@@ -80,8 +81,12 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: ClosureStrategy, options: Mapping[str, Any]) -> None:
         self._strategy, self._options = strategy, dict(options)
-        queue = ClosureQueue(max_staleness=options["max_staleness"])
+        # A server knows the numbers that it has applied for as long as the strategy's session lasts.
+        before = _crews.get(strategy)
+        first = 0 if before is None else before.dispatch.next_number
+        queue = ClosureQueue(max_staleness=options["max_staleness"], first_number=first)
         self._crew = Crew(strategy.session, queue, Limits(reconnect_s=options["reconnect_timeout_s"]))
+        _crews[strategy] = self._crew
         self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, _end, self._crew)
         self._crew.start()
@@ -154,7 +159,7 @@ class ClusterCoordinator:
 
     # --- what each worker has of its own ---------------------------------------------------------------
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Has each worker make a dataset of its own: all of it, not a part.
 
         ``iter`` of what is returned is an argument of scheduled functions, which call ``next`` on it. A worker that comes
@@ -168,9 +173,9 @@ class ClusterCoordinator:
           InvalidArgumentError: It cannot be pickled.
         """
         recipe = _Recipe(self._crew, self._numbers, "dataset", resources.dump(dataset_fn))
-        values = PerWorkerValues(recipe.unused[0], recipe.spec, lambda: _iterator(recipe))
-        weakref.finalize(values, recipe.drop_unused).atexit = False
-        return values
+        dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
+        weakref.finalize(dataset, recipe.drop_unused).atexit = False
+        return dataset
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Has each worker make a value of its own: in scheduled functions, what is returned stands for the worker's.
@@ -190,7 +195,7 @@ class ClusterCoordinator:
         return self._crew.statistics()
 
     def close(self) -> None:
-        """Cancels what has not ended, tells the workers that the session is over, and ends the threads."""
+        """Cancels what has not ended, and ends the threads. Variables stay, and so does the session with the servers."""
         self._crew.close()
         self._crew.join()
         self._finalizer.detach()
@@ -215,7 +220,14 @@ def _name_of(fn: Any) -> str:
 def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not callable(fn):
         raise InvalidArgumentError(f"schedule() takes a function and its arguments, got {fn!r} as function.")
-    for leaf in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, RemoteValue)):
+    for leaf in jax.tree.leaves(
+        (args, kwargs), is_leaf=lambda x: isinstance(x, RemoteValue | PerWorkerDataset)
+    ):
+        if isinstance(leaf, PerWorkerDataset):
+            raise InvalidArgumentError(
+                f"A per-worker dataset stands in the arguments of '{_name_of(fn)}'. Pass an iterator of it, iter(dataset), which "
+                "goes on from one function to the next."
+            )
         if isinstance(leaf, RemoteValue):
             # The beginning is TensorFlow's.
             raise InvalidArgumentError(
@@ -235,7 +247,8 @@ class _Recipe:
     def __init__(
         self, crew: Crew, numbers: Iterator[int], kind: Literal["dataset", "value"], pickle: np.ndarray
     ):
-        self._crew, self._numbers, self._kind, self._pickle = crew, numbers, kind, pickle
+        self._crew, self._numbers, self._pickle = crew, numbers, pickle
+        self._kind: Literal["dataset", "value"] = kind
         self._known: ElementSpec | None = None
         self.unused: list[str] = []
         self.unused.append(self._make())
@@ -253,8 +266,8 @@ class _Recipe:
             leaves = tuple(
                 jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
             )
-            nest = structures.rebuilt(said["tree"], leaves)
-            self._known = ElementSpec(jax.tree.structure(nest), leaves)
+            tree = jax.tree.structure(structures.rebuilt(said["tree"], leaves))
+            self._known = ElementSpec(tree, leaves)
         return self._known
 
     def drop(self, name: str) -> None:

@@ -158,6 +158,11 @@ class Dispatch:
         settle(ended)
 
     @property
+    def next_number(self) -> int:
+        """Of the next closure."""
+        return self._queue.next_number
+
+    @property
     def is_closed(self) -> bool:
         return self._queue.is_closed
 

@@ -1,35 +1,33 @@
-"""What each worker has its own of: a dataset's iterator, or a value. The coordinator has only these handles of them."""
+"""What each worker has its own of: a dataset, its iterators, a value. The coordinator has only these handles of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Self, final
 
+import jax
+
 from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.closure import ElementSpec, PerWorkerInput, current_elements
+
+SpecOf = Callable[[], ElementSpec]
 
 
 @final
 class PerWorkerIterator(PerWorkerInput):
-    """An iterator on each worker, over its own dataset: the argument of a scheduled function, which calls ``next`` on it.
+    """An iterator on each worker, over its own dataset: an argument of scheduled functions, which call ``next`` on it.
 
-    A worker that comes back after a failure begins its dataset anew. What the last element is followed by is
-    ``OutOfRangeError``, at ``join``.
-
+    A worker that comes back after a failure begins its dataset anew. After the last element comes ``OutOfRangeError``, at
+    ``join``.
     """
 
-    def __init__(self, resource_name: str, spec: Callable[[], ElementSpec]):
-        self._resource = resource_name
-        self._spec = spec
+    def __init__(self, resource: str, spec: SpecOf):
+        self._resource, self._spec = resource, spec
 
     @property
     def resource(self) -> str:
-        """What the workers call it."""
+        """The name under which the workers know it."""
         return self._resource
-
-    @property
-    def is_iterator(self) -> bool:
-        return True
 
     @property
     def spec(self) -> ElementSpec:
@@ -39,7 +37,11 @@ class PerWorkerIterator(PerWorkerInput):
     @property
     def element_spec(self) -> Any:
         """The same, as a nest of ``jax.ShapeDtypeStruct``."""
-        return self._spec().nest
+        return _nest_of(self._spec())
+
+    @property
+    def is_iterator(self) -> bool:
+        return True
 
     def __iter__(self) -> Self:
         return self
@@ -58,51 +60,42 @@ class PerWorkerIterator(PerWorkerInput):
 
 
 @final
+class PerWorkerDataset:
+    """A dataset of each worker. ``iter`` of it is an argument of scheduled functions."""
+
+    def __init__(self, spec: SpecOf, make_iterator: Callable[[], PerWorkerIterator]):
+        self._spec, self._make_iterator = spec, make_iterator
+
+    @property
+    def element_spec(self) -> Any:
+        """What an element is, as a nest of ``jax.ShapeDtypeStruct``. Waits for the first worker that has made its dataset."""
+        return _nest_of(self._spec())
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self._make_iterator()
+
+
+@final
 class PerWorkerValues(PerWorkerInput):
-    """A value, or a dataset, of each worker: an argument of a scheduled function, where it is the worker's own.
+    """A value of each worker: an argument of scheduled functions, in which it is the worker's own."""
 
-    ``ClusterCoordinator.create_per_worker_dataset`` and ``create_per_worker_value`` return it.
-
-    """
-
-    def __init__(
-        self,
-        resource_name: str,
-        spec: Callable[[], ElementSpec],
-        make_iterator: Callable[[], PerWorkerIterator] | None = None,
-    ):
-        self._resource = resource_name
-        self._spec = spec
-        self._make_iterator = make_iterator
+    def __init__(self, resource: str, spec: SpecOf):
+        self._resource, self._spec = resource, spec
 
     @property
     def resource(self) -> str:
-        """What the workers call it."""
+        """The name under which the workers know it."""
         return self._resource
+
+    @property
+    def spec(self) -> ElementSpec:
+        """What the value is. Waits for the first worker that has made it."""
+        return self._spec()
 
     @property
     def is_iterator(self) -> bool:
         return False
 
-    @property
-    def is_dataset(self) -> bool:
-        """What is to be iterated, and is no argument as it is."""
-        return self._make_iterator is not None
 
-    @property
-    def spec(self) -> ElementSpec:
-        """What the value, or an element, is. Waits for the first worker that has made it."""
-        return self._spec()
-
-    @property
-    def element_spec(self) -> Any:
-        """The same, as a nest of ``jax.ShapeDtypeStruct``."""
-        return self._spec().nest
-
-    def __iter__(self) -> PerWorkerIterator:
-        if self._make_iterator is None:
-            raise UnsupportedError(
-                "A per-worker value cannot be iterated here: it is on the workers. Pass it to a function that "
-                "coordinator.schedule() runs; only what create_per_worker_dataset() returns has an iterator."
-            )
-        return self._make_iterator()
+def _nest_of(spec: ElementSpec) -> Any:
+    return jax.tree.unflatten(spec.tree, spec.leaves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any, final
 
 from replicax._src.coordinator.closures import Closure
 from replicax._src.coordinator.dispatch import Dispatch, Port
-from replicax._src.coordinator.prepared import Client, Session
+from replicax._src.coordinator.prepared import Session
 from replicax._src.coordinator.resources import Resources
 from replicax._src.coordinator.stream import WorkerStream
 from replicax._src.input.dataset import OutOfRangeError
@@ -134,7 +133,6 @@ class RemoteWorker:
                 return
             finally:
                 stream.end(None)
-                self._say_goodbye(stream.client)
                 stream.client.close()
 
     def _connect(self) -> WorkerStream | None:
@@ -208,12 +206,6 @@ class RemoteWorker:
         )
         thread.start()
         return thread
-
-    def _say_goodbye(self, client: Client) -> None:
-        """At the end of the session; who does not hear it will notice by itself."""
-        if self._closing.is_set():
-            with contextlib.suppress(Exception):
-                client.ask("leave", {"incarnation": self._session.incarnation}, self._limits.beat_timeout_s)
 
     # --- sending ---------------------------------------------------------------------------------------
 
