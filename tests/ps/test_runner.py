@@ -1,6 +1,8 @@
 """What runs closures: against real stores in this process, whose answers are overwritten by the next one."""
 
 import threading
+import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -559,6 +561,20 @@ def gone(message):
     raise UnavailableError("gone", "ps 0")
 
 
+def test_after_a_closure_that_failed_nothing_is_used_that_others_have_overwritten(
+    links, runner, new_links, counting
+):
+    runner.run(call(0, counting, np.float32(1)))  # so that the server has the push's program
+    shared = new_links()
+    rare = Runner(shared, pulls_ahead=False)
+    rare.add_program(runner._programs[counting].program)
+    with pytest.raises(ValueError):
+        rare.run(call(1, counting, np.zeros((2, 2), np.float32)))
+    shared.read([[Piece(0, "other")]])
+    results = rare.run(call(2, counting, np.float32(1))).results
+    assert [float(result) for result in results] == [11, 10]
+
+
 def test_what_a_program_does_not_fit_is_an_error_and_the_next_one_runs(links, runner, counting):
     with pytest.raises(ValueError):
         runner.run(call(0, counting, np.zeros((2, 2), np.float32)))
@@ -625,14 +641,24 @@ def bagging(links, runner):
     pushes = []
     for piece in pieces:
         shard = np.zeros((piece.rows[1] - piece.rows[0], DIM), np.float32)
-        update = update_program(
-            lambda v, numbers, g: (v.at[numbers].add(-g, mode="drop"),),
-            [piece.key],
-            [0],
-            shard,
-            np.zeros(2, np.int32),
-            np.zeros((2, DIM), np.float32),
-        )
+        operands = [np.zeros(2, np.int32), np.zeros((2, DIM), np.float32)]
+        if piece.ps == 0:
+            update = update_program(
+                lambda v, numbers, g: (v.at[numbers].add(-g, mode="drop"),),
+                [piece.key],
+                [0],
+                shard,
+                *operands,
+            )
+        else:  # writes the scale, as it is: so it travels each time
+            update = update_program(
+                lambda v, scale, numbers, g: (v.at[numbers].add(-g, mode="drop"), scale + 0),
+                [piece.key, "scale"],
+                [0, 1],
+                shard,
+                np.float32(0),
+                *operands,
+            )
         operands = (Operand(1, piece.rows, 0),)
         pushes.append(Push(piece.ps, runner.links.add_program(piece.ps, update), operands))
     program = worker_program(
@@ -775,3 +801,31 @@ def test_the_next_element_may_have_another_shape(runner, bagging):
     assert float(runner.run(call(0, digest, iterators=iterators, signature=PAIR)).results[0]) == expected[0]
     assert runner.run(call(1, digest, iterators=iterators, signature=PAIR)).need == signature((3,))
     assert float(runner.run(call(2, digest, iterators=iterators, signature=PAIR)).results[0]) == expected[1]
+
+
+def test_nothing_that_was_pulled_is_alive_when_a_server_updates_it(stores, monkeypatch):
+    links = PsLinks.of_stores(stores, ME)
+    large = np.ones(1_500_000, np.float32)
+    (piece,) = create(links, [Piece(0, "large")], large)
+    push = Push(0, add_to(links, piece, large), (Operand(0),))
+    program = worker_program(lambda x: x * 2, [Input("variable", 0)], [large], [[piece]], 0, pushes=(push,))
+    given, alive, answer = [], [], stores[0].answer
+
+    def noting(message):
+        if message.header.get("program") == push.program:
+            deadline = time.monotonic() + 2
+            while any(ref() is not None for ref in given) and time.monotonic() < deadline:
+                time.sleep(0.01)
+                jax.device_put(0)  # JAX lets go at its next call of what its programs took
+            alive.append(sum(ref() is not None for ref in given))
+        answered = answer(message)
+        given.extend(map(weakref.ref, answered.arrays))
+        return answered
+
+    monkeypatch.setattr(stores[0], "answer", noting)
+    runner = Runner(links)
+    digest = runner.add_program(program)
+    for number in range(3):
+        runner.run(call(number, digest))
+    assert len(given) == 4
+    assert alive == [0, 0, 0]  # or it could not be written in place

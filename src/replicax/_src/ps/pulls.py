@@ -64,10 +64,14 @@ class Pulls:
             self.forget()
 
     def forget(self) -> None:
-        """Nothing is fresh any more."""
+        """Nothing is fresh any more. What is not kept is dropped: the next message overwrites it, and a server in this
+        process cannot write in place while somebody looks.
+        """
         self.moment += 1
         for copy in self._copies.values():
             copy.is_fresh = False
+            if not copy.is_kept:
+                copy.value = None
 
     def used(self, pieces: Sequence[Piece]) -> dict[int, list[tuple[str, Version]]]:
         """By server, the versions of ``pieces`` that are here."""
@@ -98,19 +102,10 @@ class Pulls:
         return {ps: self._pull(ps, pieces) for ps in {*servers, *(piece.ps for piece in pieces)}}
 
     def take(self, answers: Mapping[int, Answered]) -> None:
-        """Remembers what came. All else of the same servers that is not kept is gone."""
-        for (ps, _), copy in self._copies.items():
-            if ps in answers and not copy.is_kept:
-                copy.value, copy.is_fresh = None, False
+        """Remembers what came."""
         for ps, answer in answers.items():
             for key, (version, value) in answer.values.items():
                 self._take_one((ps, key), version, value)
-
-    def drop_views(self) -> None:
-        """Drops what is not kept: a server in this process cannot write in place while somebody looks."""
-        for copy in self._copies.values():
-            if not copy.is_kept:
-                copy.value, copy.is_fresh = None, False
 
     def value(self, pieces: Sequence[Piece]) -> Any:
         """The whole value of a variable, as NumPy's or JAX's array, valid until the next message."""

@@ -129,8 +129,10 @@ class Runner:
         try:
             with contextlib.nullcontext() if self._pulls_ahead else self._links.held():
                 results = self._run(run)
-        except UnknownProgramError:
-            self._held[call.closure] = run.elements
+        except Exception as error:
+            self._pulls.forget()
+            if isinstance(error, UnknownProgramError):
+                self._held[call.closure] = run.elements
             raise
         self._num_closures += 1
         return ClosureResult([np.asarray(array) for array in results[: run.loaded.program.num_results]])
@@ -259,7 +261,6 @@ class Runner:
             ahead = run.loaded.whole
         rows = {} if self._ahead is None else row_asks(self._ahead.tables)
         pulls = self._pulls.asks_for(ahead, [*asks, *rows])
-        self._pulls.drop_views()
         if not pulls:
             return
         steps = {
