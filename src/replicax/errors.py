@@ -71,6 +71,7 @@ from replicax._src.ps.errors import (
     UnknownProgramError,
     WaitTimeoutError,
 )
+from replicax._src.ps.snapshots import SnapshotError
 from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [
@@ -122,6 +123,7 @@ __all__ = [
     "ReplicaContextError",
     "ReplicaxError",
     "ScopeNestingError",
+    "SnapshotError",
     "StaleCoordinatorError",
     "StructureError",
     "TapeError",

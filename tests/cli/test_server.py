@@ -155,10 +155,12 @@ def who_ran_what(result):
     ("options", "scripts"),
     [
         ([], {"chief 0"}),
-        (["--evaluator"], {"chief 0", "evaluator 0"}),
+        pytest.param(["--evaluator"], {"chief 0", "evaluator 0"}, marks=pytest.mark.long),
         (["--script-in", "workers"], {"chief 0", "worker 0", "worker 1"}),
-        (["--no-chief"], {"worker 0", "worker 1"}),
-        (["--script-in", "all"], {"chief 0", "worker 0", "worker 1", "ps 0"}),
+        pytest.param(["--no-chief"], {"worker 0", "worker 1"}, marks=pytest.mark.long),
+        pytest.param(
+            ["--script-in", "all"], {"chief 0", "worker 0", "worker 1", "ps 0"}, marks=pytest.mark.long
+        ),
     ],
     ids=["chief", "evaluator", "workers", "no chief", "all"],
 )
