@@ -12,7 +12,8 @@ OLDEST_KERAS := 3.12.0
 KERAS_VENV := .venv-keras
 KERAS_STAMP := $(KERAS_VENV)/.installed
 # A file's tests stay together: many share programs that were compiled.
-IN_TWO := -n 2 --dist loadfile
+# In the order of their names: by their numbers of tests, the default, files with few long tests would come last.
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 LINTED := $(wildcard src tests examples benchmarks)
 
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.

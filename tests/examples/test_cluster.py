@@ -305,17 +305,44 @@ def test_ray_gives_each_task_its_tf_config(on_ray):
         assert membership.addresses == ("10.0.0.1:4000", "10.0.0.2:4001", "10.0.0.2:4002")
 
 
-@pytest.mark.timeout(240)
-def test_what_ray_runs_trains_in_processes(on_ray, monkeypatch, capfd, one_process):
-    """The same tasks, by threads in place of Ray's actors: Ray itself is not in the lock."""
+@pytest.fixture
+def run_by_tasks(on_ray, monkeypatch):
+    """Runs a command as two workers, by threads in place of Ray's actors: Ray itself is not in the lock."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    command = [str(ROOT / "examples" / "digits.py"), "--strategy", "auto", "--epochs", "2"]
-    tasks = [on_ray.Task(), on_ray.Task()]
-    configs = on_ray.tf_configs([task.address("127.0.0.1") for task in tasks])
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        codes = list(pool.map(lambda task, config: task.run(command, config), tasks, configs))
-    assert codes == [0, 0]
+
+    def run(*command):
+        tasks = [on_ray.Task(), on_ray.Task()]
+        configs = on_ray.tf_configs([task.address("127.0.0.1") for task in tasks])
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda task, config: task.run(command, config), tasks, configs))
+
+    return run
+
+
+SUM = """
+import numpy as np
+import replicax as rx
+
+strategy = rx.MultiWorkerMirroredStrategy()
+ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
+print(f"worker {strategy.cluster_resolver.task_id}: {strategy.reduce('SUM', ones, axis=None)}")
+"""
+
+
+@pytest.mark.timeout(240)
+def test_what_ray_runs_is_one_cluster_in_processes(run_by_tasks, tmp_path, capfd):
+    (tmp_path / "sum.py").write_text(SUM)
+    assert run_by_tasks(str(tmp_path / "sum.py")) == [0, 0]
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in lines if line.startswith("worker")) == ["worker 0: 2.0", "worker 1: 2.0"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_what_ray_runs_trains_in_processes(run_by_tasks, capfd, one_process):
+    digits = str(ROOT / "examples" / "digits.py")
+    assert run_by_tasks(digits, "--strategy", "auto", "--epochs", "2") == [0, 0]
     assert numbers_of(capfd.readouterr().out) == pytest.approx(one_process, abs=2e-3)
 
 

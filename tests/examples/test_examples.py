@@ -81,8 +81,13 @@ def test_demo_shows_no_bar_where_there_is_no_terminal(full_run):
 @pytest.mark.parametrize(
     ("options", "strategy", "replicas"),
     [
-        pytest.param(("--strategy", "one_device"), "OneDeviceStrategy", "1", marks=pytest.mark.long),
-        (("--strategy", "mirrored", "--devices", "3", "--batch-size", "64"), "MirroredStrategy", "3"),
+        (("--strategy", "one_device", "--batch-size", "64"), "OneDeviceStrategy", "1"),
+        pytest.param(
+            ("--strategy", "mirrored", "--devices", "3", "--batch-size", "64"),
+            "MirroredStrategy",
+            "3",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             ("--strategy", "central_storage"), "CentralStorageStrategy", "2", marks=pytest.mark.long
         ),

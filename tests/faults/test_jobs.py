@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checks import path_of_programs
+
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 80
+WITH_KERAS = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
 
 # --- the order of programs ------------------------------------------------------------------------------
@@ -313,7 +316,7 @@ def fitting(victim):
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_worker_that_is_killed_between_epochs_is_named(local_cluster, victim):
-    cluster = local_cluster(2, environment={"KERAS_BACKEND": "jax"}, timeout_s=LIMIT_S)
+    cluster = local_cluster(2, environment=WITH_KERAS, timeout_s=LIMIT_S)
     cluster.start(fitting, [str(victim)])
     result = cluster.wait()["worker", 1 - victim]
     assert result.exit_code == 3, result.output
@@ -371,7 +374,7 @@ def test_a_worker_whose_data_end_early_steps_on_without_rows(local_cluster, leng
     """The numbers are those of one device that is given the same global batches."""
     found = {}
     for num_workers in (1, 2):
-        cluster = local_cluster(num_workers, environment={"KERAS_BACKEND": "jax"}, timeout_s=LIMIT_S)
+        cluster = local_cluster(num_workers, environment=WITH_KERAS, timeout_s=LIMIT_S)
         cluster.start(unknown_lengths, [lengths])
         results = cluster.wait()
         results.raise_if_failed()

@@ -135,6 +135,8 @@ LONG_CASES = {
     ("dense", "rx_data", "default"),
     ("dense", "distributed_dataset", "central_2"),
     ("custom_train_step", "rx_data", "one_device"),
+    ("custom_train_step", "arrays", "one_device"),
+    ("inputs_and_outputs", "steps_per_execution", "central_2"),
 }
 # Keras's own, which it gives on one device as well.
 WARNINGS = (

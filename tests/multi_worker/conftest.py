@@ -1,7 +1,6 @@
 """Clusters of real processes, each run once for the tests that look at what it reported."""
 
 import functools
-import os
 import sys
 from pathlib import Path
 
@@ -9,30 +8,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from checks import path_of_programs
 from replicax._src.testing.fixtures import is_there
 from replicax.testing import LocalCluster, report  # noqa: F401
 
-# Keras wraps these if they are there. The programs here use no such wrapper, and start in half the time without.
-LEFT_OUT = ("sklearn", "matplotlib")
-
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-    """Of all tasks: Keras on JAX, and nothing else that takes long to import."""
-    folder = tmp_path_factory.mktemp("left_out")
-    for name in LEFT_OUT:
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text("raise ImportError('left out')\n")
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"KERAS_BACKEND": "jax", "PYTHONPATH": path}
-
-
-@pytest.fixture(scope="session")
-def reports_of(environment):
+def reports_of():
     """``reports_of(program, *args, workers=2, devices=1)``: for each worker all that it reported, as one dict.
 
     ``chief=True`` is one more task, the first.
     """
+
+    environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
     @functools.cache
     def run(program, args, workers, devices, chief):
