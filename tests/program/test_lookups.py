@@ -453,6 +453,46 @@ def test_other_sums_at_the_ids_are_not_gradients_of_the_table():
     check(fn, TABLE, IDS, gradients=0)
 
 
+INTO = {
+    "zeros": (0.0, (V, D), (1,), 1),
+    "ones": (1.0, (V, D), (1,), 0),
+    "more_rows": (0.0, (V + 5, D), (1,), 0),
+    "columns_first": (0.0, (V, D), (0,), 0),
+}
+
+
+@pytest.mark.parametrize("into", INTO)
+def test_what_is_added_at_the_indices_of_a_lookup(into):
+    base, shape, window, gradients = INTO[into]
+    gathered = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+    added = jax.lax.ScatterDimensionNumbers(window, (0,), (0,))
+
+    def fn(table, ids):
+        indices = ids[:, None]
+        rows = jax.lax.gather(table, indices, gathered, (1, D), mode="clip")
+        start = jax.lax.broadcast(base, shape)
+        return jax.lax.scatter_add(start, indices, jnp.sin(rows).T if window == (0,) else rows, added)
+
+    check(fn, TABLE, IDS_1, gradients=gradients)
+
+
+def test_the_table_itself_is_not_differentiated():
+    def of_table(table, ids):
+        with rx.GradientTape() as tape:
+            tape.watch(table)
+            value = jnp.sum(table[ids] ** 2)
+        return value, tape.gradient(table, table)
+
+    def of_gradient(table, ids):
+        with rx.GradientTape() as outer:
+            outer.watch(table)
+            value, (gradient,) = trained(lambda t: jnp.sum(t[ids] ** 3))(table)
+        return value, outer.gradient(gradient, table)
+
+    assert refused(of_table, TABLE, IDS).primitive == "replicax_gradient"
+    assert refused(of_gradient, TABLE, IDS).primitive == "replicax_gradient"
+
+
 # --- what is done with gradients ----------------------------------------------------------------------
 
 
@@ -514,7 +554,13 @@ def _halved_jvp(primals, tangents):
     return halved(*primals), 0.5 * tangents[0][primals[1]]
 
 
+def parts_of_rows(table, ids):
+    numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+    return jnp.sum(jax.lax.gather(table, ids[0][:, None], numbers, (1, 2)) ** 2)
+
+
 WHOLE = {
+    "parts_of_rows": ("gather", parts_of_rows),
     "tied": ("transpose", lambda t, ids: jnp.sum(t[ids] @ t.T)),
     "tied_contracted": ("dot_general", lambda t, ids: jnp.sum(jnp.einsum("bsd,vd->bsv", t[ids], t))),
     "one_hot": ("dot_general", lambda t, ids: jnp.sum((jax.nn.one_hot(ids, V) @ t) ** 2)),
