@@ -1,0 +1,166 @@
+"""Scheduled functions on real servers, in processes of their own, that are killed and stopped."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax.errors import CancelledError, ClosureInputError, OutOfRangeError, UnavailableError
+from replicax.testing import server_cluster
+
+JOIN_S = 60.0
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with server_cluster(workers=2, ps=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def coordinator(cluster):
+    cluster.wait_for_servers()
+    with rx.ParameterServerStrategy() as strategy, rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+        yield coordinator
+
+
+def counter_in(coordinator):
+    with coordinator.strategy.scope():
+        return rx.Variable(np.int32(0))
+
+
+def connected(coordinator, num=2):
+    until = time.monotonic() + JOIN_S
+    while sum(w["connected"] for w in coordinator.statistics()["workers"].values()) < num:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_schedule_join_schedule_join(coordinator):
+    counter = counter_in(coordinator)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.int32(2)] * 100))
+
+    def step(iterator):
+        element = next(iterator)
+        counter.assign_add(element)
+        return element * 3
+
+    for expected in (10, 20):
+        values = [coordinator.schedule(step, (iterator,)) for _ in range(5)]
+        coordinator.join(JOIN_S)
+        assert int(counter) == expected
+        assert coordinator.done()
+        assert coordinator.fetch(values) == [6] * 5
+
+
+def test_a_dataset_that_ends_and_one_that_cannot_be_made(coordinator):
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.int32(2)] * 3))
+    take = lambda iterator: next(iterator)  # noqa: E731
+    for _ in range(9):
+        coordinator.schedule(take, (iterator,))
+    with pytest.raises(OutOfRangeError, match="no more elements"):
+        coordinator.join(JOIN_S)
+
+    def broken():
+        raise OSError("no such file")
+
+    value = coordinator.schedule(take, (iter(coordinator.create_per_worker_dataset(broken)),))
+    with pytest.raises(ClosureInputError, match="OSError: no such file"):
+        coordinator.join(JOIN_S)
+    with pytest.raises(ClosureInputError, match="OSError: no such file"):
+        value.fetch(0)
+
+
+def test_per_worker_values(coordinator):
+    index = coordinator.create_per_worker_value(rx.coordinator.experimental_get_current_worker_index)
+    values = [coordinator.schedule(lambda index: index, (index,)) for _ in range(10)]
+    assert {int(value.fetch(JOIN_S)) for value in values} <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    "num_kills", [3, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
+def test_workers_are_killed_again_and_again_and_nothing_counts_twice(cluster, coordinator, num_kills):
+    counter = counter_in(coordinator)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.int32(1)] * 100_000))
+
+    def step(iterator):
+        counter.assign_add(next(iterator))
+
+    ended = threading.Event()
+
+    def kill():
+        random = np.random.default_rng(0)
+        for n in range(num_kills):
+            connected(coordinator)
+            time.sleep(random.uniform(0.0, 0.2))
+            cluster.tasks["worker", n % 2].kill()
+            cluster.restart("worker", n % 2)
+        ended.set()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    num = 0
+    while not ended.is_set():
+        for _ in range(50):
+            coordinator.schedule(step, (iterator,))
+        num += 50
+        coordinator.join(JOIN_S)
+    thread.join()
+    assert int(counter) == num
+    assert sum(w["connections"] for w in coordinator.statistics()["workers"].values()) > num_kills
+
+
+def test_a_stopped_worker_is_done_without(cluster, coordinator):
+    counter = counter_in(coordinator)
+
+    def step():
+        counter.assign_add(1)
+
+    coordinator.schedule(step)
+    coordinator.join(JOIN_S)
+    connected(coordinator)
+    task = cluster.tasks["worker", 0]
+    task.stop()
+    try:
+        for _ in range(20):
+            coordinator.schedule(step)
+        coordinator.join(JOIN_S)
+        assert int(counter) == 21
+    finally:
+        task.resume()
+    connected(coordinator)
+    coordinator.schedule(step)
+    coordinator.join(JOIN_S)
+    assert int(counter) == 22
+
+
+def test_a_killed_parameter_server_is_named_in_time():
+    with server_cluster(workers=1, ps=2) as cluster:
+        with (
+            rx.ParameterServerStrategy() as strategy,
+            rx.coordinator.ClusterCoordinator(strategy) as coordinator,
+        ):
+            with strategy.scope():
+                variables = [rx.Variable(np.zeros(4, np.float32)) for _ in range(2)]
+
+            def step():
+                for variable in variables:
+                    variable.assign_add(np.ones(4, np.float32))
+
+            coordinator.schedule(step)
+            coordinator.join(JOIN_S)
+            cluster.tasks["ps", 1].kill()
+            began = time.monotonic()
+            values = [coordinator.schedule(step) for _ in range(10)]
+            with pytest.raises(UnavailableError, match="ps 1") as raised:
+                coordinator.join(JOIN_S)
+            assert time.monotonic() - began < 15
+            assert raised.value.task == "ps 1"
+            for value in values:
+                with pytest.raises((UnavailableError, CancelledError)):
+                    value.fetch(JOIN_S)
