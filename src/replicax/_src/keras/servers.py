@@ -17,6 +17,7 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.keras.capture import accessor
+from replicax._src.keras.initial_values import InitialValue
 from replicax._src.keras.tables import why_not_for_tables
 from replicax._src.placement.remote.events import Events, OptimizerCall
 from replicax._src.program.branches import without_conditions
@@ -54,13 +55,11 @@ def keep(variable: Any, placement: ServerPlacement) -> None:
     """Gives a variable an array on the servers for its value, or its initializer's."""
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
     initializer, value = variable._initializer, variable._value
-    held = None if value is None else np.asarray(value)
-
-    def initial() -> Any:
-        if held is not None:
-            return held
-        with jax_compat.outside_traces():
-            return initializer(shape, dtype=str(dtype))
+    if value is None:
+        initial: Any = InitialValue(initializer, shape, dtype)
+    else:
+        held = np.asarray(value)
+        initial = lambda: held  # noqa: E731
 
     array = placement.new_array(variable.path, shape, dtype, initial)
     reference = reference_of(variable)
