@@ -506,10 +506,8 @@ class _Assembly:
 
     def _num_rows_of(self, gradients: Sequence[Atom]) -> dict[int, int]:
         """For the same gradients: how many rows they have."""
-        assert self._rows is not None or not self._lookups_of(gradients)
-        return {
-            i: self._rows.lookups.lookups[lookup].num_ids for i, lookup in self._lookups_of(gradients).items()
-        }
+        lookups = () if self._rows is None else self._rows.lookups.lookups
+        return {i: lookups[number].num_ids for i, number in self._lookups_of(gradients).items()}
 
     def _output(self, program: int, atom: Atom) -> int:
         """The number of a result of the worker: a value of the function, or of an optimizer's update."""
@@ -611,7 +609,8 @@ class _Assembly:
         """The lookups as the worker makes them; adds the variables and constants that they need."""
         if self._rows is None:
             return []
-        entries, num_consts = self._traced.variant.entries, self._rows.num_consts
+        lookups, num_consts = self._rows.lookups, self._rows.num_consts
+        entries = self._traced.variant.entries
         traced_consts = self._traced.variant.consts[-num_consts:] if num_consts else []
 
         def variable(array: ServerArray) -> int:
@@ -622,7 +621,7 @@ class _Assembly:
         def taken(given: Given) -> Input:
             index = given.index - num_consts
             if given.kind == "constant" or index < 0:
-                consts = self._rows.lookups.consts if given.kind == "constant" else traced_consts
+                consts = lookups.consts if given.kind == "constant" else traced_consts
                 array = np.asarray(consts[given.index])
                 constants[_name_of(array)] = array
                 return Input("constant", name=_name_of(array))
@@ -635,7 +634,7 @@ class _Assembly:
             return Input("variable", variable(self._array(source)))
 
         placed = []
-        for number, lookup in enumerate(self._rows.lookups.lookups):
+        for number, lookup in enumerate(lookups.lookups):
             table = self._array(entries[lookup.table - num_consts].slot.variable)
             avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in lookup.jaxpr.invars]
             blob = jax_compat.export(
