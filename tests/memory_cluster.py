@@ -290,7 +290,7 @@ class MemoryCluster:
     def __init__(self, num_workers=2, num_ps=1):
         self.workers = [Worker(self, n) for n in range(num_workers)]
         self.ps = [Ps(f"ps {n}") for n in range(num_ps)]
-        self.incarnation, self.epoch = "first", 0
+        self.incarnation, self.epochs = "first", [0]
         self.functions, self.kinds, self.constants = {}, {}, {}
         self.refused, self.unmakable = set(), set()
         for ps in self.ps:
@@ -315,8 +315,15 @@ class Session:
 
     def __init__(self, cluster):
         self.tasks = {"worker": cluster.workers, "ps": cluster.ps}
-        self.incarnation, self.epoch = cluster.incarnation, cluster.epoch
+        self.incarnation, self.epochs = cluster.incarnation, cluster.epochs
         self.num_workers, self.ps_addresses = len(cluster.workers), [ps.name for ps in cluster.ps]
+
+    @property
+    def epoch(self):
+        return self.epochs[-1]
+
+    def renew(self):
+        self.epochs.append(self.epoch + 1)
 
     def connect(self, job, index):
         return Client(self.tasks[job][index])

@@ -231,7 +231,7 @@ def test_a_program_that_workers_refuse_is_an_error(cluster, coordinator):
         value.fetch(0)
 
 
-def test_the_low_water_mark_and_the_epoch_travel(cluster, coordinator):
+def test_the_low_water_mark_travels(cluster, coordinator):
     def low(call):
         return np.int32(call.low)
 
@@ -239,6 +239,21 @@ def test_the_low_water_mark_and_the_epoch_travel(cluster, coordinator):
         coordinator.schedule(add, (1,))
     coordinator.join(JOIN_S)
     assert coordinator.schedule(low).fetch(JOIN_S) == 5
+
+
+def test_what_is_known_of_others_is_read_again(cluster, coordinator):
+    def epoch(call):
+        return np.int32(call.epoch)
+
+    first = coordinator.schedule(epoch)
+    coordinator.join(JOIN_S)
+    before = first.fetch(JOIN_S)
+    second = coordinator.schedule(epoch)
+    assert second.fetch(JOIN_S) > before, "join tells that all have run"
+    assert second.fetch(JOIN_S) == second.get(JOIN_S)
+    after = coordinator.schedule(epoch).fetch(JOIN_S)
+    assert after > second.fetch(JOIN_S), "so does a result"
+    assert len(cluster.epochs) == 5, "each is new once"
 
 
 # --- one for each strategy -----------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class ClusterCoordinator:
             value = RemoteValue(_name_of(fn), None)
             dispatch.refuse(_name_of(fn), Work(None, value, keeps=keeps), error)
             return value
-        value = RemoteValue(prepared.name, prepared.assemble)
+        value = RemoteValue(prepared.name, prepared.assemble, self._strategy.session.renew)
         kind = next(iter(prepared.programs.values()), None)
         dispatch.schedule(prepared.name, Work(prepared, value, kind, keeps))
         return value
@@ -148,6 +148,7 @@ class ClusterCoordinator:
           Exception: What the first function that failed raised.
         """
         self._crew.dispatch.join(timeout_s)
+        self._strategy.session.renew()
 
     def done(self) -> bool:
         """Whether all functions that were scheduled have ended. Raises what ``join`` does."""

@@ -36,7 +36,7 @@ class Session(Protocol):
 
     Attributes:
       incarnation: Of the coordinator: what its messages carry.
-      epoch: Counts what the coordinator has assigned.
+      epoch: What a worker has read of variables in one epoch is read again in the next.
       ps_addresses: Of the parameter servers.
     """
 
@@ -48,6 +48,10 @@ class Session(Protocol):
     def num_workers(self) -> int: ...
     @property
     def ps_addresses(self) -> Sequence[str]: ...
+
+    def renew(self) -> None:
+        """Begins another epoch: the caller knows of changes to variables, which the next closures shall see."""
+        ...
 
     def connect(self, job: str, index: int) -> Client:
         """Returns a new client of ``"worker"`` or ``"ps"`` number ``index``. Does not block."""

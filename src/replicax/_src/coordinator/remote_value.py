@@ -23,10 +23,20 @@ class RemoteValue:
     The result is copied here right after the function has run: it can be had when the worker is gone.
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_assemble", "_error", "_event", "_is_ready", "_name")
+    __slots__ = (
+        "__weakref__",
+        "_arrays",
+        "_assemble",
+        "_error",
+        "_event",
+        "_is_ready",
+        "_name",
+        "_when_seen",
+    )
 
-    def __init__(self, name: str, assemble: Assemble | None):
+    def __init__(self, name: str, assemble: Assemble | None, when_seen: Callable[[], object] | None = None):
         self._name, self._assemble = name, assemble
+        self._when_seen = when_seen  # is told once that somebody knows the result
         self._is_ready = False
         self._arrays: Sequence[np.ndarray] = ()
         self._error: BaseException | None = None
@@ -62,6 +72,9 @@ class RemoteValue:
         if self._error is not None:
             raise self._error.with_traceback(None)
         assert self._assemble is not None
+        when_seen, self._when_seen = self._when_seen, None
+        if when_seen is not None:
+            when_seen()
         return self._assemble
 
     def _ready_event(self) -> threading.Event:

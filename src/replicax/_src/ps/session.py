@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -36,7 +36,7 @@ class Session:
       tasks: The cluster; None if the servers are stores of this process.
 
     Attributes:
-      epoch: Counts what has been assigned from here: what workers have read before is old then.
+      epoch: Counts what is known here of changes: what workers have read before is old then.
     """
 
     def __init__(self, links: PsLinks, platforms: Sequence[str] = ("cpu",), tasks: Tasks | None = None):
@@ -131,7 +131,7 @@ class Session:
         self.links.create(new)
         for array in arrays:
             array.initial = None
-            weakref.finalize(array, self._dropped.extend, array.pieces)
+            weakref.finalize(array, _drop, self._dropped, array.pieces, array.copies).atexit = False
 
     def _initial(self, array: ServerArray, piece: Piece) -> np.ndarray | UpdateProgram:
         assert array.initial is not None
@@ -199,4 +199,17 @@ class Session:
                 return
         pieces = [(array.pieces, value), *(((Piece(ps, key),), value) for ps, key in array.copies.items())]
         self.links.assign(pieces)
-        self.epoch += 1
+        self.renew()
+
+    def renew(self) -> None:
+        """Begins another epoch: what workers have read ahead is read again by the closures sent from now on.
+
+        So whoever has assigned a variable, or knows that a closure has run, finds that in the next ones.
+        """
+        with self._lock:
+            self.epoch += 1
+
+
+def _drop(dropped: list[Piece], pieces: Sequence[Piece], copies: Mapping[int, str]) -> None:
+    """An array is gone; its pieces will be dropped. Takes no lock, for garbage collection."""
+    dropped.extend([*pieces, *(Piece(ps, key) for ps, key in copies.items())])

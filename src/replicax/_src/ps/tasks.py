@@ -104,12 +104,14 @@ class Tasks:
         return {"incarnation": self.incarnation, "ps": list(self._addresses["ps"])}
 
     def start_beating(self) -> None:
-        """Lets the parameter servers know, from now on, that the coordinator is there."""
+        """Lets all tasks know, from now on, that the coordinator is there."""
         self._beating = threading.Thread(target=self._beat, name="replicax-beats", daemon=True)
         self._beating.start()
 
     def _beat(self) -> None:
-        clients = [self.connect("ps", index) for index in range(len(self._addresses["ps"]))]
+        clients = [
+            self.connect(job, index) for job in self._addresses for index in range(len(self._addresses[job]))
+        ]
         try:
             while not self._closing.wait(_BEAT_S):
                 self._ask_all(clients, "beat")

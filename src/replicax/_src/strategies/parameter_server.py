@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
@@ -17,6 +18,7 @@ from replicax._src.cluster.spec import ClusterSpec, from_source, listed
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.program.slots import SlotTable
 from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.runner import ClosureCall, Runner
 from replicax._src.ps.session import Session
@@ -96,6 +98,7 @@ class ParameterServerStrategy(Strategy):
         self.closures = Closures(self, session)
         self._runner_here = Runner(session.links, pulls_ahead=False)
         self._num_here = 0
+        self._running_here = threading.RLock()
         Strategy.__init__(
             self,
             lambda: Topology.of(jax.local_devices()[:1]),
@@ -121,22 +124,29 @@ class ParameterServerStrategy(Strategy):
 
     def run_here(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of cross-replica code in this process, with its variables on the servers."""
-        prepared = self.prepare(fn, args, kwargs)
-        traced, runner = prepared.traced, self._runner_here
-        for digest in traced.programs.values():
-            runner.add_program(traced.program(digest))
-        for name, array in traced.constants.items():
-            runner.add_constant(name, array)
+        with self._running_here:
+            return self._run_here(self.prepare(fn, args, kwargs))
+
+    def _run_here(self, prepared: PreparedClosure) -> Any:
+        traced = prepared.traced
         number, self._num_here = self._num_here, self._num_here + 1
-        result = runner.run(
-            ClosureCall(
-                (f"{self.session.incarnation}/here", number),
-                number,
-                (self.session.epoch, number),
-                traced.programs,
-                prepared.arguments,
-            )
+        call = ClosureCall(
+            (f"{self.session.incarnation}/here", number),
+            number,
+            (self.session.epoch, number),
+            traced.programs,
+            prepared.arguments,
         )
+        try:
+            result = self._runner_here.run(call)
+        except UnknownProgramError:  # it was not run here before, or long ago
+            for digest in traced.programs.values():
+                self._runner_here.add_program(traced.program(digest))
+            for name, array in traced.constants.items():
+                self._runner_here.add_constant(name, array)
+            result = self._runner_here.run(call)
+        if traced.first.updates:
+            self.session.renew()
         return prepared.assemble([jax.numpy.asarray(array) for array in result.results])
 
 
