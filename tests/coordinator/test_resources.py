@@ -1,0 +1,65 @@
+"""What workers make for themselves, and what the coordinator knows of it."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from replicax._src.coordinator.resources import Resource, Resources
+from replicax._src.ps.errors import ClosureInputError, WaitTimeoutError
+
+
+@pytest.fixture
+def resources():
+    resources = Resources()
+    resources.add(Resource("dataset 0", "dataset", np.zeros(0, np.uint8)))
+    for worker in ("worker 0", "worker 1"):
+        resources.back(worker)
+    return resources
+
+
+def test_the_first_worker_that_has_made_it_says_what_it_is(resources):
+    resources.failed("dataset 0", "worker 0", OSError("no such file"))
+    timer = threading.Timer(0.05, lambda: resources.made("dataset 0", "worker 1", {"tree": 0}))
+    timer.start()
+    assert resources.spec("dataset 0", 20.0) == {"tree": 0}
+    timer.join()
+
+
+def test_it_is_an_error_when_nobody_who_is_there_could_make_it(resources):
+    resources.failed("dataset 0", "worker 0", OSError("no such file"))
+    with pytest.raises(
+        WaitTimeoutError, match=r"No worker has made dataset 'dataset 0' within 0\.05 s; 2 workers"
+    ):
+        resources.spec("dataset 0", 0.05)
+    resources.lost("worker 1")
+    with pytest.raises(
+        ClosureInputError, match=r"on worker 0 \(dataset 'dataset 0'\): no such file"
+    ) as raised:
+        resources.spec("dataset 0", 20.0)
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_a_worker_that_comes_back_may_succeed(resources):
+    resources.failed("dataset 0", "worker 0", OSError("no such file"))
+    assert resources.error(["dataset 0"], "worker 0") is not None
+    assert resources.error(["dataset 0"], "worker 1") is None
+    resources.lost("worker 0")
+    resources.back("worker 0")
+    assert resources.error(["dataset 0"], "worker 0") is None
+
+
+def test_what_is_dropped_is_not_made_any_more(resources):
+    resources.add(Resource("value 1", "value", np.zeros(0, np.uint8)))
+    resources.dropped.append("dataset 0")
+    assert [resource.name for resource in resources.all()] == ["value 1"]
+    with pytest.raises(ClosureInputError, match="'dataset 0' was released"):
+        resources.spec("dataset 0", 0.0)
+
+
+def test_close_ends_waits(resources):
+    timer = threading.Timer(0.05, resources.close)
+    timer.start()
+    with pytest.raises(ClosureInputError, match="closed before a worker had made"):
+        resources.spec("dataset 0", 20.0)
+    timer.join()
