@@ -192,7 +192,7 @@ class RemoteWorker:
                 thread.join(_JOIN_S)
             self._resources.lost(self.name)
             self.port.lost(stream.running() if stream.reason is not None else None)
-        if not self._closing.is_set():
+        if stream.reason is not None and not self._closing.is_set():
             log.warning(
                 "%s is lost: %s What it was at is run again. It is waited for, for up to %g s.",
                 self.name,
