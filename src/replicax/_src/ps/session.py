@@ -104,9 +104,14 @@ class Session:
             last = max((n for n, array in enumerate(waiting) if id(array) in missing), default=-1)
             chosen = [a for n, a in enumerate(waiting) if id(a) in missing or (n < last and a.beside is None)]
             made: list[ServerArray] = []
-            for array in chosen:
-                self._place(array, made)
-            self._create(made)
+            try:
+                for array in chosen:
+                    self._place(array, made)
+                self._create(made)
+            except BaseException:
+                for array in made:  # it is tried again when they are needed again
+                    array.pieces = ()
+                raise
             self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
 
     def _place(self, array: ServerArray, made: list[ServerArray]) -> None:
