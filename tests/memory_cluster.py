@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from replicax._src.placement.remote.closure import PerWorkerInput
+from replicax._src.placement.remote.elements import PerWorkerInput
 from replicax._src.ps import structures
 from replicax._src.ps.errors import (
     ClosureAbortedError,

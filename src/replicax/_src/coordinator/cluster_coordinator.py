@@ -21,7 +21,7 @@ from replicax._src.coordinator.remote_value import RemoteValue, fetched
 from replicax._src.coordinator.resources import Resource
 from replicax._src.coordinator.workers import Limits
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.placement.remote.closure import ElementSpec
+from replicax._src.placement.remote.elements import ElementSpec
 from replicax._src.ps import resources, structures
 from replicax._src.ps.errors import ClosureInputError
 

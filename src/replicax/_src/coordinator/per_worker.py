@@ -8,7 +8,7 @@ from typing import Any, Self, final
 import jax
 
 from replicax._src.errors import UnsupportedError
-from replicax._src.placement.remote.closure import ElementSpec, PerWorkerInput, current_elements
+from replicax._src.placement.remote.elements import ElementSpec, PerWorkerInput, current_elements
 
 SpecOf = Callable[[], ElementSpec]
 

@@ -19,13 +19,8 @@ from replicax._src.collectives.in_replica import OneReplica
 from replicax._src.context import ReplicaContext
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, UnsupportedError
 from replicax._src.options import RunOptions
-from replicax._src.placement.remote.closure import (
-    Elements,
-    PerWorkerInput,
-    RemoteClosure,
-    place_closure,
-    taking_from,
-)
+from replicax._src.placement.remote.closure import RemoteClosure, place_closure
+from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.placement.remote.events import Events
 from replicax._src.program import key
 from replicax._src.program.cache import (
