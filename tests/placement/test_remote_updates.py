@@ -1,5 +1,6 @@
 """Closures on parameter servers of this process: what optimizers and assignments do there is what they do on one device."""
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -194,3 +195,30 @@ def test_several_assignments_of_one_variable_happen_in_order():
 
     np.testing.assert_array_equal(strategy.run_here(fn, np.float32([1, 1, 1, 1])), [2, 4, 6, 8])
     np.testing.assert_array_equal(v.numpy(), [1, 3, 5, 7])
+
+
+def test_prints_are_left_out_and_said_other_callbacks_are_refused(caplog):
+    strategy = servers(1)
+
+    def prints(x):
+        jax.debug.print("x is {}", x)
+        return x + 1
+
+    assert strategy.run_here(prints, np.float32(1)) == 2
+    assert "prints at " in caplog.text
+    assert "test_remote_updates.py" in caplog.text
+
+    def calls(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), np.float32), x)
+
+    message(
+        UnsupportedError,
+        lambda: strategy.run_here(calls, np.float32(1)),
+        "pure_callback at",
+        "none of your code",
+    )
+
+    def in_a_loop(x):
+        return jax.lax.fori_loop(0, 3, lambda _, v: calls(v), x)
+
+    message(UnsupportedError, lambda: strategy.run_here(in_a_loop, np.float32(1)), "pure_callback at")

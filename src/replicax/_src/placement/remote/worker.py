@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -11,17 +12,20 @@ import jax
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.elements import Element
 from replicax._src.placement.remote.events import Event
 from replicax._src.placement.remote.optimizers import OptimizerUpdate
 from replicax._src.placement.remote.tracing import TracedFunction
 from replicax._src.program import flat
 from replicax._src.program.capture import Entry
-from replicax._src.program.flat import Atom, FlatProgram
+from replicax._src.program.flat import Atom, FlatProgram, Operation
 from replicax._src.program.lookups import Given
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import Input, Lookup, Push, WorkerProgram
 
+log = logging.getLogger("replicax")
+_PRINTS = ("debug_callback", "debug_print")
 _SMALL_BYTES = 64 << 10  # a constant of more travels once, by itself
 _Aval = tuple[tuple[int, ...], Any]
 
@@ -135,6 +139,7 @@ class WorkerBuilder:
         """The program, with all that has been asked for."""
         wanted = self._wanted()
         operations = flat.needed_for(self.program.operations, wanted)
+        _check_callbacks(self.program.operations, operations, name)
         used = flat.numbers_in(operations, wanted)
         arrays: list[ServerArray] = []
         lookups = self._placed_lookups(arrays, name, platforms)
@@ -259,6 +264,36 @@ def _of_update(
     inner.update((number, env[there]) for number, there in state.items())
     flat.run(flat.needed_for(traced.program.operations, update.cuts), inner)
     return inner
+
+
+def _check_callbacks(every: Sequence[Operation], needed: Sequence[Operation], name: str) -> None:
+    """Says which calls of Python are left out, and refuses those whose results are needed: workers have no such code."""
+    for operation in needed:
+        found = [operation.eqn.primitive.name, *_primitives_in(operation)]
+        calls = [primitive for primitive in found if "callback" in primitive or primitive == "debug_print"]
+        if calls:
+            raise UnsupportedError(
+                f"{name} calls back into Python ({calls[0]} at {operation.line}), and runs on workers, which have none of your "
+                "code. Compute it with JAX, or before the function is scheduled; what each worker shall compute in Python belongs "
+                "into the function of create_per_worker_dataset."
+            )
+    for operation in every:
+        if operation.eqn.primitive.name in _PRINTS:
+            _say_it_does_not_print(name, operation.line)
+
+
+def _primitives_in(operation: Operation) -> set[str]:
+    inner = (jax_compat.inner_jaxpr(sub)[0] for sub in jax_compat.sub_jaxprs(operation.eqn))
+    return set().union(*map(jax_compat.primitives_of, inner))
+
+
+@functools.lru_cache(maxsize=256)
+def _say_it_does_not_print(name: str, line: str) -> None:
+    log.warning(
+        "What %s prints at %s is left out: it runs on workers. Return the value and print it here.",
+        name,
+        line,
+    )
 
 
 def _number_of(array: ServerArray, arrays: list[ServerArray]) -> int:
