@@ -106,6 +106,7 @@ def test_all_comes_back(tmp_path):
         "incarnation": ME,
         "updates": 2,
         "pieces": 7,
+        "keys": list(values),
         "programs": [ADD.digest],
         "refused": [],
     }

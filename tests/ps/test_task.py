@@ -228,7 +228,7 @@ class FakeWork:
 
 
 class FakeHost:
-    instance, restored = "i", None
+    instance, restored, snapshots = "i", None, None
 
     def __init__(self):
         self.works = []

@@ -13,6 +13,7 @@ A *closure* is a scheduled function with its arguments. The rules, TensorFlow's 
 - A worker that has something in flight takes no more if that leaves nothing for one that has nothing.
 - With ``max_staleness=k`` a worker is in its n-th closure only if all workers that are there have ended n - 1 - k. Who comes
   back starts with the slowest.
+- While there is a reason to *pause* nothing is taken.
 - Something that all closures need may *break*, a parameter server say: all fail, and each collection says so until it is mended.
 """
 
@@ -128,6 +129,7 @@ class ClosureQueue:
         self._error: BaseException | None = None
         self._breakage: BaseException | None = None
         self._is_closed = False
+        self._paused: set[Hashable] = set()
         self.counts = Counts()
 
     # --- what is so ------------------------------------------------------------------------------------
@@ -144,6 +146,10 @@ class ClosureQueue:
     @property
     def is_closed(self) -> bool:
         return self._is_closed
+
+    @property
+    def is_broken(self) -> bool:
+        return self._breakage is not None
 
     @property
     def has_error(self) -> bool:
@@ -176,7 +182,7 @@ class ClosureQueue:
 
     def may_take(self, worker: Worker) -> bool:
         """Whether there is a closure that the worker may have now."""
-        if not self._queued:
+        if not self._queued or self._paused:
             return False
         member = self._members[worker]
         if not member.is_here or self._is_too_far_ahead(member):
@@ -258,6 +264,14 @@ class ClosureQueue:
                 self._unfinished.discard(running.number)
                 ended = self._fail(running, self._killer(worker, running))
         return ended + self._requeue(held)
+
+    def pause(self, why: Hashable) -> None:
+        """Nothing is taken, for one more reason; what is in flight ends, and what comes is queued."""
+        self._paused.add(why)
+
+    def resume(self, why: Hashable) -> None:
+        """That is no reason any more."""
+        self._paused.discard(why)
 
     def cancel(self) -> Ended:
         """Somebody gives up what is queued."""

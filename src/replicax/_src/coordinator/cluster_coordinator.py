@@ -17,6 +17,7 @@ from replicax._src.coordinator.crew import Crew
 from replicax._src.coordinator.dispatch import Work
 from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from replicax._src.coordinator.prepared import ClosureStrategy
+from replicax._src.coordinator.ps_recovery import OnPsRestart
 from replicax._src.coordinator.remote_value import RemoteValue, fetched
 from replicax._src.coordinator.resources import Resource
 from replicax._src.coordinator.workers import Limits
@@ -47,7 +48,11 @@ class ClusterCoordinator:
       strategy: A ParameterServerStrategy.
       max_staleness: How many functions a worker may have begun more than the slowest one has ended, that one apart; None
         for no limit.
-      reconnect_timeout_s: For how long a worker that was lost is tried to be reached again.
+      reconnect_timeout_s: For how long a worker that was lost is tried to be reached again, and a parameter server that has
+        snapshots.
+      on_ps_restart: What to do when a parameter server was started again and has gone back to its last snapshot.
+        "continue": the others stay as they are. "rewind": all go back, to snapshots that they take together, for which
+        the workers pause.
 
     Raises:
       InvalidArgumentError: Of another strategy; or the strategy has a coordinator with other options.
@@ -58,14 +63,23 @@ class ClusterCoordinator:
     _options: Mapping[str, Any]
 
     def __new__(
-        cls, strategy: Any, *, max_staleness: int | None = None, reconnect_timeout_s: float = 3600.0
+        cls,
+        strategy: Any,
+        *,
+        max_staleness: int | None = None,
+        reconnect_timeout_s: float = 3600.0,
+        on_ps_restart: OnPsRestart = "continue",
     ) -> ClusterCoordinator:
         if not isinstance(strategy, ClosureStrategy):
             raise InvalidArgumentError(
                 f"ClusterCoordinator works with a ParameterServerStrategy, got {type(strategy).__name__}, whose steps are run "
                 "by strategy.run. Make a replicax.ParameterServerStrategy(cluster_resolver)."
             )
-        options = {"max_staleness": max_staleness, "reconnect_timeout_s": reconnect_timeout_s}
+        options = {
+            "max_staleness": max_staleness,
+            "reconnect_timeout_s": reconnect_timeout_s,
+            "on_ps_restart": on_ps_restart,
+        }
         with _construction:
             existing = _coordinators.get(strategy, lambda: None)()
             if existing is None or existing._crew.dispatch.is_closed:
@@ -85,7 +99,8 @@ class ClusterCoordinator:
         before = _crews.get(strategy)
         first = 0 if before is None else before.dispatch.next_number
         queue = ClosureQueue(max_staleness=options["max_staleness"], first_number=first)
-        self._crew = Crew(strategy.session, queue, Limits(reconnect_s=options["reconnect_timeout_s"]))
+        limits = Limits(reconnect_s=options["reconnect_timeout_s"])
+        self._crew = Crew(strategy.session, queue, limits, options["on_ps_restart"])
         _crews[strategy] = self._crew
         self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, _end, self._crew)

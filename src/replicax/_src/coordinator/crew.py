@@ -8,7 +8,8 @@ from typing import Any, final
 
 from replicax._src.coordinator.closures import ClosureQueue
 from replicax._src.coordinator.dispatch import Dispatch
-from replicax._src.coordinator.prepared import Session
+from replicax._src.coordinator.prepared import Client, Session
+from replicax._src.coordinator.ps_recovery import OnPsRestart, Recovery
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.resources import Resource, Resources
 from replicax._src.coordinator.workers import Limits, RemoteWorker
@@ -26,8 +27,11 @@ class Crew:
       resources: What workers make for themselves.
     """
 
-    def __init__(self, session: Session, queue: ClosureQueue, limits: Limits):
+    def __init__(
+        self, session: Session, queue: ClosureQueue, limits: Limits, on_ps_restart: OnPsRestart = "continue"
+    ):
         self.dispatch = Dispatch(queue)
+        self._recovery = Recovery(session, self.dispatch, on_ps_restart)
         self.resources = Resources()
         self._lock = threading.Lock()
         self._given_up: dict[str, BaseException] = {}
@@ -39,11 +43,12 @@ class Crew:
             for number in range(session.num_workers)
         ]
         self.watches = [
-            PsWatch(number, session, limits, self._on_ps_lost, self._on_ps_back)
-            for number in range(len(session.ps_addresses))
+            PsWatch(number, session, limits, self, 0.0 if interval_s is None else limits.reconnect_s)
+            for number, interval_s in enumerate(session.snapshot_intervals_s)
         ]
 
     def start(self) -> None:
+        self._recovery.start(self.watches)
         for task in (*self.workers, *self.watches):
             task.start()
 
@@ -57,13 +62,13 @@ class Crew:
         """Cancels all closures and ends the threads; does not wait for them. May be called again."""
         self.dispatch.close()
         self.resources.close()
-        for task in (*self.workers, *self.watches):
+        for task in (*self.workers, *self.watches, self._recovery):
             task.close()
 
     def join(self, timeout_s: float = _END_S) -> None:
         """Waits for the threads to end."""
         until = time.monotonic() + timeout_s
-        for task in (*self.workers, *self.watches):
+        for task in (*self.workers, *self.watches, self._recovery):
             task.join(max(0.0, until - time.monotonic()))
 
     def statistics(self) -> dict[str, Any]:
@@ -76,21 +81,33 @@ class Crew:
 
     # --- from the threads ------------------------------------------------------------------------------
 
-    def _on_ps_trouble(self, task: str) -> None:
-        for watch in self.watches:
-            if watch.name == task:
-                watch.look()
+    def _on_ps_trouble(self, task: str | None) -> bool:
+        """A closure could not use a parameter server, or some. Returns whether it comes back after it died."""
+        met = [watch for watch in self.watches if task is None or watch.name == task]
+        for watch in met:
+            self.on_ps_silent(watch)  # until it has answered, so that nothing is tried in vain
+            watch.look()
+        return any(watch.comes_back_s for watch in met)
 
-    def _on_ps_lost(self, name: str, error: BaseException) -> None:
+    def on_ps_silent(self, watch: PsWatch) -> None:
+        """Nothing is sent to workers until it is there again, if it will be."""
+        if watch.comes_back_s:
+            self.dispatch.pause(watch.name)
+
+    def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
+        return self._recovery.restarted(watch, client)
+
+    def on_ps_lost(self, watch: PsWatch, error: BaseException) -> None:
         with self._lock:
-            self._lost_ps[name] = error
+            self._lost_ps[watch.name] = error
         self.dispatch.broke(error)
 
-    def _on_ps_back(self, name: str) -> None:
+    def on_ps_back(self, watch: PsWatch) -> None:
+        self.dispatch.resume(watch.name)
         with self._lock:
-            self._lost_ps.pop(name, None)
+            was_lost = self._lost_ps.pop(watch.name, None)
             left = list(self._lost_ps.values())
-        if not left:
+        if was_lost and not left:
             self.dispatch.mended()
 
     def _on_given_up(self, name: str, error: BaseException) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from replicax._src.ps.errors import WaitTimeoutError
 
 # With so much to do, who schedules lets the workers' threads run after each closure.
 _NUM_AHEAD = 32
+_DRAIN_PAUSE_S = 0.01
 
 
 @final
@@ -147,6 +149,33 @@ class Dispatch:
         """It is there again."""
         with self.lock:
             self._queue.mended()
+
+    def pause(self, why: Hashable) -> None:
+        """No worker gets a closure, until ``resume`` with the same reason."""
+        with self.lock:
+            self._queue.pause(why)
+
+    def resume(self, why: Hashable) -> None:
+        """Goes on, if there is no other reason to pause."""
+        with self.lock:
+            self._queue.resume(why)
+            self.wake_hungry()
+
+    @contextlib.contextmanager
+    def drained(self) -> Iterator[bool]:
+        """Inside, no closure is in flight. False if it has broken, or was closed, before that was so."""
+        why = object()
+        self.pause(why)
+        try:
+            while self._queue.num_in_flight and not self._is_over:
+                time.sleep(_DRAIN_PAUSE_S)
+            yield not self._is_over
+        finally:
+            self.resume(why)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._queue.is_closed or self._queue.is_broken
 
     def close(self) -> None:
         """Cancels all closures. Who waits is told, and so are the ports."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -38,6 +38,8 @@ class Session(Protocol):
       incarnation: Of the coordinator: what its messages carry.
       epoch: What a worker has read of variables in one epoch is read again in the next.
       ps_addresses: Of the parameter servers.
+      snapshot_intervals_s: Of each parameter server; None for one that takes no snapshots.
+      num_made: Is another one after variables were made.
     """
 
     @property
@@ -48,6 +50,22 @@ class Session(Protocol):
     def num_workers(self) -> int: ...
     @property
     def ps_addresses(self) -> Sequence[str]: ...
+    @property
+    def snapshot_intervals_s(self) -> Sequence[float | None]: ...
+    @property
+    def num_made(self) -> int: ...
+
+    def has_update(self, digest: str) -> bool:
+        """Whether that is a program of a parameter server."""
+        ...
+
+    def restored(self, ps: int, keys: Collection[str]) -> list[str]:
+        """A parameter server has gone back to a snapshot, with these pieces. Returns names of variables that it lacks.
+
+        Raises:
+          UnavailableError: It is gone again.
+        """
+        ...
 
     def renew(self) -> None:
         """Begins another epoch: the caller knows of changes to variables, which the next closures shall see."""

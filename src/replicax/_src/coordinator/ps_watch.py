@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
-from typing import Any, final
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, final
 
-from replicax._src.coordinator.prepared import Session
+from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.workers import Limits
 from replicax._src.ps.errors import StaleCoordinatorError, UnavailableError
 
+log = logging.getLogger("replicax")
+
 _MISSED_BEATS = 3
+
+
+class PsEvents(Protocol):
+    """Who is told. From the threads of the watches."""
+
+    def on_ps_silent(self, watch: PsWatch) -> None:
+        """It did not answer once."""
+        ...
+
+    def on_ps_lost(self, watch: PsWatch, error: BaseException) -> None:
+        """It is lost; told once, until it is back."""
+        ...
+
+    def on_ps_back(self, watch: PsWatch) -> None:
+        """It answers, as the same process."""
+        ...
+
+    def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
+        """It is another process. Returns why it is lost, or nothing once its ``instance`` is accepted.
+
+        Raises:
+          Exception: That could not be found out: it is told again.
+        """
+        ...
 
 
 @final
@@ -18,21 +46,22 @@ class PsWatch:
     """The beats of one parameter server.
 
     Args:
-      on_lost: Told once why it is lost; ``on_back`` when it answers again as the same process.
+      comes_back_s: For how long it is waited for when it is silent; 0 if nothing of it would be left.
+
+    Attributes:
+      num_updates: How many it had applied when it last said so.
     """
 
     def __init__(
-        self,
-        index: int,
-        session: Session,
-        limits: Limits,
-        on_lost: Callable[[str, BaseException], None],
-        on_back: Callable[[str], None],
+        self, index: int, session: Session, limits: Limits, events: PsEvents, comes_back_s: float = 0.0
     ):
-        self.name = f"ps {index}"
-        self._index, self._session, self._limits = index, session, limits
-        self._on_lost, self._on_back = on_lost, on_back
+        self.name, self.index = f"ps {index}", index
+        self._session, self._limits, self._events = session, limits, events
+        self.comes_back_s = comes_back_s
+        self.num_updates = 0
         self._instance: Any = None
+        self._past: set[Any] = set()
+        self._num_restarts = 0
         self._is_lost = False
         self._is_closing = False
         self._hurry = threading.Event()
@@ -46,6 +75,16 @@ class PsWatch:
         """Asks now."""
         self._hurry.set()
 
+    def knows(self, instance: Any) -> bool:
+        """Whether it is, or was, that process with those values."""
+        return instance == self._instance or instance in self._past
+
+    def accept(self, instance: Any) -> None:
+        """From now on it is that one."""
+        self._past.add(self._instance)
+        self._instance = instance
+        self._num_restarts += 1
+
     def close(self) -> None:
         """Ends the thread; does not wait for it."""
         self._is_closing = True
@@ -57,53 +96,79 @@ class PsWatch:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Whether it answers, and what it last said of itself."""
-        return {"connected": not self._is_lost, "statistics": dict(self._beat)}
+        """Whether it answers, how often it went back to a snapshot, and what it last said of itself."""
+        return {
+            "connected": not self._is_lost,
+            "restarts": self._num_restarts,
+            "statistics": dict(self._beat),
+        }
 
     def _watch(self) -> None:
-        client, missed = self._session.connect("ps", self._index), 0
+        client, missed, since = self._session.connect("ps", self.index), 0, 0.0
         try:
             while not self._is_closing:
                 try:
                     header = {"incarnation": self._session.incarnation}
                     answer = client.ask("beat", header, self._limits.beat_timeout_s)
+                    self._heard(answer, client)
+                    missed = 0
                 except StaleCoordinatorError as error:
                     self._lose(error)
                 except Exception as error:
                     missed += 1
-                    if missed >= _MISSED_BEATS:
+                    since = time.monotonic() if missed == 1 else since
+                    self._events.on_ps_silent(self)
+                    if missed == _MISSED_BEATS and self.comes_back_s:
+                        log.warning(
+                            "%s does not answer, and is waited for, for up to %g s. Is it started again? %s",
+                            self.name,
+                            self.comes_back_s,
+                            error,
+                        )
+                    if missed >= _MISSED_BEATS and time.monotonic() - since >= self.comes_back_s:
                         self._lose(self._unavailable(error))
-                else:
-                    missed = 0
-                    self._heard(answer)
                 if self._hurry.wait(self._limits.beat_s if not missed else self._limits.beat_s / 4):
                     self._hurry.clear()
         finally:
             client.close()
 
-    def _heard(self, answer: Any) -> None:
-        self._beat = dict(answer.get("statistics") or {})
+    def _heard(self, answer: Mapping[str, Any], client: Client) -> None:
         instance = answer.get("instance")
         if self._instance is None:
             self._instance = instance
-        if instance != self._instance:
-            self._lose(
-                UnavailableError(
-                    f"{self.name} is another process than before: the variables that it had are gone. Start the program again, "
-                    "from a checkpoint.",
-                    self.name,
-                )
-            )
-        elif self._is_lost:
-            self._is_lost = False
-            self._on_back(self.name)
+        if not self.knows(instance):
+            error = self._events.on_ps_restarted(self, client)
+            if error is not None:
+                self._lose(error)
+                return
+        else:
+            self._note(answer.get("statistics") or {})
+        self._is_lost = False
+        self._events.on_ps_back(self)
+
+    def _note(self, statistics: Mapping[str, Any]) -> None:
+        failure = statistics.get("snapshot_error")
+        if failure and not self._beat.get("snapshot_error"):
+            log.warning("%s goes on without a new snapshot, and tries again: %s", self.name, failure)
+        self._beat, self.num_updates = dict(statistics), statistics.get("updates", 0)
 
     def _unavailable(self, error: Exception) -> UnavailableError:
-        return UnavailableError(
-            f"{self.name} is lost: {error} Start it and the program again, from a checkpoint.", self.name
+        what = "Start it and the program again, from a checkpoint."
+        if self.comes_back_s:
+            what = f"It was waited for, for {self.comes_back_s:g} s. {what}"
+        return UnavailableError(f"{self.name} is lost: {error} {what}{self.hint}", self.name)
+
+    @property
+    def hint(self) -> str:
+        """What helps the next time."""
+        if self.comes_back_s:
+            return ""
+        return (
+            " With snapshot_dir in its rx.ServerOptions (--snapshot-dir) it goes on with its last snapshot when it is started "
+            "again, and the program need not be."
         )
 
     def _lose(self, error: BaseException) -> None:
         if not self._is_lost and not self._is_closing:
             self._is_lost = True
-            self._on_lost(self.name, error)
+            self._events.on_ps_lost(self, error)

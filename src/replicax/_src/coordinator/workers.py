@@ -47,6 +47,7 @@ class Limits:
       missed_beats: How many in a row make it lost.
       reconnect_s: How long a worker is tried to be reached again, or at first.
       ps_retries: How often a closure is tried again that could not reach a parameter server.
+      ps_restart_retries: The same, of a parameter server that comes back after it died: nothing is tried while it is away.
     """
 
     beat_s: float = 1.0
@@ -54,6 +55,7 @@ class Limits:
     missed_beats: int = 2
     reconnect_s: float = 3600.0
     ps_retries: int = 3
+    ps_restart_retries: int = 30
 
 
 @final
@@ -62,7 +64,7 @@ class RemoteWorker:
 
     Args:
       index: Of the worker.
-      on_ps_trouble: Told which parameter server a closure could not reach.
+      on_ps_trouble: Told which parameter server a closure could not use, None for one of them; says whether it comes back.
       on_given_up: Told why the worker is not tried to be reached any more.
     """
 
@@ -73,7 +75,7 @@ class RemoteWorker:
         dispatch: Dispatch,
         resources: Resources,
         limits: Limits,
-        on_ps_trouble: Callable[[str], None],
+        on_ps_trouble: Callable[[str | None], bool],
         on_given_up: Callable[[str, BaseException], None],
     ):
         self.name = f"worker {index}"
@@ -304,7 +306,10 @@ class RemoteWorker:
     def _failed(self, stream: WorkerStream, closure: Closure, error: Exception) -> None:
         prepared = closure.work.prepared
         input_error = None if prepared is None else stream.input_error(prepared)
-        if isinstance(error, UnknownProgramError):
+        if isinstance(error, UnknownProgramError) and self._session.has_update(error.digest):
+            if self._is_tried_again(closure, None):
+                return
+        elif isinstance(error, UnknownProgramError):
             refusal = stream.forget(error.digest)
             if refusal is None:
                 if self._may_ask(closure):
@@ -316,14 +321,21 @@ class RemoteWorker:
             self._dispatch.broke(error)
             return
         elif isinstance(error, UnavailableError):
-            self._on_ps_trouble(error.task)
-            if closure.num_returns < self._limits.ps_retries:
-                self.port.returned(closure)
+            if self._is_tried_again(closure, error.task):
                 return
         elif _is(error, ClosureAbortedError):
             self.port.returned(closure)
             return
         self.port.failed(closure, input_error or _as_raised(error))
+
+    def _is_tried_again(self, closure: Closure, ps: str | None) -> bool:
+        """A parameter server is not there, or not what it was."""
+        limits = self._limits
+        most = limits.ps_restart_retries if self._on_ps_trouble(ps) else limits.ps_retries
+        if closure.num_returns < most:
+            self.port.returned(closure)
+            return True
+        return False
 
     # --- watching --------------------------------------------------------------------------------------
 

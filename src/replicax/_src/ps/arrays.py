@@ -107,6 +107,11 @@ class ServerArray:
         """The key of the copy on one server, of an array that has copies."""
         return self.pieces[0].key if self.pieces[0].ps == ps else self.copies[ps]
 
+    def keys_on(self, ps: int) -> set[str]:
+        """The keys of all its pieces on one server, and of its copy there."""
+        keys = {piece.key for piece in self.pieces if piece.ps == ps}
+        return keys | {self.copies[ps]} if ps in self.copies else keys
+
     def shape_of(self, piece: Piece) -> tuple[int, ...]:
         """The shape of a piece."""
         if piece.rows is None:

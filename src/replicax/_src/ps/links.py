@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from replicax._src.ps.steps import Answered, Ask, Closure, answered_of, row_asks
 _Item = TypeVar("_Item")
 
 _PAUSES_S: Final = (0.0, 0.2, 1.0)
-"""Before each time that a broken stream is opened again."""
+"""Before each time that a broken stream is opened again; the last one as often as there is time, if the server comes back."""
 
 
 class PsLink(Protocol):
@@ -100,6 +101,23 @@ class PsLinks:
     @property
     def incarnation(self) -> Any:
         return self._incarnation
+
+    def wait_for(self, servers: Iterable[int]) -> None:
+        """From now on, these are tried again for as long as a call may take: they come back after they died."""
+        for ps in servers:
+            self._servers[ps].comes_back = True
+
+    def send_all_programs(self, ps: int) -> None:
+        """Parameter server ``ps`` is another process, which has no program yet: gives it all that there are."""
+        server = self._servers[ps]
+        with server.lock:  # who uses it while it is not there tries again, and needs nothing of this
+            server.give_up_link()
+            server.sent.clear()
+            self._send_programs(ps, list(server.programs))
+
+    def has_update(self, digest: str) -> bool:
+        """Whether that is a program of a parameter server."""
+        return any(digest in server.programs for server in self._servers)
 
     def create(self, pieces: Sequence[NewPiece], if_absent: bool = False) -> None:
         """Makes pieces, each on its parameter server.
@@ -279,6 +297,7 @@ class _Server:
     Attributes:
       programs: By digest, what may be sent to it.
       sent: Digests of those that were sent.
+      comes_back: Whether it does after it died, with what it had.
     """
 
     def __init__(self, name: str, client: PsClient):
@@ -290,7 +309,7 @@ class _Server:
         self._client = client
         self._link: PsLink | None = None
         self._failed: Exception | None = None
-        self._is_closed = False
+        self._is_closed = self.comes_back = False
 
     def begin(self, message: Message) -> None:
         """Sends a message. What goes wrong is told by ``end``, after the others have got theirs."""
@@ -303,18 +322,20 @@ class _Server:
     def end(self, message: Message, deadline: float, may_repeat: bool) -> Message | Exception:
         """The answer to the message that was begun, or the error that it tells of."""
         pauses = iter(_PAUSES_S if may_repeat else ())
+        if may_repeat and self.comes_back:
+            pauses = itertools.chain(pauses, itertools.repeat(_PAUSES_S[-1]))
         while True:
             try:
                 return self._receive(deadline)
             except UnavailableError as error:
-                self._give_up_link()
+                self.give_up_link()
                 pause = next(pauses, None)
                 if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
                     return self._named(error)
                 time.sleep(pause)
                 self.begin(message)
             except (MessageError, UnauthenticatedError) as error:  # the stream may have ended with it
-                self._give_up_link()
+                self.give_up_link()
                 return error
             except Exception as error:  # what the answer says: the stream goes on
                 return error
@@ -341,7 +362,7 @@ class _Server:
         assert self._link is not None
         return self._link.receive(max(deadline - time.monotonic(), 0.0))
 
-    def _give_up_link(self) -> None:
+    def give_up_link(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.close()

@@ -57,6 +57,11 @@ class Host(Protocol):
         ...
 
     @property
+    def snapshots(self) -> Mapping[str, Any] | None:
+        """How often it writes what it has; None if it does not, so that who starts it again finds nothing."""
+        ...
+
+    @property
     def restored(self) -> Mapping[str, Any] | None:
         """What it has from a process before it; None if it has nothing."""
         ...
@@ -193,6 +198,7 @@ class TaskService:
             "instance": self._host.instance,
             "task": str(self._task),
             "restored": self._host.restored,
+            "snapshots": self._host.snapshots,
             **self._about,
         }
 

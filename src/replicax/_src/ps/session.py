@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -34,19 +34,29 @@ class Session:
       links: To the servers.
       platforms: Of workers and servers, for which programs are compiled.
       tasks: The cluster; None if the servers are stores of this process.
+      snapshot_intervals_s: Of the parameter servers, in order; None for one that takes no snapshots.
 
     Attributes:
       epoch: Counts what is known here of changes: what workers have read before is old then.
     """
 
-    def __init__(self, links: PsLinks, platforms: Sequence[str] = ("cpu",), tasks: Tasks | None = None):
+    def __init__(
+        self,
+        links: PsLinks,
+        platforms: Sequence[str] = ("cpu",),
+        tasks: Tasks | None = None,
+        snapshot_intervals_s: Sequence[float | None] = (),
+    ):
         self.links = links
+        self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * links.num_servers
+        links.wait_for(ps for ps, interval in enumerate(self.snapshot_intervals_s) if interval is not None)
         self._tasks = tasks
         self.epoch = 0
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
         self._balance = Balance(links.num_servers)
         self._unmade: list[weakref.ref[ServerArray]] = []
+        self._made: weakref.WeakSet[ServerArray] = weakref.WeakSet()
         self._num_keys = 0
         self._dropped: list[Piece] = []
 
@@ -133,7 +143,8 @@ class Session:
             for array in arrays
             for piece in array.pieces
         ]
-        self.links.create(new)
+        self.links.create(new, if_absent=True)  # keys are new: one that is there was made by this very call
+        self._made.update(arrays)
         for array in arrays:
             array.initial = None
             weakref.finalize(array, _drop, self._dropped, array.pieces, array.copies).atexit = False
@@ -177,6 +188,33 @@ class Session:
             (value,) = self.links.read([array.pieces])
             self.links.create([NewPiece(piece, array.shape, array.dtype, value)])
             array.copies[ps] = piece.key
+
+    def restored(self, ps: int, keys: Collection[str]) -> list[str]:
+        """A parameter server has gone back to a snapshot: gives it its programs, and has all values read again.
+
+        Args:
+          keys: Of the pieces that it has.
+
+        Returns:
+          Names of the arrays of which it does not have a piece.
+
+        Raises:
+          UnavailableError: It is gone again.
+        """
+        self.links.send_all_programs(ps)
+        self.epoch += 1
+        with self._lock:
+            made = list(self._made)
+        return [array.name for array in made if not array.keys_on(ps) <= set(keys)]
+
+    def has_update(self, digest: str) -> bool:
+        """Whether that is a program of a parameter server."""
+        return self.links.has_update(digest)
+
+    @property
+    def num_made(self) -> int:
+        """How many keys have been given to arrays: another one when arrays were made since."""
+        return self._num_keys
 
     def _drop_waiting(self) -> None:
         """Frees what variables that are gone have left on the servers."""

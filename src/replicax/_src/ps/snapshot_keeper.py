@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from pathlib import Path
 from typing import Any, final
 
@@ -11,14 +13,17 @@ from replicax._src.ps.snapshots import SnapshotError
 from replicax._src.ps.store import Store
 
 _log = logging.getLogger("replicax")
+_TICK_S = 1.0
 
 
 @final
 class SnapshotKeeper:
     """Writes what has changed every ``interval_s``, on a thread, and at the end. Restores when it is made.
 
-    A snapshot that cannot be written is a warning, and ``statistics`` says so: the training goes on, and the snapshots
-    before are there.
+    Pieces that were made are in a snapshot soon, 1 s after the last of them: who comes back without them is of no use.
+    Once the coordinator has asked for a snapshot of an epoch it is the one who asks: others would be in the way of those.
+    A snapshot that cannot be written is a warning, one until one can be again, and ``statistics`` says so: the training
+    goes on, and the snapshots before are there.
 
     Args:
       store: Of a task that does not listen yet.
@@ -38,10 +43,16 @@ class SnapshotKeeper:
         self._is_over = threading.Event()
         self._num_taken = 0
         self._error = ""
+        self._is_driven = False
         self.restored = store.restore(directory)
         self._last = self._state
+        self._last_created = store.num_created
         self._thread = threading.Thread(target=self._run, name="replicax-snapshots", daemon=True)
         self._thread.start()
+
+    def begin(self) -> None:
+        """Another coordinator has come: it may leave it to the keeper when there is a snapshot."""
+        self._is_driven = False
 
     @property
     def _state(self) -> tuple[str, int]:
@@ -54,9 +65,10 @@ class SnapshotKeeper:
           SnapshotError: It could not be written.
         """
         with self._lock:
-            before = self._state
+            before, created = self._state, self._store.num_created
+            self._is_driven = self._is_driven or epoch > 0
             told = self._store.snapshot(self._directory, epoch)
-            self._last = before
+            self._last, self._last_created = before, created
             self._num_taken += 1
             self._error = ""
         return told
@@ -83,14 +95,20 @@ class SnapshotKeeper:
         return {"num_snapshots": self._num_taken, "snapshot_error": self._error}
 
     def _run(self) -> None:
-        while not self._is_over.wait(min(self._interval_s, threading.TIMEOUT_MAX)):
-            self._take_if_changed()
+        due, created = time.monotonic() + self._interval_s, self._store.num_created
+        while not self._is_over.wait(min(self._interval_s, _TICK_S)):
+            before, created = created, self._store.num_created
+            has_new = created == before != self._last_created and self._interval_s < math.inf
+            if has_new or time.monotonic() >= due:
+                self._take_if_changed()
+                due = time.monotonic() + self._interval_s
 
     def _take_if_changed(self) -> None:
-        if self._state == self._last or not self._store.statistics()["pieces"]:
+        if self._is_driven or self._state == self._last or not self._store.statistics()["pieces"]:
             return
         try:
             self.take()
         except SnapshotError as error:
+            if not self._error:
+                _log.warning("%s", error)
             self._error = str(error)
-            _log.warning("%s", error)

@@ -61,7 +61,7 @@ class Store:
         self._incarnation: str | None = None
         self._taken_over: deque[str] = deque(maxlen=_MAX_PAST_INCARNATIONS)
         self._left: str | None = None
-        self._highest_number = 0
+        self._highest_number = self._num_created = 0
         self._clear()
         self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
             "create": self._create,
@@ -122,6 +122,11 @@ class Store:
             return {**held, **self._statistics.described()}
 
     @property
+    def num_created(self) -> int:
+        """How many pieces have been made here, those that are gone too."""
+        return self._num_created
+
+    @property
     def num_changes(self) -> int:
         """Is another one after every change of a value."""
         return self._highest_number
@@ -162,8 +167,8 @@ class Store:
           epoch: Of the snapshot; None: any.
 
         Returns:
-          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``,
-          ``programs`` (digests: they are to be sent again), and ``refused``: newer ones, and what is wrong with each.
+          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, ``keys`` of the
+          pieces, ``programs`` (digests: they are to be sent again), and ``refused``: newer ones, and what is wrong with each.
 
         Raises:
           SnapshotError: There are snapshots, and none is whole and of the epoch; nothing has changed.
@@ -194,6 +199,7 @@ class Store:
             **told,
             "file": str(snapshot.path),
             "pieces": len(pieces),
+            "keys": list(pieces),
             "programs": programs,
             "refused": refused,
         }
@@ -242,6 +248,7 @@ class Store:
             for piece, value, is_new in zip(new, values, absent):
                 if is_new:
                     self._highest_number += 1
+                    self._num_created += 1
                     self._pieces[piece.key] = HeldPiece(piece.key, piece.spec, value, self._highest_number)
             self._statistics.bytes_received += sum(array.nbytes for array in arrays)
         return Message({})

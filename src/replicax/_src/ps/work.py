@@ -39,7 +39,7 @@ class WorkerHost:
 
     def __init__(self, place: WorkerPlace, credentials: Credentials):
         self.asks: Mapping[str, Ask] = {}
-        self.restored = None
+        self.restored = self.snapshots = None
         self.instance = uuid.uuid4().hex
         self._place, self._credentials = place, credentials
 
@@ -65,7 +65,7 @@ class PsHost:
     """
 
     def __init__(self, directory: Path | None, interval_s: float):
-        self._store = Store()
+        self._store, self._interval_s = Store(), interval_s
         self._keeper = None if directory is None else SnapshotKeeper(self._store, directory, interval_s)
         self.asks: Mapping[str, Ask] = {}
         if self._keeper is not None:
@@ -76,11 +76,17 @@ class PsHost:
         return self._store.instance
 
     @property
+    def snapshots(self) -> Mapping[str, Any] | None:
+        return None if self._keeper is None else {"interval_s": self._interval_s}
+
+    @property
     def restored(self) -> Mapping[str, Any] | None:
         return None if self._keeper is None else self._keeper.restored
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
         """What is in the store stays, if it is of that coordinator."""
+        if self._keeper is not None:
+            self._keeper.begin()
         return PsWork(self._store, incarnation, self._keeper)
 
     def close(self) -> None:

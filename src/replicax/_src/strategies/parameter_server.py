@@ -72,7 +72,8 @@ class ParameterServerStrategy(Strategy):
         num_ps = len(tasks.addresses("ps"))
         links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
         platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
-        self._set_up(Session(links, platforms, tasks), variable_partitioner, resolver)
+        intervals_s = [_snapshot_interval_s(answer) for answer in told]
+        self._set_up(Session(links, platforms, tasks, intervals_s), variable_partitioner, resolver)
         log.info(
             "Using ParameterServerStrategy: %d workers, %d parameter servers.",
             len(tasks.addresses("worker")),
@@ -179,6 +180,12 @@ def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
             "alone. In this task run `replicax server`, or rx.Server(...).join()."
         )
     return spec
+
+
+def _snapshot_interval_s(told: Mapping[str, Any]) -> float | None:
+    """Of a parameter server, as it tells of itself; None if it takes no snapshots."""
+    snapshots = told["snapshots"]
+    return None if snapshots is None else float(snapshots["interval_s"])
 
 
 def _addresses(spec: ClusterSpec, job: str) -> list[str]:

@@ -1,0 +1,219 @@
+"""What is done when a parameter server comes back with a snapshot, and the epochs to which all of them can go back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, final
+
+from replicax._src.coordinator.dispatch import Dispatch
+from replicax._src.coordinator.prepared import Client, Session
+from replicax._src.coordinator.ps_watch import PsWatch
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.errors import RemoteError, UnavailableError
+
+log = logging.getLogger("replicax")
+
+OnPsRestart = Literal["continue", "rewind"]
+_STATUS_S = 10.0
+_FILES_S = 600.0
+_TICK_S = 0.5
+
+
+@final
+class Recovery:
+    """Goes on with parameter servers that were started again.
+
+    One that has a snapshot of this coordinator's time is given its programs again, and workers read all values again. With
+    "continue" it is as old as its snapshot, the others are as they were. With "rewind" all go back to the last epoch.
+
+    Raises:
+      InvalidArgumentError: "rewind", and some parameter server takes no snapshots.
+    """
+
+    def __init__(self, session: Session, dispatch: Dispatch, how: OnPsRestart):
+        if how not in ("continue", "rewind"):
+            raise InvalidArgumentError(f"on_ps_restart={how!r}: it is 'continue' or 'rewind'.")
+        without = [n for n, interval in enumerate(session.snapshot_intervals_s) if interval is None]
+        if how == "rewind" and without:
+            raise InvalidArgumentError(
+                f"on_ps_restart='rewind' needs snapshots of all parameter servers, and {', '.join(f'ps {n}' for n in without)} "
+                "takes none. Start it with snapshot_dir in its rx.ServerOptions, or --snapshot-dir."
+            )
+        self._session, self._dispatch = session, dispatch
+        self._lock = threading.Lock()
+        self._epochs = Epochs(session, dispatch, self._lock) if how == "rewind" else None
+        self._watches: Sequence[PsWatch] = ()
+
+    def start(self, watches: Sequence[PsWatch]) -> None:
+        self._watches = watches
+        if self._epochs is not None:
+            self._epochs.start()
+
+    def close(self) -> None:
+        if self._epochs is not None:
+            self._epochs.close()
+
+    def join(self, timeout_s: float) -> None:
+        if self._epochs is not None:
+            self._epochs.join(timeout_s)
+
+    def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
+        """Goes on with one, if it is another than before. Returns why that cannot be.
+
+        Raises:
+          Exception: It is gone again, or another one is: to be tried again.
+        """
+        if not watch.comes_back_s:
+            return _gone(watch, f"the variables that it had are gone.{watch.hint}")
+        with self._lock:
+            told = client.ask("status", {}, _STATUS_S)
+            if watch.knows(told["instance"]):
+                return None
+            restored = told["restored"]
+            if restored is None or restored["incarnation"] != self._session.incarnation:
+                return _gone(watch, "it has no snapshot of this coordinator's time, and the variables are gone.")
+            self._dispatch.pause(watch.name)
+            if self._epochs is None:
+                return self._go_on(watch, told["instance"], restored)
+            return self._rewind(watch, self._epochs)
+
+    def _go_on(self, watch: PsWatch, instance: str, restored: Mapping[str, Any]) -> UnavailableError | None:
+        missing = self._session.restored(watch.index, restored["keys"])
+        if missing:
+            return _incomplete(watch, missing)
+        log.warning(
+            "%s was started again and goes on with its last snapshot: %d updates that it had acknowledged are gone, by "
+            "its last count. The other parameter servers are as they were.",
+            watch.name,
+            max(watch.num_updates - restored["updates"], 0),
+        )
+        watch.accept(instance)
+        return None
+
+    def _rewind(self, watch: PsWatch, epochs: Epochs) -> UnavailableError | None:
+        if not epochs.last:
+            return _gone(watch, "there is no snapshot of all parameter servers to which they could go back.")
+        with self._dispatch.drained() as is_so:
+            if not is_so:
+                return None
+            for each in self._watches:
+                error = self._restore(each, epochs.last)
+                if error is not None:
+                    return error
+            num_undone = epochs.rewound()
+        log.warning(
+            "%s was started again, and all parameter servers went back to the snapshots of epoch %d, which they took "
+            "together: %d scheduled functions that had ended since are undone.",
+            watch.name,
+            epochs.last,
+            num_undone,
+        )
+        return None
+
+    def _restore(self, watch: PsWatch, epoch: int) -> UnavailableError | None:
+        header = {"incarnation": self._session.incarnation, "epoch": epoch}
+        with contextlib.closing(self._session.connect("ps", watch.index)) as client:
+            try:
+                told = client.ask("restore", header, _FILES_S)
+            except RemoteError as error:
+                return _gone(watch, f"it cannot go back to the snapshot of epoch {epoch}: {error}")
+        if told["restored"]["incarnation"] != self._session.incarnation:
+            return _gone(watch, f"its snapshot of epoch {epoch} is another coordinator's.")
+        missing = self._session.restored(watch.index, told["restored"]["keys"])
+        if missing:
+            return _incomplete(watch, missing)
+        watch.accept(told["instance"])
+        return None
+
+
+@final
+class Epochs:
+    """Has all parameter servers take snapshots together, while no function runs: states of the whole job.
+
+    Soon after variables were made, and then as often as the most frequent of the servers would.
+
+    Args:
+      lock: Held meanwhile.
+
+    Attributes:
+      last: The last epoch of which all have a snapshot; 0: none.
+    """
+
+    def __init__(self, session: Session, dispatch: Dispatch, lock: threading.Lock):
+        self._session, self._dispatch, self._lock = session, dispatch, lock
+        self._interval_s = min(s for s in session.snapshot_intervals_s if s is not None)
+        self.last = 0
+        self._num_finished = 0
+        self._num_made = 0
+        self._order = list(range(len(session.ps_addresses)))
+        self._has_failed = False
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replicax-epochs", daemon=True)
+        self.start: Callable[[], None] = self._thread.start
+
+    def close(self) -> None:
+        """Ends the thread; does not wait for it."""
+        self._is_over.set()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def rewound(self) -> int:
+        """All have gone back to the last epoch: returns how many functions have ended since."""
+        finished = self._dispatch.statistics()["finished"]
+        undone, self._num_finished = finished - self._num_finished, finished
+        return undone
+
+    def _run(self) -> None:
+        due, made = time.monotonic() + self._interval_s, self._session.num_made
+        while not self._is_over.wait(_TICK_S):
+            before, made = made, self._session.num_made
+            if made and (made == before != self._num_made or time.monotonic() >= due):
+                due = time.monotonic() + self._interval_s
+                with self._lock, self._dispatch.drained() as is_so:
+                    if is_so:
+                        self._take()
+
+    def _take(self) -> None:
+        made, finished = self._session.num_made, self._dispatch.statistics()["finished"]
+        header = {"incarnation": self._session.incarnation, "epoch": self.last + 1}
+        for index in self._order:
+            try:
+                with contextlib.closing(self._session.connect("ps", index)) as client:
+                    client.ask("snapshot", header, _FILES_S)
+            except Exception as error:
+                self._fail(index, error)
+                return
+        self.last, self._num_made, self._num_finished = self.last + 1, made, finished
+        self._has_failed = False
+
+    def _fail(self, index: int, error: Exception) -> None:
+        # It is asked first the next time: the others keep what they have in common with it.
+        self._order.remove(index)
+        self._order.insert(0, index)
+        if not self._has_failed and not isinstance(error, UnavailableError):
+            log.warning(
+                "There is no snapshot of all parameter servers of epoch %d; it is tried again: %s",
+                self.last + 1,
+                error,
+            )
+        self._has_failed = True
+
+
+def _gone(watch: PsWatch, why: str) -> UnavailableError:
+    return UnavailableError(
+        f"{watch.name} is another process than before: {why} Start the program again, from a checkpoint.",
+        watch.name,
+    )
+
+
+def _incomplete(watch: PsWatch, missing: Sequence[str]) -> UnavailableError:
+    return _gone(
+        watch,
+        f"its snapshot is from before variables were made, and does not have {', '.join(sorted(missing)[:5])}.",
+    )

@@ -1,0 +1,528 @@
+"""Workers and parameter servers that die, stop or are slow, in processes of their own; this process is the coordinator."""
+
+import contextlib
+import os
+import random
+import resource
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax.coordinator import ClusterCoordinator
+from replicax.errors import (
+    CancelledError,
+    OutOfRangeError,
+    StaleCoordinatorError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from replicax.testing import LocalCluster, server_cluster
+
+pytestmark = pytest.mark.timeout(120)
+
+JOIN_S = 60.0
+LOST_S = 15.0
+
+
+def until(is_so, what, timeout_s=30.0):
+    """Waits for something to become so."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+def slow_dataset(delay_s=0.3, count=1_000_000, files=None):
+    """What each worker makes: elements that take so long, each; a file in ``files`` says who has begun to make it."""
+
+    def dataset_fn():
+        if files is not None:
+            with open(os.path.join(files, str(os.getpid())), "w"):
+                pass
+            time.sleep(1.0)
+
+        class Slow:
+            def __iter__(self):
+                for _ in range(count):
+                    time.sleep(delay_s)
+                    yield np.float32(1.0)
+
+        return Slow()
+
+    return dataset_fn
+
+
+class Job:
+    """A strategy, its coordinator, and a counter on each parameter server."""
+
+    def __init__(self, cluster, **options):
+        self.cluster = cluster
+        self.strategy = rx.ParameterServerStrategy(cluster.resolver)
+        self.coordinator = ClusterCoordinator(self.strategy, **options)
+        with self.strategy.scope():
+            self.counters = [rx.Variable(0.0, name=f"counter_{n}") for n in range(2)]
+        self.add = rx.function(self._add)
+        self.take = rx.function(self._take)
+
+    def _add(self, x):
+        for counter in self.counters:
+            counter.assign_add(x)
+        return x
+
+    def _take(self, iterator):
+        return self._add(next(iterator))
+
+    def schedule(self, count=1):
+        return [self.coordinator.schedule(self.add, args=(1.0,)) for _ in range(count)]
+
+    def slow(self, count, delay_s=0.3):
+        """Functions that last, each on what is a slow dataset."""
+        iterator = iter(self.coordinator.create_per_worker_dataset(slow_dataset(delay_s)))
+        return [self.coordinator.schedule(self.take, args=(iterator,)) for _ in range(count)]
+
+    def join(self, timeout_s=JOIN_S):
+        self.coordinator.join(timeout_s)
+
+    @property
+    def counts(self):
+        return [float(counter.numpy()) for counter in self.counters]
+
+    def worker(self, index):
+        return self.coordinator.statistics()["workers"][f"worker {index}"]
+
+    def until_connected(self, *indices):
+        until(lambda: all(self.worker(i)["connected"] for i in indices), "workers are connected")
+
+    def until_in_flight(self, *indices):
+        until(lambda: all(self.worker(i)["in_flight"] for i in indices), "workers have something to do")
+
+    def close(self):
+        self.coordinator.close()
+        self.strategy.close()
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """Two workers and two parameter servers, which tests leave as they were."""
+    with server_cluster(workers=2, ps=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def job(servers):
+    with contextlib.closing(Job(servers)) as job:
+        job.until_connected(0, 1)
+        yield job
+    dead = [task for task in servers.servers if not task.is_running]
+    for task in dead:
+        task.restart()
+    servers.wait_for_servers()
+    assert not dead
+
+
+def back(cluster, index, job=None):
+    """Starts a worker again."""
+    cluster.restart("worker", index)
+    cluster.tasks["worker", index].wait_for_output(" listens at ", of_this_process=True)
+    if job is not None:
+        job.until_connected(index)
+
+
+def test_a_worker_is_killed_between_functions(job):
+    first = job.schedule(2)
+    job.join()
+    job.cluster.tasks["worker", 0].kill()
+    assert [value.fetch() for value in first] == [1.0, 1.0]  # results that are there stay
+    assert float(first[0].get()) == 1.0
+    assert job.counts == [2.0, 2.0]  # and variables are read, whoever of the workers is down
+    job.schedule(2)
+    job.join()
+    assert job.counts == [4.0, 4.0]
+    back(job.cluster, 0)
+
+
+def test_workers_are_killed_in_functions(job):
+    """One, again and again, then both at once: what they were at is run again, and counts once."""
+    values = []
+    for killed in ([0], [0, 1]):
+        values += job.slow(4)
+        job.until_in_flight(0, 1)
+        for index in killed:
+            job.cluster.tasks["worker", index].kill()
+        for index in killed:
+            job.cluster.restart("worker", index)
+        job.until_connected(0, 1)
+    job.join()
+    assert job.counts == [8.0, 8.0]
+    assert [value.fetch() for value in values] == [1.0] * 8
+    assert job.coordinator.statistics()["closures"]["retried"] >= 3
+
+
+@pytest.mark.long
+def test_one_worker_is_killed_while_another_stays_down(job):
+    job.cluster.tasks["worker", 1].kill()
+    values = job.slow(4)
+    for _ in range(2):
+        job.until_in_flight(0)
+        back(job.cluster, 0, job)
+    job.join()
+    assert job.counts == [4.0, 4.0]
+    assert [value.fetch() for value in values] == [1.0] * 4
+    assert not job.worker(1)["connected"]
+    back(job.cluster, 1, job)
+
+
+def test_a_worker_is_killed_while_it_makes_a_dataset(job, tmp_path):
+    iterator = iter(job.coordinator.create_per_worker_dataset(slow_dataset(0.01, files=str(tmp_path))))
+    pids = [job.cluster.tasks["worker", index].pid for index in range(2)]
+    until(
+        lambda: {path.name for path in tmp_path.iterdir()} >= set(map(str, pids)), "datasets are being made"
+    )
+    job.cluster.tasks["worker", 0].kill()
+    back(job.cluster, 0)
+    for _ in range(6):
+        job.coordinator.schedule(job.take, args=(iterator,))
+    job.join()
+    assert job.counts == [6.0, 6.0]
+    until(
+        lambda: str(job.cluster.tasks["worker", 0].pid) in {p.name for p in tmp_path.iterdir()}, "made again"
+    )
+
+
+def test_a_function_fails_while_a_worker_is_killed(job):
+    """The error is the function's, not that of the worker; then all goes on."""
+    iterator = iter(job.coordinator.create_per_worker_dataset(slow_dataset(0.5, count=1)))
+    values = [job.coordinator.schedule(job.take, args=(iterator,)) for _ in range(30)]
+    job.until_in_flight(0, 1)
+    job.cluster.tasks["worker", 0].kill()
+    message(OutOfRangeError, job.join, "no more elements")
+    with pytest.raises(CancelledError, match="Please reschedule the function"):
+        values[-1].fetch()
+    before = job.counts
+    assert max(before) <= 2.0  # what was cancelled with the dead worker may have run in part
+    back(job.cluster, 0, job)
+    job.schedule(3)
+    job.join()
+    assert job.counts == [count + 3.0 for count in before]
+
+
+def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job):
+    values = job.slow(6, delay_s=0.5)
+    job.until_in_flight(0, 1)
+    job.cluster.tasks["worker", 0].stop()
+    job.join()  # the other one has run what this one was at
+    assert job.counts == [6.0, 6.0]
+    assert [value.fetch() for value in values] == [1.0] * 6
+    assert not job.worker(0)["connected"]
+    duplicates = lambda: sum(  # noqa: E731
+        each["statistics"].get("duplicates", 0) for each in job.coordinator.statistics()["ps"].values()
+    )
+    job.cluster.tasks["worker", 0].resume()
+    until(lambda: job.worker(0)["connected"] and duplicates() >= 2, "its pushes are refused")
+    assert job.counts == [6.0, 6.0]
+    job.schedule(4)
+    job.join()
+    assert job.counts == [10.0, 10.0]
+
+
+def test_others_go_on_beside_a_slow_worker(job):
+    job.cluster.tasks["worker", 0].slow_down(0.1)
+    try:
+        job.slow(12, delay_s=0.1)
+        job.join()
+    finally:
+        job.cluster.tasks["worker", 0].resume()
+    assert job.counts == [12.0, 12.0]
+    assert job.worker(0)["connections"] == 1
+
+
+def kill_at_random(job, num_kills, seed):
+    """Workers are killed at random moments; returns how many functions were scheduled."""
+    chance, over = random.Random(seed), threading.Event()
+    count = 0
+
+    def kills():
+        for _ in range(num_kills):
+            time.sleep(chance.uniform(0.0, 0.5))
+            index = chance.randrange(2)
+            job.until_connected(index)
+            job.cluster.restart("worker", index)
+        over.set()
+
+    killer = threading.Thread(target=kills)
+    killer.start()
+    while not over.is_set():
+        job.schedule(20)
+        count += 20
+        job.join()
+    killer.join()
+    job.cluster.wait_for_servers()
+    return count
+
+
+@pytest.mark.parametrize(
+    "num_kills", [5, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
+def test_the_counter_is_exact(job, num_kills):
+    count = kill_at_random(job, num_kills, seed=num_kills)
+    assert job.counts == [count, count]
+    print(job.coordinator.statistics())
+
+
+# --- parameter servers ----------------------------------------------------------------------------------
+
+
+def test_a_parameter_server_that_is_stopped_is_named_until_it_goes_on(job):
+    job.schedule(1)
+    job.join()
+    job.cluster.tasks["ps", 1].stop()
+    started = time.monotonic()
+    job.schedule(2)
+    message(UnavailableError, lambda: job.join(LOST_S), "ps 1", "--snapshot-dir")
+    assert time.monotonic() - started < LOST_S
+    message(UnavailableError, job.schedule, "ps 1")
+    message(UnavailableError, job.coordinator.done, "ps 1")
+    job.cluster.tasks["ps", 1].resume()
+    until(lambda: job.coordinator.statistics()["ps"]["ps 1"]["connected"], "it is back")
+    before = job.counts
+    job.schedule(2)
+    job.join()
+    assert job.counts == [count + 2.0 for count in before]
+
+
+def test_a_parameter_server_that_is_killed_is_named():
+    with server_cluster(workers=2, ps=2) as cluster, contextlib.closing(Job(cluster)) as job:
+        job.until_connected(0, 1)
+        cluster.tasks["worker", 0].kill()  # a worker that is being recovered does not change it
+        job.slow(4, delay_s=0.2)
+        job.until_in_flight(1)
+        cluster.tasks["ps", 0].kill()
+        started = time.monotonic()
+        error = message(UnavailableError, lambda: job.join(LOST_S), "ps 0")
+        assert time.monotonic() - started < LOST_S
+        assert "--snapshot-dir" in error
+        message(UnavailableError, job.schedule, "ps 0")
+        cluster.restart("ps", 0)
+        cluster.wait_for_servers()
+        until(
+            lambda: job.coordinator.statistics()["ps"]["ps 0"]["restarts"] == 0,
+            "it is not taken for the old one",
+        )
+        message(UnavailableError, job.schedule, "ps 0")
+        job.close()
+        with contextlib.closing(Job(cluster)) as again:  # who starts again can use it
+            again.schedule(2)
+            again.join()
+            assert again.counts == [2.0, 2.0]
+
+
+def snapshots_in(folder, interval_s=1000):
+    return ["--snapshot-dir", folder, "--snapshot-interval", interval_s]
+
+
+def ps_statistics(job, index):
+    return job.coordinator.statistics()["ps"][f"ps {index}"]["statistics"]
+
+
+def until_snapshots(job, count=1):
+    until(
+        lambda: all(ps_statistics(job, ps).get("num_snapshots", 0) >= count for ps in range(2)),
+        "parameter servers have taken snapshots",
+    )
+
+
+def until_updates(job, count):
+    until(lambda: all(ps_statistics(job, ps)["updates"] >= count for ps in range(2)), "updates are counted")
+
+
+def warnings_of(caplog, part):
+    return [record.getMessage() for record in caplog.records if part in record.getMessage()]
+
+
+def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
+    arguments = snapshots_in(tmp_path)
+    with (
+        server_cluster(workers=2, ps=2, server_arguments=arguments) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        assert job.counts == [0.0, 0.0]
+        until_snapshots(job)
+        job.schedule(6)
+        job.join()
+        until_updates(job, 6)
+        values = job.slow(8, delay_s=0.5)
+        job.until_in_flight(0, 1)
+        cluster.tasks["ps", 1].kill()
+        values += job.schedule(2)
+        cluster.restart("ps", 1)
+        assert job.counts[0] >= 6.0  # who reads waits
+        job.join()
+        assert [value.fetch() for value in values] == [1.0] * 10
+        counts = job.counts
+        assert counts[0] == 16.0
+        (warning,) = warnings_of(caplog, "goes on with its last snapshot")
+        assert warning.startswith("ps 1 was started again")
+        num_gone = int(warning.split(": ")[1].split()[0])
+        assert (
+            6 <= num_gone <= 16.0 - counts[1] <= num_gone + 4
+        )  # what it did since its last beat is not counted
+        assert job.coordinator.statistics()["ps"]["ps 1"]["restarts"] == 1
+        job.schedule(3)  # programs that it had before, and new ones
+        job.coordinator.schedule(rx.function(lambda: job.counters[1].assign_add(10.0)))
+        job.join()
+        assert job.counts == [counts[0] + 3.0, counts[1] + 13.0]
+
+
+def test_all_parameter_servers_go_back_together(tmp_path, caplog):
+    arguments = snapshots_in(tmp_path, 1000)
+    with (
+        server_cluster(workers=2, ps=2, server_arguments=arguments) as cluster,
+        contextlib.closing(Job(cluster, on_ps_restart="rewind")) as job,
+    ):
+        assert job.counts == [0.0, 0.0]
+        until_snapshots(job)
+        job.schedule(3)
+        job.join()
+        with job.strategy.scope():
+            more = rx.Variable(5.0)
+        assert more.numpy() == 5.0
+        until_snapshots(job, 2)  # a variable was made
+        values = job.schedule(6)
+        job.join()
+        more.assign(7.0)
+        assert job.counts == [9.0, 9.0]
+        cluster.restart("ps", 0)
+        until(lambda: warnings_of(caplog, "went back"), "it is back")
+        (warning,) = warnings_of(caplog, "went back")
+        assert "6 scheduled functions" in warning
+        assert [*job.counts, more.numpy()] == [3.0, 3.0, 5.0]
+        assert [value.fetch() for value in values] == [1.0] * 6
+        job.schedule(4)
+        job.join()
+        assert job.counts == [7.0, 7.0]
+
+
+def test_the_job_goes_on_without_room_for_snapshots(tmp_path, caplog):
+    """A limit of what a process may write to files stands for the full disk."""
+    arguments = snapshots_in(tmp_path, 0.2)
+    with (
+        server_cluster(workers=1, ps=2, server_arguments=arguments) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        assert job.counts == [0.0, 0.0]
+        until_snapshots(job)
+        pid = cluster.tasks["ps", 0].pid
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        for _ in range(4):
+            job.schedule(2)
+            job.join()
+            time.sleep(0.5)
+        assert job.counts == [8.0, 8.0]
+        until(lambda: ps_statistics(job, 0)["snapshot_error"], "it says so")
+        (warning,) = warnings_of(caplog, "goes on without a new snapshot")
+        assert warning.startswith("ps 0")
+        assert "File too large" in warning
+        assert (
+            len([line for line in cluster.tasks["ps", 0].output if "No snapshot could be written" in line])
+            == 1
+        )
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        until(lambda: not ps_statistics(job, 0)["snapshot_error"], "there is room again")
+        cluster.restart("ps", 0)
+        until(lambda: job.coordinator.statistics()["ps"]["ps 0"]["restarts"], "it is back")
+        assert job.counts == [8.0, 8.0]
+
+
+# --- the coordinator ------------------------------------------------------------------------------------
+
+
+def test_who_comes_later_takes_over(job):
+    job.schedule(2)
+    job.join()
+    iterator = iter(job.coordinator.create_per_worker_dataset(slow_dataset(0.1)))
+    with contextlib.closing(Job(job.cluster)) as later:
+        later.schedule(3)
+        later.join()
+        assert later.counts == [3.0, 3.0]
+        until(lambda: raises(StaleCoordinatorError, job.join), "the earlier one is told")
+        message(StaleCoordinatorError, lambda: job.coordinator.schedule(job.take, args=(iterator,)))
+        message(StaleCoordinatorError, lambda: job.counts)
+        assert later.counts == [3.0, 3.0]
+
+
+def raises(kind, call):
+    try:
+        call()
+    except kind:
+        return True
+    return False
+
+
+CHIEF = """
+import replicax as rx, time
+from replicax.coordinator import ClusterCoordinator
+from replicax.testing import report
+
+strategy = rx.ParameterServerStrategy()
+coordinator = ClusterCoordinator(strategy)
+with strategy.scope():
+    counter = rx.Variable(0.0)
+add = rx.function(lambda: counter.assign_add(1.0))
+coordinator.schedule(add)
+coordinator.join()
+report(count=float(counter.numpy()))
+while True:
+    coordinator.schedule(add)
+    coordinator.join()
+"""
+
+
+def test_tasks_end_when_their_coordinator_is_killed():
+    arguments = ["--on-coordinator-loss", "exit", "--silence-timeout", 2]
+    with LocalCluster(1, chief=True, num_ps=1, server_arguments=arguments) as cluster:
+        cluster.start_servers()
+        cluster.start(CHIEF)
+        until(lambda: cluster.tasks["chief", 0].reports, "the program runs")
+        cluster.tasks["chief", 0].kill()
+        for task in cluster.servers:
+            assert task.wait(30.0).exit_code == 0
+            assert any("its coordinator is gone" in line for line in task.output)
+
+
+@pytest.mark.long
+def test_tasks_wait_for_the_next_coordinator():
+    with LocalCluster(1, chief=True, num_ps=1) as cluster:
+        cluster.start_servers()
+        cluster.start(CHIEF)
+        for run in range(2):
+            until(lambda: len(cluster.tasks["chief", 0].reports) > run, "the program runs")  # noqa: B023
+            cluster.tasks["chief", 0].kill()
+            if not run:
+                cluster.restart("chief", 0)
+        assert [each["count"] for each in cluster.tasks["chief", 0].reports] == [1.0, 1.0]
+        assert all(task.is_running for task in cluster.servers)
+
+
+def test_the_wrong_token(servers, monkeypatch):
+    monkeypatch.setenv("REPLICAX_TOKEN", "of somebody else")
+    started = time.monotonic()
+    message(UnauthenticatedError, lambda: rx.ParameterServerStrategy(servers.resolver), "ps 0", "token")
+    assert time.monotonic() - started < 10.0
+
+
+def test_nothing_is_left():
+    with server_cluster(workers=1, ps=1) as cluster:
+        before = set(threading.enumerate())
+        job = Job(cluster)
+        job.until_connected(0)
+        job.slow(3)
+        cluster.tasks["worker", 0].kill()
+        job.close()
+        until(lambda: set(threading.enumerate()) <= before, "threads end", 10.0)
+    for pid in cluster.pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
