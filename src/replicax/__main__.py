@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from replicax._src.cli import doctor, launch, server
+from replicax._src.cli import doctor, launch, server, top
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
-COMMANDS = (launch, server, doctor)
+COMMANDS = (launch, server, top, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from replicax._src.cluster.layout import (
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
+from replicax._src.coordinator.status import STATUS_ADDRESS_VARIABLE
 from replicax._src.ps.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 
 _DESCRIPTION: Final = """\
@@ -124,6 +125,12 @@ def add_parser(subparsers: Any) -> None:
         "--port", type=positive, default=DEFAULT_PORT, help=f"where workers listen ({DEFAULT_PORT})"
     )
     hosts.add_argument("--task-index", type=count, metavar="I", help="run worker I, this host's")
+    parser.add_argument(
+        "--status",
+        action="store_true",
+        help="the coordinator shows how all tasks are, on a page for browsers and to `replicax top`: at an address that "
+        f"is printed, {STATUS_ADDRESS_VARIABLE}'s if that is set",
+    )
     parser.add_argument("--plain", action="store_true", help="no table and no colours, also on a terminal")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, as python -m"
@@ -145,7 +152,10 @@ def run(options: argparse.Namespace) -> int:
             starts = [_start_on_host(options, parser, hosts, command)]
         else:
             starts = _starts_here(options, command)
-        return _run_tasks(starts, options)
+        note = ""
+        if options.status:
+            starts, note = _with_status(starts, options, parser)
+        return _run_tasks(starts, options, note)
     except ClusterError as error:
         parser.error(str(error))
     except ProcessStartError as error:
@@ -234,6 +244,27 @@ def _token(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if has_token else {TOKEN_VARIABLE: random_token()}
 
 
+def _with_status(
+    starts: Sequence[Start], options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> tuple[list[Start], str]:
+    """The tasks, where the coordinator has a status address; and what is to be said of it."""
+    coordinators = [start for start in starts if start.task.type == "chief"]
+    has_ps = any(start.task.type == "ps" for start in starts)
+    if not coordinators or not has_ps or options.script_in == "workers":
+        parser.error(
+            "--status is of a coordinator, which there is where the chief runs the script and there are parameter "
+            "servers: --ps 1, and neither --no-chief nor --script-in workers"
+        )
+    address = os.environ.get(STATUS_ADDRESS_VARIABLE) or f"127.0.0.1:{free_ports(1)[0]}"
+    changed = [
+        dataclasses.replace(start, environment={**start.environment, STATUS_ADDRESS_VARIABLE: address})
+        if start in coordinators
+        else start
+        for start in starts
+    ]
+    return changed, f"Status: http://{address}/ and replicax top {address}"
+
+
 def _start_on_host(
     options: argparse.Namespace, parser: argparse.ArgumentParser, hosts: Sequence[str], command: Sequence[str]
 ) -> Start:
@@ -268,11 +299,13 @@ def _start(
     return Start(task, [sys.executable, *command], environment)
 
 
-def _run_tasks(starts: Sequence[Start], options: argparse.Namespace) -> int:
+def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, note: str = "") -> int:
     tasks = [start.task for start in starts]
     how = SupervisorOptions(options.max_restarts, options.grace, options.evaluator_timeout)
     display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
     try:
+        if note:
+            display.note(note)
         return Supervisor(starts, display, how).run()
     finally:
         display.close()

@@ -180,6 +180,10 @@ class ClosureQueue:
         """How many closures a worker has taken that have not ended."""
         return len(self._members[worker].in_flight)
 
+    def oldest(self, worker: Worker) -> Closure | None:
+        """What a worker is at, if anything."""
+        return next(iter(self._members[worker].in_flight.values()), None)
+
     def may_take(self, worker: Worker) -> bool:
         """Whether there is a closure that the worker may have now."""
         if not self._queued or self._paused:

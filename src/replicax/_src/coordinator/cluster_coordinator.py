@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import jax
 import numpy as np
@@ -20,11 +22,17 @@ from replicax._src.coordinator.prepared import ClosureStrategy
 from replicax._src.coordinator.ps_recovery import OnPsRestart
 from replicax._src.coordinator.remote_value import RemoteValue, fetched
 from replicax._src.coordinator.resources import Resource
+from replicax._src.coordinator.status import STATUS_ADDRESS_VARIABLE, status_of
 from replicax._src.coordinator.workers import Limits
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.placement.remote.elements import ElementSpec
 from replicax._src.ps import resources, structures
+from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import ClosureInputError
+from replicax._src.ps.process import vitals
+
+if TYPE_CHECKING:
+    from replicax._src.coordinator.status_server import StatusServer
 
 _SPEC_S = 600.0
 
@@ -53,9 +61,13 @@ class ClusterCoordinator:
       on_ps_restart: What to do when a parameter server was started again and has gone back to its last snapshot.
         "continue": the others stay as they are. "rewind": all go back, to snapshots that they take together, for which
         the workers pause.
+      status_address: ``host:port`` where a page shows how all tasks are, and ``replicax top`` finds it; None for what
+        ``REPLICAX_STATUS_ADDRESS`` says, which is nowhere if it is not set.
 
     Raises:
-      InvalidArgumentError: Of another strategy; or the strategy has a coordinator with other options.
+      InvalidArgumentError: Of another strategy; or the strategy has a coordinator with other options; or other machines
+        reach the status address, and there is no ``REPLICAX_TOKEN``.
+      UnavailableError: The status cannot be served at its address.
     """
 
     _strategy: ClosureStrategy
@@ -69,6 +81,7 @@ class ClusterCoordinator:
         max_staleness: int | None = None,
         reconnect_timeout_s: float = 3600.0,
         on_ps_restart: OnPsRestart = "continue",
+        status_address: str | None = None,
     ) -> ClusterCoordinator:
         if not isinstance(strategy, ClosureStrategy):
             raise InvalidArgumentError(
@@ -79,6 +92,7 @@ class ClusterCoordinator:
             "max_staleness": max_staleness,
             "reconnect_timeout_s": reconnect_timeout_s,
             "on_ps_restart": on_ps_restart,
+            "status_address": status_address or os.environ.get(STATUS_ADDRESS_VARIABLE) or None,
         }
         with _construction:
             existing = _coordinators.get(strategy, lambda: None)()
@@ -101,10 +115,13 @@ class ClusterCoordinator:
         queue = ClosureQueue(max_staleness=options["max_staleness"], first_number=first)
         limits = Limits(reconnect_s=options["reconnect_timeout_s"])
         self._crew = Crew(strategy.session, queue, limits, options["on_ps_restart"])
+        self._status = _status_server(self._crew, options["status_address"])
         _crews[strategy] = self._crew
         self._numbers = itertools.count()
-        self._finalizer = weakref.finalize(self, _end, self._crew)
+        self._finalizer = weakref.finalize(self, _end, self._crew, self._status)
         self._crew.start()
+        if self._status is not None:
+            self._status.start()
 
     @property
     def strategy(self) -> Any:
@@ -210,8 +227,15 @@ class ClusterCoordinator:
         """What there was to do, and how each task is."""
         return self._crew.statistics()
 
+    @property
+    def status_url(self) -> str | None:
+        """Of the page that shows how all tasks are; None if there is none. With a token in it, if one is needed."""
+        return None if self._status is None else self._status.url
+
     def close(self) -> None:
         """Cancels what has not ended, and ends the threads. Variables stay, and so does the session with the servers."""
+        if self._status is not None:
+            self._status.close()
         self._crew.close()
         self._crew.join()
         self._finalizer.detach()
@@ -223,10 +247,24 @@ class ClusterCoordinator:
         self.close()
 
 
-def _end(crew: Crew) -> None:
+def _status_server(crew: Crew, address: str | None) -> StatusServer | None:
+    if address is None:
+        return None
+    from replicax._src.coordinator.status_server import StatusServer
+
+    token = Credentials.of_environment(os.environ).token
+    return StatusServer(address, token, lambda: status_of(crew.statistics(), vitals(), time.time()))
+
+
+def _end(crew: Crew, status: StatusServer | None) -> None:
+    def end() -> None:
+        crew.close()
+        if status is not None:
+            status.close()
+
     # Garbage may be collected while a lock is held that this needs, so another thread does it.
     with contextlib.suppress(RuntimeError):  # no thread begins any more: Python ends
-        threading.Thread(target=crew.close, name="replicax-coordinator-end", daemon=True).start()
+        threading.Thread(target=end, name="replicax-coordinator-end", daemon=True).start()
 
 
 def _name_of(fn: Any) -> str:

@@ -73,9 +73,14 @@ class Crew:
 
     def statistics(self) -> dict[str, Any]:
         """Of the closures, and of each task."""
+        with self._lock:
+            given_up = set(self._given_up)
         return {
             "closures": self.dispatch.statistics(),
-            "workers": {worker.name: worker.statistics() for worker in self.workers},
+            "workers": {
+                worker.name: {**worker.statistics(), "given_up": worker.name in given_up}
+                for worker in self.workers
+            },
             "ps": {watch.name: watch.statistics() for watch in self.watches},
         }
 

@@ -253,6 +253,13 @@ class Port:
     def num_in_flight(self) -> int:
         return self._queue.in_flight(self.worker)
 
+    @property
+    def function(self) -> str | None:
+        """The name of what the worker is at."""
+        with self._dispatch.lock:
+            closure = self._queue.oldest(self.worker)
+        return None if closure is None else closure.name
+
     def wait(self) -> list[Closure]:
         """Returns closures to be sent; none if the port was poked, or the dispatch was closed."""
         with self._dispatch.lock:

@@ -87,7 +87,7 @@ class RemoteWorker:
         self._stream: WorkerStream | None = None
         self._unsent: deque[Closure] = deque()
         self._needs: deque[tuple[Closure, str]] = deque()
-        self._num_connections = 0
+        self._num_connections = self._num_restarts = 0
         self._told: dict[str, Any] = {}
         self._beat: dict[str, Any] = {}
         self._took_s = _SLOW_S
@@ -114,6 +114,8 @@ class RemoteWorker:
         return {
             "connected": stream is not None and not stream.over.is_set(),
             "connections": self._num_connections,
+            "restarts": self._num_restarts,
+            "function": self.port.function,
             "in_flight": self.port.num_in_flight,
             "depth": self.port.depth,
             "task": dict(self._told),
@@ -165,7 +167,11 @@ class RemoteWorker:
         client = self._session.connect("worker", self._index)
         try:
             header = {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
-            self._told = dict(client.ask("hello", header, _HELLO_S))
+            told = dict(client.ask("hello", header, _HELLO_S))
+            if self._told and self._told.get("instance") != told.get("instance"):
+                self._num_restarts += 1
+                self._beat = {}
+            self._told = told
             link = client.open()
         except BaseException:
             client.close()

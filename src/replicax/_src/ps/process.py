@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 
+from replicax._src.cluster.processes import resident_bytes
 from replicax._src.cluster.spec import ClusterSpec, Task, split_address
 from replicax._src.jax_compat import backend_started
 from replicax._src.topology import prepare_backend
 
 PROGRAM_CACHE_VARIABLE: Final = "REPLICAX_PROGRAM_CACHE"
 NO_PROGRAM_CACHE: Final = "off"
+
+_BEGAN_S: Final = time.monotonic()
+
+
+def vitals() -> dict[str, Any]:
+    """How this process is, as JSON: its number, for how long it runs, its memory in RAM (None where /proc does not tell)."""
+    pid = os.getpid()
+    return {"pid": pid, "uptime_s": time.monotonic() - _BEGAN_S, "resident_bytes": resident_bytes(pid)}
 
 
 def prepare_process(cluster: ClusterSpec, task: Task) -> None:

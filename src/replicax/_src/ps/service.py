@@ -84,10 +84,18 @@ class TaskService:
       host: What it has; it makes the work for a coordinator.
       about: What ``hello`` tells of this process.
       tenancy: Whose messages are answered.
+      measure: How the process is now, for the beats: JSON.
     """
 
-    def __init__(self, task: Task, host: Host, about: Mapping[str, Any], tenancy: Tenancy):
-        self._task, self._host, self._about = task, host, about
+    def __init__(
+        self,
+        task: Task,
+        host: Host,
+        about: Mapping[str, Any],
+        tenancy: Tenancy,
+        measure: Callable[[], Mapping[str, Any]] = dict,
+    ):
+        self._task, self._host, self._about, self._measure = task, host, about, measure
         self._tenancy = tenancy
         self._work: Work | None = None
         self._lock = threading.RLock()
@@ -172,10 +180,11 @@ class TaskService:
             self._drop()
 
     def statistics(self) -> dict[str, Any]:
-        """Which coordinator it works for, and what its work counts."""
+        """Which coordinator it works for, what its work counts, and how its process is."""
         with self._lock:
             work = self._work
-        return {"incarnation": self._tenancy.incarnation, **({} if work is None else work.statistics())}
+        counts = {} if work is None else work.statistics()
+        return {"incarnation": self._tenancy.incarnation, "process": self._measure(), **counts}
 
     # --- the asks -----------------------------------------------------------------------------------------
 

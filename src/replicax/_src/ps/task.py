@@ -21,7 +21,7 @@ from replicax._src.cluster.spec import ClusterSpec, join_address, split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.ps.credentials import Credentials
-from replicax._src.ps.process import prepare_process
+from replicax._src.ps.process import prepare_process, vitals
 from replicax._src.ps.server_def import ServerDef, ServerOptions
 from replicax._src.ps.service import Host, TaskService
 from replicax._src.ps.tenancy import Tenancy
@@ -131,7 +131,9 @@ class Server:
                 prepare_process(definition.cluster, definition.task)
             self._host = host_of(definition, self._options, self._credentials)
             tenancy = Tenancy(str(definition.task), self._options.silence_timeout_s, time.monotonic())
-            self._service = TaskService(definition.task, self._host, about_this_process(), tenancy)
+            self._service = TaskService(
+                definition.task, self._host, about_this_process(), tenancy, self._measured
+            )
             self._transport = TaskServer(definition.address, self._service, self._credentials)
             self._transport.start()
         threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()
@@ -189,7 +191,11 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    # --- in the thread ------------------------------------------------------------------------------------
+    # --- in its threads -----------------------------------------------------------------------------------
+
+    def _measured(self) -> dict[str, Any]:
+        transport = self._transport
+        return {**vitals(), "transport": {} if transport is None else transport.statistics()}
 
     def _watch(self) -> None:
         """Until it is to stop: looks whether the coordinator is there."""

@@ -46,7 +46,7 @@ class WorkerHost:
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
         """Connects to no ps yet: that is done at first use."""
         clients = [TaskClient(address, self._credentials, f"ps {index}") for index, address in enumerate(ps)]
-        return Worker(PsLinks(clients, incarnation), self._place)
+        return Worker(PsLinks(clients, incarnation), self._place, lambda: _traffic(clients))
 
     def close(self) -> None:
         """Nothing."""
@@ -129,3 +129,9 @@ class PsWork:
     def close(self) -> None:
         """Drops all pieces."""
         self._store.leave(self._incarnation)
+
+
+def _traffic(clients: Sequence[TaskClient]) -> dict[str, int]:
+    """Bytes that clients have received and sent."""
+    counts = [client.statistics() for client in clients]
+    return {way: sum(count[way] for count in counts) for way in ("bytes_in", "bytes_out")}

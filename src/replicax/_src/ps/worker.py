@@ -23,10 +23,11 @@ class Worker:
     Args:
       links: To the parameter servers, its own; closed with it.
       place: Which worker this is.
+      traffic: Bytes that went over the links, by direction.
     """
 
-    def __init__(self, links: PsLinks, place: WorkerPlace):
-        self._links, self._place = links, place
+    def __init__(self, links: PsLinks, place: WorkerPlace, traffic: Callable[[], Mapping[str, int]] = dict):
+        self._links, self._place, self._traffic = links, place, traffic
         self._runner = Runner(links)
         self._resources: dict[str, Resource] = {}
         self._lock = threading.Lock()
@@ -54,8 +55,9 @@ class Worker:
             return operation(message.header, message.arrays)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the runner, and how many resources there are."""
-        return {**self._runner.statistics(), "num_resources": len(self._resources)}
+        """Of the runner, how many resources there are, and what went to and from the parameter servers."""
+        own = {"num_resources": len(self._resources), "traffic": dict(self._traffic())}
+        return {**self._runner.statistics(), **own}
 
     def close(self) -> None:
         """Ends what reads ahead, and the streams to the parameter servers, whatever is running."""

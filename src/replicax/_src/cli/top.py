@@ -1,0 +1,294 @@
+"""``replicax top``: how the tasks of a cluster with parameter servers are, told by its coordinator every second."""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import contextlib
+import http.client
+import importlib
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TextIO, final
+
+from replicax._src.cli.arguments import seconds
+from replicax._src.cluster.errors import ClusterError
+from replicax._src.coordinator.status import (
+    COLUMNS,
+    NUM_TEXT_COLUMNS,
+    STATUS_ADDRESS_VARIABLE,
+    rows_of,
+    summary_of,
+)
+from replicax._src.coordinator.status_access import viewing_token
+from replicax._src.ps.credentials import Credentials
+
+_DESCRIPTION: Final = f"""\
+Shows a live table of the tasks of a cluster with parameter servers. The coordinator tells it, if the program says where:
+ClusterCoordinator(strategy, status_address="127.0.0.1:8080"), or {STATUS_ADDRESS_VARIABLE}=127.0.0.1:8080, or
+`replicax launch --status`. The same address has a page for browsers, and /metrics for Prometheus.
+
+It ends with 0 when the coordinator does, and with Ctrl-C; with 1 if nothing answers at the address.
+"""
+_TIMEOUT_S: Final = 5.0
+_STYLES: Final = {
+    "busy": "green",
+    "serving": "green",
+    "running": "green",
+    "lost": "bold red",
+    "given up": "bold red",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command ``top``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "top",
+        help="show how the tasks of a cluster with parameter servers are",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "address",
+        nargs="?",
+        metavar="ADDRESS",
+        help=f"of the coordinator's status: host:port, or its URL ({STATUS_ADDRESS_VARIABLE}'s)",
+    )
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="S", help="seconds from one to the next (1)"
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--json", action="store_true", help="a line of JSON each time")
+    parser.add_argument("--plain", action="store_true", help="lines and no colours, also on a terminal")
+    parser.set_defaults(run=run, parser=parser)
+
+
+class StatusUnavailable(Exception):
+    """No status came.
+
+    Attributes:
+      is_over: Nobody listens there: it has ended, or was never there.
+    """
+
+    def __init__(self, message: str, *, is_over: bool = False):
+        super().__init__(message)
+        self.is_over = is_over
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what the options say; returns the exit code. Ends this process with code 2 if they make no sense."""
+    parser: argparse.ArgumentParser = options.parser
+    said = options.address or os.environ.get(STATUS_ADDRESS_VARIABLE)
+    if not said:
+        parser.error(f"which coordinator? Give the address of its status, or set {STATUS_ADDRESS_VARIABLE}")
+    try:
+        request = request_of(said, os.environ)
+    except (ClusterError, ValueError) as error:
+        parser.error(str(error))
+    view = make_view(
+        sys.stdout, sys.stderr, os.environ, is_json=options.json, is_plain=options.plain or options.once
+    )
+    try:
+        with contextlib.closing(view):
+            return _follow(request, view, options)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # nobody reads any more; nor is there anything to flush at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except StatusUnavailable as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+
+
+def _follow(request: urllib.request.Request, view: View, options: argparse.Namespace) -> int:
+    view.show(fetch(request))
+    while not options.once:
+        time.sleep(options.interval)
+        try:
+            view.show(fetch(request))
+        except StatusUnavailable as error:
+            if error.is_over:
+                view.note("The coordinator has ended.")
+                return 0
+            view.note(str(error))
+    return 0
+
+
+def request_of(said: str, environ: Mapping[str, str]) -> urllib.request.Request:
+    """What is asked: the JSON of ``host:port`` or a URL, with the token of that, or what the cluster's allows.
+
+    Raises:
+      ValueError: It is neither.
+      ClusterError: What the environment says of a token is wrong.
+    """
+    url = urllib.parse.urlsplit(said if "://" in said else f"http://{said}")
+    if url.scheme not in ("http", "https") or not url.hostname or url.port == 0:
+        raise ValueError(f"{said!r} is no address of a status: write host:port, or http://host:port/")
+    path = url.path if url.path.endswith("/") else f"{url.path}/"
+    request = urllib.request.Request(f"{url.scheme}://{url.netloc}{path}status.json")
+    shown = urllib.parse.parse_qs(url.query).get("token", [None])[0]
+    if shown is None:
+        token = Credentials.of_environment(environ).token
+        shown = None if token is None else viewing_token(token)
+    if shown is not None:
+        request.add_header("Authorization", f"Bearer {shown}")
+    return request
+
+
+def fetch(request: urllib.request.Request) -> dict[str, Any]:
+    """The status now.
+
+    Raises:
+      StatusUnavailable: It did not come.
+    """
+    where = request.full_url.removesuffix("status.json")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            status = json.load(answer)
+            if not isinstance(status, dict) or "tasks" not in status:
+                raise ValueError
+            return status
+    except urllib.error.HTTPError as error:
+        text = error.read(1000).decode(errors="replace").strip()
+        raise StatusUnavailable(f"{where} answers {error.code}: {text}") from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        is_over = isinstance(reason, ConnectionError)
+        why = f"Nobody answers at {where}: {reason}."
+        advice = "Is the program running, with a status address?"
+        raise StatusUnavailable(f"{why} {advice}", is_over=is_over) from error
+    except ValueError as error:
+        raise StatusUnavailable(f"What answers at {where} is no replicax coordinator.") from error
+
+
+# --- how it is shown --------------------------------------------------------------------------------------
+
+
+class View(abc.ABC):
+    """Where statuses go."""
+
+    @abc.abstractmethod
+    def show(self, status: Mapping[str, Any]) -> None:
+        """Shows a status."""
+
+    @abc.abstractmethod
+    def note(self, text: str) -> None:
+        """Shows what there is to say besides."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends it; what stands there stays."""
+
+
+@final
+class LinesView(View):
+    """Plain lines.
+
+    Args:
+      output: Where they go.
+      notes: Where the rest goes.
+      is_json: One line each time.
+    """
+
+    def __init__(self, output: TextIO, notes: TextIO, *, is_json: bool = False):
+        self._output, self._notes, self._is_json = output, notes, is_json
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        lines = [json.dumps(status)] if self._is_json else lines_of(status)
+        text = "".join(f"{line}\n" for line in lines)
+        try:
+            self._output.write(text)
+        except UnicodeEncodeError:
+            self._output.write(text.encode("ascii", "replace").decode())
+        self._output.flush()
+
+    def note(self, text: str) -> None:
+        print(text, file=self._notes)
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class TableView(View):
+    """A table that stays where it is, on a terminal. Needs rich.
+
+    Args:
+      output: The terminal.
+    """
+
+    def __init__(self, output: TextIO):
+        self._text: Any = importlib.import_module("rich.text").Text
+        self._table: Any = importlib.import_module("rich.table").Table
+        self._group: Any = importlib.import_module("rich.console").Group
+        console = importlib.import_module("rich.console").Console(file=output, highlight=False)
+        self._live: Any = importlib.import_module("rich.live").Live(
+            console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live.start()
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        table = self._table(box=None, pad_edge=False)
+        for number, column in enumerate(COLUMNS):
+            table.add_column(
+                column, justify="left" if number < NUM_TEXT_COLUMNS else "right", no_wrap=True, max_width=32
+            )
+        for name, state, *others in rows_of(status):
+            table.add_row(
+                self._text(name, "bold"),
+                self._text(state, _STYLES.get(state, "")),
+                *map(self._text, others),
+            )
+        heads = [self._text(line) for line in summary_lines(status)]
+        self._live.update(self._group(*heads, "", table), refresh=True)
+
+    def note(self, text: str) -> None:
+        self._live.console.print(self._text(text, "bold"), soft_wrap=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._live.stop()
+
+
+def make_view(
+    output: TextIO, notes: TextIO, environment: Mapping[str, str], *, is_json: bool, is_plain: bool
+) -> View:
+    """The best view for where the output goes: a table needs a terminal that can move its cursor, and rich."""
+    is_terminal = output.isatty() and environment.get("TERM") != "dumb"
+    if is_terminal and not is_plain and not is_json:
+        with contextlib.suppress(ImportError):
+            return TableView(output)
+    return LinesView(output, notes, is_json=is_json)
+
+
+def summary_lines(status: Mapping[str, Any]) -> list[str]:
+    """What concerns all tasks, in two lines: of closures, and of staleness."""
+    pairs = summary_of(status)
+    is_stale = [name.startswith("staleness") for name, _ in pairs]
+    counts = [f"{name} {value}" for (name, value), stale in zip(pairs, is_stale, strict=True) if not stale]
+    ages = [f"{name} {value}" for (name, value), stale in zip(pairs, is_stale, strict=True) if stale]
+    return ["  ".join(counts), "  ".join(ages)]
+
+
+def lines_of(status: Mapping[str, Any]) -> list[str]:
+    """A status as lines, the last one empty."""
+    rows = [COLUMNS, *rows_of(status)]
+    widths = [max(len(row[number]) for row in rows) for number in range(len(COLUMNS))]
+    return [*summary_lines(status), *(_line(row, widths) for row in rows), ""]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [
+        f"{cell:{'<' if number < NUM_TEXT_COLUMNS else '>'}{width}}"
+        for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded).rstrip()

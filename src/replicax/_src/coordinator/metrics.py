@@ -1,0 +1,106 @@
+"""A status as metrics for Prometheus, in its text format 0.0.4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+# Name of the metric -> field of ``status["closures"]``, what it says. Names that end with _total are counters.
+_CLOSURES: Final = {
+    "replicax_closures_scheduled_total": ("scheduled", "Functions that were scheduled."),
+    "replicax_closures_finished_total": ("finished", "Functions that have ended with a result."),
+    "replicax_closures_failed_total": ("failed", "Functions that have ended with an error."),
+    "replicax_closures_cancelled_total": (
+        "cancelled",
+        "Functions that were cancelled, for another one had failed.",
+    ),
+    "replicax_closures_retried_total": ("retried", "How often a function was queued again."),
+    "replicax_closures_queued": ("queued", "Functions that no worker has taken."),
+    "replicax_closures_in_flight": (
+        "in_flight",
+        "Functions that a worker has taken and that have not ended.",
+    ),
+}
+# The same of each task.
+_TASKS: Final = {
+    "replicax_task_uptime_seconds": ("uptime_s", "How long the process runs."),
+    "replicax_task_resident_memory_bytes": ("resident_bytes", "Memory of the process that is in RAM."),
+    "replicax_task_received_bytes_total": ("received_bytes", "What other tasks have sent to this one."),
+    "replicax_task_sent_bytes_total": ("sent_bytes", "What this task has sent to others."),
+    "replicax_task_restarts_total": ("restarts", "How often another process has taken the task's place."),
+    "replicax_worker_connections_total": (
+        "connections",
+        "How often the coordinator has connected to the worker.",
+    ),
+    "replicax_worker_closures_total": ("closures", "Functions that the worker's process has run."),
+    "replicax_worker_in_flight": (
+        "in_flight",
+        "Functions that the worker has taken and that have not ended.",
+    ),
+    "replicax_ps_updates_total": ("updates", "Updates that were applied."),
+    "replicax_ps_duplicates_total": (
+        "duplicates",
+        "Updates that were not applied, for they had been before.",
+    ),
+    "replicax_ps_held_bytes": ("held_bytes", "Size of the values on the parameter server."),
+}
+_UP: Final = ("busy", "idle", "serving", "running")
+_STALENESS: Final = "replicax_ps_staleness_updates"
+# Of the buckets 0, 1, 2 to 3, 4 to 7, ...: always the same ones, as Prometheus expects.
+_HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
+
+
+def metrics_of(status: Mapping[str, Any]) -> str:
+    """All metrics, of a status with or without rates. Counters of a task begin anew with its process."""
+    return "".join(
+        f"{line}\n" for line in (*_of_closures(status), *_of_tasks(status), *_of_staleness(status))
+    )
+
+
+def _of_closures(status: Mapping[str, Any]) -> Iterator[str]:
+    for name, (field, text) in _CLOSURES.items():
+        yield from _head(name, text)
+        yield f"{name} {status['closures'][field]}"
+
+
+def _of_tasks(status: Mapping[str, Any]) -> Iterator[str]:
+    tasks = status["tasks"]
+    yield from _head("replicax_task_up", "1 if the coordinator reaches the task, else 0.")
+    for task in tasks:
+        yield f"replicax_task_up{_labels(task=task['task'])} {int(task['state'] in _UP)}"
+    for name, (field, text) in _TASKS.items():
+        known = [(task["task"], task[field]) for task in tasks if task[field] is not None]
+        if known:
+            yield from _head(name, text)
+        for task, value in known:
+            yield f"{name}{_labels(task=task)} {value}"
+
+
+def _of_staleness(status: Mapping[str, Any]) -> Iterator[str]:
+    known = [(task["task"], task["staleness"]) for task in status["tasks"] if task["staleness"] is not None]
+    if known:
+        yield f"# HELP {_STALENESS} By how many updates of others the values were older that an update was computed with."
+        yield f"# TYPE {_STALENESS} histogram"
+    for task, staleness in known:
+        counts = {int(low): count for low, count in staleness["histogram"].items()}
+        for highest in _HIGHEST:
+            below = sum(count for low, count in counts.items() if low <= highest)
+            yield f"{_STALENESS}_bucket{_labels(task=task, le=str(highest))} {below}"
+        yield f"{_STALENESS}_bucket{_labels(task=task, le='+Inf')} {staleness['num']}"
+        yield f"{_STALENESS}_sum{_labels(task=task)} {round(staleness['mean'] * staleness['num'])}"
+        yield f"{_STALENESS}_count{_labels(task=task)} {staleness['num']}"
+
+
+def _head(name: str, text: str) -> Iterator[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"
+
+
+def _labels(**labels: str) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
