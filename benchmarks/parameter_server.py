@@ -1,0 +1,229 @@
+"""Two workers, a parameter server and a coordinator on one machine, each a process, beside TensorFlow's.
+
+``make bench`` runs it with the others; ``python benchmarks/parameter_server.py --help`` alone. The processes share the
+cores of the machine: beside each time stands what CPU time an operation took of each process, which depends less on what
+else is running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ps_sizes
+import rounds
+import workers
+from peer_process import PeerProcess
+
+OURS, WITH_KERAS, TENSORFLOW, SOCKET = "replicax", "replicax, Keras", "TensorFlow", "raw socket"
+NUM_CLOSURES, NUM_FETCHES, NUM_STEPS, NUM_TRANSFERS = 2000, 100, 200, 5
+LARGE_BYTES = 4 * ps_sizes.LARGE
+MEMORY = {"tables": 4, "rows": 1_000_000, "columns": 32}  # 512 MB
+MEMORY_BAR, NUM_SLOTS = 1.2, 2
+MIB = 2**20
+
+
+@final
+@dataclass(eq=False)
+class Contestant:
+    """The coordinator of one cluster, in a process of its own.
+
+    Attributes:
+      cpu: By process, seconds of CPU time for one operation, by round; the round that warms up is the first.
+      ways: By what is timed where that is several things, seconds for one operation, by round.
+    """
+
+    process: PeerProcess
+    cpu: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ways: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def run(self, count: int) -> float:
+        """Does ``count`` operations. Returns the seconds that they took."""
+        found = self.process.run(count)
+        seconds = found.get("seconds", found)
+        for name, cpu_s in found.get("cpu", {}).items():
+            self.cpu[name].append(cpu_s)
+        if not isinstance(seconds, dict):
+            return seconds
+        for way, of_way in seconds.items():
+            self.ways[way].append(of_way / count)
+        return sum(seconds.values())
+
+
+def closures(num_rounds: int, tensorflow_python: str | None) -> None:
+    """The bars: 4 times as many as TensorFlow's, and a fourth of the time to a result."""
+    title = f"Empty closures, {NUM_CLOSURES} scheduled, then joined"
+    timings = _compare(title, {"task": "closures"}, num_rounds, NUM_CLOSURES, tensorflow_python)
+    _print_bar("closures/s", timings, OURS, 4)
+    title = "Empty closures one by one, from schedule to the result"
+    timings = _compare(title, {"task": "fetch"}, num_rounds, NUM_FETCHES, tensorflow_python)
+    _print_bar("schedule-to-fetch", timings, OURS, 4)
+
+
+def mlp(num_rounds: int, tensorflow_python: str | None) -> None:
+    """The bar: twice as many steps as TensorFlow's."""
+    sizes = "-".join(map(str, ps_sizes.MLP))
+    title = f"Steps of an MLP {sizes}, batch {ps_sizes.ROWS}, SGD; TensorFlow with raw variables"
+    more = {WITH_KERAS: {"task": "mlp_keras"}}
+    timings = _compare(title, {"task": "mlp"}, num_rounds, NUM_STEPS, tensorflow_python, more)
+    _print_bar("steps/s", timings, OURS, 2)
+    _print_bar("steps/s", timings, WITH_KERAS, 2)
+
+
+def transfer(num_rounds: int, tensorflow_python: str | None) -> None:
+    """The bars: 0.4 of a socket's rate, and TensorFlow's."""
+    with contextlib.ExitStack() as closing:
+        contestants = _started({"task": "transfer"}, tensorflow_python, closing)
+        socket = PeerProcess(sys.executable, "raw_socket.py", {"num_bytes": LARGE_BYTES})
+        closing.callback(socket.close)
+        contestants[SOCKET] = Contestant(socket)
+        runs = {name: each.run for name, each in contestants.items()}
+        rounds.compare(runs, rounds=num_rounds, steps=NUM_TRANSFERS, warm_up=2)
+    for way in contestants[OURS].ways:
+        ways = {OURS: way, TENSORFLOW: way, SOCKET: way.split()[-1]}
+        timings = {name: rounds.Timing(each.ways[ways[name]][1:]) for name, each in contestants.items()}
+        title = f"{LARGE_BYTES // MIB} MB, {way}, µs; {_rates(timings)}"
+        rounds.report(title, timings, OURS, unit="µs")
+        _print_bar("bytes/s", timings, OURS, 0.4, SOCKET)
+        _print_bar("bytes/s", timings, OURS, 1)
+
+
+def _rates(timings: Mapping[str, rounds.Timing]) -> str:
+    return ", ".join(f"{name} {LARGE_BYTES / t.median / 1e9:.2f} GB/s" for name, t in timings.items())
+
+
+def embedding(num_rounds: int, tensorflow_python: str | None) -> None:
+    """The bars: 1.8 times as many rows as TensorFlow's with SGD, twice as many with Adagrad."""
+    rows, columns = ps_sizes.TABLE
+    for optimizer, bar in (("SGD", 1.8), ("Adagrad", 2.0)):
+        title = f"{ps_sizes.NUM_IDS} ids of a table {rows} × {columns}, pulled and updated, {optimizer}"
+        task = {"task": "embedding", "optimizer": optimizer}
+        timings = _compare(title, task, num_rounds, NUM_STEPS, tensorflow_python)
+        rates = {name: ps_sizes.NUM_IDS / timing.median / 1e6 for name, timing in timings.items()}
+        print("  " + ", ".join(f"{name}: {rate:.2f} M rows/s" for name, rate in rates.items()))
+        _print_bar("rows/s", timings, OURS, bar)
+
+
+def memory(num_rounds: int, tensorflow_python: str | None) -> None:
+    """Of the ps, over what it has with no variables; the bar: 1.2 times what values and slots have, at any time."""
+    del num_rounds  # it is the same each time
+    value_mib = 4 * MEMORY["tables"] * MEMORY["rows"] * MEMORY["columns"] / MIB
+    held = value_mib * (1 + NUM_SLOTS)
+    print(f"\nMemory of the ps, × the {held:.0f} MiB of {value_mib:.0f} MiB of tables and Adam's slots")
+    with contextlib.ExitStack() as closing:
+        for name, each in _started({"task": "memory", **MEMORY}, tensorflow_python, closing).items():
+            found = each.process.run(20)
+            empty = found["empty"]["settled"]
+            over = {
+                phase: {what: (mib - empty) / held for what, mib in of_phase.items()}
+                for phase, of_phase in found.items()
+            }
+            print(f"  {name}: {empty:.0f} MiB empty")
+            for phase, of_phase in over.items():
+                print(f"    {phase:10} peak {of_phase['peak']:.2f}, settled {of_phase['settled']:.2f}")
+            worst = max(of_phase["peak"] for of_phase in over.values())
+            if name == OURS:
+                is_met = worst <= MEMORY_BAR
+                print(f"  {name}: {worst:.2f} at most (bar: {MEMORY_BAR:g}): {workers.verdict(is_met)}")
+
+
+# --- contestants --------------------------------------------------------------------------------------
+
+
+def _started(
+    task: Mapping[str, Any],
+    tensorflow_python: str | None,
+    closing: contextlib.ExitStack,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Contestant]:
+    settings: dict[str, tuple[str | None, str, Mapping[str, Any]]] = {
+        OURS: (sys.executable, "ps_replicax.py", task),
+        **{name: (sys.executable, "ps_replicax.py", each) for name, each in (more or {}).items()},
+        TENSORFLOW: (tensorflow_python, "ps_tensorflow.py", task),
+    }
+    contestants = {}
+    for name, (python, script, setting) in settings.items():
+        if python is not None:
+            process = PeerProcess(python, script, dict(setting))
+            closing.callback(process.close)
+            contestants[name] = Contestant(process)
+    return contestants
+
+
+def _compare(
+    title: str,
+    task: Mapping[str, Any],
+    num_rounds: int,
+    count: int,
+    tensorflow_python: str | None,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, rounds.Timing]:
+    """Times the contestants, a cluster each, in alternating rounds, and reports."""
+    with contextlib.ExitStack() as closing:
+        contestants = _started(task, tensorflow_python, closing, more)
+        runs: dict[str, Callable[[int], float]] = {name: each.run for name, each in contestants.items()}
+        timings = rounds.compare(runs, rounds=num_rounds, steps=count, warm_up=count)
+    rounds.report(title, timings, OURS, unit="µs each")
+    for name, contestant in contestants.items():
+        cpu = {process: statistics.median(each[1:]) * 1e6 for process, each in contestant.cpu.items()}
+        each = ", ".join(f"{process} {microseconds:.0f}" for process, microseconds in cpu.items())
+        rate = 1 / timings[name].median
+        print(f"  {name:34} {rate:9.0f} /s; CPU time, µs each: {sum(cpu.values()):.0f}: {each}")
+    return timings
+
+
+def _print_bar(
+    what: str, timings: Mapping[str, rounds.Timing], name: str, bar: float, other: str = TENSORFLOW
+) -> None:
+    """Prints how many times as fast a contestant is as another one, by the median of the rounds."""
+    if other not in timings:
+        return
+    pairs = [b / a for a, b in zip(timings[name].seconds, timings[other].seconds, strict=True)]
+    ratio = timings[other].median / timings[name].median
+    print(
+        f"  {name}: {ratio:.2f} × the {what} of {other} by medians, rounds {min(pairs):.2f}–{max(pairs):.2f}"
+        f" (bar: at least {bar:g}): {workers.verdict(ratio >= bar)}"
+    )
+
+
+PARTS = {
+    "closures": closures,
+    "mlp": mlp,
+    "transfer": transfer,
+    "embedding": embedding,
+    "memory": memory,
+}
+
+
+def main(num_rounds: int, tensorflow_python: str | None) -> None:
+    """Prints all parts."""
+    for part in PARTS.values():
+        part(num_rounds, tensorflow_python)
+    if tensorflow_python is None:
+        print("  (TensorFlow: give --tensorflow PYTHON, a Python that has TensorFlow 2.21)")
+
+
+def _command_line() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--rounds", type=int, default=7, help="alternating rounds (default 7)")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow 2.21")
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {arguments.rounds} rounds")
+    for name, part in PARTS.items():
+        if arguments.only in (None, name):
+            part(arguments.rounds, arguments.tensorflow)
+
+
+if __name__ == "__main__":
+    _command_line()

@@ -1,0 +1,209 @@
+"""The coordinator of replicax's cluster in ``parameter_server.py``; workers and ps run ``replicax server``."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import atexit
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+import peer_process
+import ps_sizes
+import ps_timing
+import replicax as rx
+from ps_timing import Run
+
+
+def build(task: str, **options: Any) -> Run:
+    """Starts a cluster, and returns what does one of ``TASKS``."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    arguments = ["--snapshot-dir", folder.name, "--snapshot-interval", "3600"] if task == "memory" else []
+    cluster = rx.testing.LocalCluster(
+        ps_sizes.NUM_WORKERS, chief=True, num_ps=1, server_arguments=arguments, timeout_s=ps_sizes.LIMIT_S
+    )
+    atexit.register(cluster.close)
+    cluster.start_servers()
+    os.environ.update(cluster.environment_of("chief", 0))
+    if task == "memory":
+        return memory(cluster, **options)
+    strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
+    coordinator = rx.coordinator.ClusterCoordinator(strategy)
+    pids = {"coordinator": os.getpid(), "ps": cluster.tasks["ps", 0].pid}
+    pids |= {f"worker {i}": cluster.tasks["worker", i].pid for i in range(ps_sizes.NUM_WORKERS)}
+    return ps_timing.with_cpu_time(TASKS[task](strategy, coordinator, **options), pids)
+
+
+def closures(strategy: Any, coordinator: Any) -> Run:
+    """Functions that do nothing."""
+    return ps_timing.of_scheduled(coordinator, _nothing)
+
+
+def fetch(strategy: Any, coordinator: Any) -> Run:
+    """The same, each of whose results is waited for."""
+    return ps_timing.of_fetches(coordinator, _nothing)
+
+
+def _nothing() -> Any:
+    return jnp.float32(1)
+
+
+def mlp(strategy: Any, coordinator: Any) -> Run:
+    """A step with variables, gradients and an assignment of each."""
+    weights, (x, labels) = ps_sizes.mlp()
+    with strategy.scope():
+        variables = [rx.Variable(w) for w in weights]
+
+    def step() -> Any:
+        with rx.GradientTape() as tape:
+            w1, b1, w2, b2 = (v.value for v in variables)
+            logits = jax.nn.relu(jnp.asarray(x) @ w1 + b1) @ w2 + b2
+            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(labels)[:, None], axis=1)
+            loss = -jnp.mean(picked)
+        gradients = tape.gradient(loss, variables)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(ps_sizes.RATE * gradient)
+        return loss
+
+    return ps_timing.of_scheduled(coordinator, step, read=float)
+
+
+def mlp_keras(strategy: Any, coordinator: Any) -> Run:
+    """The same with a Keras model and optimizer."""
+    _, (x, labels) = ps_sizes.mlp()
+    with strategy.scope():
+        inputs, hidden, outputs = ps_sizes.MLP
+        layers = [keras.layers.Dense(hidden, activation="relu"), keras.layers.Dense(outputs)]
+        model = keras.Sequential([keras.Input((inputs,)), *layers])
+        optimizer = keras.optimizers.SGD(ps_sizes.RATE)
+        optimizer.build(model.trainable_variables)
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step() -> Any:
+        with rx.GradientTape() as tape:
+            loss = loss_object(labels, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return ps_timing.of_scheduled(coordinator, step, read=float)
+
+
+def transfer(strategy: Any, coordinator: Any) -> Run:
+    """A variable that a worker reads whole, after it has changed; and an assignment of as much."""
+    size = ps_sizes.LARGE  # the module is not there for a worker
+    with strategy.scope():
+        variable = rx.Variable(np.zeros(size, np.float32))
+    change = coordinator.create_per_worker_value(lambda: np.ones(size, np.float32))
+
+    def push(change: Any) -> Any:
+        variable.assign_sub(change)
+        return jnp.float32(1)
+
+    def pull() -> Any:
+        return variable.value[-1]
+
+    def once(fn: Callable[..., Any], *args: Any) -> float:
+        return float(coordinator.schedule(fn, args=args).fetch())
+
+    values = [np.full(size, i, np.float32) for i in range(2)]
+    return ps_timing.of_transfers(
+        {
+            "worker push": lambda n: once(push, change),
+            "worker pull": lambda n: once(pull),
+            "coordinator push": lambda n: variable.assign(values[n % 2]),
+            "coordinator pull": lambda n: np.asarray(variable.value),
+        }
+    )
+
+
+def embedding(strategy: Any, coordinator: Any, optimizer: str) -> Run:
+    """Rows of a Keras ``Embedding`` pulled, and updated by a Keras optimizer."""
+    rows, columns = ps_sizes.TABLE
+    with strategy.scope():
+        layer = keras.layers.Embedding(rows, columns)
+        layer.build(())
+        rule = {"SGD": keras.optimizers.SGD, "Adagrad": keras.optimizers.Adagrad}[optimizer](ps_sizes.RATE)
+        rule.build(layer.trainable_variables)
+    ids = ps_sizes.ids()
+    dataset = coordinator.create_per_worker_dataset(lambda: rx.data.from_arrays(ids).repeat())
+    iterator = iter(dataset)
+
+    def step(iterator: Any) -> Any:
+        with rx.GradientTape() as tape:
+            loss = jnp.sum(jnp.square(layer(next(iterator))))
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        rule.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+        return loss
+
+    return ps_timing.of_scheduled(coordinator, step, (iterator,), read=float)
+
+
+def memory(cluster: Any, tables: int, rows: int, columns: int) -> Run:
+    """Memory of the ps while tables with the slots of Adam are made, used, and restored by a new process."""
+    strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
+    coordinator = rx.coordinator.ClusterCoordinator(strategy)
+    phases = ps_timing.MemoryPhases(lambda: cluster.tasks["ps", 0].pid)
+
+    def make() -> Any:
+        with strategy.scope():
+            layers = [keras.layers.Embedding(rows, columns) for _ in range(tables)]
+            for layer in layers:
+                layer.build(())
+            variables = [layer.embeddings for layer in layers]
+            rule = keras.optimizers.Adam()
+            rule.build(variables)
+
+        def step() -> Any:
+            with rx.GradientTape() as tape:
+                loss = sum(jnp.sum(jnp.square(layer(jnp.arange(64)))) for layer in layers)
+            gradients = tape.gradient(loss, variables)
+            rule.apply_gradients(zip(gradients, variables, strict=True))
+            return loss
+
+        return step
+
+    def run(count: int) -> dict[str, Any]:
+        with phases.of("empty"):
+            coordinator.schedule(_nothing).fetch()
+        with phases.of("creating"):
+            step = make()
+            coordinator.schedule(step).fetch()
+        with phases.of("steps"):
+            for _ in range(count):
+                coordinator.schedule(step)
+            coordinator.join()
+        ps = cluster.tasks["ps", 0]
+        ps.terminate()
+        ps.wait()
+        cluster.restart("ps", 0)
+        cluster.wait_for_servers()
+        with phases.of("restoring", is_new=True):
+            pass
+        return phases.found
+
+    return run
+
+
+TASKS = {
+    "closures": closures,
+    "fetch": fetch,
+    "mlp": mlp,
+    "mlp_keras": mlp_keras,
+    "transfer": transfer,
+    "embedding": embedding,
+}
+
+
+if __name__ == "__main__":
+    peer_process.answer(build)
