@@ -247,6 +247,14 @@ class ClusterCoordinator:
         self.close()
 
 
+def coordinator_of(strategy: Any) -> ClusterCoordinator:
+    """The coordinator that a strategy has, with whatever options; without one, a new one that the strategy keeps."""
+    existing = _coordinators.get(strategy, lambda: None)()
+    if existing is None or existing._crew.dispatch.is_closed:
+        existing = strategy.own_coordinator = ClusterCoordinator(strategy)
+    return existing
+
+
 def _status_server(crew: Crew, address: str | None) -> StatusServer | None:
     if address is None:
         return None

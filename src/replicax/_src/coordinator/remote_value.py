@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -64,6 +65,17 @@ class RemoteValue:
         """As ``fetch``, with JAX arrays on the coordinator."""
         return self._made(timeout_s)([jnp.asarray(array) for array in self._arrays])
 
+    def array(self, position: int) -> np.ndarray:
+        """As ``fetch``, of the one array that is number ``position`` in the result."""
+        self._made(None)
+        return self._arrays[position]
+
+    def nest_of(self, leaf: Callable[[int], Any]) -> Any:
+        """The result with ``leaf(position)`` for each of its arrays. Does not wait."""
+        if self._assemble is None:
+            return self.fetch()  # it was refused
+        return self._assemble(_Leaves(leaf))
+
     def _made(self, timeout_s: float | None) -> Assemble:
         if not self._is_ready and not self._ready_event().wait(timeout_s):
             raise WaitTimeoutError(
@@ -91,6 +103,20 @@ class RemoteValue:
         event = self._event
         if event is not None:
             event.set()
+
+
+@final
+class _Leaves(Sequence[Any]):
+    """As many as are asked for."""
+
+    def __init__(self, leaf: Callable[[int], Any]):
+        self._leaf = leaf
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._leaf(position)
 
 
 def fetched(nest: Any) -> Any:

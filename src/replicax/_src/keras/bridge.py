@@ -15,7 +15,7 @@ import keras
 from replicax._src import context, jax_compat
 from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import losses, models, replica_steps, servers
+from replicax._src.keras import losses, metric_results, models, replica_steps, servers
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
@@ -215,7 +215,7 @@ def _wrapped_result(original: Callable[..., Any]) -> Callable[..., Any]:
     def result(self: Any, *args: Any, **kwargs: Any) -> Any:
         capture = current_capture()
         if capture is None or not capture.is_replica:
-            return original(self, *args, **kwargs)
+            return metric_results.noted(self, original(self, *args, **kwargs))
         with capture.aggregated_reads():
             return original(self, *args, **kwargs)
 

@@ -87,7 +87,7 @@ def as_keras_input(data: Any, strategy: Any, argument: str, given: Mapping[str, 
     elif data.placer.topology is not strategy.topology:
         raise _of_another_strategy(strategy, argument)
     if argument == "x":
-        _check_alone(name, given)
+        check_alone(name, given)
     cardinality = _agreed_cardinality(data)
     if cardinality == 0:
         raise _empty()
@@ -114,7 +114,8 @@ def _is_ours(data: Any) -> bool:
     return isinstance(data, (ArrayDataset, FileDataset, DistributedDataset, DistributedIterator))
 
 
-def _check_alone(name: str, given: Mapping[str, Any]) -> None:
+def check_alone(name: str, given: Mapping[str, Any]) -> None:
+    """Raises if rows are given beside a dataset, which holds everything."""
     for other in ("y", "sample_weight"):
         if given.get(other) is not None:
             raise InvalidArgumentError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -23,9 +23,12 @@ from replicax._src.errors import (
 )
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style
+from replicax._src.keras.server_steps import ServerStepFunction
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
+from replicax._src.keras.worker_datasets import WorkerInput, as_worker_input
 from replicax._src.keras.workers import start_together
 from replicax._src.program.capture import current_capture
+from replicax._src.variables.server_placement import ServerPlacement
 
 Method = Callable[..., Any]
 
@@ -99,7 +102,8 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     given = signature.bind(self, *args, **kwargs).arguments
                     start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
-                    stack.enter_context(_placed_steps(self, PHASES[name], strategy, is_loop=is_loop))
+                    given = signature.bind(self, *args, **kwargs).arguments if is_loop else {}
+                    stack.enter_context(_placed_steps(self, PHASES[name], strategy, given, is_loop=is_loop))
                 return original(self, *args, **kwargs)
 
         return method
@@ -158,15 +162,23 @@ def _check_metrics(metrics: Any, strategy: Any, model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _placed_steps(model: Any, phase: Phase, strategy: Any, *, is_loop: bool) -> Iterator[None]:
+def _placed_steps(
+    model: Any, phase: Phase, strategy: Any, given: Mapping[str, Any], *, is_loop: bool
+) -> Iterator[None]:
     """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
     function = _step_function(model, phase, strategy)
     if is_loop:
         function.begin()
-    try:
+    with contextlib.ExitStack() as stack:
+        if isinstance(function, ServerStepFunction):
+            stack.enter_context(function.in_place_of_state())
+            if is_loop:
+                x = given.get("x")
+                dataset = x.dataset if isinstance(x, WorkerInput) else None
+                is_watched = phase.is_predict and bool(given.get("callbacks"))
+                stack.enter_context(function.in_loop(dataset, is_watched=is_watched))
+        stack.callback(function.finish)
         yield
-    finally:
-        function.finish()
 
 
 def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
@@ -183,11 +195,18 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
             f"keras.distribution.set_distribution(None) takes away Keras's."
         )
     function = getattr(model, phase.function_name, None)
-    kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
+    if _has_servers(strategy):
+        kind = ServerStepFunction
+    else:
+        kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
     if not isinstance(function, kind) or function.strategy is not strategy:
         function = kind(model, phase, strategy)
         setattr(model, phase.function_name, function)  # compile() takes it away again
     return function
+
+
+def _has_servers(strategy: Any) -> bool:
+    return isinstance(strategy.variable_placement, ServerPlacement)
 
 
 def _with_datasets(
@@ -197,7 +216,7 @@ def _with_datasets(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     strategy: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any], list[DistributedInput]]:
+) -> tuple[tuple[Any, ...], dict[str, Any], list[DistributedInput | WorkerInput]]:
     """The arguments of a method with datasets of ours as Keras takes them, and these."""
     try:
         bound = signature.bind(model, *args, **kwargs)
@@ -208,10 +227,13 @@ def _with_datasets(
         check_not_per_replica(name, argument, given.get(argument))
     made = []
     for argument, steps in STEPS_OF_DATA.get(name, {}).items():
-        data = as_keras_input(given.get(argument), strategy, argument, given, steps)
+        data = given.get(argument)
+        if _has_servers(strategy):
+            data = as_worker_input(data, strategy, name, argument, given, steps)
+        data = as_keras_input(data, strategy, argument, given, steps)
         if data is not given.get(argument):
             given[argument] = data
             made.append(data)
-    if "shuffle" in signature.parameters and isinstance(given.get("x"), DistributedInput):
+    if "shuffle" in signature.parameters and isinstance(given.get("x"), (DistributedInput, WorkerInput)):
         given["shuffle"] = False
     return bound.args[1:], bound.kwargs, made

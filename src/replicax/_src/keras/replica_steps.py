@@ -70,7 +70,7 @@ class ReplicaStepFunction(StepFunction):
         return (joined(outputs) if self._phase.is_predict else outputs[-1]), tuple([] for _ in state)
 
     def _standardised(self, data: Any) -> Any:
-        return _without_nones(data)
+        return without_nones(data)
 
     def finish(self) -> None:
         """Nothing is left to do: the variables have had their values all along."""
@@ -112,7 +112,7 @@ def _rows_here(batch: Batch, topology: Topology) -> LocalRows:
     return LocalRows(leaves, batch.tree, rows.sizes, split_sizes(batch.num_rows, topology.num_replicas))
 
 
-def _without_nones(data: Any) -> Any:
+def without_nones(data: Any) -> Any:
     """``(x, y)`` for ``(x, y, None)``, which only some of Keras's methods give."""
     if isinstance(data, tuple):
         while len(data) > 1 and data[-1] is None:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, final
 
 import jax
 
@@ -33,6 +33,12 @@ from replicax._src.variables.server_placement import ServerPlacement
 log = logging.getLogger("replicax")
 
 
+class ClosesItself(Protocol):
+    """A ClusterCoordinator, as far as its strategy is concerned."""
+
+    def close(self) -> None: ...
+
+
 @final
 class ParameterServerStrategy(Strategy):
     """Asynchronous training: parameter servers hold the variables, workers compute, this process coordinates.
@@ -47,6 +53,9 @@ class ParameterServerStrategy(Strategy):
         environment. Workers and parameter servers run ``rx.Server``, or ``replicax server``.
       variable_partitioner: Into how many shards a variable is cut: ``rx.experimental.partitioners``. Without it each
         variable is whole, on the server that has the fewest bytes.
+
+    Attributes:
+      own_coordinator: The ClusterCoordinator that Keras's ``fit`` has made, where there was none.
 
     Raises:
       TaskError: The cluster has no worker or no ps, or this process is one of them.
@@ -100,6 +109,7 @@ class ParameterServerStrategy(Strategy):
         self._runner_here = Runner(session.links, pulls_ahead=False)
         self._num_here = 0
         self._running_here = threading.RLock()
+        self.own_coordinator: ClosesItself | None = None
         Strategy.__init__(
             self,
             lambda: Topology.of(jax.local_devices()[:1]),
@@ -109,6 +119,8 @@ class ParameterServerStrategy(Strategy):
 
     def close(self) -> None:
         """Ends the time with the workers and the parameter servers; variables are gone. They wait for another chief."""
+        if self.own_coordinator is not None:
+            self.own_coordinator.close()
         self.session.close()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,95 @@
+"""Workers and parameter servers of this process, for tests: real stores and runners, without sockets and processes."""
+
+import contextlib
+import queue
+import threading
+
+from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.links import PsLinks
+from replicax._src.ps.resources import WorkerPlace
+from replicax._src.ps.session import Session
+from replicax._src.ps.store import Store
+from replicax._src.ps.worker import Worker
+from replicax._src.strategies.parameter_server import ParameterServerStrategy
+
+ME = "a coordinator"
+
+
+@contextlib.contextmanager
+def in_memory_strategy(workers=1, ps=1, partitioner=None):
+    """A strategy whose tasks are threads."""
+    tasks = _Tasks(workers, ps)
+    session = Session(PsLinks.of_stores(tasks.stores, ME), tasks=tasks)
+    strategy = ParameterServerStrategy._of_session(session, partitioner)
+    try:
+        yield strategy
+    finally:
+        strategy.close()
+
+
+class _Tasks:
+    """In place of ``ps/tasks.py``."""
+
+    def __init__(self, workers, ps):
+        self.stores = [Store() for _ in range(ps)]
+        for store in self.stores:
+            store.hello(ME)
+        self.workers = [
+            Worker(PsLinks.of_stores(self.stores, ME), WorkerPlace(index, workers))
+            for index in range(workers)
+        ]
+
+    def addresses(self, job):
+        return tuple(f"{job} {n}" for n in range(len(self.stores if job == "ps" else self.workers)))
+
+    def connect(self, job, index):
+        return _Client((self.stores if job == "ps" else self.workers)[index], f"{job} {index}")
+
+    def close(self):
+        for worker in self.workers:
+            worker.close()
+
+
+class _Client:
+    """In place of ``TaskClient``."""
+
+    def __init__(self, task, name):
+        self._task, self._name = task, name
+
+    def ask(self, what, header, timeout_s):
+        return {"instance": self._name, "statistics": {}}
+
+    def open(self):
+        return _Link(self._task, self._name)
+
+    def close(self):
+        pass
+
+
+class _Link:
+    """In place of the transport's: a thread answers the messages, in order."""
+
+    def __init__(self, task, name):
+        self._task, self._name = task, name
+        self._messages, self._answers = queue.Queue(), queue.Queue()
+        threading.Thread(target=self._answer, name=f"in memory {name}", daemon=True).start()
+
+    def send(self, message, timeout_s):
+        self._messages.put(message)
+
+    def receive(self, timeout_s):
+        answer = self._answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self):
+        self._messages.put(None)
+        self._answers.put(UnavailableError("The link is closed.", self._name))
+
+    def _answer(self):
+        while (message := self._messages.get()) is not None:
+            try:
+                self._answers.put(self._task.answer(message))
+            except Exception as error:
+                self._answers.put(error)
