@@ -289,6 +289,18 @@ def plain_fit() -> list[float]:
     return [float(number) for number in epoch]
 
 
+@pytest.mark.timeout(120)
+def test_parameter_server_fit_learns_on_a_worker_and_a_parameter_server():
+    output = output_of("parameter_server_fit.py", "--workers", "1", "--ps", "1", "--epochs", "5")
+    assert [float(epoch[1]) for epoch in FIT_EPOCH.findall(output)][-1] < 0.5
+    steps, accuracy, wrong = re.search(
+        r"(\d+) steps\ntest accuracy (\S+), (\d+) of 360 wrong", output
+    ).groups()
+    assert int(steps) == 5 * 36
+    assert float(accuracy) > 0.88
+    assert float(accuracy) == pytest.approx(1 - int(wrong) / 360, abs=1e-4)  # evaluate and predict agree
+
+
 # The listings of `Model.fit` in TensorFlow's guide.
 GUIDE_FIT = """
 mirrored_strategy = tf.distribute.MirroredStrategy()

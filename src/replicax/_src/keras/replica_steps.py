@@ -5,6 +5,7 @@ A replica sees its own rows; ``losses.py`` says what its losses are.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -146,7 +147,16 @@ def wrapped_step(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., A
     return wrap
 
 
-def _train_step(model: Any, data: Any) -> Any:
+def keras_step(phase: Phase) -> Callable[[Any, Any], Any]:
+    """Keras's own step of a model, in terms of variables: what it is on JAX, where metrics see no mask in training."""
+    return {
+        "train": functools.partial(_train_step, forgets_masks=True),
+        "test": _test_step,
+        "predict": _predict_step,
+    }[phase.name]
+
+
+def _train_step(model: Any, data: Any, forgets_masks: bool = False) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with GradientTape() as tape:
         y_pred = _call(model, x, training=True)
@@ -154,6 +164,8 @@ def _train_step(model: Any, data: Any) -> Any:
         scaled = model.optimizer.scale_loss(loss)
     variables = model.trainable_variables
     model.optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables, strict=True))
+    if forgets_masks:
+        y_pred = keras.tree.map_structure(jnp.array, y_pred)
     return _logs(model, loss, x, y, y_pred, sample_weight)
 
 

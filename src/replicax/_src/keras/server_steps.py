@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -21,7 +21,7 @@ from replicax._src.coordinator.remote_value import RemoteValue
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.keras import metric_results
 from replicax._src.keras.losses import in_replica_step
-from replicax._src.keras.replica_steps import is_replica_style, without_nones
+from replicax._src.keras.replica_steps import is_replica_style, keras_step, without_nones
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
 
 _AHEAD_PER_WORKER = 4
@@ -46,14 +46,16 @@ class ServerStepFunction(StepFunction):
         self._logs: dict[str, Any] | None = None
         self._metrics_of_logs: dict[str, Any] = {}
         self._num_ahead = 0
+        self._has_failed = False  # and what is raised says why
         self._iterator: PerWorkerIterator | None = None
         name = self._name
+        run = getattr(type(model), phase.step_name) if is_replica_style(model, phase) else keras_step(phase)
 
         def replica_step(data: Any) -> Any:
             data = without_nones(data)
             rows = next((leaf.shape[0] for leaf in jax.tree_util.tree_leaves(data) if leaf.ndim), 0)
             with in_replica_step(rows), metric_results.noting() as results:
-                result = getattr(model, phase.step_name)(data)
+                result = run(model, data)
             if phase.is_predict:
                 return result
             if isinstance(result, dict):
@@ -121,6 +123,7 @@ class ServerStepFunction(StepFunction):
             with contextlib.suppress(Exception):  # another one is being raised
                 self._join()
         self._logs = self._coordinator = None
+        self._has_failed = False
 
     # --- steps -----------------------------------------------------------------------------------------
 
@@ -145,14 +148,17 @@ class ServerStepFunction(StepFunction):
     def _start(self, data: Any) -> Any:
         """Has a worker run a step. Waits for older ones if there are many."""
         if self._model.run_eagerly:
-            # A function that nobody has seen is traced again: the step's Python code runs each time.
-            result = self._strategy.run_here(_again(self._step), data)
+            result = self._strategy.run_here(self._step, data)
             self._logs = None if self._phase.is_predict else dict(result)
             return result
         if self._coordinator is None:
             self._coordinator = coordinator_of(self._strategy)
         function = self._step if data is not self._iterator else self._step_of_worker
-        value = self._coordinator.schedule(function, args=(data,))
+        try:
+            value = self._coordinator.schedule(function, args=(data,))
+        except BaseException:  # of an older step, say
+            self._has_failed = True
+            raise
         self._pending.append(value)
         while len(self._pending) > self._num_ahead or (self._logs is None and not self._phase.is_predict):
             result = self._result(self._pending.popleft())
@@ -181,7 +187,7 @@ class ServerStepFunction(StepFunction):
 
     def _sync(self) -> None:
         """All steps end. The logs that Keras was given last are those of the last step then, and of metrics after all steps."""
-        if not self._pending:
+        if not self._pending or self._has_failed:
             return
         last = self._pending[-1]
         self._join()
@@ -196,10 +202,6 @@ def _named(function: Any, name: str) -> Any:
     # What another model's step is traced for is no reason to warn of this one.
     function.replicax_family = object()
     return function
-
-
-def _again(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda data: function(data)
 
 
 def _check_style(model: Any, phase: Phase) -> None:
