@@ -75,7 +75,9 @@ class Recovery:
                 return None
             restored = told["restored"]
             if restored is None or restored["incarnation"] != self._session.incarnation:
-                return _gone(watch, "it has no snapshot of this coordinator's time, and the variables are gone.")
+                return _gone(
+                    watch, "it has no snapshot of this coordinator's time, and the variables are gone."
+                )
             self._dispatch.pause(watch.name)
             if self._epochs is None:
                 return self._go_on(watch, told["instance"], restored)

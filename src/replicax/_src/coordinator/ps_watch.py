@@ -60,11 +60,7 @@ class PsWatch:
         self.comes_back_s = comes_back_s
         self.num_updates = 0
         self._instance: Any = None
-<<<<<<< HEAD
         self._past: set[Any] = set()
-=======
-        self._last_instance: Any = None
->>>>>>> a717d09 (replicax top, and a status page of the coordinator: what all tasks do, per second, as a table, JSON and metrics)
         self._num_restarts = 0
         self._is_lost = False
         self._is_closing = False
@@ -100,11 +96,7 @@ class PsWatch:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-<<<<<<< HEAD
         """Whether it answers, how often it went back to a snapshot, and what it last said of itself."""
-=======
-        """Whether it answers, and what it last said of itself."""
->>>>>>> a717d09 (replicax top, and a status page of the coordinator: what all tasks do, per second, as a table, JSON and metrics)
         return {
             "connected": not self._is_lost,
             "restarts": self._num_restarts,
@@ -142,8 +134,6 @@ class PsWatch:
 
     def _heard(self, answer: Mapping[str, Any], client: Client) -> None:
         instance = answer.get("instance")
-        self._num_restarts += self._last_instance not in (None, instance)
-        self._last_instance = instance
         if self._instance is None:
             self._instance = instance
         if not self.knows(instance):

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from replicax._src.coordinator.cluster_coordinator import ClusterCoordinator, coordinator_of
-from replicax._src.coordinator.per_worker import PerWorkerIterator, PerWorkerValues
+from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from replicax._src.coordinator.remote_value import RemoteValue
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.keras import metric_results
@@ -76,7 +76,7 @@ class ServerStepFunction(StepFunction):
     # --- around a loop ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def in_loop(self, dataset: PerWorkerValues | None, *, is_watched: bool) -> Iterator[None]:
+    def in_loop(self, dataset: PerWorkerDataset | None, *, is_watched: bool) -> Iterator[None]:
         """Around one of Keras's loops.
 
         Args:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
 import keras
+import jax
 import numpy as np
 
 from replicax._src.coordinator.cluster_coordinator import coordinator_of
-from replicax._src.coordinator.per_worker import PerWorkerIterator, PerWorkerValues
+from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.datasets import check_alone
 
@@ -32,12 +33,12 @@ def as_worker_input(
       InvalidArgumentError: It is an iterator, or no dataset; or nobody says how many batches to take; or arguments are
         given that it leaves no room for.
     """
-    if isinstance(data, PerWorkerIterator) or (isinstance(data, PerWorkerValues) and not data.is_dataset):
+    if isinstance(data, (PerWorkerIterator, PerWorkerValues)):
         raise InvalidArgumentError(
             f"{method}(): `{argument}` is a {type(data).__name__}. Pass the dataset that coordinator.create_per_worker_dataset() "
             "returns, or the function that it was given."
         )
-    if not isinstance(data, PerWorkerValues) and not _is_dataset_fn(data):
+    if not isinstance(data, PerWorkerDataset) and not _is_dataset_fn(data):
         return data
     if method == "predict":
         raise InvalidArgumentError(
@@ -54,7 +55,7 @@ def as_worker_input(
             raise InvalidArgumentError(
                 "`class_weight` was given beside a dataset of the workers. Let its elements be (x, y, sample_weight)."
             )
-    if not isinstance(data, PerWorkerValues):
+    if not isinstance(data, PerWorkerDataset):
         data = coordinator_of(strategy).create_per_worker_dataset(data)
     return WorkerInput(data)
 
@@ -71,7 +72,7 @@ class WorkerInput(keras.utils.PyDataset):
       dataset: The dataset.
     """
 
-    def __init__(self, dataset: PerWorkerValues):
+    def __init__(self, dataset: PerWorkerDataset):
         super().__init__()
         self.dataset = dataset
 
@@ -84,8 +85,7 @@ class WorkerInput(keras.utils.PyDataset):
         """A batch of zeros; later ones only count."""
         if index:
             return (np.zeros((1,), np.float32),)
-        leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.dataset.spec.leaves]
-        element = self.dataset.spec.tree.unflatten(leaves)
+        element = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.dataset.element_spec)
         return tuple(element) if isinstance(element, list) else element
 
     @contextlib.contextmanager
