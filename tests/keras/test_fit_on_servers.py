@@ -1,6 +1,7 @@
 """Keras's loops with parameter servers: one worker gives what one device gives; with several every row counts once."""
 
 import gc
+import time
 import weakref
 
 import keras
@@ -13,6 +14,7 @@ import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
 from replicax._src.coordinator.cluster_coordinator import coordinator_of
+from replicax._src.ps.worker import Worker
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import ContextError, InvalidArgumentError, OutOfRangeError, UnsupportedError
 
@@ -217,7 +219,20 @@ class WithOwnStep(keras.Model):
         return {**self.get_metrics_result(), "norm": norm}
 
 
-def test_a_step_in_tensorflows_style_and_its_logs(two_workers):
+@pytest.fixture
+def slow_worker(monkeypatch):
+    """Worker 0 begins each closure late."""
+    answer = Worker.answer
+
+    def slow(self, message):
+        if self._place.index == 0 and message.header["op"] == "closure":
+            time.sleep(0.1)
+        return answer(self, message)
+
+    monkeypatch.setattr(Worker, "answer", slow)
+
+
+def test_a_step_in_tensorflows_style_and_its_logs(two_workers, slow_worker):
     with two_workers.scope():
         model = WithOwnStep()
         model.compile(
@@ -351,6 +366,17 @@ def test_nothing_goes_on_when_fit_was_left(two_workers):
     assert "_get_jax_state" not in vars(model)
     fitted(model)
     assert model.optimizer.iterations.value == 4 + 12
+
+
+def test_nothing_goes_on_when_evaluate_was_left(two_workers, slow_worker):
+    class Fail(keras.callbacks.Callback):
+        def on_test_batch_begin(self, batch, logs=None):
+            if batch == 4:
+                raise RuntimeError("of a callback")
+
+    with pytest.raises(RuntimeError, match="of a callback"):
+        made_in(two_workers).evaluate(X, Y, batch_size=BATCH, verbose=0, callbacks=[Fail()])
+    assert coordinator_of(two_workers).done()
 
 
 def test_few_steps_are_in_flight(two_workers):
