@@ -103,6 +103,21 @@ def test_what_a_lost_worker_had_is_taken_first_and_in_order():
     assert not queue.has_error
 
 
+def test_nothing_is_taken_while_there_is_a_reason_to_pause():
+    queue = queue_with("a", num=2)
+    flying = queue.take("a")
+    queue.pause("ps 0")
+    queue.pause("ps 1")
+    assert taken(queue, "a") is None
+    queue.schedule("step", None)
+    assert queue.finished("a", flying)
+    queue.resume("ps 0")
+    queue.resume("ps 0")
+    assert taken(queue, "a") is None
+    queue.resume("ps 1")
+    assert [taken(queue, "a") for _ in range(3)] == [1, 2, None]
+
+
 def test_a_lost_workers_closures_are_cancelled_while_a_failure_waits():
     queue = queue_with("a", "b", num=2)
     one, two = queue.take("a"), queue.take("b")

@@ -209,6 +209,29 @@ def test_a_stream_that_broke_is_opened_again_and_nothing_happens_twice(links, cl
     assert clients[1].num_closed == 1
 
 
+def test_a_server_that_comes_back_is_waited_for(links, clients, monkeypatch):
+    monkeypatch.setattr(links_module, "_PAUSES_S", (0.0, 0.01))
+    links.wait_for([1])
+    clients[1].breaks = ["receive"] + ["open"] * 10
+    np.testing.assert_array_equal(links.read([WHOLE])[0], links.read([WHOLE])[0])
+    assert not clients[1].breaks
+    program = add_one(links)
+    clients[1].breaks = ["receive"] + ["open"] * 10
+    with pytest.raises(UnavailableError, match="broke at receive"):  # it may have happened, and would again
+        links.step(None, 0, {1: Ask(program)})
+
+
+def test_a_server_that_was_started_anew_is_given_all_programs(links, clients, stores):
+    program = add_one(links)
+    links.step((ME, 0), 0, {1: Ask(program)})
+    assert (links.has_update(program), links.has_update("another")) == (True, False)
+    clients[1].store = Store()
+    clients[1].store.hello(ME)
+    links.send_all_programs(1)
+    assert clients[1].num_opened == 2
+    assert clients[1].store.statistics()["programs"] == stores[1].statistics()["programs"] == 1
+
+
 def test_a_server_that_is_gone_is_named_after_a_few_tries(links, clients):
     clients[1].breaks = ["receive"] + ["open"] * 10
     with pytest.raises(UnavailableError, match="broke at open") as error:

@@ -202,7 +202,7 @@ class Session:
           UnavailableError: It is gone again.
         """
         self.links.send_all_programs(ps)
-        self.epoch += 1
+        self.renew()
         with self._lock:
             made = list(self._made)
         return [array.name for array in made if not array.keys_on(ps) <= set(keys)]

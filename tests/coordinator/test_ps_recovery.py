@@ -1,0 +1,175 @@
+"""What is done when a parameter server comes back: the cases that real ones do not show in a test."""
+
+import contextlib
+import logging
+import threading
+
+import pytest
+
+from checks import message
+from replicax._src.coordinator.closures import ClosureQueue
+from replicax._src.coordinator.dispatch import Dispatch
+from replicax._src.coordinator.ps_recovery import Epochs, Recovery
+from replicax._src.coordinator.ps_watch import PsWatch
+from replicax._src.coordinator.workers import Limits
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.errors import RemoteError, UnavailableError
+
+
+class Ps:
+    """What a parameter server answers. ``fails``: what it is asked in vain."""
+
+    def __init__(self, index):
+        self.index, self.fails = index, set()
+        self.instance, self.restored = "first", None
+        self.asked = []
+
+    def ask(self, what, header, timeout_s):
+        self.asked.append((what, header.get("epoch")))
+        if what in self.fails:
+            raise RemoteError("No room.", "SnapshotError", f"ps {self.index}")
+        if what == "restore":
+            self.instance = f"{self.instance} again"
+        return {"instance": self.instance, "restored": self.restored}
+
+    def close(self):
+        pass
+
+
+class Session:
+    incarnation, num_made, ps_addresses = "me", 1, ("a", "b")
+
+    def __init__(self, snapshot_intervals_s=(60.0, 30.0)):
+        self.snapshot_intervals_s = snapshot_intervals_s
+        self.ps = [Ps(0), Ps(1)]
+        self.was_restored, self.missing = [], []
+
+    def connect(self, job, index):
+        return self.ps[index]
+
+    def restored(self, ps, keys):
+        self.was_restored.append((ps, keys))
+        return self.missing
+
+
+@pytest.fixture
+def session():
+    return Session()
+
+
+@pytest.fixture
+def dispatch():
+    return Dispatch(ClosureQueue())
+
+
+def watching(session, recovery, comes_back_s=10.0):
+    """The watch of ps 0, and that it is another process now."""
+    watches = [PsWatch(n, session, Limits(), None, comes_back_s) for n in range(2)]
+    for watch in watches:
+        watch.accept("first")
+    recovery._watches = watches
+    session.ps[0].instance = "second"
+    return watches[0]
+
+
+def kept(**what):
+    return {"incarnation": "me", "updates": 3, "keys": ["w"], **what}
+
+
+def test_how_it_goes_on(session, dispatch):
+    message(
+        InvalidArgumentError, lambda: Recovery(session, dispatch, "stop"), "'stop'", "'continue' or 'rewind'"
+    )
+    some = Session((60.0, None))
+    Recovery(some, dispatch, "continue")
+    message(
+        InvalidArgumentError, lambda: Recovery(some, dispatch, "rewind"), "ps 1 takes none", "--snapshot-dir"
+    )
+
+
+def test_one_goes_on_with_what_it_has(session, dispatch, caplog):
+    recovery = Recovery(session, dispatch, "continue")
+    watch = watching(session, recovery)
+    session.ps[0].restored, watch.num_updates = kept(), 8
+    assert recovery.restarted(watch, session.ps[0]) is None
+    assert session.was_restored == [(0, ["w"])]
+    assert "ps 0 was started again and goes on with its last snapshot: 5 updates" in caplog.text
+    assert watch.knows("second")
+    assert recovery.restarted(watch, session.ps[0]) is None  # asked again, by a beat that was late
+    assert len(session.was_restored) == 1
+
+
+@pytest.mark.parametrize(
+    ("restored", "missing", "says"),
+    [
+        (None, [], "no snapshot of this coordinator's time"),
+        (kept(incarnation="another"), [], "no snapshot of this coordinator's time"),
+        (kept(), ["dense/kernel"], "does not have dense/kernel"),
+    ],
+)
+def test_who_comes_back_without_the_variables_is_lost(session, dispatch, restored, missing, says):
+    recovery = Recovery(session, dispatch, "continue")
+    watch = watching(session, recovery)
+    session.ps[0].restored, session.missing = restored, missing
+    error = recovery.restarted(watch, session.ps[0])
+    assert isinstance(error, UnavailableError)
+    assert error.task == "ps 0"
+    assert says in str(error)
+    assert not watch.knows("second")
+
+
+def test_all_go_back_to_the_last_epoch_that_all_have(session, dispatch, caplog):
+    recovery = Recovery(session, dispatch, "rewind")
+    watch = watching(session, recovery)
+    for ps in session.ps:
+        ps.restored = kept()
+    assert "no snapshot of all parameter servers" in str(recovery.restarted(watch, session.ps[0]))
+    recovery._epochs._take()
+    recovery._epochs._take()
+    session.ps[1].fails.add("snapshot")
+    recovery._epochs._take()
+    assert recovery.restarted(watch, session.ps[0]) is None
+    assert [ps.asked[-1] for ps in session.ps] == [("restore", 2), ("restore", 2)]
+    assert session.was_restored == [(0, ["w"]), (1, ["w"])]
+    assert all(each.knows(ps.instance) for each, ps in zip(recovery._watches, session.ps))
+    assert "went back to the snapshots of epoch 2" in caplog.text
+
+
+def test_who_cannot_go_back_with_the_others_is_lost(session, dispatch):
+    recovery = Recovery(session, dispatch, "rewind")
+    watch = watching(session, recovery)
+    for ps in session.ps:
+        ps.restored = kept()
+    recovery._epochs._take()
+    session.ps[1].fails.add("restore")
+    error = recovery.restarted(watch, session.ps[0])
+    assert error.task == "ps 1"
+    assert "cannot go back to the snapshot of epoch 1: No room." in str(error)
+
+
+def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(session, dispatch, caplog):
+    epochs = Epochs(session, dispatch, threading.Lock())
+    first, second = session.ps
+    second.fails.add("snapshot")
+    for _ in range(3):
+        epochs._take()
+    assert epochs.last == 0
+    assert len(first.asked) == 1
+    assert len(second.asked) == 3
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    second.fails.clear()
+    epochs._take()
+    assert epochs.last == 1
+    assert [first.asked[-1], second.asked[-1]] == [("snapshot", 1), ("snapshot", 1)]
+
+
+def test_the_queue_is_dry_when_all_write(session, dispatch):
+    with contextlib.ExitStack() as stack:
+        assert stack.enter_context(dispatch.drained())
+        dispatch._queue.back("a")
+        dispatch._queue.schedule("step", None)
+        assert dispatch._queue.take("a") is None
+    assert dispatch._queue.finished("a", dispatch._queue.take("a"))
+    dispatch.broke(RuntimeError("all is lost"))
+    with dispatch.drained() as is_so:
+        assert not is_so
