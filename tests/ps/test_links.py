@@ -216,6 +216,7 @@ def test_a_server_that_comes_back_is_waited_for(links, clients, monkeypatch):
     np.testing.assert_array_equal(links.read([WHOLE])[0], links.read([WHOLE])[0])
     assert not clients[1].breaks
     program = add_one(links)
+    links.step((ME, 0), 0, {1: Ask(program)})
     clients[1].breaks = ["receive"] + ["open"] * 10
     with pytest.raises(UnavailableError, match="broke at receive"):  # it may have happened, and would again
         links.step(None, 0, {1: Ask(program)})
