@@ -261,15 +261,18 @@ def test_others_go_on_beside_a_slow_worker(job):
 def kill_at_random(job, num_kills, seed):
     """Workers are killed at random moments; returns how many functions were scheduled."""
     chance, over = random.Random(seed), threading.Event()
-    count = 0
+    count, killed = 0, []
 
     def kills():
-        for _ in range(num_kills):
-            time.sleep(chance.uniform(0.0, 0.5))
-            index = chance.randrange(2)
-            job.until_connected(index)
-            job.cluster.restart("worker", index)
-        over.set()
+        try:
+            for _ in range(num_kills):
+                time.sleep(chance.uniform(0.0, 0.5))
+                index = chance.randrange(2)
+                job.until_connected(index)
+                job.cluster.restart("worker", index)
+                killed.append(index)
+        finally:
+            over.set()
 
     killer = threading.Thread(target=kills)
     killer.start()
@@ -279,6 +282,7 @@ def kill_at_random(job, num_kills, seed):
         job.join()
     killer.join()
     job.cluster.wait_for_servers()
+    assert len(killed) == num_kills
     return count
 
 
@@ -288,7 +292,6 @@ def kill_at_random(job, num_kills, seed):
 def test_the_counter_is_exact(job, num_kills):
     count = kill_at_random(job, num_kills, seed=num_kills)
     assert job.counts == [count, count]
-    print(job.coordinator.statistics())
 
 
 # --- parameter servers ----------------------------------------------------------------------------------
