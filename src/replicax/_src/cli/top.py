@@ -23,8 +23,9 @@ from replicax._src.coordinator.status import (
     COLUMNS,
     NUM_TEXT_COLUMNS,
     STATUS_ADDRESS_VARIABLE,
+    closures_of,
     rows_of,
-    summary_of,
+    staleness_of,
 )
 from replicax._src.coordinator.status_access import viewing_token
 from replicax._src.ps.credentials import Credentials
@@ -271,12 +272,9 @@ def make_view(
 
 
 def summary_lines(status: Mapping[str, Any]) -> list[str]:
-    """What concerns all tasks, in two lines: of closures, and of staleness."""
-    pairs = summary_of(status)
-    is_stale = [name.startswith("staleness") for name, _ in pairs]
-    counts = [f"{name} {value}" for (name, value), stale in zip(pairs, is_stale, strict=True) if not stale]
-    ages = [f"{name} {value}" for (name, value), stale in zip(pairs, is_stale, strict=True) if stale]
-    return ["  ".join(counts), "  ".join(ages)]
+    """What concerns all tasks."""
+    counts = "  ".join(f"{name} {value}" for name, value in closures_of(status))
+    return [counts, "staleness: " + "  ".join(f"{name} {value}" for name, value in staleness_of(status))]
 
 
 def lines_of(status: Mapping[str, Any]) -> list[str]:

@@ -219,20 +219,25 @@ def _clock(status: Mapping[str, Any]) -> float:
 # --- for people -----------------------------------------------------------------------------------------
 
 
-def summary_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of what concerns all tasks, from a status with rates."""
-    closures, staleness = status["closures"], status["staleness"]
+def closures_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of what there is to know of all closures, from a status with rates."""
+    closures = status["closures"]
     return [
         ("closures/s", number_text(closures["finished_per_s"])),
-        ("finished", number_text(closures["finished"])),
-        ("queued", number_text(closures["queued"])),
-        ("in flight", number_text(closures["in_flight"])),
-        ("failed", number_text(closures["failed"])),
-        ("cancelled", number_text(closures["cancelled"])),
-        ("retried", number_text(closures["retried"])),
-        ("staleness lately", number_text(staleness["recent_mean"])),
-        ("staleness mean", number_text(staleness["mean"])),
-        ("staleness max", number_text(staleness["max"])),
+        *(
+            (name.replace("_", " "), number_text(closures[name]))
+            for name in ("finished", "queued", "in_flight", "failed", "cancelled", "retried")
+        ),
+    ]
+
+
+def staleness_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same of how old the values were that updates were computed with."""
+    staleness = status["staleness"]
+    return [
+        ("lately", number_text(staleness["recent_mean"])),
+        ("mean", number_text(staleness["mean"])),
+        ("max", number_text(staleness["max"])),
     ]
 
 

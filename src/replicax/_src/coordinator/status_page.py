@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any, Final
 
-from replicax._src.coordinator.status import COLUMNS, NUM_TEXT_COLUMNS, duration_text, rows_of, summary_of
+from replicax._src.coordinator.status import (
+    COLUMNS,
+    NUM_TEXT_COLUMNS,
+    closures_of,
+    duration_text,
+    rows_of,
+    staleness_of,
+)
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --dim: color-mix(in srgb, currentColor 62%, transparent);
@@ -25,17 +32,20 @@ dl div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6r
 dt { color: var(--dim); font-size: .82rem; }
 dd { font-size: 1.15rem; font-variant-numeric: tabular-nums; margin: 0; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .wide > table { min-width: 100%; }
 th, td { border-bottom: 1px solid var(--line); padding: .3rem .7rem .3rem 0; text-align: left; }
 th { color: var(--dim); font-size: .82rem; font-weight: 500; }
 .number { padding-left: .7rem; padding-right: 0; text-align: right; }
+#tasks :is(th, td):first-child { background: Canvas; left: 0; position: sticky; }
+#staleness { margin-top: .4rem; }
 td:nth-child(3):not(.number) { max-width: 16rem; overflow: hidden; text-overflow: ellipsis; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 progress { accent-color: var(--bar); height: .8rem; vertical-align: middle; width: min(20rem, 40vw); }
 footer { border-top: 1px solid var(--line); margin-top: 2rem; padding-top: .6rem; }
 a { color: inherit; }
 #trouble { color: var(--bad); font-weight: 600; }
+#trouble:not(:empty) { margin-bottom: .75rem; }
 """
 _SCRIPT: Final = """
 const trouble = document.getElementById("trouble");
@@ -79,7 +89,7 @@ def page_of(status: Mapping[str, Any], query: str = "") -> str:
       query: What the page's own links need behind their address: ``"?token=..."``.
     """
     cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in summary_of(status)
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in closures_of(status)
     )
     clock = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status["time"]))
     uptime = duration_text(status["tasks"][0]["uptime_s"])
@@ -99,7 +109,7 @@ def page_of(status: Mapping[str, Any], query: str = "") -> str:
 <h2>Tasks</h2>
 <div class="wide"><table id="tasks">{_tasks(status)}</table></div>
 <h2>Staleness of updates</h2>
-{_staleness(status["staleness"])}
+{_staleness(status)}
 </main>
 <footer><p><a href="status.json{escape(query)}">JSON</a> · <a href="metrics{escape(query)}">Prometheus metrics</a></p></footer>
 <script>{_SCRIPT}</script>
@@ -126,8 +136,9 @@ def _cell(tag: str, number: int, text: str) -> str:
     return f"<{tag}{title}{f' class={name}' if name else ''}>{escape(text)}</{tag}>"
 
 
-def _staleness(staleness: Mapping[str, Any]) -> str:
+def _staleness(status: Mapping[str, Any]) -> str:
     """How many updates were computed with values that were how old."""
+    staleness = status["staleness"]
     num = staleness["num"]
     if not num:
         return "<p>No update of a function has been applied yet.</p>"
@@ -137,7 +148,8 @@ def _staleness(staleness: Mapping[str, Any]) -> str:
         for low, count in staleness["histogram"].items()
     )
     head = "<tr><th>updates of others missed</th><th class=number>updates</th><th></th></tr>"
-    return f'<table id="staleness"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+    line = " · ".join(f"{name} {value}" for name, value in staleness_of(status))
+    return f'<p>{line}</p><table id="staleness"><thead>{head}</thead><tbody>{rows}</tbody></table>'
 
 
 def _range(low: int) -> str:

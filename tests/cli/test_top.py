@@ -1,0 +1,203 @@
+"""``replicax top``: what it shows of a coordinator's status, where it looks for it, and how it ends."""
+
+import io
+import json
+import threading
+import time
+
+import pytest
+
+from replicax.__main__ import main
+from replicax._src.cli import top
+from replicax._src.coordinator.status import status_of
+from replicax._src.coordinator.status_access import viewing_token
+from replicax._src.coordinator.status_server import StatusServer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in ("REPLICAX_TOKEN", "REPLICAX_TOKEN_FILE", "REPLICAX_STATUS_ADDRESS", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Cluster:
+    """A worker that runs a closure each time somebody looks."""
+
+    num_finished = 0
+
+    def look(self):
+        self.num_finished += 1
+        counts = ("scheduled", "failed", "cancelled", "retried", "queued", "in_flight")
+        worker = {
+            "connected": True,
+            "given_up": False,
+            "connections": 1,
+            "restarts": 2,
+            "function": "train_step",
+            "in_flight": 1,
+            "statistics": {"process": {"pid": 4321, "uptime_s": 65.0, "resident_bytes": 300 << 20}},
+        }
+        statistics = {
+            "closures": {**dict.fromkeys(counts, 0), "finished": self.num_finished},
+            "workers": {"worker 0": worker},
+            "ps": {},
+        }
+        return status_of(statistics, {"pid": 1, "uptime_s": time.monotonic(), "resident_bytes": 1 << 20}, 0.0)
+
+
+@pytest.fixture
+def server():
+    server = StatusServer("127.0.0.1:0", None, Cluster().look)
+    server.start()
+    yield server
+    server.close()
+
+
+def address_of(server):
+    return server.url.removeprefix("http://").rstrip("/")
+
+
+@pytest.mark.parametrize("write", [lambda url: url, lambda url: url.removeprefix("http://").rstrip("/")])
+def test_once_shows_lines(server, capsys, write):
+    assert main(["top", write(server.url), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("closures/s ")
+    assert "  queued 0  in flight 0  failed 0" in lines[0]
+    assert lines[1] == "staleness: lately –  mean –  max –"
+    assert lines[2].split()[:4] == ["task", "state", "function", "closures/s"]
+    assert lines[4].split() == [
+        *["worker", "0", "busy", "train_step", "–", "–", "–", "–"],
+        "300",
+        "MB",
+        "2",
+        "4321",
+        *["1", "min", "5", "s"],
+    ]
+
+
+def test_json_is_a_line_each_time_until_the_coordinator_ends(server, capsys):
+    def end_after_three():
+        while len(seen) < 3:
+            time.sleep(0.01)
+        server.close()
+
+    seen = []
+    fetch = top.fetch
+    thread = threading.Thread(target=end_after_three)
+    thread.start()
+
+    def fetch_and_count(request):
+        status = fetch(request)
+        seen.append(status)
+        return status
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(top, "fetch", fetch_and_count)
+        assert main(["top", server.url, "--json", "--interval", "0.01"]) == 0
+    thread.join()
+    told = capsys.readouterr()
+    statuses = [json.loads(line) for line in told.out.splitlines()]
+    assert statuses == seen
+    finished = [status["closures"]["finished"] for status in statuses]
+    assert finished == sorted(set(finished))
+    assert told.err == "The coordinator has ended.\n"
+
+
+def test_the_address_may_stand_in_the_environment(server, capsys, monkeypatch):
+    monkeypatch.setenv("REPLICAX_STATUS_ADDRESS", address_of(server))
+    assert main(["top", "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"][1]["task"] == "worker 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "which coordinator? Give the address of its status, or set REPLICAX_STATUS_ADDRESS"),
+        (["ftp://host/"], "'ftp://host/' is no address of a status: write host:port"),
+        (["host:99999"], "Port out of range"),
+    ],
+)
+def test_what_makes_no_sense_is_said(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["top", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nobody_there_is_said(server, capsys):
+    server.close()
+    assert main(["top", server.url, "--once"]) == 1
+    assert f"replicax top: Nobody answers at {server.url}: " in capsys.readouterr().err
+
+
+def test_an_answer_that_is_not_a_coordinator_s_is_said(server, capsys):
+    assert main(["top", f"{server.url}elsewhere", "--once"]) == 1
+    assert "answers 404: There are /, /status.json, /metrics." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["chief:80", "http://chief:80", "http://chief:80/"])
+def test_the_token_is_made_of_the_cluster_s(said):
+    request = top.request_of(said, {"REPLICAX_TOKEN": "secret"})
+    assert request.full_url == "http://chief:80/status.json"
+    assert request.get_header("Authorization") == f"Bearer {viewing_token('secret')}"
+    assert top.request_of(said, {}).get_header("Authorization") is None
+
+
+def test_the_token_of_the_url_comes_first():
+    request = top.request_of("http://chief:80/?token=shown", {"REPLICAX_TOKEN": "secret"})
+    assert request.full_url == "http://chief:80/status.json"
+    assert request.get_header("Authorization") == "Bearer shown"
+
+
+# --- on a terminal -------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def view(output, **how):
+    return top.make_view(
+        output, io.StringIO(), {"TERM": "xterm"}, **{"is_json": False, "is_plain": False, **how}
+    )
+
+
+def test_a_terminal_gets_a_table(server, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    output = Terminal()
+    shown = view(output)
+    assert isinstance(shown, top.TableView)
+    shown.show(top.fetch(top.request_of(server.url, {})))
+    shown.note("no answer")
+    shown.close()
+    text = output.getvalue()
+    assert "train_step" in text
+    assert "300 MB" in text
+    assert "no answer" in text
+    assert "\x1b[32mbusy" in text
+
+
+@pytest.mark.parametrize("how", [{"is_json": True}, {"is_plain": True}])
+def test_others_get_lines(how):
+    assert isinstance(view(Terminal(), **how), top.LinesView)
+    assert isinstance(view(io.StringIO()), top.LinesView)
+    assert isinstance(
+        top.make_view(Terminal(), io.StringIO(), {"TERM": "dumb"}, is_json=False, is_plain=False),
+        top.LinesView,
+    )
+
+
+def test_who_reads_may_stop_reading(server, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return spare.fileno()
+
+    with open("/dev/null", "w") as spare:
+        monkeypatch.setattr("sys.stdout", Closed())
+        assert main(["top", server.url]) == 0

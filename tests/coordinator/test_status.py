@@ -1,0 +1,288 @@
+"""What is shown of a cluster: from counters to JSON, rates, a table, and metrics for Prometheus."""
+
+import json
+import math
+import re
+
+import pytest
+
+from replicax._src.coordinator.metrics import metrics_of
+from replicax._src.coordinator.status import COLUMNS, Recent, rows_of, status_of, with_rates
+from replicax._src.coordinator.status_page import page_of
+
+CLOSURES = {
+    "scheduled": 20,
+    "finished": 12,
+    "failed": 1,
+    "cancelled": 2,
+    "retried": 3,
+    "queued": 4,
+    "in_flight": 1,
+    "low": 9,
+}
+
+
+def process(pid, uptime_s, bytes_in=0, bytes_out=0):
+    transport = {"bytes_in": bytes_in, "bytes_out": bytes_out, "messages": 1}
+    return {"pid": pid, "uptime_s": uptime_s, "resident_bytes": 1 << 20, "transport": transport}
+
+
+def worker(**more):
+    return {
+        "connected": True,
+        "given_up": False,
+        "connections": 1,
+        "restarts": 0,
+        "function": "step",
+        "in_flight": 1,
+        "statistics": {
+            "num_closures": 7,
+            "traffic": {"bytes_in": 100, "bytes_out": 10},
+            "process": process(11, 30.0, 1000, 2000),
+        },
+        **more,
+    }
+
+
+def ps(staleness=None, pid=21, uptime_s=30.0, updates=0, **more):
+    staleness = staleness or {"num": 0, "mean": 0.0, "max": 0, "histogram": {}}
+    own = {"updates": updates, "duplicates": 0, "bytes": 64, "staleness": staleness}
+    return {
+        "connected": True,
+        "restarts": 0,
+        "statistics": {**own, "process": process(pid, uptime_s, 500, 600)},
+        **more,
+    }
+
+
+def status(workers=(), servers=(), uptime_s=40.0, **closures):
+    statistics = {
+        "closures": {**CLOSURES, **closures},
+        "workers": {f"worker {n}": told for n, told in enumerate(workers)},
+        "ps": {f"ps {n}": told for n, told in enumerate(servers)},
+    }
+    return status_of(statistics, {"pid": 1, "uptime_s": uptime_s, "resident_bytes": 1 << 30}, 1000.0)
+
+
+def task(status, name):
+    (found,) = [task for task in status["tasks"] if task["task"] == name]
+    return found
+
+
+# --- from counters to a status ---------------------------------------------------------------------------
+
+
+def test_all_tasks_have_the_same_fields_and_all_is_json():
+    told = status([worker()], [ps()])
+    assert [each["task"] for each in told["tasks"]] == ["coordinator", "worker 0", "ps 0"]
+    assert len({tuple(each) for each in told["tasks"]}) == 1
+    assert json.loads(json.dumps(told)) == told
+    assert told["closures"]["queued"] == 4
+    assert "low" not in told["closures"]
+
+
+def test_the_bytes_of_a_worker_are_those_with_the_coordinator_and_with_parameter_servers():
+    told = status([worker()], [ps()])
+    assert (task(told, "worker 0")["received_bytes"], task(told, "worker 0")["sent_bytes"]) == (1100, 2010)
+    assert (task(told, "ps 0")["received_bytes"], task(told, "ps 0")["sent_bytes"]) == (500, 600)
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ("busy", worker()),
+        ("idle", worker(in_flight=0, function=None)),
+        ("awaited", worker(connected=False, connections=0, statistics={})),
+        ("lost", worker(connected=False)),
+        ("given up", worker(connected=False, given_up=True)),
+    ],
+)
+def test_states_of_a_worker(state, told):
+    assert task(status([told]), "worker 0")["state"] == state
+
+
+@pytest.mark.parametrize(
+    ("state", "told"), [("serving", ps()), ("lost", ps(connected=False)), ("awaited", ps(statistics={}))]
+)
+def test_states_of_a_parameter_server(state, told):
+    assert task(status([], [told]), "ps 0")["state"] == state
+
+
+def test_of_a_lost_task_nothing_old_is_shown():
+    told = status([worker(connected=False)], [ps(connected=False)])
+    for name in ("worker 0", "ps 0"):
+        lost = task(told, name)
+        assert {
+            lost[what] for what in ("pid", "resident_bytes", "received_bytes", "closures", "updates")
+        } == {None}
+
+
+def test_a_task_that_tells_nothing_of_its_process_is_shown():
+    told = status([worker(statistics={})], [ps(statistics={"updates": 1})])
+    assert len(rows_of(with_rates(None, told))) == 3
+    assert metrics_of(told)
+
+
+def test_staleness_is_that_of_all_parameter_servers():
+    one = {"num": 3, "mean": 1.0, "max": 2, "histogram": {"0": 1, "1": 1, "2": 1}}
+    other = {"num": 1, "mean": 9.0, "max": 9, "histogram": {"8": 1}}
+    assert status([], [ps(one), ps(other)])["staleness"] == {
+        "num": 4,
+        "mean": 3.0,
+        "max": 9,
+        "histogram": {"0": 1, "1": 1, "2": 1, "8": 1},
+    }
+    assert status([], [ps()])["staleness"] == {"num": 0, "mean": None, "max": None, "histogram": {}}
+
+
+# --- rates ------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_differences_by_the_clock_of_who_has_counted():
+    before = status([], [ps(updates=10, uptime_s=30.0)], uptime_s=40.0, finished=100)
+    after = with_rates(before, status([], [ps(updates=30, uptime_s=34.0)], uptime_s=42.0, finished=110))
+    assert after["closures"]["finished_per_s"] == 5.0
+    assert task(after, "ps 0")["updates_per_s"] == 5.0
+    assert task(after, "ps 0")["received_bytes_per_s"] == 0.0
+    assert task(after, "ps 0")["closures_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ps(updates=10), ps(updates=10)),  # no beat since
+        (ps(updates=10, pid=21), ps(updates=30, pid=22, uptime_s=40.0)),  # another process
+        (ps(updates=30), ps(updates=10, uptime_s=40.0)),  # counts anew, for another coordinator
+        (ps(updates=10), ps(updates=30, uptime_s=40.0, connected=False)),
+    ],
+)
+def test_rates_that_cannot_be_said_are_none(before, after):
+    assert task(with_rates(status([], [before]), status([], [after])), "ps 0")["updates_per_s"] is None
+    assert task(with_rates(None, status([], [after])), "ps 0")["updates_per_s"] is None
+
+
+def test_staleness_lately_is_that_of_the_updates_since():
+    old = {"num": 10, "mean": 1.0, "max": 2, "histogram": {"1": 10}}
+    new = {"num": 14, "mean": 3.0, "max": 20, "histogram": {"1": 10, "8": 4}}
+    after = with_rates(status([], [ps(old)]), status([], [ps(new)]))
+    assert after["staleness"]["recent_mean"] == (14 * 3.0 - 10 * 1.0) / 4
+    assert with_rates(after, status([], [ps(new)]))["staleness"]["recent_mean"] is None
+
+
+def test_recent_is_the_last_seconds_only():
+    recent = Recent()
+    assert recent.with_rates(status())["closures"]["finished_per_s"] is None
+    for second in range(20):  # 1/s first, then 100/s
+        finished = second if second < 10 else 10 + 100 * (second - 10)
+        recent.add(status(uptime_s=float(second), finished=finished))
+    told = recent.with_rates(status(uptime_s=20.0, finished=1010))
+    assert told["closures"]["finished_per_s"] == 100.0
+
+
+# --- for people -------------------------------------------------------------------------------------------
+
+
+def test_rows_have_a_cell_for_each_column():
+    before, after = status([worker()], [ps()]), status([worker()], [ps(updates=50, uptime_s=40.0)])
+    rows = rows_of(with_rates(before, after))
+    assert {len(row) for row in rows} == {len(COLUMNS)}
+    assert dict(zip(COLUMNS, rows[2], strict=True)) == {
+        "task": "ps 0",
+        "state": "serving",
+        "function": "–",
+        "closures/s": "–",
+        "updates/s": "5.0",
+        "received/s": "0 B",
+        "sent/s": "0 B",
+        "memory": "1.0 MB",
+        "restarts": "0",
+        "pid": "21",
+        "up": "40 s",
+    }
+
+
+def test_the_page_escapes_names():
+    page = page_of(with_rates(None, status([worker(function='<script>"&')])), '?token="><b>')
+    assert "<script>&quot;" not in page
+    assert page.count("&lt;script&gt;&quot;&amp;") == 2
+    assert "<b>" not in page
+    assert page.count("<script>") == 1
+
+
+# --- metrics ----------------------------------------------------------------------------------------------
+
+SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)')
+LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
+
+
+def parsed(text):
+    """What Prometheus reads: for each metric its type, and its samples by name and labels. Strict."""
+    assert text.endswith("\n")
+    types, helps, samples, current = {}, set(), {}, None
+    for line in text.splitlines():
+        if line.startswith("# "):
+            _, what, name, rest = line.split(" ", 3)
+            assert what in ("HELP", "TYPE"), line
+            if what == "HELP":
+                assert name not in helps, f"{name} comes twice"
+                helps.add(name)
+            else:
+                assert name in helps, line
+                assert name not in types, line
+                assert rest in ("counter", "gauge", "histogram"), line
+                types[name] = rest
+                current = name
+            continue
+        match = SAMPLE.fullmatch(line)
+        assert match, line
+        name, labels, value = match.groups()
+        suffixes = ("_bucket", "_sum", "_count") if types[current] == "histogram" else ("",)
+        assert name in {current + suffix for suffix in suffixes}, f"{name} stands under {current}"
+        assert (types[current] == "counter") == name.endswith("_total"), name
+        key = (name, tuple(sorted(LABEL.findall(labels or ""))))
+        assert key not in samples, f"{key} comes twice"
+        samples[key] = float(value)
+    return types, samples
+
+
+def test_metrics_are_what_the_status_says():
+    types, samples = parsed(metrics_of(status([worker()], [ps(updates=8), ps(connected=False)])))
+    assert types["replicax_closures_finished_total"] == "counter"
+    assert samples["replicax_closures_finished_total", ()] == 12
+    assert samples["replicax_closures_queued", ()] == 4
+    of = {task: (("task", task),) for task in ("coordinator", "worker 0", "ps 0", "ps 1")}
+    assert [samples["replicax_task_up", of[task]] for task in of] == [1, 1, 1, 0]
+    assert samples["replicax_ps_updates_total", of["ps 0"]] == 8
+    assert samples["replicax_task_received_bytes_total", of["worker 0"]] == 1100
+    assert samples["replicax_task_resident_memory_bytes", of["coordinator"]] == 1 << 30
+    assert ("replicax_ps_updates_total", of["ps 1"]) not in samples
+    assert ("replicax_ps_updates_total", of["worker 0"]) not in samples
+
+
+def test_metrics_of_staleness_are_a_histogram():
+    staleness = {"num": 9, "mean": 400.0, "max": 3000, "histogram": {"0": 3, "2": 4, "4": 1, "2048": 1}}
+    types, samples = parsed(metrics_of(status([], [ps(staleness)])))
+    name = "replicax_ps_staleness_updates"
+    assert types[name] == "histogram"
+    below = {
+        dict(labels)["le"]: value for (which, labels), value in samples.items() if which == f"{name}_bucket"
+    }
+    assert {le: below[le] for le in ("0", "1", "3", "7", "1023", "+Inf")} == {
+        "0": 3,
+        "1": 3,
+        "3": 7,
+        "7": 8,
+        "1023": 8,
+        "+Inf": 9,
+    }
+    limits = [math.inf if le == "+Inf" else float(le) for le in below]
+    assert limits == sorted(limits)
+    assert samples[f"{name}_count", (("task", "ps 0"),)] == 9
+    assert samples[f"{name}_sum", (("task", "ps 0"),)] == 3600
+
+
+def test_metrics_escape_labels():
+    told = status([worker()])
+    told["tasks"][1]["task"] = 'a"b\\c\nd'
+    _, samples = parsed(metrics_of(told))
+    assert ("replicax_task_up", (("task", 'a\\"b\\\\c\\nd'),)) in samples
