@@ -606,3 +606,37 @@ def test_python_m_replicax(script):
         ),
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "worker 0 | done\n", "")
+
+
+# --- the status of a coordinator ------------------------------------------------------------------------
+
+
+def test_only_the_coordinator_gets_a_status_address_which_is_printed(script):
+    path = script("print(os.environ.get('REPLICAX_STATUS_ADDRESS', 'none'))")
+    result = launch("--workers", 1, "--ps", 1, "--script-in", "all", "--status", path)
+    assert result.returncode == 0
+    shown = re.fullmatch(r"Status: http://(127\.0\.0\.1:\d+)/ and replicax top \1\n", result.stderr)
+    assert shown
+    lines = result.stdout.splitlines()  # what the ps prints may come too late
+    assert f"chief 0  | {shown[1]}" in lines
+    assert "worker 0 | none" in lines
+    assert sum(shown[1] in line for line in lines) == 1
+
+
+def test_the_status_address_may_be_chosen(script):
+    path = script("print(os.environ['REPLICAX_STATUS_ADDRESS'])")
+    result = launch(
+        "--ps", 1, "--script-in", "all", "--status", path, REPLICAX_STATUS_ADDRESS="127.0.0.1:8765"
+    )
+    assert "chief 0  | 127.0.0.1:8765\n" in result.stdout
+    assert result.stderr == "Status: http://127.0.0.1:8765/ and replicax top 127.0.0.1:8765\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--chief"], ["--ps", 1, "--no-chief"], ["--ps", 1, "--script-in", "workers"]]
+)
+def test_a_status_without_a_coordinator_is_refused(script, arguments):
+    result = launch(*arguments, "--status", script("print('runs')"))
+    assert result.returncode == 2
+    assert "--status is of a coordinator" in result.stderr
+    assert "runs" not in result.stdout

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import threading
 import time
 
@@ -178,6 +179,19 @@ def test_a_terminal_gets_a_table(server, monkeypatch):
     assert "300 MB" in text
     assert "no answer" in text
     assert "\x1b[32mbusy" in text
+
+
+@pytest.mark.parametrize(("width", "shown"), [(200, "pid up function"), (80, ""), (100, "function")])
+def test_where_there_is_little_room_what_matters_less_is_left_out(server, monkeypatch, width, shown):
+    monkeypatch.setenv("COLUMNS", str(width))
+    output = Terminal()
+    table = view(output)
+    table.show(top.fetch(top.request_of(server.url, {})))
+    table.close()
+    head, *_ = [line for line in output.getvalue().splitlines() if "closures/s" in line and "state" in line]
+    words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", head).split()
+    assert {"task", "state", "closures/s", "updates/s", "received/s", "memory", "restarts"} <= set(words)
+    assert set(words) & {"pid", "up", "function"} == set(shown.split())
 
 
 @pytest.mark.parametrize("how", [{"is_json": True}, {"is_plain": True}])

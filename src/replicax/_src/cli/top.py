@@ -38,6 +38,8 @@ ClusterCoordinator(strategy, status_address="127.0.0.1:8080"), or {STATUS_ADDRES
 It ends with 0 when the coordinator does, and with Ctrl-C; with 1 if nothing answers at the address.
 """
 _TIMEOUT_S: Final = 5.0
+_LEFT_OUT_FIRST: Final = ("pid", "up", "function", "sent/s")
+_GAP: Final = 2
 _STYLES: Final = {
     "busy": "green",
     "serving": "green",
@@ -238,17 +240,15 @@ class TableView(View):
         self._live.start()
 
     def show(self, status: Mapping[str, Any]) -> None:
+        rows = rows_of(status)
+        shown = columns_within(self._live.console.width, rows)
         table = self._table(box=None, pad_edge=False)
-        for number, column in enumerate(COLUMNS):
-            table.add_column(
-                column, justify="left" if number < NUM_TEXT_COLUMNS else "right", no_wrap=True, max_width=32
-            )
-        for name, state, *others in rows_of(status):
-            table.add_row(
-                self._text(name, "bold"),
-                self._text(state, _STYLES.get(state, "")),
-                *map(self._text, others),
-            )
+        for number in shown:
+            justify = "left" if number < NUM_TEXT_COLUMNS else "right"
+            table.add_column(COLUMNS[number], justify=justify, no_wrap=True)
+        for row in rows:
+            styles = {"task": "bold", "state": _STYLES.get(row[1], "")}
+            table.add_row(*(self._text(row[n], styles.get(COLUMNS[n], "")) for n in shown))
         heads = [self._text(line) for line in summary_lines(status)]
         self._live.update(self._group(*heads, "", table), refresh=True)
 
@@ -271,6 +271,16 @@ def make_view(
     return LinesView(output, notes, is_json=is_json)
 
 
+def columns_within(width: int, rows: Sequence[Sequence[str]]) -> list[int]:
+    """Which columns of the table there is room for, in letters: those that matter less are left out first."""
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    shown = list(range(len(COLUMNS)))
+    for name in _LEFT_OUT_FIRST:
+        if sum(widths[number] + _GAP for number in shown) - _GAP > width:
+            shown.remove(COLUMNS.index(name))
+    return shown
+
+
 def summary_lines(status: Mapping[str, Any]) -> list[str]:
     """What concerns all tasks."""
     counts = "  ".join(f"{name} {value}" for name, value in closures_of(status))
@@ -289,4 +299,4 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
         f"{cell:{'<' if number < NUM_TEXT_COLUMNS else '>'}{width}}"
         for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
-    return "  ".join(padded).rstrip()
+    return (" " * _GAP).join(padded).rstrip()
