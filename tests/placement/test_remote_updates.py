@@ -8,12 +8,9 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.ps.links import PsLinks
-from replicax._src.ps.session import Session
-from replicax._src.ps.store import Store
-from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.variables.partitioners import FixedShardsPartitioner
 from replicax.errors import UnsupportedError
+from servers import servers
 
 X = np.random.RandomState(0).randn(64, 4).astype("float32")
 Y = np.argmax(X[:, :3], 1)
@@ -48,16 +45,6 @@ NOT_IN_SHARDS = {
     "lamb": "is in 3 shards, and Lamb 'lamb' updates each row of it from others: reduce_sum",
     "muon": "is in 3 shards, and Muon 'muon' updates each row of it from others: reduce_sum",
 }
-
-
-def servers(num_ps=2, partitioner=None):
-    """A strategy whose parameter servers are in this process."""
-    stores = [Store() for _ in range(num_ps)]
-    for store in stores:
-        store.hello("a coordinator")
-    return ParameterServerStrategy._of_session(
-        Session(PsLinks.of_stores(stores, "a coordinator")), partitioner
-    )
 
 
 def trained(strategy, make_optimizer, run, steps=4):

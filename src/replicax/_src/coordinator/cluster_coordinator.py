@@ -200,7 +200,8 @@ class ClusterCoordinator:
         ``cloudpickle``: they need the packages that it imports.
 
         Args:
-          dataset_fn: A function without arguments that returns a dataset, or a dataset.
+          dataset_fn: A function that returns a dataset, without arguments or of an ``rx.InputContext``; or a dataset. It may be
+            one that the strategy has distributed.
 
         Raises:
           InvalidArgumentError: It cannot be pickled.

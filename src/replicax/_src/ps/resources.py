@@ -22,6 +22,7 @@ from replicax._src.input.opening import open_elements
 from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.split import InputContext
 from replicax._src.ps import structures
+from replicax._src.ps.unbuilt import UnbuiltDataset
 
 _MOST_AHEAD: Final = 16
 _LEAST_AHEAD: Final = 2
@@ -54,6 +55,11 @@ class WorkerPlace:
     index: int = 0
     num_workers: int = 1
     num_replicas_in_sync: int = 1
+
+    @property
+    def input_context(self) -> InputContext:
+        """What dataset functions are told."""
+        return InputContext(self.num_workers, self.index, self.num_replicas_in_sync)
 
 
 class Resource(Protocol):
@@ -119,6 +125,9 @@ def make(kind: str, pickled: np.ndarray, place: WorkerPlace) -> Resource:
         if callable(made) and not isinstance(made, Iterable):
             with context.no_new_variables("Creating variables in `dataset_fn` is not allowed."):
                 made = _called(made, place)
+        if isinstance(made, UnbuiltDataset):
+            with context.no_new_variables("Creating variables in `dataset_fn` is not allowed."):
+                made = made.open(place.input_context)
         return kinds[kind](made, place)
 
 
@@ -243,7 +252,7 @@ def _called(function: Callable[..., Any], place: WorkerPlace) -> Any:
     """What a function gives, which may take an InputContext."""
     if not _takes_context(function):
         return function()
-    return function(InputContext(place.num_workers, place.index, place.num_replicas_in_sync))
+    return function(place.input_context)
 
 
 def _takes_context(function: Callable[..., Any]) -> bool:

@@ -16,6 +16,7 @@ from replicax._src.cluster.errors import TaskError
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.split import InputContext, InputOptions
 from replicax._src.program.slots import SlotTable
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnknownProgramError
@@ -23,6 +24,7 @@ from replicax._src.ps.links import PsLinks
 from replicax._src.ps.runner import ClosureCall, Runner
 from replicax._src.ps.session import Session
 from replicax._src.ps.tasks import Tasks
+from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner
 from replicax._src.strategies.strategy import Strategy
@@ -128,6 +130,26 @@ class ParameterServerStrategy(Strategy):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        # A dataset function that names the strategy travels to workers, and needs little of it.
+        return StrategyOnWorker, (self.num_replicas_in_sync,)
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None, *, distribute_options: Any = None
+    ) -> Any:
+        """A dataset of which each worker has all: give it to ``ClusterCoordinator.create_per_worker_dataset``.
+
+        Workers do not share it, whatever ``distribute_options`` say: each goes through it at its own pace.
+        """
+        del distribute_options
+        return UnbuiltDataset.of_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """What ``dataset_fn`` makes on each worker: give it to ``ClusterCoordinator.create_per_worker_dataset``."""
+        return UnbuiltDataset.of_function(dataset_fn, options)
 
     def prepare(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

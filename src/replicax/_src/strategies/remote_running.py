@@ -282,6 +282,7 @@ class RemoteRunner:
         if capture is None:
             _say_it_runs_here(key.name_of(fn))
             return self._run_here(lambda: self.run_inline(fn, args, kwargs))
+        capture.use_strategy(self._strategy)
         if context.in_replica_function() or not isinstance(capture.observer, Events):
             raise CrossReplicaContextError(
                 "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do that work in the "

@@ -1,0 +1,81 @@
+"""Datasets that workers open: what a strategy with parameter servers distributes, and what is there in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
+
+
+@final
+class UnbuiltDataset:
+    """What ``ParameterServerStrategy`` distributes: give it to ``ClusterCoordinator.create_per_worker_dataset``.
+
+    Each worker opens one of its own then, and has all of it. Nothing is read here.
+    """
+
+    def __init__(self, open_with: Callable[[InputContext], Any], options: InputOptions | None):
+        if options is not None and not isinstance(options, InputOptions):
+            raise InvalidArgumentError(f"options must be an rx.InputOptions, got {options!r}.")
+        if options and options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise UnsupportedError(
+                "InputReplicationMode.PER_REPLICA is not supported by ParameterServerStrategy, whose workers have a dataset "
+                "each. Leave the mode out."
+            )
+        self._open_with = open_with
+
+    @classmethod
+    def of_dataset(cls, dataset: Any, options: InputOptions | None) -> UnbuiltDataset:
+        """Of a dataset, which travels to the workers."""
+        return cls(lambda input_context: dataset, options)
+
+    @classmethod
+    def of_function(
+        cls, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> UnbuiltDataset:
+        """Of a function of an ``InputContext``, which each worker calls."""
+        if not callable(dataset_fn):
+            raise InvalidArgumentError(
+                f"distribute_datasets_from_function needs a function of an InputContext that returns a dataset, got "
+                f"{dataset_fn!r}. Distribute a dataset with experimental_distribute_dataset."
+            )
+        return cls(dataset_fn, options)
+
+    def open(self, input_context: InputContext) -> Any:
+        """The dataset, on a worker."""
+        return self._open_with(input_context)
+
+    def __iter__(self) -> Iterator[Any]:
+        # The text is TensorFlow's.
+        raise InvalidArgumentError(
+            "To use this dataset, you need to pass this dataset to ClusterCoordinator.create_per_worker_dataset."
+        )
+
+
+@final
+class StrategyOnWorker:
+    """What the strategy is in a dataset function that uses it: the workers have no other part of it.
+
+    Attributes:
+      num_replicas_in_sync: The strategy's.
+    """
+
+    def __init__(self, num_replicas_in_sync: int):
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None, *, distribute_options: Any = None
+    ) -> UnbuiltDataset:
+        """The dataset, which this worker has all of."""
+        del distribute_options
+        return UnbuiltDataset.of_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """What ``dataset_fn`` makes for this worker."""
+        return UnbuiltDataset.of_function(dataset_fn, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function

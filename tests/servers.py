@@ -1,0 +1,16 @@
+"""Strategies whose parameter servers are in this process: all but the transport is as it is in a cluster."""
+
+from replicax._src.ps.links import PsLinks
+from replicax._src.ps.session import Session
+from replicax._src.ps.store import Store
+from replicax._src.strategies.parameter_server import ParameterServerStrategy
+
+
+def servers(num_ps=2, partitioner=None, stores=None):
+    """A strategy with parameter servers, which are ``stores`` if given; ``run_here`` of it runs a function on them."""
+    stores = [Store() for _ in range(num_ps)] if stores is None else stores
+    for store in stores:
+        store.hello("a coordinator")
+    return ParameterServerStrategy._of_session(
+        Session(PsLinks.of_stores(stores, "a coordinator")), partitioner
+    )
