@@ -84,7 +84,11 @@ def wrapped_add_variable_from_reference(original: Callable[..., Any]) -> Callabl
     """Remembers whose slot a variable of an optimizer is."""
 
     def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(self, reference_variable, *args, **kwargs)
+        owner = context.owners.get(id(reference_variable))
+        with contextlib.ExitStack() as stack:
+            if owner is not None and owner.has_servers and not context.has_strategy():
+                stack.enter_context(context.Scope(owner))  # build() outside of the scope: a slot is where its variable is
+            slot = original(self, reference_variable, *args, **kwargs)
         if isinstance(reference_variable, keras.Variable):
             _references[id(slot)] = weakref.ref(reference_variable)
             weakref.finalize(slot, _references.pop, id(slot), None)

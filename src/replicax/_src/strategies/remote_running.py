@@ -22,6 +22,7 @@ from replicax._src.options import RunOptions
 from replicax._src.placement.remote.closure import RemoteClosure, place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.placement.remote.events import Events
+from replicax._src.placement.remote.tracing import check_can_travel
 from replicax._src.program import key
 from replicax._src.program.cache import (
     FunctionPrograms,
@@ -249,6 +250,7 @@ def _describe(
             sources.append(leaf)
         elif key.is_array(leaf):
             described.append(array_leaf(leaf))
+            check_can_travel(described[-1].dtype, "is an argument of a function for workers")
             arrays.append(np.asarray(leaf, described[-1].dtype))
         elif type(leaf) is float and programs.is_varying(position, leaf):
             described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))

@@ -288,6 +288,11 @@ class _Constant:
 
 
 def _check_iterator(iterator: Any, strategy: Any) -> None:
+    if strategy.has_servers:
+        raise UnsupportedError(
+            f"Several steps in one call are not supported by {type(strategy).__name__}. Give each step to "
+            "ClusterCoordinator.schedule, which does not wait for it; or loop in the scheduled function."
+        )
     if isinstance(iterator, DistributedDataset):
         raise InvalidArgumentError(
             "Several steps in one call take an iterator, so that the next call goes on after them; got a "

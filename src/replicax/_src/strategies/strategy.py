@@ -199,7 +199,7 @@ class Strategy:
           InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict.
           DivergenceError: A mirrored variable would differ between replicas.
           StructureError: Replicas with different shapes return different structures.
-          UnsupportedError: ``eager=True`` in a cluster of several workers.
+          UnsupportedError: ``eager=True`` in a cluster of several workers, or with parameter servers.
           Exception: Whatever ``fn`` raises; all state is as it was before.
 
         Source: tf.distribute.Strategy.run.
@@ -228,6 +228,12 @@ class Strategy:
         return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
 
     def _check_may_run_eagerly(self) -> None:
+        if self.has_servers:
+            raise UnsupportedError(
+                f"strategy.run(..., options=rx.RunOptions(eager=True)) is not supported by {type(self).__name__}: its functions "
+                "travel as compiled programs. Debug with rx.OneDeviceStrategy, or leave eager out: Python, and print in it, runs "
+                "once, on the coordinator, when a function is traced."
+            )
         peers = self.topology.peers
         if peers is not None:
             num_local = len(self.topology.local_devices)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.elements import Element, Elements
 from replicax._src.placement.remote.events import Applied, Event, Events
 from replicax._src.program.capture import Entry, current_capture
@@ -79,6 +80,9 @@ def trace_function(
         found["events"] = [event for event, _ in observer.noted]
         found["note_counts"] = [len(values) for _, values in observer.noted]
         leaves, found["tree"] = jax.tree_util.tree_flatten(result)
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                check_can_travel(leaf.dtype, "is returned by a function for workers")
         found["num_outputs"] = len(leaves)
         return [*leaves, *(value for _, values in observer.noted for value in values)]
 
@@ -150,3 +154,16 @@ def _say_it_is_needed_whole(name: str, why: str) -> None:
     log.warning(
         "Table %r is sent to the workers whole, for more is done with it than rows looked up: %s.", name, why
     )
+
+
+def check_can_travel(dtype: Any, what: str) -> None:
+    """Raises if arrays of a dtype cannot be sent.
+
+    Raises:
+      UnsupportedError: It is that of a random key.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise UnsupportedError(
+            f"A random key {what}, and only arrays of numbers travel. Give jax.random.key_data(key), and use "
+            "jax.random.wrap_key_data(data) in the function; or use keras.random.SeedGenerator."
+        )

@@ -16,7 +16,7 @@ from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.elements import Element
 from replicax._src.placement.remote.events import Event
 from replicax._src.placement.remote.optimizers import OptimizerUpdate
-from replicax._src.placement.remote.tracing import TracedFunction
+from replicax._src.placement.remote.tracing import TracedFunction, check_can_travel
 from replicax._src.program import flat
 from replicax._src.program.capture import Entry
 from replicax._src.program.flat import Atom, FlatProgram, Operation
@@ -94,8 +94,8 @@ class WorkerBuilder:
 
     @property
     def variables(self) -> list[Any]:
-        """The variables that the function met."""
-        met = (entry.slot.variable for entry in self._entries.values())
+        """The variables that the function met, tables of which it takes rows included."""
+        met = (entry.slot.variable for entry in self._traced.variant.entries)
         return [variable for variable in met if not isinstance(variable, Element)]
 
     def aval_of(self, atom: Atom) -> _Aval:
@@ -171,6 +171,8 @@ class WorkerBuilder:
         small: dict[int, Any] = {}
         inputs: dict[int, Input] = {}
         for number, value in self._consts.items():
+            if number in used:
+                check_can_travel(value.dtype, "is closed over by a function for workers")
             array = np.asarray(value) if number in used else None
             if array is not None and array.nbytes <= _SMALL_BYTES:
                 small[number] = array
