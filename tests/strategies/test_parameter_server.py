@@ -154,7 +154,6 @@ def test_lookups_give_rows_in_order_and_only_rows_travel():
     np.testing.assert_array_equal(rx.nn.embedding_lookup(v, [4, 0]), [[9, 10], [1, 2]])
 
 
-
 # --- scopes --------------------------------------------------------------------------------------------
 
 
@@ -197,7 +196,9 @@ def test_what_was_made_outside_of_the_scope_is_an_error(strategy):
         "made outside of the scope",
         "with strategy.scope():",
     )
-    message(errors.VariableError, lambda: strategy.run_here(lambda: metric.update_state(1.0)), "'average/total'")
+    message(
+        errors.VariableError, lambda: strategy.run_here(lambda: metric.update_state(1.0)), "'average/total'"
+    )
 
 
 # --- run and reduce ------------------------------------------------------------------------------------
@@ -400,9 +401,7 @@ def assert_near(found, expected):
 
 def test_batch_normalisation_and_dropout_are_those_of_one_device():
     def train(strategy, run):
-        model = model_in(
-            strategy, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5, seed=3)
-        )
+        model = model_in(strategy, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5, seed=3))
         with strategy.scope():
             optimizer = keras.optimizers.SGD(0.1)
         step = step_of(strategy, model, optimizer)
