@@ -108,6 +108,12 @@ def test_what_happens_can_be_seen(cluster, coordinator):
     assert "<td>worker 1</td>" in text
 
 
+def test_rates_are_known_without_anybody_having_looked_before(coordinator):
+    eventually(lambda: coordinator._status._listener._recent._statuses)
+    status = json.loads(get(coordinator, "/status.json")[2])
+    assert status["closures"]["finished_per_s"] == 0.0
+
+
 def test_the_name_of_what_a_worker_is_at_can_be_seen(cluster, coordinator):
     goes_on = threading.Event()
 
