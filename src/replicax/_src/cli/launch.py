@@ -214,7 +214,10 @@ def _starts_here(options: argparse.Namespace, command: Sequence[str]) -> list[St
     has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
     awaited = ("chief",) if has_coordinator else ("chief", "worker")
     return [
-        dataclasses.replace(_start(options, cluster, task, command, secrets), is_awaited=task.type in awaited)
+        dataclasses.replace(
+            _start(options, cluster, task, command, secrets | layout.told(task, options.script_in)),
+            is_awaited=task.type in awaited,
+        )
         if task not in servers
         else _start_server(options, cluster, task, secrets)
         for task in layout.tasks

@@ -18,6 +18,8 @@ from replicax._src.cluster.spec import Task
 
 RESTART_COUNT_VARIABLE: Final = "REPLICAX_RESTART_COUNT"
 SCRIPT_IN: Final = ("chief", "workers", "all")
+# What a task that runs the user's program is told of who else does.
+SCRIPT_IN_VARIABLE: Final = "REPLICAX_SCRIPT_IN"
 # What a server is run as, after ``python``; TF_CONFIG says which.
 SERVER_COMMAND: Final = ("-m", "replicax", "server")
 
@@ -97,6 +99,16 @@ class Layout:
             )
         kinds = ("worker", "ps") if script_in == "chief" else ("ps",)
         return frozenset(task for task in self.tasks if task.type in kinds)
+
+    def told(self, task: Task, script_in: str | None = None) -> dict[str, str]:
+        """What a task's environment says besides ``TF_CONFIG``, where each worker runs the program by itself.
+
+        >>> Layout(num_workers=1, num_ps=1).told(Task("worker", 0))
+        {'REPLICAX_SCRIPT_IN': 'workers'}
+        """
+        who = ("chief" if self.chief else "workers") if script_in is None else script_in
+        is_told = self.num_ps and who == "workers" and task.type in ("chief", "worker")
+        return {SCRIPT_IN_VARIABLE: "workers"} if is_told else {}
 
     def on_this_machine(self, ports: Sequence[int]) -> dict[str, list[str]]:
         """The cluster of ``TF_CONFIG``, with loopback addresses.

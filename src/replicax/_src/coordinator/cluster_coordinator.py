@@ -88,6 +88,11 @@ class ClusterCoordinator:
                 f"ClusterCoordinator works with a ParameterServerStrategy, got {type(strategy).__name__}, whose steps are run "
                 "by strategy.run. Make a replicax.ParameterServerStrategy(cluster_resolver)."
             )
+        if not strategy.session.num_workers:
+            raise InvalidArgumentError(
+                "ClusterCoordinator: every worker runs this program by itself, and none waits for functions: call strategy.run. "
+                "In a chief make ParameterServerStrategy(is_coordinator=True), and let the workers run `replicax server`."
+            )
         options = {
             "max_staleness": max_staleness,
             "reconnect_timeout_s": reconnect_timeout_s,

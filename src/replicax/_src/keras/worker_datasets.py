@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
 
-import keras
 import jax
+import keras
 import numpy as np
 
 from replicax._src.coordinator.cluster_coordinator import coordinator_of

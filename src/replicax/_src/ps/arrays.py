@@ -64,6 +64,7 @@ class ServerArray:
 
     Attributes:
       name: For people.
+      key: What the keys of its pieces begin with; its holder gives it.
       shape, dtype: Of the whole.
       shards: (start, stop) of each shard's rows; empty if it is one piece.
       initial: Gives the first value, until it has been made.
@@ -82,7 +83,7 @@ class ServerArray:
         initial: Initial,
         shards: Sequence[tuple[int, int]] = (),
     ):
-        self.holder, self.name = holder, name
+        self.holder, self.name, self.key = holder, name, ""
         self.initial: Initial | None = initial
         self.beside: ServerArray | None = None
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
@@ -118,22 +119,22 @@ class ServerArray:
             return self.shape
         return (piece.rows[1] - piece.rows[0], *self.shape[1:])
 
-    def place(self, key: str, balance: Balance) -> None:
+    def place(self, balance: Balance) -> None:
         """Decides where the pieces go: each to the server that has the fewest bytes."""
         ranges: Sequence[tuple[int, int] | None] = self.shards or (None,)
         pieces = []
         for number, rows in enumerate(ranges):
-            part = f"{key}/part_{number}" if rows is not None else key
+            part = f"{self.key}/part_{number}" if rows is not None else self.key
             piece = Piece(0, part, rows)
             size = math.prod(self.shape_of(piece)) * self.dtype.itemsize
             pieces.append(Piece(balance.take(size), part, rows))
         self.pieces = tuple(pieces)
 
-    def place_beside(self, other: ServerArray, key: str, balance: Balance) -> None:
+    def place_beside(self, other: ServerArray, balance: Balance) -> None:
         """Puts the pieces where those of ``other`` are, cut at the same rows."""
         self.shards = other.shards
         self.pieces = tuple(
-            Piece(piece.ps, f"{key}/part_{number}" if piece.rows is not None else key, piece.rows)
+            Piece(piece.ps, f"{self.key}/part_{number}" if piece.rows is not None else self.key, piece.rows)
             for number, piece in enumerate(other.pieces)
         )
         for piece in self.pieces:

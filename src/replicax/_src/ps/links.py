@@ -224,6 +224,15 @@ class PsLinks:
         keys = _by_ps((piece.ps, piece.key) for piece in pieces)
         self._all({ps: self._message("drop", {"keys": ours}) for ps, ours in keys.items()}, may_repeat=True)
 
+    def find(self, keys: Sequence[str]) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        """For each parameter server the pieces that it has of those with these keys: shape and dtype."""
+        asks = {ps: self._message("find", {"keys": list(keys)}) for ps in range(self.num_servers)}
+        answers = self._all(asks, may_repeat=True)
+        return [
+            {key: (tuple(shape), dtype) for key, shape, dtype in answers[ps].header["found"]}
+            for ps in range(self.num_servers)
+        ]
+
     @contextlib.contextmanager
     def held(self, servers: Iterable[int] | None = None) -> Iterator[None]:
         """Inside, no other thread uses the links to these servers, or to all."""

@@ -190,11 +190,11 @@ class TaskService:
 
     def _hello(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._begin(header["incarnation"], header["ps"])
+            self._begin(header["incarnation"], header["ps"], header.get("member"))
         return self._described()
 
-    def _begin(self, incarnation: str, ps: Sequence[str]) -> None:
-        if self._tenancy.hello(incarnation, time.monotonic()):
+    def _begin(self, incarnation: str, ps: Sequence[str], member: str | None = None) -> None:
+        if self._tenancy.hello(incarnation, time.monotonic(), member):
             self._drop()
             try:
                 self._work = self._host.begin(incarnation, ps)
@@ -222,8 +222,8 @@ class TaskService:
 
     def _leave(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            if header["incarnation"] == self._tenancy.incarnation:
-                self._tenancy.leave(header["incarnation"], time.monotonic())
+            member, members = header.get("member"), header.get("members", ())
+            if self._tenancy.leave(header["incarnation"], time.monotonic(), member, members):
                 self._drop()
         return {}
 

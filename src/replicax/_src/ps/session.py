@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, final
@@ -12,6 +13,7 @@ import numpy as np
 from replicax._src.ps.arrays import Balance, ServerArray
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Piece, UpdateProgram
+from replicax._src.ps.shared_arrays import SharedArrays, copy_key
 from replicax._src.ps.tasks import Tasks
 
 _BY_PROGRAM_BYTES = 16 << 20
@@ -35,8 +37,10 @@ class Session:
       platforms: Of workers and servers, for which programs are compiled.
       tasks: The cluster; None if the servers are stores of this process.
       snapshot_intervals_s: Of the parameter servers, in order; None for one that takes no snapshots.
+      shared: What programs that share the servers have there; None if this one has them to itself.
 
     Attributes:
+      client: This program's, random: its closures are numbered by it.
       epoch: Counts what is known here of changes: what workers have read before is old then.
     """
 
@@ -46,11 +50,13 @@ class Session:
         platforms: Sequence[str] = ("cpu",),
         tasks: Tasks | None = None,
         snapshot_intervals_s: Sequence[float | None] = (),
+        shared: SharedArrays | None = None,
     ):
         self.links = links
+        self.client = uuid.uuid4().hex
         self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * links.num_servers
         links.wait_for(ps for ps, interval in enumerate(self.snapshot_intervals_s) if interval is not None)
-        self._tasks = tasks
+        self._tasks, self._shared = tasks, shared
         self.epoch = 0
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
@@ -101,6 +107,11 @@ class Session:
     def add(self, array: ServerArray) -> ServerArray:
         """Remembers an array that is to be made: those made together are placed in the order in which they were added."""
         with self._lock:
+            if self._shared is None:
+                array.key = f"{self._num_keys}:{array.name}"
+                self._num_keys += 1
+            else:
+                self._shared.name(array)
             self._unmade.append(weakref.ref(array))
         return array
 
@@ -110,9 +121,15 @@ class Session:
             missing = {id(array) for array in arrays if not array.is_made}
             if not missing:
                 return
+            if self._shared is not None and not self._shared.is_chief:
+                self._make_shared([array for array in arrays if id(array) in missing], self._shared)
+                return
             waiting = [array for ref in self._unmade if (array := ref()) is not None and not array.is_made]
             last = max((n for n, array in enumerate(waiting) if id(array) in missing), default=-1)
             chosen = [a for n, a in enumerate(waiting) if id(a) in missing or (n < last and a.beside is None)]
+            if self._shared is not None:
+                self._make_shared(chosen, self._shared)
+                return
             made: list[ServerArray] = []
             try:
                 for array in chosen:
@@ -122,32 +139,49 @@ class Session:
                 for array in made:  # it is tried again when they are needed again
                     array.pieces = ()
                 raise
-            self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
+            self._forget_made()
+
+    def _make_shared(self, arrays: Sequence[ServerArray], shared: SharedArrays) -> None:
+        """What is gone here stays on the servers: others may have it."""
+        wanted: list[ServerArray] = []
+        for array in arrays:
+            _add_with_those_beside(array, wanted)
+        absent = shared.place(wanted, self._balance)
+        self._create_pieces(absent)
+        self._made.update(wanted)
+        for array in wanted:
+            array.initial = None
+        self._forget_made()
+
+    def _forget_made(self) -> None:
+        self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
 
     def _place(self, array: ServerArray, made: list[ServerArray]) -> None:
         if array.is_made:
             return
-        key = f"{self._num_keys}:{array.name}"
-        self._num_keys += 1
         if array.beside is not None:
             self._place(array.beside, made)
-            array.place_beside(array.beside, key, self._balance)
+            array.place_beside(array.beside, self._balance)
         else:
-            array.place(key, self._balance)
+            array.place(self._balance)
         made.append(array)
 
     def _create(self, arrays: Sequence[ServerArray]) -> None:
         self._drop_waiting()
-        new = [
-            NewPiece(piece, array.shape_of(piece), array.dtype, self._initial(array, piece))
-            for array in arrays
-            for piece in array.pieces
-        ]
-        self.links.create(new, if_absent=True)  # keys are new: one that is there was made by this very call
+        self._create_pieces([(array, piece) for array in arrays for piece in array.pieces])
         self._made.update(arrays)
         for array in arrays:
             array.initial = None
             weakref.finalize(array, _drop, self._dropped, array.pieces, array.copies).atexit = False
+
+    def _create_pieces(self, pieces: Sequence[tuple[ServerArray, Piece]]) -> None:
+        new = [
+            NewPiece(piece, array.shape_of(piece), array.dtype, self._initial(array, piece))
+            for array, piece in pieces
+        ]
+        self.links.create(
+            new, if_absent=True
+        )  # one that is there was made by this very call, or by one who shares it
 
     def _initial(self, array: ServerArray, piece: Piece) -> np.ndarray | UpdateProgram:
         assert array.initial is not None
@@ -171,6 +205,9 @@ class Session:
             self.make([other])
             if [(p.ps, p.rows) for p in array.pieces] == [(p.ps, p.rows) for p in other.pieces]:
                 return
+            if self._shared is not None and not self._shared.is_chief:
+                self._shared.wait_beside(array, other)
+                return
             (value,) = self.links.read([array.pieces])
             self.links.drop(array.pieces)
             array.pieces, array.beside = (), other
@@ -184,9 +221,12 @@ class Session:
             self.make([array])
             if array.pieces[0].ps == ps or ps in array.copies:
                 return
-            piece = Piece(ps, f"{array.pieces[0].key}@{ps}")
-            (value,) = self.links.read([array.pieces])
-            self.links.create([NewPiece(piece, array.shape, array.dtype, value)])
+            piece = Piece(ps, copy_key(array, ps))
+            if self._shared is None or not self._shared.has_copy(array, ps):
+                (value,) = self.links.read([array.pieces])
+                self.links.create(
+                    [NewPiece(piece, array.shape, array.dtype, value)], self._shared is not None
+                )
             array.copies[ps] = piece.key
 
     def restored(self, ps: int, keys: Collection[str]) -> list[str]:
@@ -238,8 +278,12 @@ class Session:
         """Replaces a value, on every server that has a piece or a copy of it."""
         with self._lock:
             if not array.is_made:
-                array.initial = lambda: value
-                return
+                if self._shared is None or self._shared.is_chief:
+                    array.initial = lambda: value
+                    return
+                self.make([array])
+            if self._shared is not None:
+                self._shared.find_copies(array)
         pieces = [(array.pieces, value), *(((Piece(ps, key),), value) for ps, key in array.copies.items())]
         self.links.assign(pieces)
         self.renew()
@@ -256,3 +300,11 @@ class Session:
 def _drop(dropped: list[Piece], pieces: Sequence[Piece], copies: Mapping[int, str]) -> None:
     """An array is gone; its pieces will be dropped. Takes no lock, for garbage collection."""
     dropped.extend([*pieces, *(Piece(ps, key) for ps, key in copies.items())])
+
+
+def _add_with_those_beside(array: ServerArray, arrays: list[ServerArray]) -> None:
+    """Adds an array that is to be made, after the one that it stands beside."""
+    if not array.is_made and array not in arrays:
+        if array.beside is not None:
+            _add_with_those_beside(array.beside, arrays)
+        arrays.append(array)

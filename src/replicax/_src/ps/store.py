@@ -69,6 +69,7 @@ class Store:
             "step": self._step,
             "assign": self._assign,
             "drop": self._drop,
+            "find": self._find,
         }
 
     def answer(self, message: Message) -> Message:
@@ -310,6 +311,13 @@ class Store:
             for key in keys:
                 self._pieces.pop(key, None)  # one that was dropped before is not there either
         return Message({})
+
+    def _find(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        keys = keys_of(header, "keys")
+        with self._lock:
+            self._check_incarnation(header.get("incarnation"))
+            specs = [(key, self._pieces[key].spec) for key in keys if key in self._pieces]
+        return Message({"found": [[key, list(shape), str(dtype)] for key, (shape, dtype) in specs]})
 
     # Under the lock.
 

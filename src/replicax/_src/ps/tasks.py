@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 from replicax._src.ps.credentials import Credentials
@@ -23,18 +24,48 @@ _BEAT_S: Final = 5.0
 
 
 @final
+@dataclass(frozen=True)
+class Share:
+    """Who a program is among those that share parameter servers.
+
+    Attributes:
+      members: All of them: ``("chief 0", "worker 0")``. The first is the chief, which makes what they share.
+      member: Which of them this is.
+    """
+
+    members: Sequence[str]
+    member: str
+
+    @property
+    def chief(self) -> str:
+        return self.members[0]
+
+    @property
+    def is_chief(self) -> bool:
+        return self.member == self.chief
+
+    def described(self) -> dict[str, Any]:
+        """What ``hello``, ``beat`` and ``leave`` say of it."""
+        return {"member": self.member, "members": list(self.members)}
+
+
+@final
 class Tasks:
     """Addresses and credentials, and one coordinator's time with the tasks that have them.
 
     Args:
       workers, ps: Addresses, in order.
       credentials: Of all tasks.
+      share: Who this is among programs that share the parameter servers; None if this one has them to itself.
 
     Attributes:
-      incarnation: Of this coordinator, random.
+      incarnation: Of this coordinator, random; of programs that share one: see ``join_shared``.
     """
 
-    def __init__(self, workers: Sequence[str], ps: Sequence[str], credentials: Credentials):
+    def __init__(
+        self, workers: Sequence[str], ps: Sequence[str], credentials: Credentials, share: Share | None = None
+    ):
+        self.share = share
         self._addresses = {"worker": tuple(workers), "ps": tuple(ps)}
         self._credentials = credentials
         self.incarnation = uuid.uuid4().hex
@@ -101,7 +132,11 @@ class Tasks:
 
     @property
     def _hello(self) -> dict[str, Any]:
-        return {"incarnation": self.incarnation, "ps": list(self._addresses["ps"])}
+        return {"incarnation": self.incarnation, "ps": list(self._addresses["ps"]), **self._of_share}
+
+    @property
+    def _of_share(self) -> dict[str, Any]:
+        return {} if self.share is None else self.share.described()
 
     def start_beating(self) -> None:
         """Lets all tasks know, from now on, that the coordinator is there."""
@@ -123,7 +158,7 @@ class Tasks:
     def _ask_all(self, clients: Sequence[TaskClient], what: str) -> None:
         for client in clients:
             try:
-                client.ask(what, {"incarnation": self.incarnation}, 2.0)
+                client.ask(what, {"incarnation": self.incarnation, **self._of_share}, 2.0)
             except Exception as error:
                 log.debug("%s", error)  # who uses the server will meet it
 

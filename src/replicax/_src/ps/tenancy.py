@@ -3,11 +3,15 @@
 A coordinator is known by its *incarnation*. ``hello`` begins its time at a task, ``leave`` ends it, and so do another
 coordinator's ``hello`` and silence: no ``hello`` and no ``beat`` for as long as is allowed. Who has left, was followed or
 was silent does not come back: what was made for it is gone, and it has to know.
+
+Several programs may share one incarnation. Each is a *member* then, and says who all of them are when it leaves: the time
+ends with the last one.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Collection
 from typing import Final, final
 
 from replicax._src.ps.errors import StaleCoordinatorError, UnavailableError
@@ -35,6 +39,7 @@ class Tenancy:
         self._past: collections.OrderedDict[str, str] = collections.OrderedDict()
         self._last_heard = now
         self._has_ended = False
+        self._left: set[str] = set()
 
     @property
     def has_ended(self) -> bool:
@@ -46,8 +51,10 @@ class Tenancy:
         """Of the coordinator that it works for; None while it waits for one."""
         return self._incarnation
 
-    def hello(self, incarnation: str, now: float) -> bool:
+    def hello(self, incarnation: str, now: float, member: str | None = None) -> bool:
         """Begins the time of a coordinator; returns whether it has not begun before.
+
+        A member that has left, and says it again, is there again.
 
         Raises:
           StaleCoordinatorError: Its time has ended before.
@@ -57,6 +64,7 @@ class Tenancy:
         if is_new:
             self._end("another coordinator has taken over")
         self._incarnation, self._last_heard = incarnation, now
+        self._left.discard(member or "")
         return is_new
 
     def withdraw(self) -> None:
@@ -74,11 +82,19 @@ class Tenancy:
         elif self._incarnation is not None or incarnation in self._past:
             self.check(incarnation)
 
-    def leave(self, incarnation: str, now: float) -> None:
-        """Ends the time of a coordinator, if it has not ended yet."""
-        if incarnation == self._incarnation:
-            self._end("it has left")
-            self._last_heard = now
+    def leave(
+        self, incarnation: str, now: float, member: str | None = None, members: Collection[str] = ()
+    ) -> bool:
+        """Ends the time of a coordinator; of one that several share, once all members have left. Returns whether it ended."""
+        if incarnation != self._incarnation:
+            return False
+        self._last_heard = now
+        if member is not None:
+            self._left.add(member)
+            if not self._left.issuperset(members):
+                return False
+        self._end("it has left")
+        return True
 
     def give_up(self, now: float) -> None:
         """Ends the time of a coordinator that ``is_silent``."""
@@ -127,5 +143,6 @@ class Tenancy:
             self._past[self._incarnation] = why
             self._incarnation = None
             self._has_ended = True
+            self._left.clear()
         while len(self._past) > _NUM_PAST:
             self._past.popitem(last=False)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.cluster.membership import Membership
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input import memory
 from replicax._src.input.agreed import AgreedParts
@@ -48,9 +49,16 @@ def distribute(
 
 
 def distribute_from_function(
-    topology: Topology, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    topology: Topology,
+    dataset_fn: Callable[[InputContext], Any],
+    options: InputOptions | None,
+    worker: Membership | None = None,
 ) -> DistributedDataset:
-    """A dataset of per-replica batches, as ``dataset_fn`` makes it."""
+    """A dataset of per-replica batches, as ``dataset_fn`` makes it.
+
+    Args:
+      worker: Which one this is, of workers that each run a program of their own.
+    """
     options = _checked(options)
     if not callable(dataset_fn):
         raise InvalidArgumentError(
@@ -59,7 +67,7 @@ def distribute_from_function(
         )
     num_replicas, share = topology.num_replicas, topology.share
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        if share.num_workers > 1:
+        if share.num_workers > 1 or worker is not None:
             raise UnsupportedError(
                 "InputReplicationMode.PER_REPLICA is only supported in strategies of one process. Leave the mode out: the "
                 "function is called once for each worker."
@@ -67,7 +75,12 @@ def distribute_from_function(
         made = [dataset_fn(InputContext(num_replicas, r, num_replicas)) for r in range(num_replicas)]
         source = PerReplicaPulls.from_each(made)
     else:
-        context = InputContext(share.num_workers, share.worker_index, num_replicas)
+        number, index = (
+            (share.num_workers, share.worker_index)
+            if worker is None
+            else (worker.num_workers, worker.id_in_cluster)
+        )
+        context = InputContext(number, index, num_replicas)
         elements = [open_elements(dataset_fn(context))] * share.replicas_per_worker
         source = PerReplicaPulls(elements, num_replicas)
     return _distributed(source, PartsPlacer(topology), options)

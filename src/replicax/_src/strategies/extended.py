@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
 
 from replicax._src import context, jax_compat
+from replicax._src.cluster.membership import Membership
 from replicax._src.collectives.in_replica import IndexedSlices
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
 from replicax._src.jax_compat import Device
@@ -17,6 +19,8 @@ from replicax._src.strategies import reduction
 from replicax._src.topology import resolve_device
 from replicax._src.values import Mirrored, PerReplica, is_value
 from replicax._src.variables.variable import Variable
+
+_TASK_OF_DEVICE = re.compile(r"^/?job:(?P<job>[^/]+)(?:/replica:\d+)?(?:/task:(?P<task>\d+))?")
 
 
 @final
@@ -60,12 +64,12 @@ class StrategyExtended:
     @property
     def experimental_between_graph(self) -> bool:
         """Whether every worker builds a program of its own."""
-        return self._strategy.topology.peers is not None
+        return self._strategy.topology.peers is not None or self._strategy.worker_of_own is not None
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process initialises variables."""
-        return True
+        """Whether this process initialises variables: where each worker runs by itself on shared servers, the chief."""
+        return self._strategy.worker_of_own is None or self._strategy.is_chief
 
     @property
     def should_checkpoint(self) -> bool:
@@ -134,7 +138,7 @@ class StrategyExtended:
 
         Raises:
           CrossReplicaContextError: In a replica function.
-          InvalidArgumentError: ``destinations`` is a list.
+          InvalidArgumentError: ``destinations`` is a list, or on another worker.
         """
         del options
         strategy = self._strategy
@@ -147,6 +151,8 @@ class StrategyExtended:
                 "destinations must be one device, variable or per-replica value, got a list. For all replicas' devices "
                 "give a variable or a per-replica value."
             )
+        if isinstance(destinations, str):
+            _check_is_of_this_worker(destinations, strategy.worker_of_own)
         op = ReduceOp.parse(reduce_op)
         result = reduction.reduce(strategy.topology, strategy.user_ops, op, value, None)
         if isinstance(result, jax_compat.Tracer):
@@ -264,6 +270,18 @@ class StrategyExtended:
 def owner_of(variable: Any) -> Any:
     """The strategy in whose scope a variable was made."""
     return getattr(variable, "distribute_strategy", None) or context.owners.get(id(variable))
+
+
+def _check_is_of_this_worker(device: str, worker: Membership | None) -> None:
+    match = _TASK_OF_DEVICE.match(device)
+    if match is None or worker is None:
+        return
+    here = worker.task
+    if (match["job"], int(match["task"] or 0)) != (here.type, here.index):
+        raise InvalidArgumentError(
+            f"Cannot reduce to another worker: {device!r}, current worker is '/job:{here.type}/task:{here.index}'. Each "
+            "worker runs by itself: name a device of this one, such as 'cpu:0'."
+        )
 
 
 def _is_whole(value: Any) -> bool:

@@ -1,4 +1,7 @@
-"""``ParameterServerStrategy``: variables on parameter servers, functions on workers, each at its own pace."""
+"""``ParameterServerStrategy``: variables on parameter servers, functions on workers, each at its own pace.
+
+Of its two forms this file has what they share, and the one with a coordinator; ``shared_servers.py`` begins the other.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import jax
 from replicax._src.cluster.detect import choose_resolver
 from replicax._src.cluster.environ import START_LIMIT, limit_s
 from replicax._src.cluster.errors import TaskError
+from replicax._src.cluster.layout import SCRIPT_IN_VARIABLE
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
 from replicax._src.errors import InvalidArgumentError
@@ -27,6 +32,7 @@ from replicax._src.ps.tasks import Tasks
 from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner
+from replicax._src.strategies.shared_servers import addresses, shared_session, worker_of_own
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology
 from replicax._src.variables.partitioners import Partitioner
@@ -43,27 +49,36 @@ class ClosesItself(Protocol):
 
 @final
 class ParameterServerStrategy(Strategy):
-    """Asynchronous training: parameter servers hold the variables, workers compute, this process coordinates.
+    """Asynchronous training: parameter servers hold the variables, workers compute, and do not wait for each other.
 
-    Make variables, models, optimizers and metrics in ``scope()``; give functions to
-    ``rx.coordinator.ClusterCoordinator(strategy).schedule``: some worker runs each. It reads the variables, computes, and
-    pushes gradients and other assignments to the servers, each of which applies them once and as one. The workers do not
-    wait for each other.
+    Make variables, models, optimizers and metrics in ``scope()``. A function that runs reads them, computes, and pushes
+    gradients and other assignments to the servers, each of which applies them once and as one. There are two forms:
+
+    - This process is the coordinator, the chief: it gives functions to
+      ``rx.coordinator.ClusterCoordinator(strategy).schedule``, and some worker runs each. Workers run ``rx.Server``, or
+      ``replicax server``.
+    - Every worker runs the program by itself, as in TensorFlow 1: ``run`` computes here, on variables that all share. The
+      chief (worker 0 if there is none) makes them, the others wait for that; one that starts again goes on with what is
+      there. Each has its own data.
+
+    Parameter servers run ``rx.Server``, or ``replicax server``.
 
     Args:
-      cluster_resolver: Describes a cluster of one chief, this process, at least one worker and one ps; default: from the
-        environment. Workers and parameter servers run ``rx.Server``, or ``replicax server``.
+      cluster_resolver: Describes the cluster: a chief if there is a coordinator, workers, at least one ps; default: from the
+        environment.
       variable_partitioner: Into how many shards a variable is cut: ``rx.experimental.partitioners``. Without it each
         variable is whole, on the server that has the fewest bytes.
+      is_coordinator: Which form it is. None: in a worker the second; in a chief the first, unless ``replicax launch``
+        has been told that workers run the script (``--script-in workers``).
 
     Attributes:
       own_coordinator: The ClusterCoordinator that Keras's ``fit`` has made, where there was none.
 
     Raises:
-      TaskError: The cluster has no worker or no ps, or this process is one of them.
-      UnavailableError: A task does not answer.
+      TaskError: The cluster has no worker or no ps, or this process is not what it has to be.
+      UnavailableError: A task does not answer; or the chief has not made what others wait for.
 
-    Source: tf.distribute.ParameterServerStrategy.
+    Source: tf.distribute.ParameterServerStrategy; tf.compat.v1.distribute.experimental.ParameterServerStrategy.
     """
 
     has_servers = True
@@ -72,11 +87,34 @@ class ParameterServerStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         variable_partitioner: Partitioner | None = None,
+        *,
+        is_coordinator: bool | None = None,
     ):
         resolver = choose_resolver().resolver if cluster_resolver is None else cluster_resolver
+        if is_coordinator is None:
+            is_coordinator = (
+                resolver.task_type != "worker" and os.environ.get(SCRIPT_IN_VARIABLE) != "workers"
+            )
+        if is_coordinator:
+            self._begin_coordinator(resolver, variable_partitioner)
+        else:
+            self._begin_worker(resolver, variable_partitioner)
+
+    def _begin_worker(self, resolver: ClusterResolver, variable_partitioner: Partitioner | None) -> None:
+        membership = worker_of_own(resolver)
+        session = shared_session(membership, os.environ)
+        self._set_up(session, variable_partitioner, resolver, membership)
+        log.info(
+            "Using ParameterServerStrategy in %s: one of %d workers that run the program, %d parameter servers.",
+            membership.task,
+            membership.num_workers,
+            session.num_ps,
+        )
+
+    def _begin_coordinator(self, resolver: ClusterResolver, variable_partitioner: Partitioner | None) -> None:
         spec = _checked_spec(resolver)
         tasks = Tasks(
-            _addresses(spec, "worker"), _addresses(spec, "ps"), Credentials.of_environment(os.environ)
+            addresses(spec, "worker"), addresses(spec, "ps"), Credentials.of_environment(os.environ)
         )
         told = tasks.greet_ps(limit_s(os.environ, START_LIMIT))
         tasks.start_beating()
@@ -98,7 +136,11 @@ class ParameterServerStrategy(Strategy):
         return strategy
 
     def _set_up(
-        self, session: Session, variable_partitioner: Partitioner | None, resolver: ClusterResolver | None
+        self,
+        session: Session,
+        variable_partitioner: Partitioner | None,
+        resolver: ClusterResolver | None,
+        worker: Membership | None = None,
     ) -> None:
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
@@ -116,11 +158,21 @@ class ParameterServerStrategy(Strategy):
             self,
             lambda: Topology.of(jax.local_devices()[:1]),
             cluster_resolver=resolver,
+            is_chief=worker is None or worker.is_chief,
             make_parts=_make_parts,
         )
+        self.worker_of_own = worker
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this process gives functions to workers; otherwise it is one of several that run them by themselves."""
+        return self.worker_of_own is None
 
     def close(self) -> None:
-        """Ends the time with the workers and the parameter servers; variables are gone. They wait for another chief."""
+        """Ends the time with the workers and the parameter servers; variables are gone. They wait for another chief.
+
+        Where each worker runs by itself, once all of them have closed theirs, or ended.
+        """
         if self.own_coordinator is not None:
             self.own_coordinator.close()
         self.session.close()
@@ -160,13 +212,18 @@ class ParameterServerStrategy(Strategy):
     def run_here(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of cross-replica code in this process, with its variables on the servers."""
         with self._running_here:
-            return self._run_here(self.prepare(fn, args, kwargs))
+            return self._run_prepared(self.prepare(fn, args, kwargs))
 
-    def _run_here(self, prepared: PreparedClosure) -> Any:
+    def run_replica_here(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a replica function in this process, with its variables on the servers."""
+        with self._running_here:
+            return self._run_prepared(self.closures.prepare(fn, args, kwargs, is_replica_function=True))
+
+    def _run_prepared(self, prepared: PreparedClosure) -> Any:
         traced = prepared.traced
         number, self._num_here = self._num_here, self._num_here + 1
         call = ClosureCall(
-            (f"{self.session.incarnation}/here", number),
+            (self.session.client, number),
             number,
             (self.session.epoch, number),
             traced.programs,
@@ -210,8 +267,8 @@ def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
         )
     if resolver.task_type in ("worker", "ps"):
         raise TaskError(
-            f"This process is {resolver.task_type} {resolver.task_id}{source}, and ParameterServerStrategy is made by the chief "
-            "alone. In this task run `replicax server`, or rx.Server(...).join()."
+            f"This process is {resolver.task_type} {resolver.task_id}{source}, and the coordinator's ParameterServerStrategy is "
+            "made by the chief alone. In this task run `replicax server`, or rx.Server(...).join()."
         )
     return spec
 
@@ -222,11 +279,8 @@ def _snapshot_interval_s(told: Mapping[str, Any]) -> float | None:
     return None if snapshots is None else float(snapshots["interval_s"])
 
 
-def _addresses(spec: ClusterSpec, job: str) -> list[str]:
-    return [spec.task_address(job, index) for index in spec.task_indices(job)]
-
-
 def _make_parts(strategy: ParameterServerStrategy) -> Parts:
     topology = Topology.of(jax.local_devices()[:1])
     placement = ServerPlacement(topology, strategy.session, strategy.run_here, strategy.variable_partitioner)
-    return Parts(topology, placement, SlotTable(1), RemoteRunner(strategy, strategy.run_here))
+    runner = RemoteRunner(strategy, strategy.run_replica_here, is_coordinator=strategy.is_coordinator)
+    return Parts(topology, placement, SlotTable(1), runner)

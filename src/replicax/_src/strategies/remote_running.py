@@ -176,9 +176,18 @@ class Closures:
         self._cache: ProgramCache[TracedFunction] = ProgramCache()
 
     def prepare(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        is_replica_function: bool = False,
     ) -> PreparedClosure:
-        """A call of ``fn``, traced for workers; its variables are on the servers then."""
+        """A call of ``fn``, traced for workers; its variables are on the servers then.
+
+        Args:
+          is_replica_function: Whether it is called in replica context.
+        """
         ensure_bridges()
         fn = key.unwrap(fn)
         nest = (tuple(args), dict(kwargs or {}), key.lifted_cells(fn))
@@ -190,16 +199,21 @@ class Closures:
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         programs = self._cache.programs_of(fn)
         described, arrays, sources = _describe(leaves, programs)
-        signature = (tree, tuple(described), _pattern(sources), jax_state())
+        signature = (tree, tuple(described), _pattern(sources), is_replica_function, jax_state())
         traced = programs.get(signature)
         if traced is None:
-            traced = self._traced(fn, tree, described, sources)
+            traced = self._traced(fn, tree, described, sources, is_replica_function)
             programs.put(signature, described, traced)
             self._cache.report_trace(fn, described)
         return PreparedClosure(traced, arrays, traced.sources_of(sources))
 
     def _traced(
-        self, fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], sources: Sequence[PerWorkerInput]
+        self,
+        fn: Callable[..., Any],
+        tree: Any,
+        described: Sequence[Leaf],
+        sources: Sequence[PerWorkerInput],
+        is_replica_function: bool,
     ) -> TracedFunction:
         avals = [leaf.aval() for leaf in described if leaf.kind != "static"]
 
@@ -217,6 +231,8 @@ class Closures:
             nest = jax.tree_util.tree_unflatten(tree, [thawed(leaf) for leaf in described])
             args, kwargs, cells = nest
             with context.Scope(self._strategy), taking_from(elements):
+                if is_replica_function:
+                    return call_in_replica(self._strategy, key.with_cells(fn, cells), args, kwargs)
                 return key.with_cells(fn, cells)(*args, **kwargs)
 
         name = key.name_of(fn)
@@ -265,15 +281,34 @@ def _pattern(sources: Sequence[PerWorkerInput]) -> tuple[int, ...]:
     return tuple(sources.index(source) for source in sources)
 
 
+def call_in_replica(
+    strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls ``fn`` in replica context, in the function that is being traced."""
+    replica = ReplicaContext(strategy, None, OneReplica())
+    with context.replica_context(strategy, replica):
+        return fn(*args, **kwargs)
+
+
 @final
 class RemoteRunner:
     """``Strategy.run`` with parameter servers: a part of the function for workers that is being traced.
 
     Anywhere else the function is run in this process, on the servers' variables.
+
+    Args:
+      run_here: Runs a replica function in this process, given its arguments.
+      is_coordinator: Whether this process is one, and computing not its work.
     """
 
-    def __init__(self, strategy: Any, run_here: Callable[..., Any]):
-        self._strategy, self._run_here = strategy, run_here
+    def __init__(
+        self,
+        strategy: Any,
+        run_here: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
+        *,
+        is_coordinator: bool,
+    ):
+        self._strategy, self._run_here, self._is_coordinator = strategy, run_here, is_coordinator
 
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
@@ -282,21 +317,16 @@ class RemoteRunner:
         del options
         capture = current_capture()
         if capture is None:
-            _say_it_runs_here(key.name_of(fn))
-            return self._run_here(lambda: self.run_inline(fn, args, kwargs))
+            if self._is_coordinator:
+                _say_it_runs_here(key.name_of(fn))
+            return self._run_here(fn, args, kwargs)
         capture.use_strategy(self._strategy)
         if context.in_replica_function() or not isinstance(capture.observer, Events):
             raise CrossReplicaContextError(
                 "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do that work in the "
                 "replica function, or after run."
             )
-        return self.run_inline(fn, args, kwargs)
-
-    def run_inline(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls ``fn`` in replica context, in the function that is being traced."""
-        replica = ReplicaContext(self._strategy, None, OneReplica())
-        with context.replica_context(self._strategy, replica):
-            return key.unwrap(fn)(*args, **kwargs)
+        return call_in_replica(self._strategy, key.unwrap(fn), args, kwargs)
 
     def owned(self, array: Any) -> Any:
         """Remembers nothing: arguments of workers are copies."""

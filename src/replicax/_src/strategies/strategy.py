@@ -13,6 +13,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
+from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.collectives import cross_device
 from replicax._src.collectives.cross_device import CrossDeviceOps, NcclAllReduce
@@ -56,6 +57,8 @@ class Strategy:
 
     is_default = False
     has_servers = False
+    worker_of_own: Membership | None = None
+    """Where each worker runs the program by itself, on shared servers: which one this is."""
 
     def __init__(
         self,
@@ -461,7 +464,7 @@ class Strategy:
         Source: tf.distribute.Strategy.distribute_datasets_from_function.
         """
         ensure_bridges()
-        return datasets.distribute_from_function(self.topology, dataset_fn, options)
+        return datasets.distribute_from_function(self.topology, dataset_fn, options, self.worker_of_own)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None

@@ -80,7 +80,7 @@ class LocalCluster:
                 f"devices_per_worker is a number of at least 1, got {devices_per_worker!r}."
             )
         self._layout = Layout(num_workers, chief, num_ps, evaluator)
-        self._servers = self._layout.servers(script_in)
+        self._servers, self._script_in = self._layout.servers(script_in), script_in
         self._server_command = [*SERVER_COMMAND, *map(str, server_arguments)]
         self._devices_per_worker, self._timeout_s = devices_per_worker, timeout_s
         token = {TOKEN_VARIABLE: random_token(), TOKEN_FILE_VARIABLE: None} if num_ps else {}
@@ -195,6 +195,7 @@ class LocalCluster:
     def _started(self, task: Task, command: Sequence[str]) -> LocalTask:
         report_file = Path(self._directory.name) / f"{task.type}-{task.index}.reports"
         own = {"TF_CONFIG": tf_config(self.cluster, task), REPORT_FILE_VARIABLE: str(report_file)}
+        own |= self._layout.told(task, self._script_in)
         if task.type != "ps":
             own |= device_environment(self._devices_per_worker, self._environment)
         routes = {

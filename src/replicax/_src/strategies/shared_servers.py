@@ -1,0 +1,65 @@
+"""How one worker of several that each run the program begins its part in what they share: the parameter servers."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+
+import jax
+
+from replicax._src.cluster.environ import START_LIMIT, limit_s
+from replicax._src.cluster.errors import TaskError
+from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.resolver import ClusterResolver, membership_of
+from replicax._src.cluster.spec import ClusterSpec, from_source, listed
+from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.links import PsLinks
+from replicax._src.ps.session import Session
+from replicax._src.ps.shared_arrays import SharedArrays
+from replicax._src.ps.shared_job import join_shared
+from replicax._src.ps.tasks import Share, Tasks
+
+
+def worker_of_own(resolver: ClusterResolver) -> Membership:
+    """Which of the workers this process is.
+
+    Raises:
+      TaskError: There is no parameter server, or it is none of them. The first text begins with TensorFlow's.
+    """
+    membership = membership_of(resolver)
+    spec, task = membership.spec, membership.task
+    source = from_source(spec.source)
+    if "ps" not in spec.jobs or not spec.num_tasks("ps"):
+        raise TaskError(
+            f"The cluster spec needs to have `ps` jobs. The cluster{source} has {listed(spec.jobs) or 'no tasks'}. Add the "
+            "addresses of its parameter servers; on one machine: replicax launch --workers 2 --ps 1 --no-chief train.py"
+        )
+    if task.type not in ("chief", "worker"):
+        raise TaskError(
+            f"This process is {task}{source}, and only the chief and workers run the program on shared parameter servers. An "
+            "evaluator reads checkpoints, with another strategy; a ps runs `replicax server`."
+        )
+    return membership
+
+
+def shared_session(membership: Membership, environ: Mapping[str, str]) -> Session:
+    """Comes together with the others; waits for the parameter servers, and the chief.
+
+    Raises:
+      UnavailableError: A parameter server does not answer, or the chief has not begun.
+    """
+    limit = limit_s(environ, START_LIMIT)
+    share = Share([str(task) for task in membership.workers], str(membership.task))
+    tasks = Tasks((), addresses(membership.spec, "ps"), Credentials.of_environment(environ), share)
+    told = join_shared(tasks, limit)
+    tasks.start_beating()
+    atexit.register(tasks.close)  # the servers wait for all to leave
+    num_ps = len(tasks.addresses("ps"))
+    links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
+    platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
+    return Session(links, platforms, tasks, shared=SharedArrays(links, share, limit))
+
+
+def addresses(spec: ClusterSpec, job: str) -> list[str]:
+    """Of the tasks of a job, in order."""
+    return [spec.task_address(job, index) for index in spec.task_indices(job)]
