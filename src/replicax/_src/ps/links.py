@@ -112,7 +112,6 @@ class PsLinks:
         server = self._servers[ps]
         with server.lock:  # who uses it while it is not there tries again, and needs nothing of this
             server.give_up_link()
-            server.sent.clear()
             self._send_programs(ps, list(server.programs))
 
     def has_update(self, digest: str) -> bool:
