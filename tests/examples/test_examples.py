@@ -370,3 +370,39 @@ def test_nnx_model_learns():
     recognised = [int(re.search(r"(\d+) of 360", line)[1]) for line in lines[1:]]
     assert losses[-1] < 0.2 * losses[0]
     assert recognised[-1] > 340
+
+
+# --- parameter servers --------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)
+def test_every_worker_runs_the_program_and_all_train_one_model():
+    inherited = {key: value for key, value in os.environ.items() if key not in SAYS_DEVICES}
+    script = ROOT / "examples" / "parameter_server_every_worker.py"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "replicax",
+            "launch",
+            "--workers",
+            "2",
+            "--ps",
+            "1",
+            "--no-chief",
+            str(script),
+        ],
+        env={**inherited, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    own = [int(number) for number in re.findall(r"worker \d made (\d+) steps", done.stdout)]
+    (total,) = re.findall(r"after (\d+) steps of all workers", done.stdout)
+    assert len(own) == 2
+    # The chief may print before the other's last step.
+    assert int(total) <= sum(own) <= int(total) + 1
+    assert 400 <= int(total) <= 401
+    (weights,) = re.findall(r"the weights are \[(.*)\]", done.stdout)
+    assert [round(float(weight), 2) for weight in weights.split()] == [2.0, -1.0, 0.5]

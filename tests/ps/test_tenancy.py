@@ -86,3 +86,25 @@ def test_what_is_remembered_is_bounded(tenancy):
     for number in range(2000):
         tenancy.hello(str(number), now=0.0)
     assert len(tenancy._past) == 1000
+
+
+def test_a_time_that_several_share_ends_with_the_last_of_them(tenancy):
+    tenancy.hello("a", now=1.0, member="chief 0")
+    tenancy.hello("a", now=1.0, member="worker 0")
+    members = ("chief 0", "worker 0", "worker 1")
+    assert not tenancy.leave("a", now=2.0, member="chief 0", members=members)
+    assert not tenancy.leave("a", now=3.0, member="worker 0", members=members)
+    assert not tenancy.hello("a", now=4.0, member="worker 0")  # started again
+    assert not tenancy.leave("a", now=5.0, member="worker 1", members=members)
+    tenancy.check("a")
+    assert tenancy.leave("a", now=6.0, member="worker 0", members=members)
+    message(StaleCoordinatorError, lambda: tenancy.hello("a", now=7.0, member="worker 0"), "it has left")
+
+
+def test_who_left_before_is_not_counted_for_the_next_one(tenancy):
+    members = ("worker 0", "worker 1")
+    tenancy.hello("a", now=1.0, member="worker 0")
+    tenancy.leave("a", now=2.0, member="worker 0", members=members)
+    tenancy.hello("b", now=3.0, member="worker 0")
+    assert not tenancy.leave("b", now=4.0, member="worker 1", members=members)
+    assert tenancy.incarnation == "b"

@@ -320,7 +320,8 @@ class RemoteRunner:
             if self._is_coordinator:
                 _say_it_runs_here(key.name_of(fn))
             return self._run_here(fn, args, kwargs)
-        capture.use_strategy(self._strategy)
+        if not context.in_replica_function():
+            capture.use_strategy(self._strategy)  # an rx.function learns of it, and is run here
         if context.in_replica_function() or not isinstance(capture.observer, Events):
             raise CrossReplicaContextError(
                 "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do that work in the "
