@@ -105,6 +105,6 @@ def test_who_left_before_is_not_counted_for_the_next_one(tenancy):
     members = ("worker 0", "worker 1")
     tenancy.hello("a", now=1.0, member="worker 0")
     tenancy.leave("a", now=2.0, member="worker 0", members=members)
-    tenancy.hello("b", now=3.0, member="worker 0")
+    tenancy.hello("b", now=3.0, member="worker 1")
     assert not tenancy.leave("b", now=4.0, member="worker 1", members=members)
     assert tenancy.incarnation == "b"
