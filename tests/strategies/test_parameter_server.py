@@ -165,14 +165,19 @@ def test_scopes_nest_in_themselves_and_not_in_others(strategy):
         assert rx.in_cross_replica_context()
         nested = rx.Variable(3.0)
         message(errors.MixedStrategiesError, lambda: mirrored.scope().__enter__(), "Mixing different")
-    assert where(nested) == [] and nested.numpy() == 3
+    assert where(nested) == []
+    assert nested.numpy() == 3
     assert where(nested) == [0]
     with mirrored.scope():
         other = rx.Variable(2.0)
     assert mirrored.run(lambda: other.assign_add(1.0)) is not None  # side by side
     assert strategy.run_here(lambda: nested * 2) == 6
     for run in (strategy.run_here, lambda fn: mirrored.run(fn)):
-        message(errors.MixedStrategiesError, lambda: run(lambda: nested + other), "was made in the scope of")
+        message(
+            errors.MixedStrategiesError,
+            lambda run=run: run(lambda: nested + other),
+            "was made in the scope of",
+        )
 
 
 def test_one_replica_whatever_the_number_of_workers(strategy):
@@ -331,7 +336,7 @@ def test_distributed_datasets_are_for_create_per_worker_dataset(strategy):
         strategy.distribute_datasets_from_function(lambda context: dataset),
         strategy.experimental_distribute_datasets_from_function(lambda context: dataset),
     ):
-        text = message(errors.InvalidArgumentError, lambda: iter(distributed))
+        text = message(errors.InvalidArgumentError, lambda distributed=distributed: iter(distributed))
         assert text == (
             "To use this dataset, you need to pass this dataset to ClusterCoordinator.create_per_worker_dataset."
         )
