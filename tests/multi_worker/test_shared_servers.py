@@ -7,7 +7,13 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax.cluster_resolver import TFConfigClusterResolver
-from replicax.errors import InvalidArgumentError, ProgramMismatchError, TaskError, UnavailableError
+from replicax.errors import (
+    InvalidArgumentError,
+    ProgramMismatchError,
+    TaskError,
+    UnavailableError,
+    UnsupportedError,
+)
 from replicax.testing import LocalCluster
 
 pytestmark = pytest.mark.timeout(120)
@@ -148,6 +154,17 @@ def test_there_is_no_coordinator(chief):
         lambda: rx.coordinator.ClusterCoordinator(chief),
         "every worker runs this program by itself",
     )
+
+
+def test_fit_says_what_to_do_instead(chief):
+    with chief.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((4, 2), np.float32)
+    text = message(
+        UnsupportedError, lambda: model.fit(x, x), "fit() is not supported where every worker runs"
+    )
+    assert "Write the loop" in text
 
 
 def test_who_ends_leaves_the_variables_to_the_others(chief, worker, strategy_of):

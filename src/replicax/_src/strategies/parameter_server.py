@@ -32,7 +32,12 @@ from replicax._src.ps.tasks import Tasks
 from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner
-from replicax._src.strategies.shared_servers import addresses, shared_session, worker_of_own
+from replicax._src.strategies.shared_servers import (
+    addresses,
+    shared_session,
+    snapshot_interval_s,
+    worker_of_own,
+)
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology
 from replicax._src.variables.partitioners import Partitioner
@@ -121,7 +126,7 @@ class ParameterServerStrategy(Strategy):
         num_ps = len(tasks.addresses("ps"))
         links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
         platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
-        intervals_s = [_snapshot_interval_s(answer) for answer in told]
+        intervals_s = [snapshot_interval_s(answer) for answer in told]
         self._set_up(Session(links, platforms, tasks, intervals_s), variable_partitioner, resolver)
         log.info(
             "Using ParameterServerStrategy: %d workers, %d parameter servers.",
@@ -271,12 +276,6 @@ def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
             "made by the chief alone. In this task run `replicax server`, or rx.Server(...).join()."
         )
     return spec
-
-
-def _snapshot_interval_s(told: Mapping[str, Any]) -> float | None:
-    """Of a parameter server, as it tells of itself; None if it takes no snapshots."""
-    snapshots = told["snapshots"]
-    return None if snapshots is None else float(snapshots["interval_s"])
 
 
 def _make_parts(strategy: ParameterServerStrategy) -> Parts:

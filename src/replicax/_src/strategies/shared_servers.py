@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -57,9 +58,16 @@ def shared_session(membership: Membership, environ: Mapping[str, str]) -> Sessio
     num_ps = len(tasks.addresses("ps"))
     links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
     platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
-    return Session(links, platforms, tasks, shared=SharedArrays(links, share, limit))
+    intervals_s = [snapshot_interval_s(answer) for answer in told]
+    return Session(links, platforms, tasks, intervals_s, SharedArrays(links, share, limit))
 
 
 def addresses(spec: ClusterSpec, job: str) -> list[str]:
     """Of the tasks of a job, in order."""
     return [spec.task_address(job, index) for index in spec.task_indices(job)]
+
+
+def snapshot_interval_s(told: Mapping[str, Any]) -> float | None:
+    """Of a parameter server, as it tells of itself; None if it takes no snapshots."""
+    snapshots = told["snapshots"]
+    return None if snapshots is None else float(snapshots["interval_s"])
