@@ -78,7 +78,11 @@ def test_commands_print_what_the_page_says_in_processes(page, shell):
     assert {kind for kind, *_ in listings} == {"python", "bash"}
     for kind, code, expected in listings:
         if kind == "python":
-            (shell.folder / re.match(r"# (\S+\.py)\n", code)[1]).write_text(code)
+            name = re.match(r"# (\S+\.py)\n", code)
+            if name is None:  # a part of a program
+                compile(code, page, "exec")
+            else:
+                (shell.folder / name[1]).write_text(code)
             continue
         got = printed(shell(code))
         assert pattern(expected).fullmatch(got), f"{code}\nprinted\n{got}"
