@@ -416,11 +416,15 @@ def for_ever(context):
         yield from batches()
 
 
-@pytest.mark.parametrize("way", ["function", "dataset of the coordinator"])
+@pytest.mark.parametrize("way", ["function", "dataset of the coordinator", "distributed"])
 def test_each_worker_has_a_dataset_of_its_own(two_workers, way):
-    data = for_ever
-    if way != "function":
-        data = ClusterCoordinator(two_workers).create_per_worker_dataset(for_ever)
+    data = {
+        "function": lambda: for_ever,
+        "dataset of the coordinator": lambda: ClusterCoordinator(two_workers).create_per_worker_dataset(
+            for_ever
+        ),
+        "distributed": lambda: two_workers.distribute_datasets_from_function(for_ever),
+    }[way]()
     model = made_in(two_workers, inputs=False)
     history = model.fit(
         data, steps_per_epoch=7, epochs=2, verbose=0, validation_data=data, validation_steps=3

@@ -14,6 +14,7 @@ from replicax._src.coordinator.cluster_coordinator import coordinator_of
 from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.datasets import check_alone
+from replicax._src.ps.unbuilt import UnbuiltDataset
 
 
 def as_worker_input(
@@ -61,6 +62,8 @@ def as_worker_input(
 
 
 def _is_dataset_fn(data: Any) -> bool:
+    if isinstance(data, UnbuiltDataset):  # what the strategy has distributed
+        return True
     return callable(data) and not isinstance(data, (Iterable, keras.utils.PyDataset))
 
 
