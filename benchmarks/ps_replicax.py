@@ -60,27 +60,28 @@ def _nothing() -> Any:
 
 def mlp(strategy: Any, coordinator: Any) -> Run:
     """A step with variables, gradients and an assignment of each."""
-    weights, (x, labels) = ps_sizes.mlp()
+    weights, batch = ps_sizes.mlp()
     with strategy.scope():
         variables = [rx.Variable(w) for w in weights]
 
-    def step() -> Any:
+    def step(batch: Any) -> Any:
+        x, labels = batch
         with rx.GradientTape() as tape:
             w1, b1, w2, b2 = (v.value for v in variables)
-            logits = jax.nn.relu(jnp.asarray(x) @ w1 + b1) @ w2 + b2
-            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(labels)[:, None], axis=1)
+            logits = jax.nn.relu(x @ w1 + b1) @ w2 + b2
+            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)
             loss = -jnp.mean(picked)
         gradients = tape.gradient(loss, variables)
         for variable, gradient in zip(variables, gradients, strict=True):
             variable.assign_sub(ps_sizes.RATE * gradient)
         return loss
 
-    return ps_timing.of_scheduled(coordinator, step, read=float)
+    return ps_timing.of_scheduled(coordinator, step, (_at_workers(coordinator, batch),), read=float)
 
 
 def mlp_keras(strategy: Any, coordinator: Any) -> Run:
     """The same with a Keras model and optimizer."""
-    _, (x, labels) = ps_sizes.mlp()
+    _, batch = ps_sizes.mlp()
     with strategy.scope():
         inputs, hidden, outputs = ps_sizes.MLP
         layers = [keras.layers.Dense(hidden, activation="relu"), keras.layers.Dense(outputs)]
@@ -89,14 +90,20 @@ def mlp_keras(strategy: Any, coordinator: Any) -> Run:
         optimizer.build(model.trainable_variables)
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def step() -> Any:
+    def step(batch: Any) -> Any:
+        x, labels = batch
         with rx.GradientTape() as tape:
             loss = loss_object(labels, model(x, training=True))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    return ps_timing.of_scheduled(coordinator, step, read=float)
+    return ps_timing.of_scheduled(coordinator, step, (_at_workers(coordinator, batch),), read=float)
+
+
+def _at_workers(coordinator: Any, batch: Any) -> Any:
+    """A batch that each worker has at hand, as TensorFlow's have it in their graph."""
+    return coordinator.create_per_worker_value(lambda: batch)
 
 
 def transfer(strategy: Any, coordinator: Any) -> Run:
