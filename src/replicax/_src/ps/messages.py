@@ -31,6 +31,7 @@ _MAGIC = b"RPX"
 _PREFIX = struct.Struct("<3sBIQ")
 _PACKED_BYTES = 256 * 1024  # smaller arrays are copied, many into one piece: a piece costs more than that
 _MOST_DIMS = 64
+_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 _NUMPY_DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
@@ -99,7 +100,7 @@ def header_bytes(fields: Mapping[str, Any]) -> bytes:
       MessageError: It has other values than those of JSON, or is too large.
     """
     try:
-        text = json.dumps(fields, separators=(",", ":")).encode()
+        text = _JSON.encode(fields).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise MessageError(
             f"A header of a message is not JSON: {error}. It may have texts, numbers of Python, booleans, None, "
