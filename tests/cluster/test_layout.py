@@ -8,7 +8,7 @@ import pytest
 from checks import message
 from replicax._src.cluster import layout
 from replicax._src.cluster.errors import ClusterEnvironmentError, ClusterError
-from replicax._src.cluster.layout import Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.layout import Layout, device_environment, free_ports, server_environment, tf_config
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import ClusterSpec, Task
@@ -95,6 +95,22 @@ def test_ports_in_use_are_left_out(monkeypatch):
 )
 def test_environment_of_devices(num_devices, environment, expected):
     assert device_environment(num_devices, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"), [(None, ""), ("glibc.malloc.check=3", "glibc.malloc.check=3:"), ("", "")]
+)
+def test_memory_of_servers(said, kept):
+    environment = {} if said is None else {"GLIBC_TUNABLES": said}
+    memory = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8388608:glibc.malloc.trim_threshold=67108864"
+    assert server_environment(environment) == {"GLIBC_TUNABLES": kept + memory}
+
+
+def test_memory_of_servers_is_as_the_user_says():
+    said = "glibc.malloc.trim_threshold=1:glibc.malloc.hugetlb=0"
+    given = server_environment({"GLIBC_TUNABLES": said})
+    assert given == {"GLIBC_TUNABLES": f"{said}:glibc.malloc.mmap_threshold=8388608"}
+    assert server_environment(given) == {}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a:1": 3}'])

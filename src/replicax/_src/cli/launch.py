@@ -22,6 +22,7 @@ from replicax._src.cluster.layout import (
     Layout,
     device_environment,
     free_ports,
+    server_environment,
     tf_config,
 )
 from replicax._src.cluster.membership import Membership
@@ -234,7 +235,7 @@ def _start_server(
     if task.type == "ps" and options.snapshot_dir is not None:
         command, may_restart = (*SERVER_COMMAND, "--snapshot-dir", options.snapshot_dir), True
     return dataclasses.replace(
-        _start(options, cluster, task, command, secrets),
+        _start(options, cluster, task, command, {**secrets, **server_environment(os.environ)}),
         is_awaited=False,
         is_server=True,
         max_restarts=options.server_restarts if may_restart else 0,

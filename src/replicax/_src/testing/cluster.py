@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from replicax._src.cluster.layout import SERVER_COMMAND, Layout, device_environment, free_ports, tf_config
+from replicax._src.cluster.layout import (
+    SERVER_COMMAND,
+    Layout,
+    device_environment,
+    free_ports,
+    server_environment,
+    tf_config,
+)
 from replicax._src.cluster.processes import ProcessTimeoutError, shown_lines
 from replicax._src.cluster.routes import ROUTES_VARIABLE
 from replicax._src.cluster.spec import Task, split_address
@@ -196,6 +203,8 @@ class LocalCluster:
         report_file = Path(self._directory.name) / f"{task.type}-{task.index}.reports"
         own = {"TF_CONFIG": tf_config(self.cluster, task), REPORT_FILE_VARIABLE: str(report_file)}
         own |= self._layout.told(task, self._script_in)
+        if task in self._servers:
+            own |= server_environment(self._environment)
         if task.type != "ps":
             own |= device_environment(self._devices_per_worker, self._environment)
         routes = {
