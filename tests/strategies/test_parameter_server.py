@@ -42,10 +42,10 @@ def where(variable):
 # --- the cluster ---------------------------------------------------------------------------------------
 
 
-def of_cluster(task_type="chief", **jobs):
+def of_cluster(task_type="chief", is_coordinator=None, **jobs):
     spec = {job: [f"localhost:{n}" for n in range(count)] for job, count in jobs.items()}
     resolver = SimpleClusterResolver(ClusterSpec(spec), task_type=task_type, task_id=0)
-    return lambda: rx.ParameterServerStrategy(resolver)
+    return lambda: rx.ParameterServerStrategy(resolver, is_coordinator=is_coordinator)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def of_cluster(task_type="chief", **jobs):
         (of_cluster(chief=1, ps=1), ("There must be at least one worker.", "The cluster has chief, ps")),
         (of_cluster(chief=2, worker=1, ps=1), ("at most one 'chief' job. Got 2",)),
         (of_cluster(chief=1, worker=1, ps=1, reader=1), ("Disallowed task type found in", "reader")),
-        (of_cluster("worker", chief=1, worker=1, ps=1), ("is worker 0", "replicax server")),
+        (of_cluster("worker", True, chief=1, worker=1, ps=1), ("is worker 0", "replicax server")),
         (of_cluster("ps", chief=1, worker=1, ps=1), ("is ps 0", "replicax server")),
     ],
     ids=["no ps", "no worker", "two chiefs", "unknown job", "in a worker", "in a ps"],
