@@ -61,6 +61,7 @@ class PsWatch:
         self.num_updates = 0
         self._instance: Any = None
         self._past: set[Any] = set()
+        self._last_instance: Any = None
         self._num_restarts = 0
         self._is_lost = False
         self._is_closing = False
@@ -83,7 +84,6 @@ class PsWatch:
         """From now on it is that one."""
         self._past.add(self._instance)
         self._instance = instance
-        self._num_restarts += 1
 
     def close(self) -> None:
         """Ends the thread; does not wait for it."""
@@ -96,7 +96,7 @@ class PsWatch:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Whether it answers, how often it went back to a snapshot, and what it last said of itself."""
+        """Whether it answers, how often another process was found in its place, and what it last said of itself."""
         return {
             "connected": not self._is_lost,
             "restarts": self._num_restarts,
@@ -134,6 +134,8 @@ class PsWatch:
 
     def _heard(self, answer: Mapping[str, Any], client: Client) -> None:
         instance = answer.get("instance")
+        self._num_restarts += self._last_instance not in (None, instance)
+        self._last_instance = instance
         if self._instance is None:
             self._instance = instance
         if not self.knows(instance):

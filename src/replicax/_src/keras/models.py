@@ -89,6 +89,7 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 strategy = context.get_strategy()  # Keras on JAX cannot run it
             with contextlib.ExitStack() as stack:
                 if strategy is not None:
+                    _check_has_steps(strategy, name)
                     stack.enter_context(strategy.scope())
                 args, kwargs, inputs = _with_datasets(
                     name, signature, self, args, kwargs, context.get_strategy()
@@ -109,6 +110,15 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
         return method
 
     return wrap
+
+
+def _check_has_steps(strategy: Any, method: str) -> None:
+    if strategy.worker_of_own is not None:
+        raise UnsupportedError(
+            f"{method}() is not supported where every worker runs the program by itself, on shared parameter servers. Write the "
+            "loop, with strategy.run and rx.GradientTape; or let a chief coordinate the workers: "
+            "rx.ParameterServerStrategy(is_coordinator=True) there, and `replicax server` in them."
+        )
 
 
 def _check_not_in_a_function(model: Any, method: str) -> None:

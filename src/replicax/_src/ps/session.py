@@ -54,9 +54,10 @@ class Session:
     ):
         self.links = links
         self.client = uuid.uuid4().hex
+        self._shared = shared
         self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * links.num_servers
         links.wait_for(ps for ps, interval in enumerate(self.snapshot_intervals_s) if interval is not None)
-        self._tasks, self._shared = tasks, shared
+        self._tasks = tasks
         self.epoch = 0
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
@@ -107,10 +108,7 @@ class Session:
     def add(self, array: ServerArray) -> ServerArray:
         """Remembers an array that is to be made: those made together are placed in the order in which they were added."""
         with self._lock:
-            if self._shared is None:
-                array.key = f"{self._num_keys}:{array.name}"
-                self._num_keys += 1
-            else:
+            if self._shared is not None:
                 self._shared.name(array)
             self._unmade.append(weakref.ref(array))
         return array
@@ -147,7 +145,12 @@ class Session:
         for array in arrays:
             _add_with_those_beside(array, wanted)
         absent = shared.place(wanted, self._balance)
-        self._create_pieces(absent)
+        try:
+            self._create_pieces(absent)
+        except BaseException:
+            for array, _ in absent:
+                array.pieces = ()
+            raise
         self._made.update(wanted)
         for array in wanted:
             array.initial = None
@@ -159,6 +162,8 @@ class Session:
     def _place(self, array: ServerArray, made: list[ServerArray]) -> None:
         if array.is_made:
             return
+        array.key = f"{self._num_keys}:{array.name}"
+        self._num_keys += 1
         if array.beside is not None:
             self._place(array.beside, made)
             array.place_beside(array.beside, self._balance)
@@ -179,9 +184,8 @@ class Session:
             NewPiece(piece, array.shape_of(piece), array.dtype, self._initial(array, piece))
             for array, piece in pieces
         ]
-        self.links.create(
-            new, if_absent=True
-        )  # one that is there was made by this very call, or by one who shares it
+        # Keys are new: one that is there was made by this very call, or by another chief that shares it.
+        self.links.create(new, if_absent=True)
 
     def _initial(self, array: ServerArray, piece: Piece) -> np.ndarray | UpdateProgram:
         assert array.initial is not None
@@ -224,9 +228,8 @@ class Session:
             piece = Piece(ps, copy_key(array, ps))
             if self._shared is None or not self._shared.has_copy(array, ps):
                 (value,) = self.links.read([array.pieces])
-                self.links.create(
-                    [NewPiece(piece, array.shape, array.dtype, value)], self._shared is not None
-                )
+                is_shared = self._shared is not None
+                self.links.create([NewPiece(piece, array.shape, array.dtype, value)], if_absent=is_shared)
             array.copies[ps] = piece.key
 
     def restored(self, ps: int, keys: Collection[str]) -> list[str]:
@@ -297,14 +300,14 @@ class Session:
             self.epoch += 1
 
 
-def _drop(dropped: list[Piece], pieces: Sequence[Piece], copies: Mapping[int, str]) -> None:
-    """An array is gone; its pieces will be dropped. Takes no lock, for garbage collection."""
-    dropped.extend([*pieces, *(Piece(ps, key) for ps, key in copies.items())])
-
-
 def _add_with_those_beside(array: ServerArray, arrays: list[ServerArray]) -> None:
     """Adds an array that is to be made, after the one that it stands beside."""
     if not array.is_made and array not in arrays:
         if array.beside is not None:
             _add_with_those_beside(array.beside, arrays)
         arrays.append(array)
+
+
+def _drop(dropped: list[Piece], pieces: Sequence[Piece], copies: Mapping[int, str]) -> None:
+    """An array is gone; its pieces will be dropped. Takes no lock, for garbage collection."""
+    dropped.extend([*pieces, *(Piece(ps, key) for ps, key in copies.items())])

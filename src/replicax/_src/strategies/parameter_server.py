@@ -30,6 +30,7 @@ from replicax._src.ps.runner import ClosureCall, Runner
 from replicax._src.ps.session import Session
 from replicax._src.ps.tasks import Tasks
 from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
+from replicax._src.strategies import datasets
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner
 from replicax._src.strategies.shared_servers import (
@@ -195,17 +196,20 @@ class ParameterServerStrategy(Strategy):
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None, *, distribute_options: Any = None
     ) -> Any:
-        """A dataset of which each worker has all: give it to ``ClusterCoordinator.create_per_worker_dataset``.
+        """A dataset of which each worker has all; of a coordinator for ``ClusterCoordinator.create_per_worker_dataset``.
 
         Workers do not share it, whatever ``distribute_options`` say: each goes through it at its own pace.
         """
-        del distribute_options
+        if not self.is_coordinator:
+            return datasets.distribute(self.topology, dataset, options, distribute_options)
         return UnbuiltDataset.of_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """What ``dataset_fn`` makes on each worker: give it to ``ClusterCoordinator.create_per_worker_dataset``."""
+        """What ``dataset_fn`` makes on each worker; of a coordinator for ``ClusterCoordinator.create_per_worker_dataset``."""
+        if not self.is_coordinator:
+            return datasets.distribute_from_function(self.topology, dataset_fn, options, self.worker_of_own)
         return UnbuiltDataset.of_function(dataset_fn, options)
 
     def prepare(
@@ -217,14 +221,14 @@ class ParameterServerStrategy(Strategy):
     def run_here(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of cross-replica code in this process, with its variables on the servers."""
         with self._running_here:
-            return self._run_prepared(self.prepare(fn, args, kwargs))
+            return self._run_here(self.prepare(fn, args, kwargs))
 
     def run_replica_here(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a replica function in this process, with its variables on the servers."""
         with self._running_here:
-            return self._run_prepared(self.closures.prepare(fn, args, kwargs, is_replica_function=True))
+            return self._run_here(self.closures.prepare(fn, args, kwargs, is_replica_function=True))
 
-    def _run_prepared(self, prepared: PreparedClosure) -> Any:
+    def _run_here(self, prepared: PreparedClosure) -> Any:
         traced = prepared.traced
         number, self._num_here = self._num_here, self._num_here + 1
         call = ClosureCall(

@@ -237,11 +237,6 @@ class Strategy:
                 "travel as compiled programs. Debug with rx.OneDeviceStrategy, or leave eager out: Python, and print in it, runs "
                 "once, on the coordinator, when a function is traced."
             )
-        if self.has_servers:
-            raise UnsupportedError(
-                "strategy.run(..., options=rx.RunOptions(eager=True)) runs the function itself in this process, and its variables "
-                "are on parameter servers. Debug under rx.OneDeviceStrategy; or leave eager out."
-            )
         peers = self.topology.peers
         if peers is not None:
             num_local = len(self.topology.local_devices)
