@@ -209,3 +209,20 @@ def test_prints_are_left_out_and_said_other_callbacks_are_refused(caplog):
         return jax.lax.fori_loop(0, 3, lambda _, v: calls(v), x)
 
     message(UnsupportedError, lambda: strategy.run_here(in_a_loop, np.float32(1)), "pure_callback at")
+
+
+def test_an_array_that_is_assigned_is_sent_as_it_is():
+    strategy = servers()
+    with strategy.scope():
+        variable = rx.Variable(np.zeros((7, 2), np.float32))
+    first = np.ones((7, 2), np.float32)
+    variable.assign(first)  # before it is on the servers
+    first[:] = 2
+    np.testing.assert_array_equal(variable.numpy(), np.ones((7, 2)))
+    object.__setattr__(strategy.variable_placement, "run_here", None)  # what traces a function
+    value = np.arange(14, dtype=np.float32).reshape(7, 2)
+    epoch = strategy.session.epoch
+    variable.assign(value)
+    assert strategy.session.epoch > epoch
+    value[:] = 0
+    np.testing.assert_array_equal(variable.numpy(), np.arange(14).reshape(7, 2))

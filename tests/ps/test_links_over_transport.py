@@ -122,3 +122,21 @@ def test_a_stream_that_was_cut_is_opened_again(halving, new_links, servers):
     for number in range(1, 4):
         run(halving, number)
     np.testing.assert_array_equal(new_links().read([SHARDS])[0], WHOLE / 16)
+
+
+def test_what_was_read_stays_what_it_was(new_links):
+    links = new_links()
+    piece = Piece(0, "large")
+    first, second = np.zeros(100_000, np.float32), np.ones(100_000, np.float32)
+    links.create([NewPiece(piece, first.shape, first.dtype, first)])
+    (found,) = links.read([[piece]])
+    taken_over = jax.device_put(found)
+    for _ in range(4):  # more than there are buffers
+        links.assign([([piece], second)])
+        (again,) = links.read([[piece]])
+        np.testing.assert_array_equal(again, second)
+        del again
+    np.testing.assert_array_equal(found, first)
+    del found
+    links.read([[piece]])
+    np.testing.assert_array_equal(taken_over, first)

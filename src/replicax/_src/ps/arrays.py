@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from replicax._src.ps.programs import Piece
@@ -142,7 +142,9 @@ class ServerArray:
 
     def read(self) -> Any:
         """The value now, as an array of JAX. Communicates, and waits."""
-        return jnp.asarray(self.holder.read([self])[0])
+        return jax.device_put(
+            self.holder.read([self])[0]
+        )  # which takes over memory that is aligned, and nobody else's
 
     def assign(self, value: Any) -> None:
         """Replaces the value, and waits until every server has it."""

@@ -88,11 +88,14 @@ class PsLinks:
         self._servers = [_Server(f"ps {i}", client) for i, client in enumerate(clients)]
         self._incarnation = incarnation
         self._timeout_s = timeout_s
+        self._gives_views = False
 
     @classmethod
     def of_stores(cls, stores: Sequence[Answering], incarnation: Any) -> Self:
         """Links to stores of this process."""
-        return cls([StoreClient(store, f"ps {i}") for i, store in enumerate(stores)], incarnation)
+        links = cls([StoreClient(store, f"ps {i}") for i, store in enumerate(stores)], incarnation)
+        links._gives_views = True
+        return links
 
     @property
     def num_servers(self) -> int:
@@ -184,7 +187,7 @@ class PsLinks:
         return {ps: answered_of(asks[ps], _checked(answer)) for ps, answer in answers.items()}
 
     def read(self, variables: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
-        """The whole values of variables, each given as its pieces in the order of their rows; copies.
+        """The whole values of variables, each given as its pieces in the order of their rows; nobody else's.
 
         All pieces on one server are read as one; several servers are read at about the same time.
         """
@@ -193,7 +196,9 @@ class PsLinks:
         asks = {ps: Ask(pull=[(key, None) for key in dict.fromkeys(ours)]) for ps, ours in keys.items()}
         with self.held(keys):  # until they are copied
             answers = self.step(None, 0, asks)
-            return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
+            if self._gives_views or len(pieces) > 1:
+                return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
+            return [_value(answers[p.ps], p.key) for p in pieces]
 
     def read_rows(self, pieces: Sequence[Piece], ids: np.ndarray, num_rows: int) -> np.ndarray:
         """The rows of a variable at ``ids`` [n], all of which it must have; a copy."""

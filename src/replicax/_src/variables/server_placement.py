@@ -72,7 +72,11 @@ class ServerPlacement:
 
     def update(self, fn: Callable[..., Any], *args: Any) -> bool:
         """Runs an assignment on the servers, where others assign at the same time."""
-        self.run_here(fn, *args)
+        if not _is_sent_as_it_is(fn, *args):
+            self.run_here(fn, *args)
+        else:
+            variable, value = args
+            variable._value.assign(value)
         return True
 
     def beside(self, value: Any, has_components: bool) -> Any:
@@ -84,3 +88,15 @@ class ServerPlacement:
         """The value, once: whatever the number of replicas, there is one on the servers."""
         del has_components
         return (stored.read(),)
+
+
+def _is_sent_as_it_is(fn: Callable[..., Any], variable: Any, value: Any) -> bool:
+    """Whether an assignment replaces a value by an array of its kind, so that nothing is to be computed."""
+    return (
+        getattr(fn, "replicax_family", None) == "assign"
+        and type(value) is np.ndarray
+        and value.dtype == variable.dtype
+        and value.shape == tuple(variable.shape)
+        and not variable._has_components
+        and variable._value.is_made  # else it would be kept here, and is the caller's
+    )
