@@ -1,8 +1,11 @@
 """Two workers, a parameter server and a coordinator on one machine, each a process, beside TensorFlow's.
 
-``make bench`` runs it with the others; ``python benchmarks/parameter_server.py --help`` alone. The processes share the
-cores of the machine: beside each time stands what CPU time an operation took of each process, which depends less on what
-else is running.
+``make bench`` runs it with the others; alone, in 10 minutes, with nothing else running on the machine:
+
+    python benchmarks/parameter_server.py --rounds 7 --tensorflow PYTHON
+
+The processes share the cores of the machine. Beside each time stands what CPU time an operation took of each process: where
+other programs run too, compare that. Bars are judged by the medians of the rounds.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def transfer(strategy, coordinator):
 
     @tf.function
     def push(change):
-        variable.assign_sub(next(change))
+        variable.assign_sub(ps_sizes.RATE * next(change))
         return tf.constant(1.0)
 
     @tf.function

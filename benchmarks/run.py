@@ -27,6 +27,7 @@ import memory
 import models
 import multi_worker
 import overhead
+import parameter_server
 import peers
 import rounds
 import uneven
@@ -57,6 +58,7 @@ SECTIONS = {
     "multi_worker": lambda arguments: multi_worker.main(
         arguments.rounds, arguments.tensorflow, arguments.torch
     ),
+    "parameter_server": lambda arguments: parameter_server.main(arguments.rounds, arguments.tensorflow),
     "peers": lambda arguments: peers.main(arguments.rounds, arguments.tensorflow),
 }
 
