@@ -10,7 +10,9 @@ os.environ.pop("PJRT_NPROC", None)  # of who runs all benchmarks, for its virtua
 
 import atexit
 import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ def build(task: str, **options: Any) -> Run:
     cluster.start_servers()
     os.environ.update(cluster.environment_of("chief", 0))
     if task == "memory":
-        return memory(cluster, **options)
+        return memory(cluster, Path(folder.name), **options)
     strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
     coordinator = rx.coordinator.ClusterCoordinator(strategy)
     pids = {"coordinator": os.getpid(), "ps": cluster.tasks["ps", 0].pid}
@@ -157,8 +159,11 @@ def embedding(strategy: Any, coordinator: Any, optimizer: str) -> Run:
     return ps_timing.of_scheduled(coordinator, step, (iterator,), read=float)
 
 
-def memory(cluster: Any, tables: int, rows: int, columns: int) -> Run:
-    """Memory of the ps while tables with the slots of Adam are made, used, and restored by a new process."""
+def memory(cluster: Any, folder: Path, tables: int, rows: int, columns: int) -> Run:
+    """Memory of the ps while tables with the slots of Adam are made, used, and restored by a new process.
+
+    Not while it writes a snapshot: each piece that is updated before it is written is there twice then.
+    """
     strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
     coordinator = rx.coordinator.ClusterCoordinator(strategy)
     phases = ps_timing.MemoryPhases(lambda: cluster.tasks["ps", 0].pid)
@@ -187,6 +192,7 @@ def memory(cluster: Any, tables: int, rows: int, columns: int) -> Run:
         with phases.of("creating"):
             step = make()
             coordinator.schedule(step).fetch()
+        _wait_until_written(folder)
         with phases.of("steps"):
             for _ in range(count):
                 coordinator.schedule(step)
@@ -201,6 +207,17 @@ def memory(cluster: Any, tables: int, rows: int, columns: int) -> Run:
         return phases.found
 
     return run
+
+
+def _wait_until_written(folder: Path) -> None:
+    """A ps writes what has been made soon: waits until that is over, and nothing has been written for a while."""
+    before, until = -1, time.monotonic() + ps_sizes.LIMIT_S
+    while time.monotonic() < until:
+        time.sleep(3.0)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if size == before:
+            return
+        before = size
 
 
 TASKS = {
