@@ -226,3 +226,124 @@ def test_an_array_that_is_assigned_is_sent_as_it_is():
     assert strategy.session.epoch > epoch
     value[:] = 0
     np.testing.assert_array_equal(variable.numpy(), np.arange(14).reshape(7, 2))
+
+
+# --- what a review found: each was a wrong result without a word ---------------------------------------
+
+
+def test_an_update_that_reads_another_variable_is_refused():
+    strategy = servers(1)
+    with strategy.scope():
+        factor, weight = keras.Variable(0.5), keras.Variable(0.0)
+
+    class OfAVariable(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return factor.value
+
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(OfAVariable())
+        optimizer.build([weight])
+    step = lambda: optimizer.apply([jnp.float32(1.0)], [weight])  # noqa: E731
+    message(UnsupportedError, lambda: strategy.run_here(step), "SGD 'sgd' reads variable", "can be assigned")
+    assert float(weight.value) == 0
+
+
+def test_what_reads_a_variable_twice_adds_up():
+    strategy = servers(1)
+    with strategy.scope():
+        v = rx.Variable(1.0)
+
+    def step(is_on):
+        v.assign(jnp.where(is_on, v.value + 1.0, v.value))
+
+    strategy.run_here(step, np.bool_(True))
+    prepared = strategy.prepare(step, [np.bool_(True)])
+    (digest,) = prepared.programs.values()
+    assert not prepared.traced.program(digest).variables, "the server's own value is used"
+    strategy.run_here(step, np.bool_(False))
+    assert v.numpy() == 2
+
+
+@pytest.mark.parametrize("shards", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
+def test_windows_of_rows_are_written(shards):
+    strategy = servers(2, shards)
+    with strategy.scope():
+        v = rx.Variable(np.zeros((6, 2), np.float32))
+
+    def step():
+        whole = v.value if shards is None else v.as_array()
+        v.assign(whole.at[2:5].set(1.0))
+
+    strategy.run_here(step)
+    np.testing.assert_array_equal(np.asarray(v.numpy())[:, 0], [0, 0, 1, 1, 1, 0])
+
+
+def test_an_operand_with_one_column_is_cut_with_the_rows():
+    strategy = servers(2, FixedShardsPartitioner(3))
+    with strategy.scope():
+        v = rx.Variable(np.ones((3, 3), np.float32))
+    strategy.run_here(lambda: v.assign(v.as_array() * jnp.arange(3.0)[:, None]))
+    np.testing.assert_array_equal(v.numpy(), [[0, 0, 0], [1, 1, 1], [2, 2, 2]])
+
+
+def test_copies_of_what_variables_share_go_with_it():
+    strategy = servers(2)
+    with strategy.scope():
+        a, b = keras.Variable(np.float32([0.0])), keras.Variable(np.float32([0.0]))
+        optimizer = keras.optimizers.SGD(O.schedules.ExponentialDecay(1.0, 1, 0.5))
+        rate = keras.optimizers.SGD(1.0)
+        for each in (optimizer, rate):
+            each.build([a, b])
+    one = jnp.ones(1)
+
+    def set_rate(value):
+        rate.learning_rate.assign(value)
+
+    strategy.run_here(set_rate, np.float32(1))  # traced before there are copies
+    strategy.run_here(lambda: rate.apply([one, one], [a, b]))
+    strategy.run_here(set_rate, np.float32(0))
+    strategy.run_here(lambda: rate.apply([one, one], [a, b]))
+    assert float(a.value[0]) == float(b.value[0]) == -1
+    for updated in (b, a, a, a, b):  # on different servers, which count the same steps
+        strategy.run_here(lambda updated=updated: optimizer.apply([one], [updated]))
+    assert float(b.value[0]) == -1 - 1 - 0.0625
+
+
+def test_gradients_are_taken_as_the_variable_has_them():
+    strategy = servers(1)
+    with strategy.scope():
+        v = keras.Variable(np.zeros(3, np.float32), dtype="bfloat16")
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([v])
+    strategy.run_here(lambda: optimizer.apply([jnp.float32(1.0)], [v]))
+    np.testing.assert_array_equal(np.asarray(v.value, np.float32), [-1, -1, -1])
+
+
+def test_an_optimizer_in_a_condition_is_refused():
+    strategy = servers(1)
+    with strategy.scope():
+        v = keras.Variable(0.0)
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([v])
+
+    def step(p):
+        rx.cond(p, lambda: optimizer.apply([jnp.float32(1.0)], [v]), lambda: None)
+
+    message(
+        UnsupportedError,
+        lambda: strategy.run_here(step, np.bool_(True)),
+        "in a branch of rx.cond at",
+        "outside",
+    )
+
+
+def test_arrays_that_are_given_are_copied():
+    strategy = servers(1)
+    with strategy.scope():
+        kept = keras.Variable(np.zeros(2, np.float32))
+    value = np.ones(2, np.float32)
+    kept.assign(value)
+    prepared = strategy.prepare(lambda x: x, [value])
+    value[:] = 7
+    np.testing.assert_array_equal(kept.value, [1, 1])
+    np.testing.assert_array_equal(prepared.arguments[0], [1, 1])

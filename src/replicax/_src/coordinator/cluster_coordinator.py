@@ -158,7 +158,11 @@ class ClusterCoordinator:
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         _check(fn, args, kwargs)
         dispatch = self._crew.dispatch
-        dispatch.check()
+        try:
+            dispatch.check()
+        except BaseException:
+            self._strategy.session.renew()
+            raise
         keeps = (fn, args, kwargs)
         try:
             prepared = self._strategy.prepare(fn, args, kwargs)
@@ -184,12 +188,21 @@ class ClusterCoordinator:
           WaitTimeoutError: The time is over.
           Exception: What the first function that failed raised.
         """
-        self._crew.dispatch.join(timeout_s)
-        self._strategy.session.renew()
+        try:
+            self._crew.dispatch.join(timeout_s)
+        finally:
+            self._strategy.session.renew()
 
     def done(self) -> bool:
         """Whether all functions that were scheduled have ended. Raises what ``join`` does."""
-        return self._crew.dispatch.done()
+        try:
+            is_done = self._crew.dispatch.done()
+        except BaseException:
+            self._strategy.session.renew()
+            raise
+        if is_done:
+            self._strategy.session.renew()
+        return is_done
 
     def fetch(self, val: Any) -> Any:
         """Waits for the RemoteValues in a nest, and returns it with their results as NumPy arrays; other leaves as they are."""

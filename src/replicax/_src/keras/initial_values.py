@@ -57,7 +57,7 @@ class InitialValue:
 
             def fill(number: Any, rows: Any) -> Any:
                 at = jnp.minimum(number * block, stop - start - block)  # the last one covers some rows again
-                values = draw(jax.random.fold_in(key, start // block + number), (block, *row_shape))
+                values = draw(jax.random.fold_in(jax.random.fold_in(key, start), number), (block, *row_shape))
                 return jax.lax.dynamic_update_slice(
                     rows, values.astype(dtype), (at, *(jnp.zeros((), at.dtype) for _ in row_shape))
                 )

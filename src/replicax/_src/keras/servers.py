@@ -6,6 +6,7 @@ What such a variable keeps in place of its array is a ``ServerArray``. Installed
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,13 +17,15 @@ import keras
 import numpy as np
 
 from replicax._src import context, jax_compat
+from replicax._src.errors import UnsupportedError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.initial_values import InitialValue
 from replicax._src.keras.tables import why_not_for_tables
 from replicax._src.placement.remote.events import Events, OptimizerCall
 from replicax._src.program.branches import without_conditions
-from replicax._src.program.capture import replaced_capture
+from replicax._src.program.capture import current_capture, replaced_capture
 from replicax._src.ps.arrays import ServerArray
+from replicax._src.user_code import user_line
 from replicax._src.variables.server_placement import ServerPlacement
 
 _references: dict[int, weakref.ref[Any]] = {}
@@ -133,6 +136,12 @@ def wrapped_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 def stand_in(variable: Any) -> Any:
     """What Keras sees of a variable while it only asks for shapes; None if it is none of ours, or asks for more."""
     if jax_compat.is_staging() and is_kept(variable):
+        if _local.optimizer:
+            raise UnsupportedError(
+                f"{_local.optimizer} reads variable {variable.path!r}, which is neither its own nor one that it updates here: "
+                "parameter servers update variables from their gradients and slots. Pass what varies as the learning rate, which "
+                "can be assigned, or apply gradients to all variables at once."
+            )
         return jnp.zeros(variable.shape, variable.dtype)
     return None
 
@@ -150,6 +159,13 @@ def apply(
     """``Optimizer.apply`` in a function for workers: the servers will do it, with the gradients of its variables."""
     if events.is_applying:  # an optimizer in another one
         return original(optimizer, gradients, trainable_variables)
+    capture = current_capture()
+    if capture is not None and capture.is_in_branch:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} {optimizer.name!r} is applied in a branch of rx.cond at {user_line()}, and its variables are "
+            "on parameter servers, which update them in any case. Choose the gradients by the condition (jnp.where, with zeros), "
+            "or return them from the branches and apply them outside."
+        )
     variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     present = [(g, v) for g, v in zip(gradients, variables, strict=False) if g is not None]
     updated = [v for _, v in present]
@@ -160,8 +176,16 @@ def apply(
 
     name = f"{type(optimizer).__name__} {optimizer.name!r}"
     call = OptimizerCall(updated, state, reference_of, trace, name, why_not_for_tables(optimizer))
-    with events.applying(call, [jnp.asarray(g) for g, _ in present]):
+    with events.applying(call, [_as_of(v, g) for g, v in present]):
         return original(optimizer, gradients, trainable_variables)
+
+
+def _as_of(variable: Any, gradient: Any) -> Any:
+    gradient, dtype = jnp.asarray(gradient), jnp.dtype(variable.dtype)
+    if gradient.dtype != dtype:
+        gradient = gradient.astype(dtype)
+    shape = tuple(variable.shape)
+    return gradient if gradient.shape == shape else jnp.broadcast_to(gradient, shape)
 
 
 def _trace_update(
@@ -177,12 +201,28 @@ def _trace_update(
     def update(*args: Any) -> list[Any]:
         gradients = args[len(state) : len(every)]
         values = [*args[: len(state)], *args[len(every) :]]
-        with replaced_capture(None), _of_shapes(every, shape_of):
+        with replaced_capture(None), _of_shapes(every, shape_of), _updating(optimizer):
             with keras.StatelessScope(state_mapping=list(zip(every, values, strict=True))) as scope:
                 original(optimizer, list(gradients), list(variables))
             return [scope.get_current_value(v) for v in [*variables, *state]]
 
     return without_conditions(*jax_compat.trace(update, avals))
+
+
+class _Local(threading.local):
+    optimizer = ""  # whose update is being traced
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def _updating(optimizer: Any) -> Iterator[None]:
+    _local.optimizer = f"{type(optimizer).__name__} {optimizer.name!r}"
+    try:
+        yield
+    finally:
+        _local.optimizer = ""
 
 
 def _aval(variable: Any, shape_of: Callable[[Any], tuple[int, ...]]) -> jax.ShapeDtypeStruct:

@@ -174,6 +174,11 @@ class Capture:
         with jax_compat.take_current_trace() as trace:
             return trace is not home
 
+    @property
+    def is_in_branch(self) -> bool:
+        """Whether a branch of ``rx.cond`` is being traced."""
+        return bool(self._branches)
+
     @contextlib.contextmanager
     def branch(self) -> Iterator[Branch]:
         """Inside, assignments are kept apart: for the branches of ``rx.cond``, each traced by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -42,6 +43,7 @@ class Session:
     Attributes:
       client: This program's, random: its closures are numbered by it.
       epoch: Counts what is known here of changes: what workers have read before is old then.
+      layout: Counts what was moved or copied: functions that were traced before may not know of it.
     """
 
     def __init__(
@@ -58,14 +60,14 @@ class Session:
         self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * links.num_servers
         links.wait_for(ps for ps, interval in enumerate(self.snapshot_intervals_s) if interval is not None)
         self._tasks = tasks
-        self.epoch = 0
+        self.epoch = self.layout = 0
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
         self._balance = Balance(links.num_servers)
         self._unmade: list[weakref.ref[ServerArray]] = []
         self._made: weakref.WeakSet[ServerArray] = weakref.WeakSet()
         self._num_keys = 0
-        self._dropped: list[Piece] = []
+        self._dropped: deque[Piece] = deque()
 
     @property
     def num_ps(self) -> int:
@@ -218,6 +220,7 @@ class Session:
             array.initial = lambda: value
             self._unmade.append(weakref.ref(array))
             self.make([array])
+            self.layout += 1
 
     def copy_to(self, array: ServerArray, ps: int) -> None:
         """Sees to it that a server has a copy of a small array that is whole."""
@@ -231,6 +234,7 @@ class Session:
                 is_shared = self._shared is not None
                 self.links.create([NewPiece(piece, array.shape, array.dtype, value)], if_absent=is_shared)
             array.copies[ps] = piece.key
+            self.layout += 1
 
     def restored(self, ps: int, keys: Collection[str]) -> list[str]:
         """A parameter server has gone back to a snapshot: gives it its programs, and has all values read again.
@@ -261,7 +265,7 @@ class Session:
 
     def _drop_waiting(self) -> None:
         """Frees what variables that are gone have left on the servers."""
-        dropped, self._dropped[:] = list(self._dropped), []
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if dropped:
             self.links.drop(dropped)
 
@@ -282,7 +286,8 @@ class Session:
         with self._lock:
             if not array.is_made:
                 if self._shared is None or self._shared.is_chief:
-                    array.initial = lambda: value
+                    kept = np.array(value)  # the caller may write into its own
+                    array.initial = lambda: kept
                     return
                 self.make([array])
             if self._shared is not None:
@@ -308,6 +313,6 @@ def _add_with_those_beside(array: ServerArray, arrays: list[ServerArray]) -> Non
         arrays.append(array)
 
 
-def _drop(dropped: list[Piece], pieces: Sequence[Piece], copies: Mapping[int, str]) -> None:
+def _drop(dropped: deque[Piece], pieces: Sequence[Piece], copies: Mapping[int, str]) -> None:
     """An array is gone; its pieces will be dropped. Takes no lock, for garbage collection."""
     dropped.extend([*pieces, *(Piece(ps, key) for ps, key in copies.items())])

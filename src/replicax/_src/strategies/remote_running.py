@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -34,11 +35,14 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
+from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
 from replicax._src.values import is_variable
 
 log = logging.getLogger("replicax")
+tracing_lock = threading.RLock()
+"""Held while a function for workers is traced: an update is traced with variables that say they have a shard's shape."""
 _MAX_SIGNATURES = 32
 
 
@@ -63,6 +67,8 @@ class TracedFunction:
         self._session, self._trace, self._sources = session, trace, sources
         self._closures: dict[str, RemoteClosure] = {}
         self.constants: dict[str, np.ndarray] = {}
+        self._found: dict[RemoteClosure, Any] = {}
+        self._layout = session.layout
         self.first = self._add(None)
 
     def closure(self, digest: str) -> RemoteClosure:
@@ -71,6 +77,15 @@ class TracedFunction:
     def program(self, digest: str) -> WorkerProgram:
         """The worker's program."""
         return self._closures[digest].program
+
+    def is_valid(self) -> bool:
+        """Whether the arrays that it uses are where they were: an optimizer may have been given more copies of its own."""
+        layout = self._session.layout
+        if layout != self._layout:
+            if any(_where(c.arrays) != where for c, where in self._found.items()):
+                return False
+            self._layout = layout
+        return True
 
     def sources_of(self, arguments: Sequence[PerWorkerInput]) -> list[PerWorkerInput]:
         """What a call with these arguments takes elements from, in the order of the program's iterators."""
@@ -83,9 +98,10 @@ class TracedFunction:
         Raises:
           InvalidArgumentError: There have been too many.
         """
-        digest = self.programs.get(signature)
-        if digest is not None:
-            return digest
+        with tracing_lock:
+            return self.programs.get(signature) or self._made(signature)
+
+    def _made(self, signature: str) -> str:
         if len(self.programs) >= _MAX_SIGNATURES:
             raise InvalidArgumentError(
                 f"{self.name} has met elements of {len(self.programs)} different shapes, and is compiled for each: the next has "
@@ -103,13 +119,25 @@ class TracedFunction:
 
     def _add(self, shapes: Any, signature: str | None = None) -> RemoteClosure:
         closure = self._trace(shapes)
+        if shapes is not None and closure.returns != self.first.returns:
+            raise UnsupportedError(
+                f"{self.name} returns something else for elements of other shapes ({signature}): {closure.returns} in place of "
+                f"{self.first.returns}. Return arrays whose number does not depend on shapes; for a number of rows "
+                "jnp.int32(x.shape[0])."
+            )
         for ps, update in closure.updates.items():
             self._session.links.send_program(ps, update)
         digest = closure.program.digest
         self.programs[signature or closure.elements.signature] = digest
         self._closures[digest] = closure
+        self._found[closure] = _where(closure.arrays)
+        self._layout = self._session.layout
         self.constants |= closure.constants
         return closure
+
+
+def _where(arrays: Sequence[ServerArray]) -> list[Any]:
+    return [(array.pieces, dict(array.copies)) for array in arrays]
 
 
 def _take(items: Any, count: int) -> list[Any]:
@@ -201,10 +229,12 @@ class Closures:
         described, arrays, sources = _describe(leaves, programs)
         signature = (tree, tuple(described), _pattern(sources), is_replica_function, jax_state())
         traced = programs.get(signature)
-        if traced is None:
-            traced = self._traced(fn, tree, described, sources, is_replica_function)
+        if traced is None or not traced.is_valid():
+            with tracing_lock:
+                traced = self._traced(fn, tree, described, sources, is_replica_function)
             programs.put(signature, described, traced)
-            self._cache.report_trace(fn, described)
+            if not hasattr(fn, "replicax_family"):  # of ours, for each variable
+                self._cache.report_trace(fn, described)
         return PreparedClosure(traced, arrays, traced.sources_of(sources))
 
     def _traced(
@@ -267,7 +297,10 @@ def _describe(
         elif key.is_array(leaf):
             described.append(array_leaf(leaf))
             check_can_travel(described[-1].dtype, "is an argument of a function for workers")
-            arrays.append(np.asarray(leaf, described[-1].dtype))
+            is_theirs = (
+                isinstance(leaf, np.ndarray) and leaf.flags.writeable
+            )  # and may be written before it is sent
+            arrays.append((np.array if is_theirs else np.asarray)(leaf, described[-1].dtype))
         elif type(leaf) is float and programs.is_varying(position, leaf):
             described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
             arrays.append(np.asarray(leaf, jnp.result_type(float)))

@@ -44,23 +44,42 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
     """The program of an assignment of ``value`` in ``program``."""
     if isinstance(value, jax_compat.Literal):
         return AssignmentProgram((), (), lambda old, given, start: value.val)
-    sources, path = _last_read_of(event, value, program)
-    if value in sources:
-        return AssignmentProgram((), (), lambda old, given, start: old)
-    if not path:
-        return _replacement(value)
+    mixing: Operation | None = None
+    for reads in (
+        event.reads,
+        *((number,) for number in event.reads),
+    ):  # all of them, or else the last that leads to it
+        sources = _given_by(reads, program)
+        if value in sources:
+            return AssignmentProgram((), (), lambda old, given, start: old)
+        path = _path(program, sources, value)
+        if path:
+            found, mixing_here = _change(event, value, sources, path)
+            if found is not None:
+                return found
+            mixing = mixing or mixing_here
+            if len(reads) == 1:
+                break
+    if mixing is not None:
+        _warn_of_replacement(event, mixing)
+    return _replacement(value)
+
+
+def _change(
+    event: Assigned, value: Atom, sources: set[int], path: Sequence[Operation]
+) -> tuple[AssignmentProgram | None, Operation | None]:
+    """What operations do to the value read; or none, and the one that a server does not do to the value of a variable."""
     shape = event.slot.shape
     computed = sources | {number for operation in path for number in operation.results}
     by_row = [o for o in path if _is_elementwise(o, shape)]
     scattering = [o for o in path if _is_scatter(o, shape, computed)]
     mixing = next((o for o in path if o not in by_row and o not in scattering), None)
     if mixing is not None:
-        _warn_of_replacement(event, mixing)
-        return _replacement(value)
+        return None, mixing
     with_rows = flat.numbers_in(by_row) - computed
     of_scatters = flat.numbers_in(scattering) - computed
     if with_rows & of_scatters:
-        return _replacement(value)
+        return None, scattering[0]
     operands = sorted(with_rows | of_scatters)
 
     def apply(old: Any, given: Sequence[Any], start: int) -> Any:
@@ -72,25 +91,20 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
                 flat.run([operation], env)
         return env[value]
 
-    return AssignmentProgram(operands, [number in with_rows for number in operands], apply)
+    return AssignmentProgram(operands, [number in with_rows for number in operands], apply), None
 
 
 def _replacement(value: Atom) -> AssignmentProgram:
     return AssignmentProgram((value,), (True,), lambda old, given, start: given[0])
 
 
-def _last_read_of(event: Assigned, value: Atom, program: FlatProgram) -> tuple[set[int], list[Operation]]:
-    """What the last read that leads to the value gave, and the operations that do so; nothing, if none does."""
-    for number in event.reads:
-        sources = {
-            operation.results[0]
-            for operation in program.operations
-            if operation.eqn.primitive.name == _READ and operation.eqn.params["number"] == number
-        }
-        path = _path(program, sources, value)
-        if path or value in sources:
-            return sources, path
-    return set(), []
+def _given_by(reads: Sequence[int], program: FlatProgram) -> set[int]:
+    """The values that some reads gave."""
+    return {
+        operation.results[0]
+        for operation in program.operations
+        if operation.eqn.primitive.name == _READ and operation.eqn.params["number"] in reads
+    }
 
 
 def _path(program: FlatProgram, sources: set[int], value: Atom) -> list[Operation]:
@@ -116,7 +130,10 @@ def _is_scatter(operation: Operation, shape: Sequence[int], computed: set[int]) 
     eqn = operation.eqn
     if eqn.primitive.name not in _SCATTERS or tuple(eqn.outvars[0].aval.shape) != tuple(shape):
         return False
-    rows_first = tuple(eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)[:1] == (0,)
+    numbers = eqn.params["dimension_numbers"]
+    rows_first = tuple(numbers.scatter_dims_to_operand_dims)[:1] == (0,) and 0 in numbers.inserted_window_dims
+    if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:  # in a shard it would be another row
+        return False
     return rows_first and not flat.numbers_in([], operation.operands[1:]) & computed
 
 

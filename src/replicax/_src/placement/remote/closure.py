@@ -45,7 +45,7 @@ class Servers(Protocol):
         """Sees to it that a server has a copy of an array."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RemoteClosure:
     """A function, traced for arguments and elements of certain shapes, ready to be sent.
 
@@ -64,6 +64,11 @@ class RemoteClosure:
     outputs: Sequence[Output]
     elements: Elements
     arrays: Sequence[ServerArray]
+
+    @property
+    def returns(self) -> tuple[Any, Sequence[Any]]:
+        """The structure of what the function returns, and the values in it that are no arrays."""
+        return self.tree, [None if output.is_array else output.value for output in self.outputs]
 
     def assemble(self, arrays: Sequence[Any]) -> Any:
         """What the function returned, of the results of the worker."""
@@ -184,8 +189,12 @@ class _ServerSide:
         self._servers.make(self._arrays.all)
         for update in self._updates:
             for array in update.shared:
-                for ps in update.places():
+                for ps in self._places(update):
                     self._servers.copy_to(array, ps)
+
+    def _places(self, update: OptimizerUpdate) -> Sequence[int]:
+        """The servers that have a part in an update: all, where variables share something that each counts for itself."""
+        return range(self._servers.num_ps) if update.changes_shared else update.places()
 
     def _add_assignment(self, builders: Mapping[int, UpdateBuilder], event: Assigned, value: Atom) -> None:
         array = self._arrays.of(event.slot.variable)
@@ -198,9 +207,9 @@ class _ServerSide:
             for atom, has_rows, (shape, dtype) in zip(
                 program.operands, program.have_rows, avals, strict=True
             ):
-                is_cut = piece.rows is not None and has_rows and shape == array.shape
-                rows = piece.rows if is_cut else None
-                shape_there = array.shape_of(piece) if is_cut else shape
+                is_cut = piece.rows is not None and has_rows and shape[:1] == array.shape[:1]
+                rows = piece.rows if is_cut and len(shape) == len(array.shape) else None
+                shape_there = shape if rows is None else (rows[1] - rows[0], *shape[1:])
                 positions.append(builder.take((self._worker.output(atom), rows), (shape_there, dtype)))
             key = builder.use(array, piece, is_written=True)
             builder.add(_assign(key, positions, program.apply, piece.rows[0] if piece.rows else 0))
@@ -220,7 +229,7 @@ class _ServerSide:
         def take_cut(atom: Atom, piece: Piece | None) -> Any:
             return self._worker.output(atom, number), None
 
-        for ps in update.places():
+        for ps in self._places(update):
             update.add_to(builders[ps], take_gradient, take_cut)
 
 

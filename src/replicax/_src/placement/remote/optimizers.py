@@ -130,6 +130,11 @@ class OptimizerUpdate:
         return [n for n in self._shared if self._full.state[n] in used]
 
     @property
+    def changes_shared(self) -> bool:
+        """Whether it changes what all variables share: a count of steps."""
+        return any(n in self._written for n in self._shared)
+
+    @property
     def call(self) -> OptimizerCall:
         return self._call
 
