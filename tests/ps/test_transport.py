@@ -270,7 +270,8 @@ def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, **pipes) as task:
         with TaskClient(task.stdout.readline().strip(), TOKEN, "ps 0") as client:
-            client.open().call(Message({}), 5)
+            link = client.open()  # kept: it would end its stream
+            link.call(Message({}), 5)
             said, warned = task.communicate("end\n", timeout=20)
     assert task.returncode == 0, warned
     assert float(said) < 5

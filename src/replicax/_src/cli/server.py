@@ -6,7 +6,9 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
+import threading
 from typing import Any, Final, NoReturn
 
 from replicax._src.cli.arguments import count, positive, seconds
@@ -15,6 +17,7 @@ from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ReplicaxError
 
+_LONGEST_END_S: Final = 10.0
 _DESCRIPTION: Final = """\
 Runs a worker or a parameter server of the cluster that TF_CONFIG, or the options, describe. It has no code of yours:
 what it does is sent to it by the coordinator, the program that makes a ParameterServerStrategy. It ends when it gets
@@ -112,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
     except ReplicaxError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGINT, _interrupt)
     print(f"{definition.task} listens at {definition.address}", flush=True)
     try:
         server.join()
@@ -130,6 +134,16 @@ def _which(options: argparse.Namespace) -> tuple[ClusterSpec, str | None, int | 
     except json.JSONDecodeError as error:
         raise ClusterError(f"--cluster {options.cluster!r} is not JSON: {error}.") from None
     return ClusterSpec(described, source="--cluster"), resolver.task_type, resolver.task_id
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """Ctrl-C: the server ends; in any case this process does."""
+    del number, frame
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    last = threading.Timer(_LONGEST_END_S, os._exit, (130,))
+    last.daemon = True
+    last.start()
+    raise KeyboardInterrupt
 
 
 def _end(code: int) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -99,17 +99,24 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 if strategy is None and inputs:
                     strategy = context.get_strategy()  # Keras's own steps would not see where the data end
                 is_loop = name in STEPS_OF_DATA
+                given = _given(signature, self, args, kwargs) if is_loop else {}
                 if strategy is not None and strategy.topology.peers is not None and is_loop:
-                    given = signature.bind(self, *args, **kwargs).arguments
                     start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
-                    given = signature.bind(self, *args, **kwargs).arguments if is_loop else {}
                     stack.enter_context(_placed_steps(self, PHASES[name], strategy, given, is_loop=is_loop))
                 return original(self, *args, **kwargs)
 
         return method
 
     return wrap
+
+
+def _given(signature: inspect.Signature, model: Any, args: Sequence[Any], kwargs: Any) -> Mapping[str, Any]:
+    """The arguments of a call by name; none if it is wrong, which Keras will say."""
+    try:
+        return signature.bind(model, *args, **kwargs).arguments
+    except TypeError:
+        return {}
 
 
 def _check_has_steps(strategy: Any, method: str) -> None:

@@ -88,14 +88,11 @@ class PsLinks:
         self._servers = [_Server(f"ps {i}", client) for i, client in enumerate(clients)]
         self._incarnation = incarnation
         self._timeout_s = timeout_s
-        self._gives_views = False
 
     @classmethod
     def of_stores(cls, stores: Sequence[Answering], incarnation: Any) -> Self:
         """Links to stores of this process."""
-        links = cls([StoreClient(store, f"ps {i}") for i, store in enumerate(stores)], incarnation)
-        links._gives_views = True
-        return links
+        return cls([StoreClient(store, f"ps {i}") for i, store in enumerate(stores)], incarnation)
 
     @property
     def num_servers(self) -> int:
@@ -196,9 +193,7 @@ class PsLinks:
         asks = {ps: Ask(pull=[(key, None) for key in dict.fromkeys(ours)]) for ps, ours in keys.items()}
         with self.held(keys):  # until they are copied
             answers = self.step(None, 0, asks)
-            if self._gives_views or len(pieces) > 1:
-                return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
-            return [_value(answers[p.ps], p.key) for p in pieces]
+            return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
 
     def read_rows(self, pieces: Sequence[Piece], ids: np.ndarray, num_rows: int) -> np.ndarray:
         """The rows of a variable at ``ids`` [n], all of which it must have; a copy."""
