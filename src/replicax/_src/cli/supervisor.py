@@ -161,8 +161,10 @@ class Supervisor:
             return True
         for start in self._starts:
             process = self._processes[start.task]
-            if process.ending is None or process.ending.is_success or not restarts_left[start.task]:
+            if process.ending is None or process.ending.is_success:
                 continue
+            if not restarts_left[start.task]:
+                return True
             number = start.max_restarts - restarts_left[start.task] + 1
             self._display.note(
                 f"{start.task} {process.ending}. Starting it again: restart {number} of {start.max_restarts}."
@@ -170,7 +172,7 @@ class Supervisor:
             restarts_left[start.task] -= 1
             process.close()
             self._start(start, stack)
-        return self._failed() is not None
+        return False
 
     def _is_trained(self) -> bool:
         """Whether all whose end is the end of the training have exited with 0."""

@@ -149,7 +149,10 @@ class Server:
             raise ContextError("Server.join: it has not been started. Call start() first.")
         with _at_sigterm(self._service.is_to_stop.set):
             try:
-                self._is_over.wait()
+                while not self._is_over.wait(
+                    _TICK_S
+                ):  # a signal may come to another thread, and wakes only that one
+                    pass
             except BaseException:  # Ctrl-C
                 self.stop()
                 raise
