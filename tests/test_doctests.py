@@ -4,9 +4,14 @@ import doctest
 import importlib
 import pkgutil
 
+import flax.nnx  # noqa: F401
+import keras  # noqa: F401
 import pytest
 
 import replicax
+from replicax._src.bridges import ensure_bridges
+
+ensure_bridges()  # a bridge is imported once its framework has been, as by a user, and never first
 
 MODULES = sorted(
     info.name

@@ -21,19 +21,6 @@ class PerWorkerIterator(PerWorkerInput):
     ``join``.
     """
 
-    def __init__(self, resource: str, spec: SpecOf):
-        self._resource, self._spec = resource, spec
-
-    @property
-    def resource(self) -> str:
-        """The name under which the workers know it."""
-        return self._resource
-
-    @property
-    def spec(self) -> ElementSpec:
-        """What an element is. Waits for the first worker that has made its dataset."""
-        return self._spec()
-
     @property
     def element_spec(self) -> Any:
         """The same, as a nest of ``jax.ShapeDtypeStruct``."""
@@ -78,19 +65,6 @@ class PerWorkerDataset:
 @final
 class PerWorkerValues(PerWorkerInput):
     """A value of each worker: an argument of scheduled functions, in which it is the worker's own."""
-
-    def __init__(self, resource: str, spec: SpecOf):
-        self._resource, self._spec = resource, spec
-
-    @property
-    def resource(self) -> str:
-        """The name under which the workers know it."""
-        return self._resource
-
-    @property
-    def spec(self) -> ElementSpec:
-        """What the value is. Waits for the first worker that has made it."""
-        return self._spec()
 
     @property
     def is_iterator(self) -> bool:

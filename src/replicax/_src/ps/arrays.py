@@ -32,10 +32,6 @@ class Holder(Protocol):
         """Their values, each whole."""
         ...
 
-    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
-        """The rows of a table at ``ids`` [n]."""
-        ...
-
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
         """Replaces a value, on every server that has a piece or a copy of it."""
 

@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
@@ -19,14 +19,6 @@ from replicax._src.ps.tasks import Tasks
 
 _BY_PROGRAM_BYTES = 16 << 20
 """A piece from this size on is made on its server, so that nothing of it is ever here, if its initializer allows."""
-
-
-class ByProgram(Protocol):
-    """A first value that a server can compute by itself."""
-
-    def program(self, start: int, stop: int, platforms: Sequence[str]) -> UpdateProgram | None:
-        """Of rows start to stop; None if it cannot be computed in parts."""
-        ...
 
 
 @final
@@ -275,11 +267,6 @@ class Session:
         """The values of arrays, each whole; those on one server as they were at one moment."""
         self.make(arrays)
         return self.links.read([array.pieces for array in arrays])
-
-    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
-        """The rows of a table at ``ids`` [n]."""
-        self.make([array])
-        return self.links.read_rows(array.pieces, ids, array.shape[0])
 
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
         """Replaces a value, on every server that has a piece or a copy of it."""

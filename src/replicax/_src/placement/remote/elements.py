@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,15 +34,18 @@ class ElementSpec:
 class PerWorkerInput(abc.ABC):
     """What each worker has its own of, and a scheduled function takes: an iterator, or a value."""
 
-    @property
-    @abc.abstractmethod
-    def resource(self) -> str:
-        """The name under which the workers know it."""
+    def __init__(self, resource: str, spec: Callable[[], ElementSpec]):
+        self._resource, self._spec = resource, spec
 
     @property
-    @abc.abstractmethod
+    def resource(self) -> str:
+        """The name under which the workers know it."""
+        return self._resource
+
+    @property
     def spec(self) -> ElementSpec:
-        """What it gives, as far as is known before it does; may wait for a worker to say."""
+        """What it gives, as far as is known before it does. Waits for the first worker that has made it."""
+        return self._spec()
 
     @property
     @abc.abstractmethod

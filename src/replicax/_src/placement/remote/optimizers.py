@@ -24,8 +24,6 @@ from replicax._src.program.row_parallel import Mixing, mixed_values, rows_of, wi
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import Piece
 
-TakeGradient = Callable[[int, "tuple[int, int] | None"], Any]
-
 
 @dataclass(frozen=True)
 class TracedUpdate:
