@@ -90,6 +90,7 @@ def test_a_task_goes_on_when_a_client_was_killed_in_the_middle_of_a_message(task
     before = client.ask("statistics", {}, 10)["closed"]
     with TaskClient(task.address, TOKEN, "ps 0") as other:
         link = other.open()
+        link.call(Message({}), 10)  # from here on the task knows of the stream
         link.send(Message({"op": "echo"}, [np.zeros(2**20, np.uint8)]))
         link.send(Message({"op": "echo"}, [np.zeros(2**20, np.uint8)]))
     deadline = time.monotonic() + 10
