@@ -337,6 +337,93 @@ def test_an_optimizer_in_a_condition_is_refused():
     )
 
 
+@pytest.mark.parametrize("shards", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
+def test_what_a_branch_assigns_is_done_by_the_servers_if_it_was_taken(shards):
+    strategy = servers(2, shards)
+    with strategy.scope():
+        total = rx.Variable(np.zeros(4, np.float32))
+        last = rx.Variable(np.zeros(4, np.float32))
+        rows = rx.Variable(np.zeros((4, 2), np.float32))
+        mean = keras.metrics.Mean()
+
+    def step(x):
+        def deeper():
+            rx.cond(x > 2, lambda: total.assign_sub(jnp.full(4, 100.0)), lambda: None)
+            last.assign(jnp.full(4, x))
+            mean.update_state(x)
+
+        rx.cond(x > 0, lambda: total.assign_add(jnp.full(4, x)), lambda: total.assign_sub(jnp.ones(4)))
+        rx.cond(x > 1, deeper, lambda: None)
+        rx.cond(
+            x > 1,
+            lambda: None,
+            lambda: rows.assign(rows.as_array().at[1].add(x) if shards else rows.value.at[1].add(x)),
+        )
+        return x
+
+    prepared = strategy.prepare(step, [np.float32(1)])
+    (digest,) = prepared.programs.values()
+    assert not prepared.traced.program(digest).variables, "no worker reads a value that it could push back"
+    for x in (1, -1, 2, 3):
+        strategy.run_here(step, np.float32(x))
+    np.testing.assert_array_equal(total.numpy(), np.full(4, 1 - 1 + 2 + 3 - 100))
+    np.testing.assert_array_equal(last.numpy(), np.full(4, 3))
+    np.testing.assert_array_equal(rows.numpy()[:, 0], [0, 0, 0, 0])
+    assert float(mean.result()) == 2.5
+
+
+def test_a_condition_on_the_variable_itself_is_of_the_value_read(caplog):
+    strategy = servers(1)
+    with strategy.scope():
+        v = rx.Variable(np.ones(3, np.float32))
+
+    def step(x):
+        rx.cond(jnp.sum(v.value) < 5, lambda: v.assign_add(jnp.full(3, x)), lambda: None)
+
+    prepared = strategy.prepare(step, [np.float32(1)])
+    (digest,) = prepared.programs.values()
+    assert prepared.traced.program(digest).variables, "the condition is the worker's"
+    for _ in range(3):
+        strategy.run_here(step, np.float32(1))
+    np.testing.assert_array_equal(v.numpy(), [2, 2, 2])
+    assert not caplog.text
+
+
+def test_a_branch_that_replaces_by_what_no_server_does_says_so(caplog):
+    strategy = servers(1)
+    with strategy.scope():
+        v = rx.Variable(np.float32([[0.0, 2.0], [1.0, 0.0]]), name="power")
+
+    def step(x):
+        rx.cond(x > 0, lambda: v.assign(v.value @ v.value), lambda: None)
+
+    for x in (1, -1):
+        strategy.run_here(step, np.float32(x))
+    np.testing.assert_array_equal(v.numpy(), [[2.0, 0.0], [0.0, 2.0]])
+    assert "The value assigned to variable 'power' at" in caplog.text
+    assert "comes from its own value by 'dot_general'" in caplog.text
+
+
+def test_a_gradient_of_a_branch_that_assigns():
+    strategy = servers(1)
+    with strategy.scope():
+        w, seen = rx.Variable(2.0), rx.Variable(0)
+
+    def step(x):
+        def branch():
+            seen.assign_add(1)
+            with rx.GradientTape() as tape:
+                loss = w * w * x
+            gradient = tape.gradient(loss, w)
+            w.assign_sub(gradient)
+            return gradient
+
+        return rx.cond(x > 0, branch, lambda: jnp.float32(0))
+
+    assert [float(strategy.run_here(step, np.float32(x))) for x in (0.25, -1, 0.5)] == [1, 0, 1]
+    assert (w.numpy(), seen.numpy()) == (0, 2)
+
+
 def test_arrays_that_are_given_are_copied():
     strategy = servers(1)
     with strategy.scope():

@@ -107,7 +107,7 @@ class Capture:
       tapes: The tapes that are recording now.
       unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
       on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
-      observer: Of reads and assignments, but for those in scans, conditions and other inner traces.
+      observer: Of reads and assignments, but for those in scans, conditions of JAX and other inner traces.
     """
 
     def __init__(
@@ -202,7 +202,9 @@ class Capture:
                 return branch.writes[id(variable)][1]
         for tape in self.tapes:
             tape.record_read(variable, entry.current)
-        return entry.current if self.observer is None or is_inner else self.observer.read(entry)
+        if self.observer is None or self.is_in_inner_trace():
+            return entry.current
+        return self.observer.read(entry)
 
     def write(self, variable: Any, value: Any, line: str | None = None) -> None:
         """Makes ``value`` the variable's value from here on; ``line`` is the user's line if not the caller's.

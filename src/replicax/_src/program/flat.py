@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
+
+import jax
+import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.program.verdict import is_call
@@ -37,6 +41,7 @@ class FlatProgram:
     Args:
       consts: The values of its constvars.
       is_resolved: Which calls; default: all but those of ``jax.checkpoint``, whose borders mean something.
+      is_selected: Which conditions are resolved, too: both branches are computed, and the results of one are taken.
 
     Attributes:
       operations: In order.
@@ -46,9 +51,14 @@ class FlatProgram:
     """
 
     def __init__(
-        self, jaxpr: Any, consts: Sequence[Any] = (), is_resolved: Callable[[Any], bool] | None = None
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any] = (),
+        is_resolved: Callable[[Any], bool] | None = None,
+        is_selected: Callable[[Any], bool] | None = None,
     ):
         self._is_resolved = is_resolved or _is_plain_call
+        self._is_selected = is_selected or _never
         self._numbers = itertools.count()
         self.operations: list[Operation] = []
         self.consts: dict[int, Any] = {}
@@ -73,11 +83,35 @@ class FlatProgram:
                 inner, inner_consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
                 given = operands[len(operands) - len(inner.invars) :]
                 results: Sequence[Atom] = self._inline(inner, inner_consts, given, line)
+            elif eqn.primitive.name == "cond" and self._is_selected(eqn):
+                results = self._inline_selection(eqn, operands, line)
             else:
                 results = [next(self._numbers) for _ in eqn.outvars]
                 self.operations.append(Operation(eqn, operands, results, line))
             env.update(zip(eqn.outvars, results, strict=True))
         return [number_of(atom) for atom in jaxpr.outvars]
+
+    def _inline_selection(self, eqn: Any, operands: Sequence[Atom], line: str) -> list[Atom]:
+        branches = [jax_compat.inner_jaxpr(branch) for branch in eqn.params["branches"]]
+        results = [self._inline(inner, consts, operands[1:], line) for inner, consts in branches]
+        avals = [eqn.invars[0].aval, *(var.aval for var in eqn.outvars for _ in branches)]
+        selection, _ = jax_compat.trace(functools.partial(_selected, len(branches)), avals)
+        columns = itertools.chain(*zip(*results, strict=True))
+        return self._inline(selection, (), [operands[0], *columns], line)
+
+
+def _selected(num_branches: int, index: Any, *results: Any) -> list[Any]:
+    """The results of the branch that ``index`` says, as a condition of JAX takes it; ``results`` has each one of all branches."""
+    if jnp.issubdtype(index.dtype, jnp.integer):
+        index = jax.lax.clamp(0, index, num_branches - 1)
+        index = index.astype(bool) if num_branches == 2 else index
+    starts = range(0, len(results), num_branches)
+    return [jax.lax.select_n(index, *results[start : start + num_branches]) for start in starts]
+
+
+def _never(eqn: Any) -> bool:
+    del eqn
+    return False
 
 
 def _is_plain_call(eqn: Any) -> bool:

@@ -7,7 +7,7 @@ be said replaces the value: the last one stands.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,25 +44,47 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
     """The program of an assignment of ``value`` in ``program``."""
     if isinstance(value, jax_compat.Literal):
         return AssignmentProgram((), (), lambda old, given, start: value.val)
+    alone = {number: _found(event, value, (number,), program) for number in event.reads}
+    at_server = [number for number in event.reads if alone[number][1] is None]
     mixing: Operation | None = None
-    for reads in (
-        event.reads,
-        *((number,) for number in event.reads),
-    ):  # all of them, or else the last that leads to it
-        sources = _given_by(reads, program)
-        if value in sources:
-            return AssignmentProgram((), (), lambda old, given, start: old)
-        path = _path(program, sources, value)
-        if path:
-            found, mixing_here = _change(event, value, sources, path)
-            if found is not None:
-                return found
-            mixing = mixing or mixing_here
-            if len(reads) == 1:
-                break
+    for reads in (event.reads, at_server):  # all, or else those whose own ways to it a server can go
+        found, mixing_here = _found(event, value, reads, program)
+        if found is not None:
+            if mixing is not None and _takes_one_computed(found, set(event.reads) - set(reads), program):
+                _warn_of_replacement(event, mixing)
+            return found
+        mixing = mixing or mixing_here
+    for number in event.reads:  # or else the last that leads to it
+        found, mixing_here = alone[number]
+        if found is not None:
+            return found
+        if mixing_here is not None:
+            break
     if mixing is not None:
         _warn_of_replacement(event, mixing)
     return _replacement(value)
+
+
+def _found(
+    event: Assigned, value: Atom, reads: Sequence[int], program: FlatProgram
+) -> tuple[AssignmentProgram | None, Operation | None]:
+    """What a server does to the value that some reads gave; or what keeps it from that; or neither: they do not lead to it."""
+    sources = _given_by(reads, program)
+    if value in sources:
+        return AssignmentProgram((), (), lambda old, given, start: old), None
+    path = _path(program, sources, value)
+    return _change(event, value, sources, path) if path else (None, None)
+
+
+def _takes_one_computed(found: AssignmentProgram, reads: Collection[int], program: FlatProgram) -> bool:
+    """Whether a selection may take a value that the worker computes of what these reads gave: in one branch it replaces."""
+    reached = _given_by(reads, program)
+    for operation in program.operations:
+        if flat.numbers_in([operation]) & reached:
+            reached.update(operation.results)
+    sent = reached & set(found.operands)
+    selections = (o for o in program.operations if o.eqn.primitive.name == "select_n")
+    return any(flat.numbers_in([], o.operands[1:]) & sent for o in selections)
 
 
 def _change(
@@ -98,7 +120,7 @@ def _replacement(value: Atom) -> AssignmentProgram:
     return AssignmentProgram((value,), (True,), lambda old, given, start: given[0])
 
 
-def _given_by(reads: Sequence[int], program: FlatProgram) -> set[int]:
+def _given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
     """The values that some reads gave."""
     return {
         operation.results[0]

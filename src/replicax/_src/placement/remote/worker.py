@@ -14,10 +14,11 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.elements import Element
-from replicax._src.placement.remote.events import Event
+from replicax._src.placement.remote.events import Assigned, Event
 from replicax._src.placement.remote.optimizers import OptimizerUpdate
 from replicax._src.placement.remote.tracing import TracedFunction, check_can_travel
 from replicax._src.program import flat
+from replicax._src.program.branches import reads_in
 from replicax._src.program.capture import Entry
 from replicax._src.program.flat import Atom, FlatProgram, Operation
 from replicax._src.program.lookups import Given
@@ -47,7 +48,7 @@ class WorkerBuilder:
     def __init__(self, traced: TracedFunction, array_of: Callable[[Any], ServerArray]):
         self._traced, self._array_of = traced, array_of
         variant = traced.variant
-        self.program = FlatProgram(variant.jaxpr)
+        self.program = FlatProgram(variant.jaxpr, is_selected=self._is_selected)
         self.constants: dict[str, np.ndarray] = {}
         self._consts = dict(zip(self.program.inputs, variant.consts, strict=False))
         self._entries: dict[int, Entry] = {}
@@ -68,6 +69,11 @@ class WorkerBuilder:
         self._outputs: dict[tuple[int, int], tuple[int, Atom]] = {}
         self._updates: list[tuple[OptimizerUpdate, Sequence[Atom]]] = []
         self._avals = self._known_avals()
+
+    def _is_selected(self, eqn: Any) -> bool:
+        """Whether variables may be assigned in a condition: the servers have to know in which branch, and what it does to them."""
+        reads = {n for event in self._traced.events if isinstance(event, Assigned) for n in event.reads}
+        return reads_in(eqn, reads)
 
     def _kinds(self) -> list[tuple[Any, int]]:
         """What each input after the constants is: a variable or an argument of the function, or of a lookup."""
