@@ -14,6 +14,7 @@ from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, membership_of
 from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tf_config import VARIABLE, TFConfigClusterResolver, read_tf_config
+from replicax._src.errors import InvalidArgumentError
 
 
 @final
@@ -59,6 +60,22 @@ class _Found:
     resolver: ClusterResolver
     reason: str
     local_rank: int | None = None
+
+
+def checked_resolver(given: ClusterResolver | None) -> ClusterResolver:
+    """The resolver that a strategy was given; the one that fits the environment if it was given none.
+
+    Raises:
+      InvalidArgumentError: It is something else.
+    """
+    if given is None:
+        return choose_resolver().resolver
+    if not isinstance(given, ClusterResolver):
+        raise InvalidArgumentError(
+            f"cluster_resolver must be an rx.cluster_resolver.ClusterResolver, got {type(given).__name__}: {given!r:.200}. Leave "
+            'it out to read the environment, or write SimpleClusterResolver(ClusterSpec({"worker": [...], "ps": [...]})).'
+        )
+    return given
 
 
 def choose_resolver(environ: MutableMapping[str, str] | None = None) -> ResolverChoice:

@@ -20,7 +20,7 @@ from replicax._src.coordinator.dispatch import Work
 from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from replicax._src.coordinator.prepared import ClosureStrategy
 from replicax._src.coordinator.ps_recovery import OnPsRestart
-from replicax._src.coordinator.remote_value import RemoteValue, fetched
+from replicax._src.coordinator.remote_value import RemoteValue, check_not_traced, fetched
 from replicax._src.coordinator.resources import Resource
 from replicax._src.coordinator.status import STATUS_ADDRESS_VARIABLE, status_of
 from replicax._src.coordinator.workers import Limits
@@ -93,6 +93,7 @@ class ClusterCoordinator:
                 "ClusterCoordinator: every worker runs this program by itself, and none waits for functions: call strategy.run. "
                 "In a chief make ParameterServerStrategy(is_coordinator=True), and let the workers run `replicax server`."
             )
+        _check_options(max_staleness, reconnect_timeout_s, status_address)
         options = {
             "max_staleness": max_staleness,
             "reconnect_timeout_s": reconnect_timeout_s,
@@ -128,6 +129,9 @@ class ClusterCoordinator:
         if self._status is not None:
             self._status.start()
 
+    def __repr__(self) -> str:
+        return f"<ClusterCoordinator of {self._strategy!r}>"
+
     @property
     def strategy(self) -> Any:
         """The strategy."""
@@ -155,7 +159,8 @@ class ClusterCoordinator:
         Raises:
           Exception: What an earlier function raised, for the first time since; or what is raised while it is traced.
         """
-        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        check_not_traced("schedule")
+        args, kwargs = _arguments(fn, args, kwargs)
         _check(fn, args, kwargs)
         dispatch = self._crew.dispatch
         try:
@@ -188,6 +193,7 @@ class ClusterCoordinator:
           WaitTimeoutError: The time is over.
           Exception: What the first function that failed raised.
         """
+        check_not_traced("join")
         try:
             self._crew.dispatch.join(timeout_s)
         finally:
@@ -195,6 +201,7 @@ class ClusterCoordinator:
 
     def done(self) -> bool:
         """Whether all functions that were scheduled have ended. Raises what ``join`` does."""
+        check_not_traced("done")
         try:
             is_done = self._crew.dispatch.done()
         except BaseException:
@@ -296,6 +303,34 @@ def _end(crew: Crew, status: StatusServer | None) -> None:
 
 def _name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _check_options(max_staleness: Any, reconnect_timeout_s: Any, status_address: Any) -> None:
+    if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
+        raise InvalidArgumentError(
+            f"max_staleness must be a whole number of at least 0, or None for no limit; got {max_staleness!r}."
+        )
+    if not isinstance(reconnect_timeout_s, int | float) or not reconnect_timeout_s >= 0:
+        raise InvalidArgumentError(
+            f"reconnect_timeout_s must be a number of seconds, of at least 0; got {reconnect_timeout_s!r}."
+        )
+    if not isinstance(status_address, str | None):
+        raise InvalidArgumentError(
+            f'status_address must be "host:port", such as "127.0.0.1:8080", got {status_address!r}.'
+        )
+
+
+def _arguments(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(args, list | tuple | None):
+        raise InvalidArgumentError(
+            f"schedule() of '{_name_of(fn)}': args must be a list or tuple of the positional arguments, got "
+            f"{type(args).__name__}. Of one argument: args=(x,)."
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise InvalidArgumentError(
+            f"schedule() of '{_name_of(fn)}': kwargs must be a dict of arguments by name, got {type(kwargs).__name__}."
+        )
+    return tuple(args or ()), dict(kwargs or {})
 
 
 def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

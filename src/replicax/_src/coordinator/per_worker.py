@@ -21,6 +21,9 @@ class PerWorkerIterator(PerWorkerInput):
     ``join``.
     """
 
+    def __repr__(self) -> str:
+        return f"<PerWorkerIterator of {self.resource!r} on each worker>"
+
     @property
     def element_spec(self) -> Any:
         """The same, as a nest of ``jax.ShapeDtypeStruct``."""
@@ -65,6 +68,9 @@ class PerWorkerDataset:
 @final
 class PerWorkerValues(PerWorkerInput):
     """A value of each worker: an argument of scheduled functions, in which it is the worker's own."""
+
+    def __repr__(self) -> str:
+        return f"<PerWorkerValues: {self.resource!r} of each worker>"
 
     @property
     def is_iterator(self) -> bool:

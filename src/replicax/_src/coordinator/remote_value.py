@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._src.errors import ContextError
+from replicax._src.program.capture import current_capture
 from replicax._src.ps.errors import WaitTimeoutError
+from replicax._src.user_code import user_line
 
 Assemble = Callable[[Sequence[Any]], Any]
 _creation = threading.Lock()
@@ -77,6 +80,7 @@ class RemoteValue:
         return self._assemble(_Leaves(leaf))
 
     def _made(self, timeout_s: float | None) -> Assemble:
+        check_not_traced("fetch")
         if not self._is_ready and not self._ready_event().wait(timeout_s):
             raise WaitTimeoutError(
                 f"'{self._name}' had not run after {timeout_s:g} s. Wait longer, or look at coordinator.statistics()."
@@ -117,6 +121,15 @@ class _Leaves(Sequence[Any]):
 
     def __getitem__(self, position: Any) -> Any:
         return self._leaf(position)
+
+
+def check_not_traced(method: str) -> None:
+    """Raises ContextError in a function that is being traced: it would be done once, and what it waits for may wait for it."""
+    if current_capture() is not None:
+        raise ContextError(
+            f"{method}() was called at {user_line()} in a function that is being traced, which happens once and not whenever the "
+            "function runs. Call it in the program that schedules the function."
+        )
 
 
 def fetched(nest: Any) -> Any:

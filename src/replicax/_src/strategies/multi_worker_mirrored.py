@@ -10,7 +10,7 @@ from typing import Any, final
 import jax
 
 from replicax._src import jax_compat
-from replicax._src.cluster.detect import choose_resolver
+from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.failures import ClusterStartError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.mpi import check_mpi
@@ -60,7 +60,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
     ):
         options = _checked(communication_options)
-        self._resolver = choose_resolver().resolver if cluster_resolver is None else cluster_resolver
+        self._resolver = checked_resolver(cluster_resolver)
         self._membership = membership_of(self._resolver)
         topology = self._topology_of_cluster(options)
         super().__init__(

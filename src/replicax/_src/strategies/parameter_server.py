@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, final
 
 import jax
 
-from replicax._src.cluster.detect import choose_resolver
+from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.environ import START_LIMIT, limit_s
 from replicax._src.cluster.errors import TaskError
 from replicax._src.cluster.layout import SCRIPT_IN_VARIABLE
@@ -96,7 +96,7 @@ class ParameterServerStrategy(Strategy):
         *,
         is_coordinator: bool | None = None,
     ):
-        resolver = choose_resolver().resolver if cluster_resolver is None else cluster_resolver
+        resolver = checked_resolver(cluster_resolver)
         if is_coordinator is None:
             is_coordinator = (
                 resolver.task_type != "worker" and os.environ.get(SCRIPT_IN_VARIABLE) != "workers"
@@ -182,6 +182,12 @@ class ParameterServerStrategy(Strategy):
         if self.own_coordinator is not None:
             self.own_coordinator.close()
         self.session.close()
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self.worker_of_own is not None:
+            return f"<{name} in {self.worker_of_own.task}, of {self.session.num_ps} parameter servers>"
+        return f"<{name} of {self.session.num_workers} workers and {self.session.num_ps} parameter servers>"
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,84 @@
+"""What a coordinator and its strategy refuse when they are called, and how they print."""
+
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from in_memory_servers import in_memory_strategy
+from replicax.coordinator import ClusterCoordinator
+from replicax.errors import ContextError, InvalidArgumentError
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    with in_memory_strategy(workers=2, ps=2) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def coordinator(strategy):
+    with ClusterCoordinator(strategy) as coordinator:
+        yield coordinator
+
+
+@pytest.mark.parametrize("args", [3, np.ones(2), "ab", {"x": 1}], ids=["number", "array", "text", "dict"])
+def test_arguments_are_a_list_or_tuple(coordinator, args):
+    kind = type(args).__name__
+    message(
+        InvalidArgumentError, lambda: coordinator.schedule(abs, args=args), "list or tuple", kind, "args=(x,)"
+    )
+
+
+def test_arguments_by_name_are_a_dict(coordinator):
+    message(
+        InvalidArgumentError, lambda: coordinator.schedule(abs, kwargs=[1]), "kwargs must be a dict", "list"
+    )
+
+
+def test_what_waits_is_not_called_in_a_function_that_is_traced(coordinator):
+    """It would happen once; and what is waited for may need a program, which waits for the trace that is going on."""
+    value = coordinator.schedule(lambda: np.float32(1))
+    for name, call in {
+        "schedule": lambda: coordinator.schedule(lambda: 1),
+        "join": lambda: coordinator.join(),
+        "done": lambda: coordinator.done(),
+        "fetch": lambda: coordinator.fetch([value]),
+    }.items():
+        message(
+            ContextError, lambda call=call: coordinator.schedule(call), f"{name}() was called at", __file__
+        )
+    assert value.fetch() == 1
+    coordinator.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_staleness": -1}, "got -1"),
+        ({"max_staleness": 1.5}, "got 1.5"),
+        ({"reconnect_timeout_s": -1}, "got -1"),
+        ({"reconnect_timeout_s": "an hour"}, "got 'an hour'"),
+        ({"status_address": 8080}, "got 8080"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_options_are_checked(options, says):
+    with in_memory_strategy() as strategy:
+        (name,) = options
+        message(InvalidArgumentError, lambda: ClusterCoordinator(strategy, **options), name, says)
+
+
+@pytest.mark.parametrize("make", [rx.ParameterServerStrategy, rx.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("given", ["localhost:1", {"ps": ["a:1"], "worker": ["b:1"]}], ids=["text", "dict"])
+def test_what_is_no_resolver(make, given):
+    says = (f"got {type(given).__name__}", "SimpleClusterResolver(ClusterSpec(")
+    message(InvalidArgumentError, lambda: make(given), "cluster_resolver", *says)
+
+
+def test_they_say_what_they_are(strategy, coordinator):
+    assert repr(strategy) == "<ParameterServerStrategy of 2 workers and 2 parameter servers>"
+    assert repr(coordinator) == f"<ClusterCoordinator of {strategy!r}>"
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
+    assert repr(iterator).startswith("<PerWorkerIterator of 'dataset ")
+    assert repr(coordinator.create_per_worker_value(int)).startswith("<PerWorkerValues: 'value ")
