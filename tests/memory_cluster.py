@@ -333,7 +333,7 @@ class Session:
         return False
 
 
-def eventually(is_so, timeout_s=20.0):
+def eventually(is_so, timeout_s=60.0):
     """Waits until something is so, which other threads see to."""
     until = time.monotonic() + timeout_s
     while not is_so():

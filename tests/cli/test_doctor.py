@@ -19,7 +19,7 @@ from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.transport import TaskClient
 from replicax.errors import ClusterStartError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(250)
 LAUNCHERS = [
     "TF_CONFIG",
     "RANK",
@@ -108,7 +108,7 @@ def test_doctors_answer_each_other(free):
     ]
     try:
         for number, process in enumerate(doctors):
-            printed, _ = process.communicate(timeout=40)
+            printed, _ = process.communicate(timeout=120)
             assert process.returncode == 0, printed
             assert f"{addresses[1 - number]:<24} answers" in printed
     finally:
@@ -129,7 +129,7 @@ def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
         channel = Channel(address, 1, ["worker 0", "worker 1"], "print")
         while ask_until(address, 0, ask_channel).text != "answers":
             time.sleep(0.05)
-        says = ["worker 1 waited 1 s for worker 0", "does replicax doctor run on that machine?"]
+        says = [" s for worker 0, which does not answer at", "does replicax doctor run on that machine?"]
         message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.8), *says)
     finally:
         process.kill()
@@ -142,7 +142,7 @@ def test_its_own_port_is_in_use(doctor, free):
         hang_up = threading.Thread(target=lambda: other.accept()[0].close())
         hang_up.start()
         code, printed = doctor(config_of(address, free()))
-        hang_up.join(timeout=5)
+        hang_up.join(timeout=60)
     assert code == 1
     assert f"worker 0, cannot listen at its own address {address}: its port is in use" in printed
 
@@ -160,7 +160,7 @@ def test_another_program_is_at_an_address(doctor, free):
         thread = threading.Thread(target=answer)
         thread.start()
         code, printed = doctor(config_of(free(), address))
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert code == 1
     assert f"worker 1 at {address} is another program's" in printed
 
@@ -193,7 +193,7 @@ def test_a_host_that_nobody_knows(doctor, free):
     code, printed = doctor(config_of(free(), "no-such-host.invalid:2222"))
     assert code == 1
     assert "no host is called 'no-such-host.invalid' here" in printed
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 def rows_of(printed):

@@ -14,7 +14,7 @@ from replicax._src.coordinator.status import status_of
 from replicax._src.coordinator.status_access import viewing_token
 from replicax._src.coordinator.status_server import StatusServer
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(autouse=True)

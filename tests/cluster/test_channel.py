@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -17,7 +18,8 @@ from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.service import HubServer
 from replicax.errors import ClusterStartError, PeerFailureError, ProgramMismatchError
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(180)
+PATIENCE_S = 60  # more than a machine needs that is busy with something else
 NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
@@ -33,7 +35,7 @@ def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
         yield f"127.0.0.1:{listener.getsockname()[1]}"
     finally:
         must_end.set()
-        thread.join(timeout=10)
+        thread.join(timeout=PATIENCE_S)
         listener.close()
         assert not thread.is_alive()
 
@@ -44,7 +46,7 @@ def channels(address, names=NAMES, **options):
     made = [Channel(address, number, names, "print", **options) for number in range(len(names))]
     try:
         for channel in made:
-            assert channel.connect(time.monotonic() + 5)["coordinator"] == "there"
+            assert channel.connect(time.monotonic() + PATIENCE_S)["coordinator"] == "there"
         yield made
     finally:
         for channel in made:
@@ -55,13 +57,13 @@ def gathered_by_all(members, key, values):
     results = [None] * len(members)
 
     def gather(number):
-        results[number] = members[number].gather(key, values[number], 5.0, what="to test")
+        results[number] = members[number].gather(key, values[number], PATIENCE_S, what="to test")
 
     threads = [threading.Thread(target=gather, args=(n,)) for n in range(len(members))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=PATIENCE_S)
     return results
 
 
@@ -89,14 +91,15 @@ def test_the_launcher_is_told_how_many_programs_have_run(monkeypatch, tmp_path):
             assert shown(channel) == (position, "running" if position else "starting")
             channel.end()
             assert shown(channel) == (position + 1, "running")
-        channel.connect(time.monotonic() + 5)
+        channel.connect(time.monotonic() + PATIENCE_S)
         channel.begin(3, "#0 train_step")
         channel.end()
+        began_at = time.monotonic()
         channel.leave()
         left_at = time.monotonic()
     status = read_status(path)
     assert (status.step, status.state) == (4, "ending")  # it is not left to the next beat
-    assert left_at - 2 < status.left_at <= left_at
+    assert began_at < status.left_at <= left_at
 
 
 def test_who_tells_an_error_has_begun_to_end(monkeypatch, tmp_path):
@@ -109,6 +112,23 @@ def test_who_tells_an_error_has_begun_to_end(monkeypatch, tmp_path):
     assert read_status(path).left_at == left_at
 
 
+def test_who_ends_because_another_has_failed_does_not_say_when(monkeypatch, tmp_path):
+    """Its process ends after the other's, however late the launcher learns of that."""
+    path = tmp_path / "status.json"
+    with serving(NAMES[:2]) as address:
+        second = Channel(address, 1, NAMES[:2], "print")
+        monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
+        first = Channel(address, 0, NAMES[:2], "print")
+        for channel in (first, second):
+            channel.connect(time.monotonic() + PATIENCE_S)
+        second.tell_error("ValueError: my own")
+        assert first.wait_for_failure(PATIENCE_S) is not None
+        first._write_status()
+        for channel in (first, second):
+            channel.leave()
+    assert read_status(path).left_at is None
+
+
 def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
     with serving() as address, channels(address) as (first, second, third):
         second.begin(3, "#0 train_step")
@@ -117,11 +137,11 @@ def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
         killed.start()
         start = time.monotonic()
         with pytest.raises(PeerFailureError) as caught:
-            first.gather("k", 1, 25.0, what="to test")
-        assert time.monotonic() - start < 10
+            first.gather("k", 1, 2 * PATIENCE_S, what="to test")
+        assert time.monotonic() - start < PATIENCE_S
         assert caught.value.tasks == ("worker 1",)
         assert "in its program number 3, #0 train_step" in str(caught.value)
-        assert third.wait_for_failure(10) is not None
+        assert third.wait_for_failure(PATIENCE_S) is not None
         message(PeerFailureError, third.check, "worker 1 died without a word", "start the job again")
         killed.join()
 
@@ -129,24 +149,25 @@ def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
 def test_an_error_of_another_is_shown():
     with serving() as address, channels(address) as (first, second, _):
         second.tell_error("Traceback\n  line 3\nValueError: my own")
-        assert first.wait_for_failure(10) is not None
+        assert first.wait_for_failure(PATIENCE_S) is not None
         message(PeerFailureError, first.check, "worker 1 raised an error", "    ValueError: my own")
 
 
 def test_who_leaves_is_no_failure_until_it_is_needed():
     with serving() as address, channels(address) as (first, second, _):
         second.leave()
-        first.wait_for_failure(2)
+        first.wait_for_failure(0.5)
         call = lambda: first.gather("k", 1, 5.0, what="to test")  # noqa: E731
         message(PeerFailureError, call, "worker 1 has ended its program", "All tasks must run the same steps")
 
 
 def test_who_is_silent_is_given_up():
-    with serving(silence_s=1.5) as address, channels(address) as (first, second, _):
+    with serving(silence_s=3.0) as address, channels(address) as (first, second, _):
         second._write_lock.acquire()  # it beats no more, as if it were stopped
         try:
-            assert first.wait_for_failure(5) is not None
-            message(PeerFailureError, first.check, "worker 1 has been silent for 2 s", "stopped")
+            assert first.wait_for_failure(PATIENCE_S) is not None
+            with pytest.raises(PeerFailureError, match=r"worker 1 has been silent for \d+ s: it is stopped"):
+                first.check()
         finally:
             second._write_lock.release()
 
@@ -165,8 +186,8 @@ def test_a_hub_that_is_gone():
     """Its machine is down, say: here its thread ends with the block."""
     with serving() as address:
         channel = Channel(address, 1, NAMES, "print")
-        channel.connect(time.monotonic() + 5)
-    assert channel.wait_for_failure(3) is not None
+        channel.connect(time.monotonic() + PATIENCE_S)
+    assert channel.wait_for_failure(PATIENCE_S) is not None
     message(PeerFailureError, channel.check, "beside worker 0", address, "ended the connection")
     channel.leave()
 
@@ -175,7 +196,7 @@ def test_different_programs_are_a_mismatch():
     with serving() as address, channels(address) as (first, second, _):
         first.begin(4, "#1 evaluate")
         second.begin(4, "#0 train_step")
-        assert first.wait_for_failure(3) is not None
+        assert first.wait_for_failure(PATIENCE_S) is not None
         says = [
             "worker 0: in its program number 4, #1 evaluate",
             "worker 1: in its program number 4, #0 train_step",
@@ -186,7 +207,7 @@ def test_different_programs_are_a_mismatch():
 def test_who_is_missing_is_named_in_time(caplog):
     with serving() as address, contextlib.ExitStack() as stack:
         channel = Channel(address, 0, NAMES, "print")
-        channel.connect(time.monotonic() + 5)
+        channel.connect(time.monotonic() + PATIENCE_S)
         stack.callback(channel.leave)
         call = lambda: channel.gather("start", 1, 2.5, what="for all tasks to start")  # noqa: E731
         said = "worker 1 (has not come), worker 2 (has not come)"
@@ -199,13 +220,13 @@ def test_a_wait_can_be_given_up():
         threading.Timer(0.2, stop.set).start()
         start = time.monotonic()
         with pytest.raises(PeerFailureError):
-            first.gather("k", 1, 60.0, what="to test", is_cancelled=stop.is_set)
-        assert time.monotonic() - start < 20
+            first.gather("k", 1, 2 * PATIENCE_S, what="to test", is_cancelled=stop.is_set)
+        assert time.monotonic() - start < PATIENCE_S
 
 
 def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
     """It is named with what it does; here it is in this test."""
-    limits = {"stall_s": 2.0, "timeout_s": 5.0}
+    limits = {"stall_s": 1.0, "timeout_s": 5.0}
     with (
         serving(NAMES[:2], **limits) as address,
         channels(address, NAMES[:2]) as (first, second),
@@ -215,11 +236,9 @@ def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
             channel.begin(0, "#0 f")
         second.end()
         first.begin(1, "#0 f")
-        assert first.wait_for_failure(15) is not None
-        assert second.wait_for_failure(5) is not None  # it cannot go on either
-        waited = (
-            "worker 0 has waited 5 s in its program number 1, #0 f, for worker 1, which has not come to it"
-        )
+        assert first.wait_for_failure(PATIENCE_S) is not None
+        assert second.wait_for_failure(PATIENCE_S) is not None  # it cannot go on either
+        waited = "s in its program number 1, #0 f, for worker 1, which has not come to it"
         at = "test_channel.py"
         for channel in (first, second):
             with pytest.raises(PeerFailureError) as caught:
@@ -227,14 +246,14 @@ def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
             assert caught.value.tasks == ("worker 1",)
             for said in (waited, "after its program number 0, #0 f, for ", at, "timeout_seconds"):
                 assert said in str(caught.value)
-    assert "worker 0 has waited 2 s in its program number 1" in caplog.text
+    assert re.search("worker 0 has waited [1234] s in its program number 1", caplog.text)
     assert "It goes on waiting for 5 s" in caplog.text
 
 
 def test_nobody_listens():
     address = f"127.0.0.1:{free_ports(1)[0]}"
     channel = Channel(address, 1, NAMES, "print")
-    says = ["worker 1 waited 0 s for worker 0", address, "REPLICAX_START_TIMEOUT_S"]
+    says = [" s for worker 0, which does not answer at", address, "REPLICAX_START_TIMEOUT_S"]
     message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.3), *says)
 
 
@@ -248,9 +267,9 @@ def test_nobody_listens():
 def test_who_does_not_belong_is_refused(number, fingerprint, says):
     with serving() as address:
         first = Channel(address, 0, NAMES, "print")
-        first.connect(time.monotonic() + 5)
+        first.connect(time.monotonic() + PATIENCE_S)
         other = Channel(address, number, NAMES, fingerprint)
-        message(ClusterStartError, lambda: other.connect(time.monotonic() + 5), "refuses", says)
+        message(ClusterStartError, lambda: other.connect(time.monotonic() + PATIENCE_S), "refuses", says)
         first.leave()
 
 
@@ -259,14 +278,14 @@ def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
         address = earlier.enter_context(serving(at=f"127.0.0.1:{free_ports(1)[0]}"))
         first, second = (Channel(address, number, NAMES, "print") for number in range(2))
         for channel in (first, second):
-            channel.connect(time.monotonic() + 5)
+            channel.connect(time.monotonic() + PATIENCE_S)
         second._socket.shutdown(socket.SHUT_RDWR)
-        assert first.wait_for_failure(10) is not None
+        assert first.wait_for_failure(PATIENCE_S) is not None
         begin = time.monotonic()
         timer = threading.Timer(1.0, lambda: (earlier.close(), next_run.enter_context(serving(at=address))))
         timer.start()
         restarted = Channel(address, 1, NAMES, "print")
-        assert restarted.connect(time.monotonic() + 10)["coordinator"] == "there"
+        assert restarted.connect(time.monotonic() + PATIENCE_S)["coordinator"] == "there"
         assert time.monotonic() - begin >= 1
         timer.join()
         for channel in (first, second, restarted):
@@ -276,10 +295,10 @@ def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
 def test_an_earlier_run_that_does_not_end_is_named():
     with serving() as address, channels(address) as (first, second, _):
         second._socket.shutdown(socket.SHUT_RDWR)
-        assert first.wait_for_failure(10) is not None
+        assert first.wait_for_failure(PATIENCE_S) is not None
         restarted = Channel(address, 1, NAMES, "print")
         says = [
-            "worker 1 waited 1 s for an earlier run of the job to end",
+            " s for an earlier run of the job to end",
             "worker 1 has been here before, and died",
             "REPLICAX_START_TIMEOUT_S",
         ]
@@ -306,14 +325,14 @@ def test_another_program_at_the_address():
             ClusterStartError, lambda: channel.connect(time.monotonic() + 0.5), "does not answer", "announced"
         )
         stop.set()
-        thread.join(timeout=5)
+        thread.join(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", encode({"kind": "nonsense"}), b"\xff" * 100])
 def test_noise_does_not_disturb_the_hub(noise):
     with serving() as address:
         host, port = address.split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
             stranger.sendall(noise)
             assert stranger.recv(100) == b""  # it hangs up
         with channels(address) as members:
@@ -328,7 +347,7 @@ def test_an_ipv6_address_is_listened_at(at, reached_by):
     """On all networks, as at an IPv4 one: the machine may have the address only for others."""
     with listen(at, backlog=2) as listener:
         for host in reached_by:
-            socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
+            socket.create_connection((host, listener.getsockname()[1]), timeout=PATIENCE_S).close()
 
 
 def test_a_port_that_is_held_is_only_for_who_shares_it():
@@ -338,8 +357,8 @@ def test_a_port_that_is_held_is_only_for_who_shares_it():
         with pytest.raises(OSError, match="in use"):
             listen(f"127.0.0.1:{port}", backlog=1)
         with socket.create_server(("127.0.0.1", port), reuse_port=True) as server:
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
-            server.settimeout(5)
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
+            server.settimeout(PATIENCE_S)
             server.accept()[0].close()
 
 
@@ -365,10 +384,10 @@ def test_the_waiting_is_said(caplog):
     """With the names, every few seconds."""
     with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
         channel = Channel(address, 2, NAMES, "print")
-        channel.connect(time.monotonic() + 5)
+        channel.connect(time.monotonic() + PATIENCE_S)
         with pytest.raises(PeerFailureError) as caught:
-            channel.gather("start", 1, 3.0, what="for all tasks to start", every_s=1.2)
+            channel.gather("start", 1, 3.0, what="for all tasks to start", every_s=0.5)
         channel.leave()
     assert caught.value.tasks == ("worker 0", "worker 1")
-    assert caplog.text.count("worker 2 waits since") == 2
+    assert 2 <= caplog.text.count("worker 2 waits since") <= 6
     assert "worker 0 (has not come), worker 1 (has not come)" in caplog.text

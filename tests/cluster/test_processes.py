@@ -13,9 +13,9 @@ import pytest
 from replicax._src.cluster import processes
 from replicax._src.cluster.processes import Process, ProcessStartError, ProcessTimeoutError, resident_bytes
 
-LIMIT_S = 20
+LIMIT_S = 50
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux has what others lack")
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def python(program, *arguments, **options):
@@ -185,7 +185,7 @@ def test_waiting_is_bounded():
             ProcessTimeoutError, match=r"worker 3 \(pid \d+\) still runs after 0.1 s(.|\n)*busy"
         ):
             process.wait(0.1)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < LIMIT_S
         assert process.is_running
 
 
@@ -309,12 +309,14 @@ import os, sys, time, types
 sys.modules["replicax"] = package = types.ModuleType("replicax")  # without its imports: JAX takes a second
 package.__path__ = [sys.argv[1]]
 from replicax._src.cluster.processes import Process
-process = Process([sys.executable, "-u", "-c", sys.argv[2]], on_line=lambda line: print(line, flush=True))
-print("pid", process.pid, process._keeper.pid, flush=True)
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole lines, whichever thread or process writes
+process = Process([sys.executable, "-u", "-c", sys.argv[2]], on_line=say)
+say("pid", process.pid, process._keeper.pid)
 if sys.argv[3] == "fork":  # a child that holds all descriptors
     if os.fork() == 0:
         os.setsid()
-        print("forked", os.getpid(), flush=True)
+        say("forked", os.getpid())
         time.sleep(60)
         os._exit(0)
 if sys.argv[3] == "exit":
@@ -348,7 +350,7 @@ def test_all_is_gone_soon_after_the_parent(how):
         elif how != "exit":
             parent.kill()
         parent.wait(LIMIT_S)
-        until(lambda: not any(map(is_there, numbers)), "everything gone", limit_s=5)
+        until(lambda: not any(map(is_there, numbers)), "everything gone")
         assert all(map(is_there, forked))
     finally:
         for pid in forked:

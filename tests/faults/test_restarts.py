@@ -7,8 +7,8 @@ import pytest
 
 from replicax._src.cluster.layout import free_ports
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT_S = 90
+pytestmark = pytest.mark.timeout(250)
+LIMIT_S = 150
 
 PROGRAM = """
 import json, os, signal, sys, time

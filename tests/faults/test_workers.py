@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(90)
-LIMIT_S = 40
+from replicax._src.testing.reports import read_reports
+
+pytestmark = pytest.mark.timeout(250)
+LIMIT_S = 120
+SOON_S = 30  # nobody else would say it before many minutes, if at all
 
 
 def steps(fault, victim):
@@ -134,7 +137,7 @@ def test_who_is_gone_is_named_within_seconds(local_cluster, fault, says, victim)
         assert result.report["kind"] == "PeerFailureError"
         assert result.report["tasks"] == [f"worker {victim}"]
         assert says in result.report["text"]
-        assert result.report["after_s"] < 5
+        assert result.report["after_s"] < SOON_S
         assert "stack trace" not in "\n".join(result.output)
     if fault == "compiling":
         died = results["worker", victim]
@@ -158,8 +161,8 @@ def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
     survivor.wait(LIMIT_S)
     (last,) = [r for r in survivor.wait(1).reports if "kind" in r]
     assert last["tasks"] == [f"worker {victim}"]
-    assert re.search("has been silent for [45] s", last["text"])
-    assert last["after_s"] < 10
+    assert re.search(r"has been silent for \d+ s", last["text"])
+    assert last["after_s"] < SOON_S
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_different_programs_are_an_error_on_all(local_cluster, fault, victim):
         assert result.report["kind"] == "ProgramMismatchError", result.report["text"]
         assert "worker 0:" in result.report["text"]
         assert "worker 1:" in result.report["text"]
-        assert result.report["after_s"] < 5
+        assert result.report["after_s"] < SOON_S
 
 
 # --- at the start ---------------------------------------------------------------------------------------
@@ -262,18 +265,27 @@ def test_jax_was_used_before(local_cluster):
 def test_two_processes_with_one_index(local_cluster, tmp_path):
     """Three say that they are of a cluster of two: the one that comes last is refused."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
-    source = source_of(starting) + "\nimport time\ntime.sleep(8)"  # whoever comes first is there still
+    is_over = tmp_path / "over"
+    stay = f"\nimport os, time\nwhile not os.path.exists({str(is_over)!r}): time.sleep(0.05)"
+    source = source_of(starting) + stay
     cluster.start(source)
     config = {"cluster": cluster.cluster, "task": {"type": "worker", "index": 1}}
     reports = tmp_path / "reports"
-    subprocess.run(
+    third = subprocess.Popen(
         [sys.executable, "-c", source],
         env={**os.environ, "TF_CONFIG": json.dumps(config), "REPLICAX_REPORT_FILE": str(reports)},
-        timeout=LIMIT_S,
-        check=False,
     )
-    third = json.loads(reports.read_text())
-    seen = [third, *(result.report for result in cluster.wait().values())]
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not (all(task.reports for task in cluster.tasks.values()) and read_reports(reports)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        is_over.touch()  # until then whoever came first is there
+        third.wait(LIMIT_S)
+    finally:
+        third.kill()
+        third.wait()
+    seen = [*read_reports(reports), *(result.report for result in cluster.wait().values())]
     refused = [report for report in seen if "kind" in report]
     assert [report["kind"] for report in refused] == ["ClusterStartError"], seen
     assert "worker 0" in refused[0]["text"]
@@ -299,7 +311,7 @@ def test_nothing_is_left_after_a_kill_of_all(local_cluster):
     assert len(services) == 1
     for number in range(2):
         os.kill(cluster.tasks["worker", number].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON_S
     while any(map(_runs_service, services)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(_runs_service(pid) for pid in services)

@@ -155,7 +155,7 @@ def test_threads_end_with_the_epoch_or_when_it_is_dropped():
     assert threads()
     del batches
     list(elements.iterate())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not threads()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -16,11 +17,12 @@ from replicax.errors import UnknownProgramError
 
 
 class Echo:
-    """A ``Service``. ``op`` of a message, or what is asked: echo, fail, unknown, sleep, make, statistics."""
+    """A ``Service``. ``op`` of a message, or what is asked: echo, fail, unknown, sleep, wait, make, statistics."""
 
     def __init__(self):
         self.server = None
         self.num_closed = 0
+        self.waits, self.may_go_on = threading.Event(), threading.Event()
 
     def ask(self, what, header, session):
         assert session is None
@@ -46,6 +48,9 @@ class Echo:
             raise UnknownProgramError("no such program", "abc")
         if op == "sleep":
             time.sleep(header["s"])
+        if op == "wait":
+            self.waits.set()
+            self.may_go_on.wait(60)
         return dict(header)
 
 
@@ -84,7 +89,7 @@ class EchoTask:
 
     def kill(self):
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     @contextlib.contextmanager
     def stopped(self):

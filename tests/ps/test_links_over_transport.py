@@ -53,7 +53,7 @@ def new_links(servers):
 
     def open_links():
         clients = [TaskClient(server.address, SECRET, f"ps {index}") for index, server in enumerate(servers)]
-        opened.append(PsLinks(clients, ME, timeout_s=20))
+        opened.append(PsLinks(clients, ME, timeout_s=60))
         return opened[-1]
 
     yield open_links

@@ -192,7 +192,7 @@ def test_elements_are_read_ahead_but_not_all(made):
 
     dataset = make("dataset", _by_reference(generate), PLACE)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(taken) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.3)

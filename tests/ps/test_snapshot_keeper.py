@@ -53,7 +53,7 @@ def count(keeper):
 
 
 def until_count(keeper, number):
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while count(keeper) != number:
         assert time.monotonic() < deadline, f"{keeper.statistics()} snapshots, not {number}"
         time.sleep(0.01)
@@ -97,7 +97,7 @@ def test_failures_are_one_warning_until_there_is_room_again(store, keeping, tmp_
     for number in range(2):
         (tmp_path / "ps-0").write_text("in its way")
         create(store, f"w{number}")
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while not keeper.statistics()["snapshot_error"]:
             assert time.monotonic() < deadline
         time.sleep(0.3)  # it is tried again

@@ -33,7 +33,7 @@ from replicax.errors import (
     UnknownProgramError,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 TOKEN = Credentials(token="secret")
 
 
@@ -41,6 +41,7 @@ TOKEN = Credentials(token="secret")
 def server():
     with echo_server(max_message_bytes=2**27, max_streams=8) as server:
         yield server
+        server._service.may_go_on.set()
 
 
 @pytest.fixture
@@ -55,9 +56,9 @@ def link(client):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true within 10 s"
+        assert time.monotonic() < deadline, "it did not come true within 60 s"
         time.sleep(0.005)
 
 
@@ -65,7 +66,7 @@ def wait_until(condition):
 
 
 def test_asks_are_answered(client):
-    assert client.ask("hello", {"a": [1, None, "x"]}, 5) == {"what": "hello", "a": [1, None, "x"]}
+    assert client.ask("hello", {"a": [1, None, "x"]}, 30) == {"what": "hello", "a": [1, None, "x"]}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_asks_are_answered(client):
 )
 def test_messages_are_answered(link, arrays):
     for turn in range(3):
-        answer = link.call(Message({"op": "echo", "turn": turn}, arrays), 10)
+        answer = link.call(Message({"op": "echo", "turn": turn}, arrays), 30)
         assert answer.header == {"op": "echo", "turn": turn, "session": 1, "of_session": turn + 1}
         for ours, theirs in zip(answer.arrays, arrays, strict=True):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
@@ -108,23 +109,22 @@ def test_one_thread_sends_while_another_one_receives(link):
     assert got == list(range(200))
 
 
-def test_streams_are_answered_at_the_same_time(client):
+def test_streams_are_answered_at_the_same_time(server, client):
     slow, fast = client.open(), client.open()
-    slow.send(Message({"op": "sleep", "s": 0.5}))
-    fast.call(Message({"op": "echo"}), 5)
-    started = time.monotonic()
-    slow.receive(5)
-    assert time.monotonic() - started > 0.2
+    slow.send(Message({"op": "wait"}))
+    fast.call(Message({"op": "echo"}), 30)
+    server._service.may_go_on.set()
+    slow.receive(30)
 
 
 def test_what_was_received_stays_as_it_was(link):
-    answers = [link.call(Message({}, [np.full(10**6, n, np.uint8)]), 10).arrays[0] for n in range(6)]
+    answers = [link.call(Message({}, [np.full(10**6, n, np.uint8)]), 30).arrays[0] for n in range(6)]
     assert [set(answer.tobytes()) for answer in answers] == [{n} for n in range(6)]
 
 
 def test_a_server_keeps_no_array_of_a_message_that_it_has_answered(server, client):
     link = client.open()
-    link.call(Message({}, [np.zeros(10**6, np.uint8)]), 10)
+    link.call(Message({}, [np.zeros(10**6, np.uint8)]), 30)
     wait_until(lambda: not any(stream.is_answering for stream in server._streams.values()))
     assert not [held for held in gc.get_objects() if type(held) is _Lease]
 
@@ -134,76 +134,74 @@ def test_a_server_keeps_no_array_of_a_message_that_it_has_answered(server, clien
 
 def test_an_error_of_the_service_is_raised_and_the_stream_goes_on(link, caplog):
     with pytest.raises(RemoteError, match="ps 0 failed: ValueError: as it was asked") as caught:
-        link.call(Message({"op": "fail"}), 5)
+        link.call(Message({"op": "fail"}), 30)
     assert (caught.value.type, caught.value.task) == ("ValueError", "ps 0")
     assert "fail failed" in caplog.text
     with pytest.raises(UnknownProgramError, match="no such program") as caught:
-        link.call(Message({"op": "unknown"}), 5)
+        link.call(Message({"op": "unknown"}), 30)
     assert caught.value.digest == "abc"
-    assert link.call(Message({"op": "echo"}), 5).header["session"] == 1
+    assert link.call(Message({"op": "echo"}), 30).header["session"] == 1
 
 
 def test_an_error_of_an_ask_is_raised(client):
     with pytest.raises(RemoteError, match="as it was asked"):
-        client.ask("fail", {}, 5)
+        client.ask("fail", {}, 30)
 
 
 def test_what_cannot_be_sent_does_not_end_the_stream(link):
     with pytest.raises(MessageError, match="does not travel"):
         link.send(Message({}, [np.array(["a"])]))
-    link.call(Message({"op": "echo"}), 5)
+    link.call(Message({"op": "echo"}), 30)
 
 
 @pytest.mark.parametrize("size", [2**27 + 1, 2**28])
 def test_a_message_that_is_too_large_is_refused_and_ends_the_stream(client, link, size):
     with pytest.raises(MessageError, match="at most 134217728 are taken"):
-        link.call(Message({"op": "echo"}, [np.zeros(size, np.uint8)]), 10)
+        link.call(Message({"op": "echo"}, [np.zeros(size, np.uint8)]), 30)
     with pytest.raises(UnavailableError, match="at most 134217728"):
-        link.call(Message({"op": "echo"}), 5)
-    client.open().call(Message({"op": "echo"}), 5)
+        link.call(Message({"op": "echo"}), 30)
+    client.open().call(Message({"op": "echo"}), 30)
 
 
 def test_an_answer_that_is_too_large_is_refused_and_closes_the_link(server):
     with TaskClient(server.address, TOKEN, "ps 0", max_message_bytes=10**6) as client:
         link = client.open()
         with pytest.raises(MessageError, match="at most 1000000 are taken"):
-            link.call(Message({"op": "make", "bytes": 2 * 10**6}), 5)
+            link.call(Message({"op": "make", "bytes": 2 * 10**6}), 30)
         with pytest.raises(UnavailableError):
-            link.call(Message({}), 5)
+            link.call(Message({}), 30)
 
 
 def test_there_are_no_more_streams_than_allowed(server, client):
     links = [client.open() for _ in range(8)]
     for link in links:
-        link.call(Message({}), 5)
-    message(UnavailableError, lambda: client.open().call(Message({}), 5), "8 streams open")
+        link.call(Message({}), 30)
+    message(UnavailableError, lambda: client.open().call(Message({}), 30), "8 streams open")
     links[3].close()
     wait_until(lambda: server.statistics()["streams"] < 8)
-    client.open().call(Message({}), 5)
+    client.open().call(Message({}), 30)
 
 
 def test_an_answer_that_takes_too_long_closes_the_link_and_no_other(client, link):
     other = client.open()
     started = time.monotonic()
-    with pytest.raises(UnavailableError, match=r"did not answer a message within 0\.[23].* s") as caught:
-        link.call(Message({"op": "sleep", "s": 2}), 0.3)
-    assert 0.25 < time.monotonic() - started < 1.5
+    with pytest.raises(UnavailableError, match=r"did not answer a message within 0\.\d+ s") as caught:
+        link.call(Message({"op": "wait"}), 0.3)
+    assert time.monotonic() - started > 0.25
     assert caught.value.task == "ps 0"
     with pytest.raises(UnavailableError, match="did not answer"):
         link.send(Message({}))
-    other.call(Message({"op": "echo"}), 5)
+    other.call(Message({"op": "echo"}), 30)
 
 
 def test_an_ask_that_takes_too_long(client):
-    started = time.monotonic()
-    with pytest.raises(UnavailableError, match=r"did not answer 'sleep' within 0\.3 s"):
-        client.ask("sleep", {"s": 2}, 0.3)
-    assert time.monotonic() - started < 1.5
+    with pytest.raises(UnavailableError, match=r"did not answer 'wait' within 0\.3 s"):
+        client.ask("wait", {}, 0.3)
 
 
 def test_nobody_is_there():
     with TaskClient("127.0.0.1:1", TOKEN, "ps 1") as client:
-        message(UnavailableError, lambda: client.ask("hello", {}, 5), "ps 1 at 127.0.0.1:1", "refused")
+        message(UnavailableError, lambda: client.ask("hello", {}, 30), "ps 1 at 127.0.0.1:1", "refused")
         message(UnavailableError, client.open, "ps 1 at 127.0.0.1:1")
 
 
@@ -221,32 +219,33 @@ def test_closing_a_link_wakes_who_waits(client, link):
 
 
 def test_closing_a_client_closes_its_links(server, client, link):
-    link.call(Message({}), 5)
+    link.call(Message({}), 30)
     client.close()
-    message(UnavailableError, lambda: link.call(Message({}), 5), "was closed")
-    message(UnavailableError, lambda: client.ask("hello", {}, 5), "was closed")
+    message(UnavailableError, lambda: link.call(Message({}), 30), "was closed")
+    message(UnavailableError, lambda: client.ask("hello", {}, 30), "was closed")
     wait_until(lambda: server.statistics()["streams"] == 0)
     assert server._service.num_closed == 1
 
 
 def test_a_server_ends_although_streams_are_open(server, client, link):
-    link.call(Message({}), 5)
+    link.call(Message({}), 30)
     started = time.monotonic()
-    server.shutdown(10.0)
-    assert time.monotonic() - started < 3
+    server.shutdown(60.0)
+    assert time.monotonic() - started < 30
     with pytest.raises(UnavailableError):
-        link.receive(5)
+        link.receive(30)
     with pytest.raises(UnavailableError):
-        client.ask("hello", {}, 5)
+        client.ask("hello", {}, 30)
 
 
 def test_a_server_that_ends_finishes_what_it_is_answering(server, link):
-    link.send(Message({"op": "sleep", "s": 0.5}))
-    time.sleep(0.2)
-    ending = threading.Thread(target=server.shutdown, args=(10.0,))
+    link.send(Message({"op": "wait"}))
+    assert server._service.waits.wait(30)
+    ending = threading.Thread(target=server.shutdown, args=(60.0,))
     ending.start()
-    assert link.receive(5).header["s"] == 0.5
-    ending.join(10)
+    threading.Timer(0.2, server._service.may_go_on.set).start()
+    assert link.receive(30).header["op"] == "wait"
+    ending.join(60)
     assert not ending.is_alive()
 
 
@@ -262,6 +261,7 @@ def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
         server.start()
         print(server.address, flush=True)
         sys.stdin.readline()
+        time.sleep(0.5)  # a stream that has not come to wait for its next message yet ends in order
         started = time.monotonic()
         server.shutdown(1.0)
         print(time.monotonic() - started)
@@ -271,10 +271,10 @@ def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
     with subprocess.Popen(command, text=True, **pipes) as task:
         with TaskClient(task.stdout.readline().strip(), TOKEN, "ps 0") as client:
             link = client.open()  # kept: it would end its stream
-            link.call(Message({}), 5)
-            said, warned = task.communicate("end\n", timeout=20)
+            link.call(Message({}), 30)
+            said, warned = task.communicate("end\n", timeout=60)
     assert task.returncode == 0, warned
-    assert float(said) < 5
+    assert float(said) < 30
     assert "1 streams" in warned
 
 
@@ -294,10 +294,10 @@ def test_a_process_whose_server_was_not_shut_down_ends():
     with subprocess.Popen(command, text=True, **pipes) as task:
         with TaskClient(task.stdout.readline().strip(), TOKEN, "ps 0") as client:
             link = client.open()
-            link.call(Message({}), 5)
-            _, warned = task.communicate("end\n", timeout=20)
+            link.call(Message({}), 30)
+            _, warned = task.communicate("end\n", timeout=60)
             with pytest.raises(UnavailableError):
-                link.call(Message({}), 5)
+                link.call(Message({}), 30)
     assert (task.returncode, warned) == (0, "")
 
 
@@ -308,7 +308,7 @@ def test_a_server_that_was_never_started_can_be_shut_down():
 def test_statistics(server, client, link):
     sent = np.zeros(10**6, np.uint8)
     for _ in range(3):
-        link.call(Message({"op": "echo"}, [sent]), 5)
+        link.call(Message({"op": "echo"}, [sent]), 30)
     of_server, of_client = server.statistics(), client.statistics()
     assert of_server["messages"] == of_client["messages"] == 3
     assert of_server["bytes_in"] == of_client["bytes_out"] > 3 * 10**6
@@ -324,7 +324,7 @@ def test_clients_leave_no_threads(server):
     before = set(threading.enumerate())
     for _ in range(5):
         with TaskClient(server.address, TOKEN, "ps 0") as client:
-            client.open().call(Message({}), 5)
+            client.open().call(Message({}), 30)
     assert {t for t in threading.enumerate() if t.name == "replicax deadlines"} <= before
 
 
@@ -336,7 +336,7 @@ def test_clients_leave_no_threads(server):
 )
 def test_who_does_not_have_the_token_is_refused(server, token, says):
     with TaskClient(server.address, Credentials(token=token), "ps 0") as client:
-        message(UnauthenticatedError, lambda: client.ask("hello", {}, 5), "ps 0 at", says, "REPLICAX_TOKEN")
+        message(UnauthenticatedError, lambda: client.ask("hello", {}, 30), "ps 0 at", says, "REPLICAX_TOKEN")
         message(UnauthenticatedError, client.open, says)
     assert server.statistics()["rejected"] == 2
     assert server.statistics()["streams"] == 0
@@ -346,7 +346,7 @@ def test_a_server_without_credentials_warns_once_and_takes_who_comes(caplog):
     with caplog.at_level(logging.WARNING, "replicax"), echo_server(credentials=Credentials()) as server:
         for token in (None, "any"):
             with TaskClient(server.address, Credentials(token=token), "ps 0") as client:
-                client.open().call(Message({}), 5)
+                client.open().call(Message({}), 30)
     assert [r.message.count("has no credentials") for r in caplog.records] == [1]
 
 
@@ -358,12 +358,12 @@ def test_it_does_not_listen_for_everybody_without_credentials():
 def test_ipv6():
     with echo_server("[::1]:0") as server, TaskClient(server.address, TOKEN, "ps 0") as client:
         assert server.address.startswith("[::1]:")
-        client.open().call(Message({}), 5)
+        client.open().call(Message({}), 30)
 
 
 def test_host_names():
     with echo_server("localhost:0") as server, TaskClient(server.address, TOKEN, "ps 0") as client:
-        client.open().call(Message({}), 5)
+        client.open().call(Message({}), 30)
 
 
 # --- TLS ----------------------------------------------------------------------------------------------
@@ -415,9 +415,9 @@ def pki(tmp_path_factory):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_mutual_tls(pki, host):
     with echo_server(f"{host}:0", pki["a"]) as server, TaskClient(server.address, pki["a"], "ps 0") as client:
-        answer = client.open().call(Message({}, [np.arange(10**6)]), 10)
+        answer = client.open().call(Message({}, [np.arange(10**6)]), 30)
         np.testing.assert_array_equal(answer.arrays[0], np.arange(10**6))
-        assert client.ask("hello", {"a": 1}, 5)["a"] == 1
+        assert client.ask("hello", {"a": 1}, 30)["a"] == 1
 
 
 @pytest.mark.parametrize("who", ["no certificate", "of another CA", "no TLS"])
@@ -431,23 +431,23 @@ def test_who_has_no_certificate_of_the_ca_is_refused_by_mutual_tls(pki, who):
     }[who]
     with echo_server(credentials=pki["a"]) as server:
         with TaskClient(server.address, shown, "ps 0") as client:
-            message(UnavailableError, lambda: client.ask("hello", {}, 5), "ps 0 at", server.address)
+            message(UnavailableError, lambda: client.ask("hello", {}, 30), "ps 0 at", server.address)
             message(UnavailableError, client.open)
         assert server.statistics()["messages"] == 0
         with TaskClient(server.address, pki["a"], "ps 0") as client:
-            client.open().call(Message({}), 5)
+            client.open().call(Message({}), 30)
 
 
 def test_a_client_does_not_speak_to_a_server_of_another_ca(pki):
     with echo_server(credentials=pki["b"]) as server, TaskClient(server.address, pki["a"], "ps 0") as client:
-        message(UnavailableError, lambda: client.ask("hello", {}, 5), "ps 0 at")
+        message(UnavailableError, lambda: client.ask("hello", {}, 30), "ps 0 at")
 
 
 def test_tls_and_a_token(pki):
     of_server = Credentials("secret", certificate_file=pki["a"].certificate_file, key_file=pki["a"].key_file)
     with echo_server(credentials=of_server) as server:
         with TaskClient(server.address, Credentials("secret", ca_file=pki["a"].ca_file), "ps 0") as client:
-            client.open().call(Message({}), 5)
+            client.open().call(Message({}), 30)
         with TaskClient(server.address, Credentials("wrong", ca_file=pki["a"].ca_file), "ps 0") as client:
             message(UnauthenticatedError, client.open, "a wrong token")
 

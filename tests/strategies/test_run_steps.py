@@ -218,6 +218,9 @@ def test_only_one_group_is_read_ahead():
 
     iterator = iter(strategy.experimental_distribute_dataset(batches()))
     strategy.run_steps(jnp.sum, iterator, np.int64(10))
+    deadline = time.monotonic() + 60
+    while len(read) < 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
     time.sleep(0.2)
     assert len(read) == 20
 

@@ -17,8 +17,8 @@ from replicax import errors
 from replicax._src.cluster.layout import free_ports
 from replicax.testing import Fault, LocalCluster, Proxy, report
 
-LIMIT_S = 20
-pytestmark = pytest.mark.timeout(60)
+LIMIT_S = 100
+pytestmark = pytest.mark.timeout(250)
 
 
 def until(condition, what, limit_s=LIMIT_S):
@@ -158,7 +158,8 @@ def test_slowing_down(local_cluster):
         task.wait_for_report("ready")
     slow.slow_down(0.1)
     states = [state_of(slow.pid) for _ in range(150) if time.sleep(0.005) is None]
-    assert 0.5 < states.count("T") / 150 < 0.99
+    assert states.count("T") > 75
+    until(lambda: state_of(slow.pid) != "T", "running at times")
     slow.resume()
     assert "T" not in [state_of(slow.pid) for _ in range(40) if time.sleep(0.005) is None]
     assert state_of(fast.pid) != "T"

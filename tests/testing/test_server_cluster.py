@@ -16,10 +16,10 @@ from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.errors import ClusterError, InvalidArgumentError
 from replicax.testing import LocalCluster, server_cluster
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(250)
 
 
-def ask(cluster, job, index, what="status", token=None, timeout_s=20.0):
+def ask(cluster, job, index, what="status", token=None, timeout_s=60.0):
     """What a task answers to this process, the coordinator."""
     credentials = Credentials.of_environment(os.environ) if token is None else Credentials(token=token)
     header = {"incarnation": "a", "ps": cluster.cluster["ps"]}
@@ -32,7 +32,7 @@ def make(cluster, value):
     piece = {"key": "w", "shape": list(value.shape), "dtype": str(value.dtype), "initial": "array"}
     credentials = Credentials.of_environment(os.environ)
     with TaskClient(cluster.cluster["ps"][0], credentials, "ps 0") as client, client.open() as link:
-        link.call(Message({"op": "create", "incarnation": "a", "pieces": [piece]}, [value]), 20.0)
+        link.call(Message({"op": "create", "incarnation": "a", "pieces": [piece]}, [value]), 60.0)
 
 
 def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):

@@ -358,8 +358,8 @@ class Channel:
         self._status_file.write(num_programs, state if self._left_at is None else "ending", self._left_at)
 
     def _note_end(self) -> None:
-        """Before the others hear of it: what they do then comes later."""
-        if self._left_at is None:
+        """Before the others hear of it: what they do then comes later. Who ends because another has failed was not first."""
+        if self._left_at is None and self._failure is None:
             self._left_at = time.monotonic()
             self._write_status()
 

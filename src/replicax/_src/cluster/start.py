@@ -167,13 +167,17 @@ def _start_service(
         "limits": dict(limits),
         "linger_s": _SERVICE_LINGER_S,
     }
+    has_asked = False
     while True:
         process, answer = _try_service(settings)
         if "coordinator" in answer:
             return process
-        is_in_use = answer.get("errno") == errno.EADDRINUSE
-        if not (is_in_use and _wait_for_earlier_run(address, names[0], cluster, deadline)):
+        if answer.get("errno") != errno.EADDRINUSE:
             break
+        had_ended = not has_asked and _has_ended(address)  # since it was met
+        if not (had_ended or _wait_for_earlier_run(address, names[0], cluster, deadline)):
+            break
+        has_asked = True
     reason = answer.get("error", "it said nothing")
     raise ClusterStartError(
         f"{names[0]} cannot listen at its own address {address}: {reason}. Another program, or an earlier run of this one, may "
@@ -231,6 +235,15 @@ def _wait_for_earlier_run(address: str, name: str, cluster: str, deadline: float
             )
         time.sleep(_POLL_S)
     return was_there
+
+
+def _has_ended(address: str) -> bool:
+    """Whether nobody listens there any more."""
+    try:
+        socket.create_connection(split_address(address), timeout=_ANSWER_S).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def _is_ending_run(address: str, cluster: str) -> bool:
