@@ -104,11 +104,21 @@ def test_small_messages_are_a_head_alone_and_no_longer_than_64_kb():
     assert all(e.pieces or len(e.head) <= 64 * 1024 for e in encoded)
 
 
-def test_large_arrays_are_not_copied_and_small_ones_share_a_piece():
+def test_large_arrays_are_not_copied_and_smaller_ones_share_a_piece():
     large = np.zeros(10 * 2**20, np.float32)
-    small = [np.full(1000, n, np.int32) for n in range(40)]
-    pieces = encode(Message({}, [*small, large, *small])).pieces
+    smaller = [np.full(20_000, n, np.int32) for n in range(3)]
+    pieces = encode(Message({}, [*smaller, large, *smaller])).pieces
     assert [np.shares_memory(piece, large) for piece in pieces] == [False] + [True] * 10 + [False]
+
+
+def test_what_is_small_beside_a_large_array_stands_in_the_head():
+    sent = Message({}, [np.full(1000, 1.0), np.full(10**6, 2.0), np.full(100, 3.0)])
+    encoded = encode(sent)
+    assert [np.shares_memory(piece, sent.arrays[1]) for piece in encoded.pieces] == [True, True]
+    assert len(encoded.head) <= messages.INLINE_BYTES
+    assert_same(decoded(encoded), sent)
+    full = encode(Message({}, [np.zeros(30_000, np.uint8) for _ in range(4)]))
+    assert sum(map(len, full.pieces)) == 2 * 30_016
 
 
 def test_scalars_stay_scalars():
@@ -146,7 +156,7 @@ class NoMemory:
         raise AssertionError(f"{num_bytes} bytes were allocated")
 
 
-def head(fields, num_bytes=0, magic=b"RPX", version=1, behind=b"", header_size=None):
+def head(fields, num_bytes=0, magic=b"RPX", version=2, behind=b"", header_size=None):
     text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
     size = len(text) if header_size is None else header_size
     return struct.pack("<3sBIQ", magic, version, size, num_bytes) + text + behind
@@ -167,9 +177,10 @@ def test_heads_that_are_wrong():
     refused(b"", "0 bytes are no message")
     refused(b"RPX\x01", "no message")
     refused(head(GOOD, magic=b"GET"), "b'GET'")
-    refused(head(GOOD, version=2), "version 2 came, this is version 1")
+    refused(head(GOOD, version=1), "version 1 came, this is version 2")
     refused(head(GOOD, header_size=2**31), "2147483648 bytes was announced")
-    refused(head(GOOD, header_size=5), "cut off or damaged")
+    refused(head(GOOD, header_size=5), "not JSON")
+    refused(head(GOOD, header_size=5000), "cut off or damaged")
     refused(head(GOOD)[:-1], "cut off or damaged")
     refused(head(GOOD) + b"x", "cut off or damaged")
     refused(head(GOOD, num_bytes=64), "Arrays of 0 bytes were announced in a message of 64")

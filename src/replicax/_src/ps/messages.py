@@ -1,8 +1,9 @@
 """Messages between tasks: a header and arrays. Pure: how they become bytes, and what may come from a stranger.
 
-A message is a *head*, bytes, and a *body*, its arrays at multiples of 64 bytes. Up to 64 KB in all, the body stands
-behind the head. Else it follows in *pieces* of at most 8 MB, each from a multiple of 64 on: large arrays are cut, small
-ones are put together. A head is: ``RPX``, the version, the length of the header, that of the body, and the header.
+A message is a *head*, bytes, and a *body*, its arrays at multiples of 64 bytes. A head is: ``RPX``, the version, the
+length of the header, that of the body, the header, and as many of the arrays, each taken if it fits, as make it 64 KB at
+most: they are the first of the body. The others follow in *pieces* of at most 8 MB, each from a multiple of 64 on: large
+arrays are cut, smaller ones are put together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from replicax._src.ps.buffers import ALIGNMENT, Buffers, aligned, aligned_empty
 from replicax._src.ps.errors import MessageError
 
-VERSION = 1
+VERSION = 2
 INLINE_BYTES = 64 * 1024
 PIECE_BYTES = 4 * 2**20
 LARGEST_PIECE = 8 * 2**20
@@ -86,11 +87,12 @@ def encode(message: Message) -> Encoded:
     arrays = [_sendable(array) for array in message.arrays]
     fields = {"header": message.header, "arrays": [(_NAMES[a.dtype], a.shape) for a in arrays]}
     header = header_bytes(fields)
-    body = sum(aligned(a.nbytes) for a in arrays)
-    head = _PREFIX.pack(_MAGIC, VERSION, len(header), body) + header
-    if body and len(head) + body <= INLINE_BYTES:
-        return Encoded(head + b"".join(_padded(a) for a in arrays), (), len(head) + body)
-    return Encoded(head, tuple(_pieces(arrays)), len(head) + body)
+    body = _laid_out([a.nbytes for a in arrays], len(header))
+    head = [_PREFIX.pack(_MAGIC, VERSION, len(header), body.num_bytes), header]
+    head += [_padded(a) for a, at in zip(arrays, body.offsets) if at < body.inline_bytes]
+    others = [a for a, at in zip(arrays, body.offsets) if at >= body.inline_bytes]
+    num_bytes = _PREFIX.size + len(header) + body.num_bytes
+    return Encoded(b"".join(head), tuple(_pieces(others)) if others else (), num_bytes)
 
 
 def header_bytes(fields: Mapping[str, Any]) -> bytes:
@@ -111,6 +113,30 @@ def header_bytes(fields: Mapping[str, Any]) -> bytes:
             f"A header of a message has {len(text)} bytes, at most {LARGEST_HEADER} travel. Send large things as arrays."
         )
     return text
+
+
+class _Body(NamedTuple):
+    """Where arrays are: those before ``inline_bytes`` in the head, the others after it, in pieces."""
+
+    offsets: list[int]
+    inline_bytes: int
+    num_bytes: int
+
+
+def _laid_out(array_bytes: Sequence[int], header_size: int) -> _Body:
+    room = INLINE_BYTES - _PREFIX.size - header_size
+    offsets, outside, at = [0] * len(array_bytes), [], 0
+    for number, size in enumerate(map(aligned, array_bytes)):
+        if at + size <= room:
+            offsets[number] = at
+            at += size
+        else:
+            outside.append(number)
+    inline_bytes = at
+    for number in outside:
+        offsets[number] = at
+        at += aligned(array_bytes[number])
+    return _Body(offsets, inline_bytes, at)
 
 
 def _sendable(array: np.ndarray) -> np.ndarray:
@@ -170,7 +196,7 @@ def _packed(arrays: Sequence[np.ndarray], num_bytes: int) -> np.ndarray:
 class _Announced(NamedTuple):
     header: dict[str, Any]
     arrays: list[tuple[np.dtype, tuple[int, ...]]]
-    num_bytes: int  # of the body
+    body: _Body
 
 
 @final
@@ -212,39 +238,39 @@ class Decoder:
 
     def _begin(self, head: memoryview | bytes) -> Message | None:
         announced, inline = decoded_head(head, self._most_bytes)
-        if announced.num_bytes == 0:
-            return Message(announced.header, _views(announced, np.empty(0, np.uint8)))
-        if inline is None:
-            self._announced = announced
-            self._memory = self._buffers.take(announced.num_bytes)
-            self._at = 0
-            return None
-        memory = aligned_empty(announced.num_bytes)
-        memory[:] = inline
-        memory.flags.writeable = False
-        return Message(announced.header, _views(announced, memory))
+        body = announced.body
+        if body.inline_bytes == body.num_bytes:
+            memory = aligned_empty(body.num_bytes)
+            memory[:] = inline
+            memory.flags.writeable = False
+            return Message(announced.header, _views(announced, memory))
+        self._announced = announced
+        self._memory = self._buffers.take(body.num_bytes)
+        self._memory[: body.inline_bytes] = inline
+        self._at = body.inline_bytes
+        return None
 
     def _add(self, piece: np.ndarray) -> Message | None:
         announced = self._announced
         if announced is None:
             raise MessageError(f"A piece of {len(piece)} bytes came without the head of a message.")
-        after = self._at + len(piece)
-        if not 0 < len(piece) <= LARGEST_PIECE or after > announced.num_bytes:
+        after, num_bytes = self._at + len(piece), announced.body.num_bytes
+        if not 0 < len(piece) <= LARGEST_PIECE or after > num_bytes:
             raise MessageError(
-                f"A piece of {len(piece)} bytes came at {self._at} of the {announced.num_bytes} that were announced; "
+                f"A piece of {len(piece)} bytes came at {self._at} of the {num_bytes} that were announced; "
                 f"a piece has 1 to {LARGEST_PIECE}."
             )
         self._memory[self._at : after] = piece
         self._at = aligned(after)
-        if self._at < announced.num_bytes:
+        if self._at < num_bytes:
             return None
         memory, self._memory = self._memory, np.empty(0, np.uint8)
         self._announced = None
         return Message(announced.header, _views(announced, self._buffers.lend(memory)))
 
 
-def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced, np.ndarray | None]:
-    """What a head announces, and the body if it stands behind it.
+def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced, np.ndarray]:
+    """What a head announces, and that of the body which stands in it.
 
     Raises:
       MessageError: It is no head, or announces too much.
@@ -271,17 +297,20 @@ def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced,
             f"smaller shards, or raise max_message_bytes of the task."
         )
     after = _PREFIX.size + header_size
-    if len(head) not in (after, after + num_bytes):
+    if len(head) < after:
         raise MessageError(
-            f"A head has {len(head)} bytes, {after} or {after + num_bytes} were announced: it is cut off or damaged."
+            f"A head has {len(head)} bytes, at least {after} were announced: it is cut off or damaged."
         )
-    fields = decoded_header(bytes(head[_PREFIX.size : after]))
-    announced = _Announced(*_checked(fields), num_bytes)
-    expected = sum(aligned(_num_bytes(array)) for array in announced.arrays)
-    if expected != num_bytes:
-        raise MessageError(f"Arrays of {expected} bytes were announced in a message of {num_bytes}.")
-    is_inline = len(head) == after + num_bytes
-    return announced, np.frombuffer(head, np.uint8, offset=after) if is_inline and num_bytes else None
+    header, arrays = _checked(decoded_header(bytes(head[_PREFIX.size : after])))
+    body = _laid_out([_num_bytes(array) for array in arrays], header_size)
+    if body.num_bytes != num_bytes:
+        raise MessageError(f"Arrays of {body.num_bytes} bytes were announced in a message of {num_bytes}.")
+    if len(head) != after + body.inline_bytes:
+        raise MessageError(
+            f"A head has {len(head)} bytes, {after + body.inline_bytes} were announced: it is cut off or damaged."
+        )
+    inline = np.frombuffer(head, np.uint8)[after:]
+    return _Announced(header, arrays, body), inline
 
 
 def decoded_header(text: bytes) -> dict[str, Any]:
@@ -334,15 +363,13 @@ def _num_bytes(array: tuple[np.dtype, tuple[int, ...]]) -> int:
 
 def _views(announced: _Announced, memory: np.ndarray) -> list[np.ndarray]:
     arrays = []
-    at = 0
-    for dtype, shape in announced.arrays:
+    for (dtype, shape), at in zip(announced.arrays, announced.body.offsets, strict=True):
         try:
             array = np.ndarray(shape, dtype, buffer=memory, offset=at)
         except ValueError as error:  # the sizes of an empty array can be too large together
             raise MessageError(f"An array of shape {shape} cannot be: {error}.") from error
         array.flags.writeable = False
         arrays.append(array)
-        at += aligned(array.nbytes)
     return arrays
 
 
