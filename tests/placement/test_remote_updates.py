@@ -319,6 +319,52 @@ def test_gradients_are_taken_as_the_variable_has_them():
     np.testing.assert_array_equal(np.asarray(v.value, np.float32), [-1, -1, -1])
 
 
+def loss_scaled(strategy, **kwargs):
+    with strategy.scope():
+        kept = [keras.Variable(np.zeros(2, np.float32)) for _ in range(2)]
+        optimizer = O.LossScaleOptimizer(O.Adam(0.1, **kwargs), initial_scale=4.0, dynamic_growth_steps=3)
+        optimizer.build(kept)
+    return kept, optimizer
+
+
+def test_an_optimizer_with_a_loss_scale_applied_twice_goes_on_from_the_first():
+    def trained(strategy, run):
+        kept, optimizer = loss_scaled(strategy)
+
+        def step(x):
+            optimizer.apply([jnp.full(2, x), jnp.full(2, -x)], kept)
+            optimizer.apply([jnp.full(2, 2 * x), jnp.full(2, x)], kept)
+
+        for x in (1.0, np.inf, 2.0, 3.0):
+            run(step, np.float32(x))
+        return [np.asarray(v.value) for v in [*kept, *optimizer.variables]]
+
+    one_device, on_servers = rx.OneDeviceStrategy("cpu:0"), servers(2)
+    expected = trained(one_device, lambda fn, x: one_device.run(fn, (x,)))
+    for one, other in zip(trained(on_servers, on_servers.run_here), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_what_a_worker_needs_of_an_optimizer_is_not_changed_before_in_the_same_function():
+    strategy = servers(2)
+    kept, optimizer = loss_scaled(strategy, global_clipnorm=1.0)
+
+    def step():
+        optimizer.apply([jnp.ones(2), jnp.ones(2)], kept)
+
+    def twice():
+        step()
+        step()
+
+    strategy.run_here(step)
+    message(
+        UnsupportedError,
+        lambda: strategy.run_here(twice),
+        "/dynamic_scale' for it",
+        "Apply it once",
+    )
+
+
 def test_an_optimizer_in_a_condition_is_refused():
     strategy = servers(1)
     with strategy.scope():

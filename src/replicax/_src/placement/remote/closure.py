@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import jax
 import numpy as np
 
-from replicax._src.errors import VariableError
+from replicax._src.errors import UnsupportedError, VariableError
 from replicax._src.placement.remote.assignments import assignment_program
 from replicax._src.placement.remote.elements import Elements
 from replicax._src.placement.remote.events import Applied, Assigned
@@ -162,11 +162,16 @@ class _ServerSide:
         worker = self._worker
         for variable in worker.variables:
             self._arrays.of(variable)
+        changed: set[int] = set()  # ids of variables that are no more as the worker read them
         for event, atoms in worker.notes:
             if isinstance(event, Applied):
                 update = OptimizerUpdate(event, self._arrays.of, worker.num_rows_of(atoms))
+                _check_state_is_as_read(update, changed)
+                changed |= {id(variable) for variable in event.call.state}
                 self._updates.append(update)
                 worker.add_update(update, atoms)
+            else:
+                changed.add(id(event.slot.variable))
         self._place()
         builders = {ps: UpdateBuilder(ps) for ps in range(self._servers.num_ps)}
         updates = iter(enumerate(self._updates))
@@ -231,6 +236,21 @@ class _ServerSide:
 
         for ps in self._places(update):
             update.add_to(builders[ps], take_gradient, take_cut)
+
+
+def _check_state_is_as_read(update: OptimizerUpdate, changed: Collection[int]) -> None:
+    """Raises if workers need state of an optimizer that has changed in the same closure.
+
+    Raises:
+      UnsupportedError: They do, for what no server can compute alone.
+    """
+    for n in update.needed_state:
+        variable = update.call.state[n]
+        if id(variable) in changed:
+            raise UnsupportedError(
+                f"{update.call.name} is applied at {update.line}, and the workers need {variable.path!r} for it, which the same "
+                "function has changed before. Apply it once in a scheduled function, and assign its variables in another one."
+            )
 
 
 def _assign(

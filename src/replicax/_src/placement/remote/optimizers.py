@@ -74,11 +74,14 @@ class OptimizerUpdate:
       event: The call.
       array_of: The array on the servers of a variable.
       num_rows: For each variable of which only some rows are updated: how many its gradient has.
+
+    Attributes:
+      line: Of the user's code.
     """
 
     def __init__(self, event: Applied, array_of: Callable[[Any], ServerArray], num_rows: Mapping[int, int]):
         call = self._call = event.call
-        self._line, self._num_rows = event.line, dict(num_rows)
+        self.line, self._num_rows = event.line, dict(num_rows)
         self._full = TracedUpdate.of(call, self._shape_of({}))
         self._arrays = [array_of(variable) for variable in call.variables]
         self._state = [array_of(variable) for variable in call.state]
@@ -284,7 +287,7 @@ class OptimizerUpdate:
         if not _is_alike(traced.program, self._full.program):
             raise UnsupportedError(
                 f"{self._call.name} computes something else for a shard of a variable than for the whole: its variables "
-                f"cannot be sharded (at {self._line}). Use another optimizer, or no variable_partitioner."
+                f"cannot be sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
             )
         return traced
 
@@ -310,16 +313,19 @@ class OptimizerUpdate:
         if own is not None:
             at_server |= {traced.gradients[own], traced.values[own]}
             at_server |= {traced.state[n] for n in self._slots[own]}
-        at_worker = shared | set(traced.gradients)
         producer = {number: o for o in traced.program.operations for number in o.results}
         mixed = self._mixed(own)
         by_server = _computable(traced.program, at_server, without=mixed)
-        by_worker = _computable(traced.program, at_worker)
         largest = math.prod(self._arrays[own].shape) if own is not None else 1
-        for limit in (1, largest):
-            cuts = _latest_cuts(traced.program, wanted, by_server, by_worker, producer, mixed, limit)
-            if cuts is not None:
-                return cuts
+        for given in (
+            set(traced.consts),
+            shared,
+        ):  # what is shared has changed on the server since the worker read it
+            by_worker = _computable(traced.program, given | set(traced.gradients))
+            for limit in (1, largest):
+                cuts = _latest_cuts(traced.program, wanted, by_server, by_worker, producer, mixed, limit)
+                if cuts is not None:
+                    return cuts
         if mixed:
             assert own is not None
             array = self._arrays[own]
@@ -328,14 +334,14 @@ class OptimizerUpdate:
             )
             raise UnsupportedError(
                 f"Variable {array.name!r} is {how}, and {self._call.name} updates "
-                f"each row of it from others: {next(iter(mixed.values()))} (at {self._line}). Use an optimizer that updates rows "
+                f"each row of it from others: {next(iter(mixed.values()))} (at {self.line}). Use an optimizer that updates rows "
                 "by themselves (SGD, Adagrad, Adam, RMSprop, Ftrl), or keep the variable whole: without variable_partitioner, or "
                 "with one that leaves it in one piece."
             )
         what = "what its variables share" if own is None else f"variable {self._arrays[own].name!r}"
         raise UnsupportedError(
             f"{self._call.name} updates {what} from the values of other variables, which other parameter servers may hold (at "
-            f"{self._line}). Use an optimizer that updates each variable from its own gradient and slots."
+            f"{self.line}). Use an optimizer that updates each variable from its own gradient and slots."
         )
 
 
