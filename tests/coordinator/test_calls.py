@@ -7,7 +7,7 @@ import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
 from replicax.coordinator import ClusterCoordinator
-from replicax.errors import ContextError, InvalidArgumentError
+from replicax.errors import ClosureInputError, ContextError, InvalidArgumentError
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +82,59 @@ def test_they_say_what_they_are(strategy, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
     assert repr(iterator).startswith("<PerWorkerIterator of 'dataset ")
     assert repr(coordinator.create_per_worker_value(int)).startswith("<PerWorkerValues: 'value ")
+
+
+def test_an_iterator_of_a_coordinator_that_was_closed_is_nobody_elses():
+    def take(iterator):
+        return next(iterator)
+
+    with in_memory_strategy() as strategy:
+        with ClusterCoordinator(strategy) as first:
+            old = iter(first.create_per_worker_dataset(lambda: [np.float32(1)] * 9))
+            assert first.schedule(take, args=(old,)).fetch() == 1
+        with ClusterCoordinator(strategy) as second:
+            new = iter(second.create_per_worker_dataset(lambda: [np.float32(2)] * 9))
+            assert second.schedule(take, args=(new,)).fetch() == 2
+            value = second.schedule(take, args=(old,))
+            message(ClosureInputError, lambda: value.fetch(60), "ClusterCoordinator that was closed")
+            message(ClosureInputError, second.join, "Make a new one")
+            assert second.schedule(take, args=(new,)).fetch() == 2
+
+
+def test_a_function_knows_which_worker_runs_it(coordinator, strategy):
+    """Also the next coordinator's workers, of a program that was made before."""
+
+    def index_of(x):
+        index = rx.coordinator.experimental_get_current_worker_index()
+        return index, strategy.run(
+            lambda x: x + rx.coordinator.experimental_get_current_worker_index(), args=(x,)
+        )
+
+    value = coordinator.create_per_worker_value(
+        lambda: rx.coordinator.experimental_get_current_worker_index()
+    )
+    for _ in range(10):
+        (index, more), expected = coordinator.schedule(lambda v: (index_of(10), v), args=(value,)).fetch()
+        assert index == expected
+        assert index.dtype == np.int32
+        assert more == 10 + expected
+    with in_memory_strategy() as other:
+        for _ in range(2):
+            with ClusterCoordinator(other) as each:
+                known = each.schedule(rx.coordinator.experimental_get_current_worker_index).fetch(60)
+                assert known == 0
+    message(
+        ContextError,
+        rx.coordinator.experimental_get_current_worker_index,
+        "outside of a function",
+        "scheduled",
+    )
+
+
+def test_what_each_worker_has_is_not_in_this_process(strategy, coordinator):
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(1)]))
+    for call in (
+        lambda: next(iterator),
+        rx.coordinator.experimental_get_current_worker_index,
+    ):
+        message(ContextError, lambda call=call: strategy.run(call), "each worker has of its own", "schedule")

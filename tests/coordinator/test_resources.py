@@ -53,7 +53,7 @@ def test_what_is_dropped_is_not_made_any_more(resources):
     resources.add(Resource("value 1", "value", np.zeros(0, np.uint8)))
     resources.dropped.append("dataset 0")
     assert [resource.name for resource in resources.all()] == ["value 1"]
-    with pytest.raises(ClosureInputError, match="'dataset 0' was released"):
+    with pytest.raises(ClosureInputError, match="no 'dataset 0' on the workers: nobody has its iterator"):
         resources.spec("dataset 0", 0.0)
 
 

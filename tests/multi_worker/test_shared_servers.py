@@ -130,6 +130,13 @@ def test_functions_run_here_once_compiled_and_without_a_warning(worker, chief, c
     assert not [record for record in caplog.records if "runs in this process" in record.message]
 
 
+def test_each_knows_which_worker_it_is(chief, worker):
+    for strategy, expected in ((chief, 0), (worker, 1)):
+        assert (
+            strategy.run(lambda: rx.coordinator.experimental_get_current_worker_index() + 10) == 10 + expected
+        )
+
+
 def test_values_are_not_reduced_to_another_worker(chief, worker):
     value = np.ones(2, np.float32)
     text = message(

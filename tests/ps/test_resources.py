@@ -19,8 +19,8 @@ from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.ps import structures
 from replicax._src.ps.resources import (
     WorkerPlace,
+    current_worker_index,
     dump,
-    experimental_get_current_worker_index,
     make,
 )
 
@@ -129,14 +129,14 @@ def test_a_dataset_function_may_take_an_input_context(made):
 def test_the_index_of_the_worker_is_known_where_its_dataset_is_made_and_read(made):
     def generate(at_start):
         for _ in range(5):
-            yield np.array([at_start, experimental_get_current_worker_index()])
+            yield np.array([at_start, current_worker_index()])
 
     def dataset_fn():
-        return generate(experimental_get_current_worker_index())
+        return generate(current_worker_index())
 
     assert [leaves[0].tolist() for leaves in rest_of(made(dataset_fn))] == [[2, 2]] * 5
     with pytest.raises(ContextError, match="create_per_worker_dataset"):
-        experimental_get_current_worker_index()
+        current_worker_index()
 
 
 def test_variables_cannot_be_made_in_a_dataset_function(made):
@@ -242,7 +242,7 @@ def test_leaves_are_contiguous_and_scalars_stay_scalars(made):
 
 
 def test_a_value_is_the_same_each_time(made):
-    value = made(lambda: {"index": experimental_get_current_worker_index()}, kind="value")
+    value = made(lambda: {"index": current_worker_index()}, kind="value")
     assert value.spec == {"tree": ["dict", [["index", 0]]], "leaves": [[[], "int32"]]}
     assert [int(value.next()[0]) for _ in range(3)] == [2, 2, 2]
     assert made(np.arange(3), kind="value").next()[0].tolist() == [0, 1, 2]

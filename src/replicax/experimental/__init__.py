@@ -1,6 +1,7 @@
 """TensorFlow's ``tf.distribute.experimental`` names: ``rx.experimental``."""
 
 from replicax import coordinator
+from replicax._src.coordinator.per_worker_variable import PerWorkerVariable
 from replicax._src.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -26,6 +27,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PerWorkerVariable",
     "ShardedVariable",
     "ValueContext",
     "cache_variable_reads",

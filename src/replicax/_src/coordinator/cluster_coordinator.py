@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import jax
@@ -39,6 +39,7 @@ _SPEC_S = 600.0
 _crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()  # the last one of each strategy
 _coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
 _construction = threading.Lock()
+_resource_numbers = itertools.count()  # of all coordinators: what one has made is not taken for another's
 
 
 @final
@@ -123,7 +124,6 @@ class ClusterCoordinator:
         self._crew = Crew(strategy.session, queue, limits, options["on_ps_restart"])
         self._status = _status_server(self._crew, options["status_address"])
         _crews[strategy] = self._crew
-        self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, _end, self._crew, self._status)
         self._crew.start()
         if self._status is not None:
@@ -231,7 +231,7 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
-        recipe = _Recipe(self._crew, self._numbers, "dataset", resources.dump(dataset_fn))
+        recipe = _Recipe(self._crew, "dataset", resources.dump(dataset_fn))
         dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
         weakref.finalize(dataset, recipe.drop_unused).atexit = False
         return dataset
@@ -242,7 +242,7 @@ class ClusterCoordinator:
         Args:
           fn: Without arguments; it runs on the workers, as that of ``create_per_worker_dataset``.
         """
-        recipe = _Recipe(self._crew, self._numbers, "value", resources.dump(fn))
+        recipe = _Recipe(self._crew, "value", resources.dump(fn))
         values = PerWorkerValues(recipe.unused[0], recipe.spec)
         weakref.finalize(values, recipe.drop_unused).atexit = False
         return values
@@ -360,10 +360,8 @@ class _Recipe:
       unused: Names of what has been made and has no iterator.
     """
 
-    def __init__(
-        self, crew: Crew, numbers: Iterator[int], kind: Literal["dataset", "value"], pickle: np.ndarray
-    ):
-        self._crew, self._numbers, self._pickle = crew, numbers, pickle
+    def __init__(self, crew: Crew, kind: Literal["dataset", "value"], pickle: np.ndarray):
+        self._crew, self._pickle = crew, pickle
         self._kind: Literal["dataset", "value"] = kind
         self._known: ElementSpec | None = None
         self.unused: list[str] = []
@@ -395,7 +393,7 @@ class _Recipe:
         self._crew.resources.dropped.extend(self.unused)
 
     def _make(self) -> str:
-        name = f"{self._kind} {next(self._numbers)}"
+        name = f"{self._kind} {next(_resource_numbers)}"
         self._crew.add(Resource(name, self._kind, self._pickle))
         return name
 

@@ -9,8 +9,22 @@ import jax
 
 from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.elements import ElementSpec, PerWorkerInput, current_elements
+from replicax._src.ps.resources import WORKER_INDEX, current_worker_index
 
 SpecOf = Callable[[], ElementSpec]
+
+
+def experimental_get_current_worker_index() -> Any:
+    """The index of the worker that runs the function in which this is called.
+
+    In scheduled functions it is an array (int32), known when the function runs. In functions for per-worker datasets and values,
+    and in what such a dataset calls while it is read, it is a number. It does not communicate.
+
+    Raises:
+      ContextError: Called elsewhere.
+    """
+    elements = current_elements()
+    return current_worker_index() if elements is None else elements.take(_worker_index)
 
 
 @final
@@ -79,3 +93,8 @@ class PerWorkerValues(PerWorkerInput):
 
 def _nest_of(spec: ElementSpec) -> Any:
     return jax.tree.unflatten(spec.tree, spec.leaves)
+
+
+_worker_index = PerWorkerValues(
+    WORKER_INDEX, lambda: ElementSpec(jax.tree.structure(0), (jax.ShapeDtypeStruct((), jax.numpy.int32),))
+)

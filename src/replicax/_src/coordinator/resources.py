@@ -56,8 +56,12 @@ class Resources:
             self._states[resource.name] = _State(resource)
 
     def get(self, name: str) -> Resource:
-        """Returns the one of that name."""
-        return self._states[name].resource
+        """Returns the one of that name.
+
+        Raises:
+          ClosureInputError: There is none (any more).
+        """
+        return self._state(name).resource
 
     def all(self) -> list[Resource]:
         """Returns those in use, oldest first."""
@@ -105,11 +109,7 @@ class Resources:
           WaitTimeoutError: The time is over.
         """
         with self._changed:
-            state = self._states.get(name)
-            if state is None:
-                raise ClosureInputError(
-                    f"The {name!r} was released: nobody has its iterator any more. Make a new one."
-                )
+            state = self._state(name)
             if not self._changed.wait_for(lambda: self._is_decided(state), timeout_s):
                 raise WaitTimeoutError(
                     f"No worker has made {state.resource.kind} {name!r} within {timeout_s:g} s; {len(self._workers)} workers "
@@ -128,6 +128,15 @@ class Resources:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def _state(self, name: str) -> _State:
+        state = self._states.get(name)
+        if state is None:
+            raise ClosureInputError(
+                f"There is no {name!r} on the workers: nobody has its iterator any more, or it is of a ClusterCoordinator that was "
+                "closed. Make a new one."
+            )
+        return state
 
     def _is_decided(self, state: _State) -> bool:
         return (

@@ -19,6 +19,7 @@ from replicax._src.coordinator.prepared import Client, Link, PreparedClosure, Se
 from replicax._src.coordinator.resources import Resource, Resources
 from replicax._src.ps.errors import ClosureInputError, UnavailableError
 from replicax._src.ps.messages import Message
+from replicax._src.ps.resources import WORKER_INDEX
 
 Kind = Literal["closure", "program", "constant", "resource", "release"]
 
@@ -50,7 +51,7 @@ class WorkerStream:
         self._awaited: deque[tuple[Kind, Any, float]] = deque()
         self._known: set[str] = set()
         self._refused: dict[str, Exception] = {}
-        self._has: set[str] = set()
+        self._has: set[str] = {WORKER_INDEX}
         self._sending = threading.Lock()
         self.over = threading.Event()
         self.reason: BaseException | None = None
@@ -83,7 +84,8 @@ class WorkerStream:
         prepared: PreparedClosure = closure.work.prepared
         with self._sending:
             for name in prepared.iterators:
-                self._send_resource(self._resources.get(name))
+                if name not in self._has:
+                    self._send_resource(self._resources.get(name))
             for name, array in prepared.constants.items():
                 self._send_once("constant", name, {"name": name}, [array])
             for digest in list(prepared.programs.values()):
@@ -113,7 +115,7 @@ class WorkerStream:
         with self._sending:
             for resource in resources:
                 self._send_resource(resource)
-            unused = sorted(self._has.difference(resource.name for resource in resources))
+            unused = sorted(self._has.difference((resource.name for resource in resources), (WORKER_INDEX,)))
             if unused:
                 self._has.difference_update(unused)
                 self._send("release", unused, {"names": unused}, ())

@@ -28,13 +28,14 @@ _MOST_AHEAD: Final = 16
 _LEAST_AHEAD: Final = 2
 _BYTES_AHEAD: Final = 4_000_000
 
+WORKER_INDEX: Final = "worker index"
+"""A resource that every worker has: its index, int32."""
+
 _worker_index: contextvars.ContextVar[int] = contextvars.ContextVar("worker_index")
 
 
-def experimental_get_current_worker_index() -> int:
-    """The index of the worker on which a dataset function, or one for a per-worker value, is running.
-
-    May be called there, and in what such a dataset calls while it is read. It does not communicate.
+def current_worker_index() -> int:
+    """The index of the worker in whose function, or in whose dataset, this is called.
 
     Raises:
       ContextError: Called elsewhere.
@@ -43,8 +44,8 @@ def experimental_get_current_worker_index() -> int:
         return _worker_index.get()
     except LookupError:
         raise ContextError(
-            "experimental_get_current_worker_index was called outside of a function that runs on a worker. Call it in the "
-            "function that is given to create_per_worker_dataset or create_per_worker_value."
+            "experimental_get_current_worker_index was called outside of a function that runs on a worker. Call it in a function "
+            "that is scheduled, or that is given to create_per_worker_dataset or create_per_worker_value."
         ) from None
 
 

@@ -12,7 +12,7 @@ from replicax._src.ps.errors import ClosureAbortedError, MessageError
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import WorkerProgram
-from replicax._src.ps.resources import Resource, WorkerPlace, make
+from replicax._src.ps.resources import WORKER_INDEX, Resource, ValueResource, WorkerPlace, make
 from replicax._src.ps.runner import ClosureCall, Runner
 
 
@@ -30,6 +30,7 @@ class Worker:
         self._links, self._place, self._traffic = links, place, traffic
         self._runner = Runner(links)
         self._resources: dict[str, Resource] = {}
+        self._index = ValueResource(np.int32(place.index), place)
         self._lock = threading.Lock()
         self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
             "program": self._program,
@@ -104,7 +105,7 @@ class Worker:
         return Message({})
 
     def _named(self, name: str) -> Resource:
-        resource = self._resources.get(name)
+        resource = self._index if name == WORKER_INDEX else self._resources.get(name)
         if resource is None:
             raise ClosureAbortedError(
                 f"This worker does not have the resource {name}: it has started anew, or the resource was released. It "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, final
 
 import jax
+import numpy as np
 
 from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.environ import START_LIMIT, limit_s
@@ -20,12 +21,13 @@ from replicax._src.cluster.layout import SCRIPT_IN_VARIABLE
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.input.split import InputContext, InputOptions
 from replicax._src.program.slots import SlotTable
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.links import PsLinks
+from replicax._src.ps.resources import WORKER_INDEX, ValueResource, WorkerPlace
 from replicax._src.ps.runner import ClosureCall, Runner
 from replicax._src.ps.session import Session
 from replicax._src.ps.tasks import Tasks
@@ -243,6 +245,7 @@ class ParameterServerStrategy(Strategy):
             (self.session.epoch, number),
             traced.programs,
             prepared.arguments,
+            [self._own(prepared.name, source.resource) for source in prepared.sources],
         )
         try:
             result = self._runner_here.run(call)
@@ -255,6 +258,15 @@ class ParameterServerStrategy(Strategy):
         if traced.first.updates:
             self.session.renew()
         return prepared.assemble([jax.numpy.asarray(array) for array in result.results])
+
+    def _own(self, name: str, resource: str) -> ValueResource:
+        """What this process has of that which each worker has its own of."""
+        if self.worker_of_own is None or resource != WORKER_INDEX:
+            raise ContextError(
+                f"{name} takes what each worker has of its own ({resource}), and was called outside of a scheduled function, in a "
+                "process that is no worker. Give a function that calls it to ClusterCoordinator.schedule."
+            )
+        return ValueResource(np.int32(self.worker_of_own.id_in_cluster), WorkerPlace())
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
