@@ -144,3 +144,34 @@ def test_small_variables_in_one_piece_are_no_tables():
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
     assert store.statistics()["rows_sent"] == 0
+
+
+@pytest.mark.parametrize("shards", [1, 2], ids=["whole", "in shards"])
+def test_a_batch_of_no_rows_is_a_step(shards):
+    def trained(strategy, run):
+        with strategy.scope():
+            tables = [keras.Variable(np.ones((6, 2), np.float32)) for _ in range(2)]
+            unused = keras.Variable(np.ones((6, 2), np.float32))
+            optimizer = O.SGD(0.1, momentum=0.9)
+            optimizer.build([*tables, unused])
+
+        def step(ids):
+            with rx.GradientTape() as tape:
+                loss = sum(jnp.sum(rx.nn.embedding_lookup(table, ids) ** 2) for table in tables)
+            *gradients, of_unused = tape.gradient(loss, [*tables, unused])
+            optimizer.apply(gradients, tables)
+            return loss, of_unused is None
+
+        results = [run(step, np.arange(n, dtype=np.int32)) for n in (0, 3, 0)]
+        assert all(is_none for _, is_none in results)
+        return [loss for loss, _ in results], int(optimizer.iterations.value), np.asarray(tables[1].value)
+
+    one_device = rx.OneDeviceStrategy("cpu:0")
+    strategy = servers(2, FixedShardsPartitioner(shards))
+    losses, iterations, table = trained(strategy, strategy.run_here)
+    assert (losses, iterations) == ([0, 12, 0], 3)
+    if shards == 1:  # momentum moves all rows of it, and of a table those only that are looked up
+        table_of_one = trained(one_device, lambda fn, ids: one_device.run(fn, (ids,)))[2]
+        np.testing.assert_allclose(table, table_of_one)
+    else:
+        np.testing.assert_allclose(table[:, 0], [0.8, 0.8, 0.8, 1, 1, 1])

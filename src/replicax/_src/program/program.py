@@ -155,9 +155,14 @@ def trace_variant(
         is_empty = capture.uneven is not None and capture.uneven.rows == 0
         rewriter = Rewriter(sum_gradients(capture), forced_sums, is_empty=is_empty)
         variant = _resolve(traced, rewriter, verdicts, rewrite)
-        if rewriter.unconnected <= unconnected:
+        found = rewriter.unconnected - unconnected
+        if found and rewrite is not None:  # it may drop a lookup of no rows, by which the table is connected
+            as_traced = Rewriter(sum_gradients(capture), forced_sums, is_empty=is_empty)
+            _resolve(traced, as_traced, verdicts, None)
+            found &= as_traced.unconnected
+        if not found:
             return variant
-        unconnected |= rewriter.unconnected
+        unconnected |= found
     raise TraceError(
         "The function behaves differently each time it is traced (it creates variables, or takes other "
         "gradients, every time). Create variables once, outside or under `if variable is None`."
