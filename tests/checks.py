@@ -10,9 +10,12 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+import hypothesis
 import keras
 import numpy as np
 import pytest
+
+runs_long = True  # conftest.py knows
 
 
 def _has_ipv6():
@@ -30,6 +33,11 @@ needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="the machine has no IPv6
 def not_with_keras_3_12(why):
     """Marks a test of what that version of Keras, the oldest that is supported, does otherwise by itself."""
     return pytest.mark.skipif(keras.__version__.startswith("3.12."), reason=f"Keras 3.12 {why}")
+
+
+def examples(number, *, short):
+    """``hypothesis.settings`` of a test each of whose examples is compiled: fewer, where what is marked long is left out."""
+    return hypothesis.settings(max_examples=number if runs_long else short)
 
 
 def message(error_type, call, *says):

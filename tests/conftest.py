@@ -38,6 +38,12 @@ CACHE = {
 }
 
 
+def pytest_configure(config):
+    import checks
+
+    checks.runs_long = "not long" not in config.getoption("markexpr")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
     """Programs that are the same are compiled once in a process of tests: a sixth of all time would go there."""

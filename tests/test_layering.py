@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "src" / "replicax"
 PRIVATE = PACKAGE / "_src"
 
@@ -178,36 +176,37 @@ def may_import(importer: str, imported: str) -> bool:
     return low < high or same_folder or places in SAME_LAYER
 
 
-@pytest.mark.parametrize("file", FILES, ids=ids)
-def test_file_has_a_layer(file):
-    name = name_of(file)
-    assert name == "" or layer_of(name) is not None or file.name == "__init__.py", (
-        f"add {name} to LAYERS, and to the layout in docs/architecture.md"
-    )
+def test_every_file_has_a_layer():
+    names = [name_of(file) for file in FILES if file.name != "__init__.py"]
+    missing = [name for name in names if layer_of(name) is None]
+    assert not missing, "add them to LAYERS, and to the layout in docs/architecture.md"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.name != "__init__.py"], ids=ids)
-def test_imports_go_downwards(file):
-    name = name_of(file)
-    wrong = sorted(imported for imported in imported_files(file) if not may_import(name, imported))
-    assert not wrong, f"{name} (layer {layer_of(name)}) may not import " + ", ".join(
-        f"{imported or 'replicax._src'} (layer {layer_of(imported)})" for imported in wrong
-    )
+def test_imports_go_downwards():
+    wrong = [
+        f"{name} (layer {layer_of(name)}) may not import {imported or 'replicax._src'} (layer {layer_of(imported)})"
+        for file in FILES
+        for name in [name_of(file)]
+        if file.name != "__init__.py"
+        for imported in sorted(imported_files(file))
+        if not may_import(name, imported)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("file", FILES, ids=ids)
-def test_private_files_do_not_import_public_ones(file):
+def test_private_files_do_not_import_public_ones():
     public = [
-        dotted
+        (ids(file), dotted)
+        for file in FILES
         for dotted in imports_of(file)
         if dotted.split(".")[0] == "replicax" and not (dotted + ".").startswith("replicax._src.")
     ]
     assert not public
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.name == "__init__.py"], ids=ids)
-def test_private_folders_export_nothing(file):
-    assert not imports_of(file), "import from the file that holds the name"
+def test_private_folders_export_nothing():
+    exporting = [ids(file) for file in FILES if file.name == "__init__.py" and imports_of(file)]
+    assert not exporting, "import from the file that holds the name"
 
 
 def test_no_import_cycles():
@@ -225,21 +224,19 @@ def test_no_import_cycles():
         visit(name, ())
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=ids)
-def test_only_jax_compat_knows_jax_internals(file):
-    if file == PRIVATE / "jax_compat.py":
-        return
-    source = file.read_text()
-    assert "jax._src" not in source
-    assert "jax.__version__" not in source
-    assert not [name for name in imports_of(file) if name.startswith("jax._src")]
+def test_only_jax_compat_knows_jax_internals():
+    others = [file for file in PACKAGE.rglob("*.py") if file != PRIVATE / "jax_compat.py"]
+    for file in others:
+        source = file.read_text()
+        assert "jax._src" not in source, file
+        assert "jax.__version__" not in source, file
+        assert not [name for name in imports_of(file) if name.startswith("jax._src")], file
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*")), ids=ids)
-def test_files_are_named_after_concepts(path):
-    words = set(path.stem.split("_")) | {path.stem}
-    assert not words & BANNED_NAMES
-    assert not words & {"v1", "v2"}
+def test_files_are_named_after_concepts():
+    for path in PACKAGE.rglob("*"):
+        words = set(path.stem.split("_")) | {path.stem}
+        assert not words & (BANNED_NAMES | {"v1", "v2"}), path
 
 
 IMPORT_AND_REPORT = """

@@ -48,7 +48,7 @@ def steps(fault, num_steps):
             if number == 20:
                 report(at_20=time.time())
                 if index == 1 and fault in ("stays away for a while", "stays away for too long"):
-                    loading_a_table(4 if fault.endswith("while") else 12)
+                    loading_a_table(4 if fault.endswith("while") else 9)
             at = time.monotonic()
             strategy.run(train_step, args=(ones,))
             time.sleep(0.05)

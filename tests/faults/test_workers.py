@@ -116,7 +116,7 @@ LONG = pytest.mark.long
     ("fault", "says", "victim"),
     [
         ("killed", "died without a word", 0),
-        ("killed", "died without a word", 1),
+        pytest.param("killed", "died without a word", 1, marks=LONG),
         ("raises", "ValueError: a mistake of my own", 0),
         pytest.param("raises", "ValueError: a mistake of my own", 1, marks=LONG),
         pytest.param("leaves", "has ended its program", 0, marks=LONG),
@@ -171,7 +171,7 @@ def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
         ("a program more", 0),
         pytest.param("a program more", 1, marks=LONG),
         pytest.param("a known program more", 0, marks=LONG),
-        ("a known program more", 1),
+        pytest.param("a known program more", 1, marks=LONG),
         ("different code", 1),
     ],
 )
@@ -240,7 +240,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = str(json.loads(os.environ["TF_CONFIG"])["tas
 
 
 def test_a_port_in_use(local_cluster):
-    cluster = local_cluster(2, environment={"REPLICAX_START_TIMEOUT_S": "8"}, timeout_s=LIMIT_S)
+    cluster = local_cluster(2, environment={"REPLICAX_START_TIMEOUT_S": "4"}, timeout_s=LIMIT_S)
     host, port = cluster.cluster["worker"][0].split(":")
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

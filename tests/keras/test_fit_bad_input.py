@@ -342,7 +342,7 @@ def test_a_model_that_is_not_compiled_predicts(strategy):
     np.testing.assert_allclose(model.predict(features(), verbose=0), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 2])  # the last has 1
 def test_batches_of_fewer_rows_than_replicas(other_strategy, batch_size):
     with other_strategy.scope():
         model = compiled()
@@ -356,7 +356,7 @@ def test_batches_of_fewer_rows_than_replicas(other_strategy, batch_size):
         np.testing.assert_allclose(model.seen[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_single_batches_of_few_rows(other_strategy, num_rows):
     with other_strategy.scope():
         model = compiled()

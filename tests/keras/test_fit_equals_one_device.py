@@ -49,7 +49,7 @@ CASES = {
         "without_jit": ["mirrored_2"],
         "py_dataset": ["mirrored_3"],
         "grain_iter": ["mirrored_2"],
-        "rx_data": ["mirrored_5", "default"],
+        "rx_data": ["mirrored_3", "mirrored_5", "default"],
         "distributed_dataset": ["mirrored_3", "mirrored_8", "default", "central_2"],
     },
     "built_by_fit": {"arrays": ["mirrored_3"], "sample_weight": ["mirrored_3"], "rx_data": ["mirrored_3"]},
@@ -127,16 +127,24 @@ LONG_PAIRS = {
     ("built_by_fit", "rx_data"),
     ("inputs_and_outputs", "few_rows"),
     ("clipped", "steps_per_execution"),
+    ("inputs_and_outputs", "distributed_dataset"),
+    ("inputs_and_outputs", "distributed_from_function"),
 }
 LONG_CASES = {
+    ("dense", "arrays", "default"),
     ("dense", "arrays", "mirrored_5"),
     ("dense", "steps_per_execution", "mirrored_3"),
     ("dense", "validation_split", "central_2"),
     ("dense", "rx_data", "default"),
+    ("dense", "rx_data", "mirrored_5"),
     ("dense", "distributed_dataset", "central_2"),
+    ("dense", "distributed_dataset", "default"),
     ("custom_train_step", "rx_data", "one_device"),
+    ("custom_train_step", "py_dataset", "one_device"),
     ("custom_train_step", "arrays", "one_device"),
     ("inputs_and_outputs", "steps_per_execution", "central_2"),
+    ("inputs_and_outputs", "arrays", "central_2"),
+    ("inputs_and_outputs", "py_dataset", "central_2"),
 }
 # Keras's own, which it gives on one device as well.
 WARNINGS = (
@@ -284,7 +292,7 @@ def each_batch_on_one_device(model):
         ("dense", "central_2"),
         pytest.param("inputs_and_outputs", "mirrored_3", marks=pytest.mark.long),
         pytest.param("inputs_and_outputs", "one_device", marks=pytest.mark.long),
-        ("add_loss", "mirrored_3"),
+        pytest.param("add_loss", "mirrored_3", marks=pytest.mark.long),
         ("custom_train_step", "mirrored_3"),
     ],
 )
@@ -298,7 +306,7 @@ def test_single_batches_equal_one_device(model, strategy):
     assert_variables_at_home(trained_model, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["mirrored_3", "central_2"])
+@pytest.mark.parametrize("strategy", ["mirrored_3", pytest.param("central_2", marks=pytest.mark.long)])
 def test_each_device_computes_its_part_of_a_batch(strategy):
     """XLA says how it laid out a layer's outputs, each time when it compiles them."""
     seen = []

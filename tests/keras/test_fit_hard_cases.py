@@ -87,8 +87,15 @@ def test_data_that_just_end_under_a_callback_that_reads_the_weights(strategy):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["on_host", "on_device"])
-@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(
+    ("is_built", "on_device"),
+    [
+        pytest.param(True, False, id="built-on_host"),
+        pytest.param(True, True, id="built-on_device", marks=pytest.mark.long),
+        pytest.param(False, False, id="not_built-on_host", marks=pytest.mark.long),
+        pytest.param(False, True, id="not_built-on_device"),
+    ],
+)
 def test_a_dataset_of_unknown_length(strategy, monkeypatch, on_device, is_built, recwarn):
     """On accelerators Keras puts batches on a device, and reads one ahead."""
     model = model_of(strategy)

@@ -514,6 +514,7 @@ def digits_model():
     return model
 
 
+@pytest.mark.long
 def test_digits_on_two_workers_are_learnt_as_on_one_device():
     images, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(images))

@@ -404,6 +404,7 @@ LONG = {
     ("mixed_float16", BySuper, "mirrored_3"),
     ("weighted_outputs", BySuper, "mirrored_3"),
     ("outputs", BySuper, "outside"),
+    ("outputs", ByHand, "default"),
     ("outputs", ByHand, "mirrored_3"),
     ("outputs", ByHand, "mirrored_5"),
     ("outputs", ByHand, "central_2"),
@@ -501,16 +502,18 @@ class MeansOfItsOwnAndOfKeras(keras.Model):
         return loss + own + 0.1 * ops.std(y_pred)
 
 
+SHORT_LOSSES = {(MeansOfItsOwn, 7, BySuper), (MeansOfItsOwnAndOfKeras, 2, ByHand)}
+
+
 @pytest.mark.parametrize(
-    ("own", "rows"),
+    ("own", "rows", "steps"),
     [
-        (MeansOfItsOwn, 7),
-        pytest.param(MeansOfItsOwn, 2, marks=pytest.mark.long),
-        pytest.param(MeansOfItsOwnAndOfKeras, 7, marks=pytest.mark.long),
-        (MeansOfItsOwnAndOfKeras, 2),
+        pytest.param(own, rows, steps, marks=[pytest.mark.long] * ((own, rows, steps) not in SHORT_LOSSES))
+        for own in (MeansOfItsOwn, MeansOfItsOwnAndOfKeras)
+        for rows in (7, 2)
+        for steps in (ByHand, BySuper)
     ],
 )
-@pytest.mark.parametrize("steps", [ByHand, BySuper])
 def test_a_compute_loss_of_the_users_sees_the_rows_of_all_replicas(own, steps, rows):
     class InReplicas(steps, own):
         pass

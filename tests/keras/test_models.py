@@ -176,7 +176,7 @@ def assert_weights_equal(model, expected, atol=1e-5):
 
 
 # What takes long to compile, and is much like another: another recurrent layer, another limit of Adam's gradients.
-LONG = {"gru_stack", "bidirectional", "adam_clipvalue"}
+LONG = {"gru_stack", "conv_lstm", "bidirectional", "adam_clipvalue"}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,15 @@ def explain(name, seen, wanted):
     return "\n".join([name, *(f"  {who}: {json.dumps(what)}" for who, what in lines.items())])
 
 
-@pytest.mark.parametrize("name", SAME)
+def is_long(name):
+    """Trainings on one replica, where those on two are here too."""
+    case, _, on = name.rpartition("@")
+    return case.startswith("training.") and on == "S1" and f"{case}@S2" in CASES
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * is_long(name)) for name in SAME]
+)
 def test_same_as_tensorflow(name):
     seen, wanted = run(name), CASES_IN_RECORDING[name]["gave"]
     assert same(seen, wanted, CASES[name].rtol), explain(name, seen, wanted)

@@ -76,7 +76,6 @@ def trained(strategy, make_optimizer, run, steps=4):
 
 def cases():
     short = {
-        ("adam", True),
         ("global_clipnorm", True),
         ("loss scale", False),
         ("lamb", True),

@@ -12,6 +12,7 @@ import pytest
 from keras import layers
 
 import replicax as rx
+from checks import examples
 from replicax._src.errors import DivergenceError, StructureError
 
 SIZES = [(3, 2), (2, 1), (1, 0), (3, 2, 2, 2), (2, 2, 2, 1), (1, 0, 0, 0)]
@@ -135,7 +136,7 @@ def reference(name, num_rows):
 
 
 # Each model has rows for some replicas only, or another number for each; those of "mlp" are all sizes.
-LONG = {("cnn", 2), ("bidirectional", 4), ("attention", 2), ("embedding", 4)}
+LONG = {("cnn", 2), ("bidirectional", 4), ("attention", 2), ("attention", 4), ("embedding", 4)}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def step_of(num_replicas):
     return step
 
 
-@hypothesis.settings(max_examples=12)
+@examples(12, short=6)
 @hypothesis.given(num_rows=st.integers(0, 12), num_replicas=st.integers(1, 4))
 def test_sums_means_and_gradients_for_any_sizes(num_rows, num_replicas):
     """Sums over rows, the mean loss and its gradient, and the mean over rows, for N rows over R replicas."""

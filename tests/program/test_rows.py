@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from checks import examples
 from replicax._src.program.rows.rules import NotByRowsError
 from splitting import plan_of, run_by_rows
 
@@ -224,7 +225,7 @@ STEPS = [
 ]
 
 
-@settings(max_examples=40)
+@examples(40, short=15)
 @given(
     st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7),
     st.sampled_from([EVEN, UNEVEN]),

@@ -1,5 +1,6 @@
 """``check_against_one_device``: right programs agree, mistakes are named with their factor, and nothing is changed."""
 
+import itertools
 import threading
 
 import jax
@@ -65,9 +66,24 @@ def entries(report, kind=None):
 # --- programs that are right --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "central_storage"])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_rows", [12, 7, 1])
+# Rows that all replicas have as many of, rows that they have not, and fewer rows than replicas.
+SHORT = {
+    ("mirrored", 12, 2),
+    ("mirrored", 7, 1),
+    ("mirrored", 7, 3),
+    ("mirrored", 1, 4),
+    ("central_storage", 7, 2),
+    ("central_storage", 1, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "num_replicas"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case not in SHORT))
+        for case in itertools.product(("mirrored", "central_storage"), (12, 7, 1), (1, 2, 3, 4))
+    ],
+)
 def test_a_right_program_agrees(kind, num_replicas, num_rows):
     model = Linear(make_strategy(num_replicas, kind), rx.nn.compute_average_loss)
     report = check_against_one_device(model.step, rows(num_rows), model.strategy)
@@ -196,8 +212,15 @@ def test_plain_state_that_comes_back_is_compared_by_its_change():
     assert (entry.kind, entry.factor) == ("output", pytest.approx(2, rel=1e-3))
 
 
-@pytest.mark.parametrize("num_rows", [8, 7])
-@pytest.mark.parametrize("replicate", [False, True])
+@pytest.mark.parametrize(
+    ("replicate", "num_rows"),
+    [
+        (False, 8),
+        pytest.param(False, 7, marks=pytest.mark.long),
+        pytest.param(True, 8, marks=pytest.mark.long),
+        (True, 7),
+    ],
+)
 def test_typed_random_keys_go_in_args_and_come_back(num_rows, replicate):
     """Also inside functional state, and from the closure."""
     strategy = make_strategy(2)
@@ -241,7 +264,7 @@ def test_random_keys_that_differ_are_said():
     )
 
 
-@pytest.mark.parametrize("num_rows", [8, 7])
+@pytest.mark.parametrize("num_rows", [pytest.param(8, marks=pytest.mark.long), 7])
 def test_python_numbers_that_replicas_return_are_compared_like_arrays(num_rows):
     strategy = make_strategy(2)
 
@@ -368,7 +391,7 @@ def test_fewer_rows_than_replicas_and_a_mean():
     assert "leave replicas [2, 3] without rows" in loss.hint
 
 
-@pytest.mark.parametrize("num_rows", [8, 7])
+@pytest.mark.parametrize("num_rows", [pytest.param(8, marks=pytest.mark.long), 7])
 def test_components_are_compared_as_one_value(num_rows):
     strategy = make_strategy(2)
     with strategy.scope():
@@ -427,7 +450,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SIMPLER = [pytest.param(name, marks=pytest.mark.long) for name in ("sgd", "momentum", "adam")]
+
+
+@pytest.mark.parametrize("optimizer", [*SIMPLER, "clipped", "scaled"])
 @pytest.mark.parametrize("num_rows", [pytest.param(8, marks=pytest.mark.long), 7])
 def test_a_right_keras_step_agrees_also_later_in_training(optimizer, num_rows):
     strategy, step = keras_sgd_step(2, rx.nn.compute_average_loss, OPTIMIZERS[optimizer])
@@ -468,7 +494,15 @@ def test_rounding_in_gradients_that_are_zero_is_no_difference():
     assert np.max(np.abs(np.asarray(shift.value))) > 1e-3  # there was something to overlook
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "scaled"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("sgd", marks=pytest.mark.long),
+        pytest.param("momentum", marks=pytest.mark.long),
+        "adam",
+        "scaled",
+    ],
+)
 def test_with_every_optimizer_the_gradients_tell(optimizer):
     """An update of Adam hardly depends on the scale of the gradients."""
     strategy, step = keras_sgd_step(2, jnp.mean, OPTIMIZERS[optimizer])
@@ -680,7 +714,9 @@ def test_lists_are_spoken_of_only_where_there_are_numbers():
     assert "list" not in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [">f4", ">f8", "<f4", ">i4", ">c8"])
+@pytest.mark.parametrize(
+    "dtype", [">f4", *(pytest.param(d, marks=pytest.mark.long) for d in (">f8", "<f4", ">i4")), ">c8"]
+)
 def test_batches_of_any_byte_order_are_numbers(dtype):
     batch = np.arange(14).astype(dtype).reshape(7, 2)
     seen = []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import replicax as rx
+from checks import examples
 from replicax import errors
 from replicax._src.variables.shards import ShardsOfOne
 from replicax.experimental import ShardedVariable
@@ -118,7 +119,7 @@ RAGGED = st.lists(
 )
 
 
-@settings(max_examples=20)
+@examples(20, short=6)
 @given(examples=RAGGED, combiner=st.sampled_from(["sum", "mean", "sqrtn"]), has_weights=st.booleans())
 def test_lists_of_different_lengths(examples, combiner, has_weights):
     ids = [[i for i, _ in example] for example in examples]

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import replicax as rx
+from checks import examples
 from replicax import errors
 from replicax._src.variables.shards import ShardsOfOne
 from replicax.experimental import ShardedVariable
@@ -147,7 +148,7 @@ def basic_indices(shape):
     )
 
 
-@settings(max_examples=40)
+@examples(40, short=15)
 @given(data=st.data(), array_and_sizes=arrays_and_sizes())
 def test_slices_are_those_of_the_array(data, array_and_sizes):
     array, sizes = array_and_sizes
@@ -298,7 +299,7 @@ def test_assign_takes_arrays(make):
         make(VALUE).assign("rows")
 
 
-@settings(max_examples=20)
+@examples(20, short=6)
 @given(
     data=st.data(),
     operation=st.sampled_from(sorted(OPERATIONS)),
