@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from certificates import credentials_of_ca
 from replicax.errors import CancelledError, ClosureInputError, OutOfRangeError, UnavailableError
 from replicax.testing import server_cluster
 
@@ -164,3 +165,30 @@ def test_a_killed_parameter_server_is_named_in_time():
             for value in values:
                 with pytest.raises((UnavailableError, CancelledError)):
                     value.fetch(JOIN_S)
+
+
+def test_a_cluster_that_speaks_tls_and_who_has_no_certificate(tmp_path, monkeypatch):
+    ours = credentials_of_ca(tmp_path, "a")
+    for name, path in {
+        "CERTIFICATE": ours.certificate_file,
+        "KEY": ours.key_file,
+        "CA": ours.ca_file,
+    }.items():
+        monkeypatch.setenv(f"REPLICAX_TLS_{name}", path)
+    with server_cluster(workers=1, ps=1):
+        with (
+            rx.ParameterServerStrategy() as strategy,
+            rx.coordinator.ClusterCoordinator(strategy) as coordinator,
+        ):
+            counter = counter_in(coordinator)
+            values = [coordinator.schedule(lambda: counter.assign_add(1)) for _ in range(5)]
+            coordinator.join(JOIN_S)
+            assert int(counter) == 5
+            assert coordinator.fetch(values) == [1, 2, 3, 4, 5]
+        monkeypatch.setenv("REPLICAX_START_TIMEOUT_S", "1")
+        for name in ("CERTIFICATE", "KEY", "CA"):  # at last it speaks no TLS at all
+            monkeypatch.delenv(f"REPLICAX_TLS_{name}")
+            if name == "CERTIFICATE":
+                continue
+            with pytest.raises(UnavailableError, match="ps 0.* these REPLICAX_TLS settings"):
+                rx.ParameterServerStrategy()

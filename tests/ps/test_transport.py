@@ -1,8 +1,6 @@
 """Servers and clients in one process: answers, errors, bounds, credentials, TLS, and how it ends."""
 
-import datetime
 import gc
-import ipaddress
 import logging
 import subprocess
 import sys
@@ -13,12 +11,9 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from echo_task import echo_server
 
+from certificates import credentials_of_ca
 from checks import message, needs_ipv6
 from replicax._src.ps.buffers import _Lease
 from replicax._src.ps.credentials import Credentials
@@ -369,47 +364,11 @@ def test_host_names():
 # --- TLS ----------------------------------------------------------------------------------------------
 
 
-def _certificate(name, issuer=None, issuer_key=None):
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer.subject if issuer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
-        .sign(issuer_key or key, hashes.SHA256())
-    )
-    return certificate, key
-
-
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory):
     """``pki["a"]``: credentials whose certificate the CA of this name signed."""
     folder = tmp_path_factory.mktemp("pki")
-
-    def write(name, data):
-        (folder / name).write_bytes(data)
-        return str(folder / name)
-
-    def of(name):
-        ca, ca_key = _certificate(f"ca {name}")
-        certificate, key = _certificate(name, ca, ca_key)
-        pem = serialization.Encoding.PEM
-        form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        return Credentials(
-            ca_file=write(f"{name}.ca", ca.public_bytes(pem)),
-            certificate_file=write(f"{name}.crt", certificate.public_bytes(pem)),
-            key_file=write(f"{name}.key", key.private_bytes(pem, *form)),
-        )
-
-    return {name: of(name) for name in ("a", "b")}
+    return {name: credentials_of_ca(folder, name) for name in ("a", "b")}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -96,7 +96,10 @@ def _awaited(
     """For whom it waits, and why."""
     if lacking:
         names = ", ".join(f"ps {index} ({addresses[index]})" for index in lacking)
-        return names, f"{next(iter(lacking.values()))} Is its server started, with this TF_CONFIG?"
+        return (
+            names,
+            f"{next(iter(lacking.values()))} Is its server started, with this TF_CONFIG and these REPLICAX_TLS settings?",
+        )
     if any(answer["incarnation"] is not None and not _is_shared(answer["incarnation"]) for answer in told):
         return share.chief, (
             "the parameter servers work for a coordinator. If this task is one of its workers, run `replicax server` here; if "

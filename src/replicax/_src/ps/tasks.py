@@ -108,7 +108,7 @@ class Tasks:
                 if now - start > limit_s:
                     raise UnavailableError(
                         f"The chief waited {limit_s:g} s for {', '.join(missing)}: {why} Is its server started, with this "
-                        "TF_CONFIG? REPLICAX_START_TIMEOUT_S sets how long to wait.",
+                        "TF_CONFIG and these REPLICAX_TLS settings? REPLICAX_START_TIMEOUT_S sets how long to wait.",
                         missing[0].split(" (")[0],
                     )
                 if now - said > _SAY_EVERY_S:
