@@ -7,6 +7,7 @@ Callers catch types, never texts. ``docs/errors.md`` has an entry for each class
     │   ├── DeviceError                        devices that do not exist, or repeat
     │   ├── ReductionError                     a value that cannot be reduced or gathered
     │   ├── StructureError                     replicas that return different structures
+    │   ├── TopologyError                      hardware that nobody sells, or that nothing is known of
     │   └── VariableError                      a variable that cannot be made or used that way
     ├── ContextError (RuntimeError)            the right call in the wrong place
     │   ├── CrossReplicaContextError           needs cross-replica context
@@ -26,6 +27,7 @@ Callers catch types, never texts. ``docs/errors.md`` has an entry for each class
     ├── KerasLossError (ValueError)            a mean loss where it would be R times too large
     ├── KerasScopeError (ValueError)           a model, or metrics of it, made outside the scope
     ├── DonatedError (RuntimeError)            a value that was given away
+    ├── PlanError (RuntimeError)               a plan that cannot be made in this process
     ├── OneDeviceDifferenceError (AssertionError)  a step differs from the same step on one device
     └── MissingExtraError (ImportError)        an optional dependency is not installed
 """
@@ -49,6 +51,10 @@ class ReductionError(InvalidArgumentError):
 
 class StructureError(InvalidArgumentError):
     """Replicas that return different structures, or whose collectives do not match."""
+
+
+class TopologyError(InvalidArgumentError):
+    """Hardware that nobody sells, or that nothing is known of."""
 
 
 class VariableError(InvalidArgumentError):
@@ -129,6 +135,10 @@ class DonatedError(ReplicaxError, RuntimeError):
 
 class OneDeviceDifferenceError(ReplicaxError, AssertionError):
     """A step under a strategy differs from the same step on one device."""
+
+
+class PlanError(ReplicaxError, RuntimeError):
+    """A plan that cannot be made, or not in this process."""
 
 
 class MissingExtraError(ReplicaxError, ImportError):

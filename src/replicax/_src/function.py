@@ -27,6 +27,7 @@ from replicax._src.program.cache import (
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
 from replicax._src.strategies.code import PlacedCode, RunsOnServers, mesh_of, trace_code
+from replicax._src.strategies.planning import Unrun, of_slots, on_plan, placers
 from replicax._src.values import is_variable
 
 log = logging.getLogger("replicax")
@@ -87,6 +88,24 @@ class Function:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    def ahead(self, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> tuple[PlacedCode, list[Any]]:
+        """The program of a call for a plan, and what it takes; nothing is run or kept.
+
+        Args:
+          args, kwargs: Arrays, or ``jax.ShapeDtypeStruct``.
+          mesh: Of the devices.
+        """
+        ensure_bridges()
+        nest = (tuple(args), kwargs, key.lifted_cells(self.python_function))
+        leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
+        is_array = [key.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        described = [
+            array_leaf(leaf) if is_one else static_leaf(leaf)
+            for leaf, is_one in zip(leaves, is_array, strict=True)
+        ]
+        arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
+        return _trace(self.python_function, tree, described, mesh), arrays
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._runs_as_python or current_capture() is not None or context.in_replica_function():
             return self.python_function(*args, **kwargs)
@@ -143,6 +162,25 @@ def _notice_iteration() -> None:
 
 
 iteration_guard.append(_notice_iteration)
+
+
+def _placer(fn: Any) -> Any:
+    """Places an ``rx.function`` for a plan."""
+    if not isinstance(fn, Function):
+        return None
+
+    def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], options: Any) -> Unrun:
+        del options
+        topology = strategy.topology
+        placed, arrays = fn.ahead(args, kwargs, topology.mesh)
+        compiled, operands = placed.ahead(on_plan(arrays, topology))
+        written, read = placed.state.written.slots, placed.state.read.slots
+        return Unrun(key.name_of(fn.python_function), compiled, operands, of_slots(written, read, topology))
+
+    return place
+
+
+placers.append(_placer)
 
 
 def _describe(leaves: Sequence[Any], programs: FunctionPrograms) -> tuple[list[Leaf], list[Any]]:

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -31,6 +31,7 @@ from jax._src.interpreters import pxla as _pxla
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 from jaxlib import _jax as _jaxlib  # type: ignore[attr-defined]
+from jaxlib import xla_client as _xla_client
 
 from replicax._src.user_code import PACKAGE, UNKNOWN, is_user_code
 
@@ -321,6 +322,14 @@ def abstractify(value: Any) -> Any:
     return jax.typeof(value)
 
 
+def described(value: Any, sharding: Any) -> Any:
+    """What ``jax.device_put`` of a value would give, without the array; tracers as that gives them."""
+    if isinstance(value, Tracer):
+        return jax.device_put(value, sharding)
+    aval = abstractify(value)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
 _epochs = itertools.count()
 
 
@@ -566,6 +575,27 @@ def put(value: Any, sharding: Any) -> jax.Array:
         places = sharding.addressable_devices_indices_map(array.shape)
         parts = [jax.device_put(array[index], device) for device, index in places.items()]
         return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+# --- devices that are not here --------------------------------------------------------------------------
+
+
+def devices_of_plan(
+    platform: str, name: str, num_devices: int, target: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Devices to compile for, on which nothing can run.
+
+    Args:
+      platform: "tpu", "cuda" or "cpu".
+      name: Of a TPU slice, as its compiler knows it.
+      num_devices: Of virtual CPU devices.
+      target: What the compiler of GPUs is told: ``target_config`` and ``topology``.
+    """
+    if platform == "cpu":
+        return list(_xla_client.make_cpu_client(num_devices=num_devices).devices())
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(name, platform=platform, **(target or {})).devices)
 
 
 VERSION = jax.__version__

@@ -47,6 +47,7 @@ class Topology:
       per_replica: The sharding of an array [R, ...] of which device r holds row r.
       stacked: The sharding of an array [steps, R, ...] of several such.
       bytes_per_pack: In buffers of how many bytes arrays that are summed together travel; 0 is what suits the devices.
+      is_ahead: The devices are those of a plan and nothing runs on them: arrays for them are only described.
     """
 
     devices: tuple[Device, ...]
@@ -56,12 +57,13 @@ class Topology:
     per_replica: NamedSharding
     stacked: NamedSharding
     bytes_per_pack: int = 0
+    is_ahead: bool = False
 
     @classmethod
-    def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0) -> Topology:
+    def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
         """The topology of ``devices``, replica r on the r-th."""
         mesh = Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,))
-        is_shared = len({device.process_index for device in devices}) > 1
+        is_shared = len({device.process_index for device in devices}) > 1 and not is_ahead
         peers = joined_peers() if is_shared else None
         return cls(
             tuple(devices),
@@ -71,6 +73,7 @@ class Topology:
             NamedSharding(mesh, PartitionSpec(REPLICA_AXIS)),
             NamedSharding(mesh, PartitionSpec(None, REPLICA_AXIS)),
             bytes_per_pack,
+            is_ahead,
         )
 
     @functools.cached_property
@@ -122,6 +125,8 @@ class Topology:
         return self._put(nest, self.per_replica)
 
     def _put(self, nest: Any, sharding: NamedSharding) -> Any:
+        if self.is_ahead:
+            return jax.tree_util.tree_map(lambda value: jax_compat.described(value, sharding), nest)
         if self.peers is None:
             return jax.device_put(nest, sharding)
         return jax.tree_util.tree_map(lambda value: self._put_shared(value, sharding), nest)

@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
-from replicax._src.program.capture import Capture, current_capture
+from replicax._src.program.capture import Capture, current_capture, planning
 from replicax._src.program.slots import Sharing, Slot
 
 
@@ -74,7 +74,7 @@ def _sharing(variable: Any, dtype: np.dtype) -> Sharing:
 
 def read(capture: Capture, variable: Any) -> Any:
     """The value of a Keras variable in a traced function; None if it is not built yet."""
-    if not accessor.is_built(variable):
+    if not accessor.is_built(variable) and not planning.get():
         capture.met_unbuilt_variable = True
         return None
     context.check_strategy_of(context.owners.get(id(variable)), f"variable {variable.path!r}")
@@ -92,7 +92,7 @@ def read(capture: Capture, variable: Any) -> Any:
 
 def write(capture: Capture, variable: Any, value: Any) -> None:
     """Assigns a Keras variable in a traced function."""
-    if not accessor.is_built(variable):
+    if not accessor.is_built(variable) and not planning.get():
         capture.met_unbuilt_variable = True
         return
     sharing = capture.sharing_of(variable)
@@ -119,7 +119,7 @@ class CaptureScope(keras.StatelessScope):
     """Sends reads and writes of Keras variables to the capture that is current; collects ``model.losses``."""
 
     def __init__(self) -> None:
-        super().__init__(collect_losses=True)
+        super().__init__(collect_losses=True, initialize_variables=not planning.get())
 
     def get_current_value(self, variable: Any) -> Any:
         capture = current_capture()
@@ -135,7 +135,7 @@ class CaptureScope(keras.StatelessScope):
 
 @contextmanager
 def capture_scope(capture: Capture) -> Iterator[None]:
-    """Entered around each trace: on leaving it Keras initialises variables that the trace has met unbuilt."""
+    """Entered around each trace: on leaving it Keras initialises variables that the trace has met unbuilt, but for a plan."""
     del capture
     with CaptureScope():
         yield

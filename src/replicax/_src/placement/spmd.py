@@ -271,6 +271,12 @@ class ProgramState:
         written = self.written.load(for_donation=for_donation)
         return written, self.read.load(for_donation=False) if self.read.slots else []
 
+    def described(self, topology: Topology) -> tuple[list[Any], list[Any]]:
+        """Both groups as a program takes them, without the values: shapes, dtypes and shardings."""
+        groups = self.written.slots, self.read.slots
+        written, read = ([slot.described(topology) for slot in group] for group in groups)
+        return written, read
+
     def run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
         """Gives the state to a program and stores what it returns.
 
@@ -353,6 +359,11 @@ class Launcher:
         given, kept = self._split(args)
         written, read = self.state.load(for_donation=False)
         return self.compiled.lower(written, read, self.consts, given, kept)
+
+    def ahead(self, args: Sequence[Any]) -> list[Any]:
+        """What ``compiled`` takes for ``args``, described only."""
+        given, kept = self._split(args)
+        return [*self.state.described(self._topology), self.consts, given, kept]
 
     def _place(self, rows: Sequence[int] | None) -> Callable[..., Any]:
         """The program over the mesh: (written state, read state, constants, donated arguments, other

@@ -7,6 +7,7 @@ becomes an input of the program even when the read happens inside a scan, a cond
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +29,10 @@ from replicax._src.user_code import user_line
 
 if TYPE_CHECKING:
     from replicax._src.program.tape import GradientTape
+
+
+planning: contextvars.ContextVar[bool] = contextvars.ContextVar("replicax_planning", default=False)
+"""Whether functions are traced for a plan: variables that have no value yet are taken as they will be."""
 
 
 class Uneven:

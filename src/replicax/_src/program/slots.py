@@ -89,6 +89,14 @@ class Slot:
         self.placed: Any = None
         self.components: Any = None
 
+    def described(self, topology: Topology) -> Any:
+        """The value as programs over a topology take it, without a value: shape, dtype and sharding."""
+        if self.sharing.is_per_replica:
+            shape, sharding = (topology.num_replicas, *self.shape), topology.per_replica
+        else:
+            shape, sharding = self.shape, topology.replicated
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
+
     def __repr__(self) -> str:
         return f"Slot({self.name!r}, {self.sharing.name})"
 

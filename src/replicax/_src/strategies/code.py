@@ -212,6 +212,7 @@ class PlacedCode:
         self._code = code
         self._topology = topology = code.strategy.topology
         self._variables = variables = CodeState(code)
+        self.state = variables.state
         needs_token = topology.needs_token
 
         def body(written: list[Any], read: list[Any], consts: list[Any], args: list[Any]):
@@ -231,6 +232,12 @@ class PlacedCode:
         )
         # Plain results go where the strategy keeps variables, so that plain code can compute with both.
         self._home = code.strategy.variable_placement.parameter_device
+
+    def ahead(self, args: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The program for a plan, as ``jax.jit`` gave it, and what it takes, described only."""
+        variables = self._variables
+        state = variables.state.described(self._topology)
+        return self._compiled, [*state, variables.consts, list(args)]
 
     def __call__(self, args: Sequence[Any]) -> Any:
         args = on_mesh(args, self._topology)

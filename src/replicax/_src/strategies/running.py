@@ -197,6 +197,19 @@ class Runner:
                 self.owned(array)
         return placed.wrap(results, close)
 
+    def place(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
+    ) -> tuple[PlacedFunction, list[Any]]:
+        """The program that ``run`` would run, and what it takes, for a plan: nothing is run or kept."""
+        ensure_bridges()
+        fn = key.unwrap(fn)
+        nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
+        opened, close = open_modules(nest)
+        leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
+        described, arrays = self._describe(leaves, None, is_traced=False)
+        donated = self._donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
+        return self._trace(fn, tree, described, donated, options, close is not None), arrays
+
     def owned(self, array: Any) -> Any:
         """Remembers that ``array`` is in buffers that nobody else holds; returns it."""
         self._owned[id(array)] = array

@@ -31,11 +31,13 @@ from replicax._src.input.split import InputContext, InputOptions, InputReplicati
 from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ValueContext
 from replicax._src.placement.eager import run_eagerly
+from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, own_copy
 from replicax._src.strategies import datasets, reduction
 from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.parts import FunctionRunner, Parts
+from replicax._src.strategies.planning import PlanRequest, plan_of
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
 from replicax._src.topology import Topology, device_name
@@ -277,6 +279,49 @@ class Strategy:
         context.check_may_enter(self)
         return self.steps_runner.run_all(fn, iterator, steps)
 
+    def plan(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+        *,
+        topology: str | None = None,
+        global_batch: int | None = None,
+    ) -> Plan:
+        """Compiles a step for hardware that is not here, and says what it needs; nothing is run, no array is made.
+
+        Does not communicate. Blocks while it compiles: seconds for small models, a minute or more for large ones.
+
+        Args:
+          fn: What ``run`` runs, an ``rx.function``, or a Keras model's ``fit``.
+          args, kwargs: As ``fn`` takes them. A ``jax.ShapeDtypeStruct`` stands for a per-replica value, [per-replica batch, ...],
+            or, from ``replicate``, for one that all have; a ``PerReplica`` is taken with as many rows for each replica as it has.
+          options: As for ``run``.
+          topology: ``"v5p:16x16x16"`` (a TPU slice), ``"h100:16x8"`` (hosts × GPUs), ``"cpu:8"`` (virtual devices of this
+            machine); None: the strategy's own devices.
+          global_batch: Rows of all replicas together, instead of those that ``args`` have.
+
+        Returns:
+          A ``Plan``: ``print`` it, or use ``fits``, ``memory``, ``to_json()``.
+
+        Raises:
+          TopologyError: No such hardware is sold; the text lists what is.
+          MissingExtraError: The compiler for it is not installed.
+          PlanError: This process cannot compile for it.
+          UnsupportedError: The strategy keeps variables elsewhere than on the replicas' devices.
+
+        >>> import jax, replicax as rx
+        >>> step = lambda x: (x @ x.T).sum()
+        >>> x = jax.ShapeDtypeStruct((64, 32), "float32")
+        >>> plan = rx.MirroredStrategy(["cpu:0"]).plan(step, args=(x,), topology="cpu:4")
+        >>> plan.fits, plan.global_batch, plan.memory.arguments
+        (True, 256, 8192)
+        """
+        context.check_may_enter(self)
+        request = PlanRequest(topology, global_batch, options or DEFAULT_OPTIONS)
+        return plan_of(self, fn, args, kwargs or {}, request)
+
     # --- combining ------------------------------------------------------------------------------------
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
@@ -356,7 +401,8 @@ class Strategy:
         return reduction.local_results(self.topology, value)
 
     def replicate(self, tree: Any) -> Any:
-        """Copies the arrays of a nest to every replica's device: state for functional JAX code.
+        """Copies the arrays of a nest to every replica's device: state for functional JAX code. Of a
+        ``jax.ShapeDtypeStruct`` it makes what stands for such an array in ``plan``.
 
         Pass the result to ``run``, and what ``run`` returns for it to the next. With
         ``RunOptions(donate_args=(0,))`` the first argument's memory is used again for the results.
@@ -366,6 +412,8 @@ class Strategy:
         """
 
         def copy(leaf: Any) -> Any:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return Mirrored(leaf, self.num_replicas_in_sync)
             if is_value(leaf):
                 leaf = leaf.as_array() if isinstance(leaf, DistributedValues) else leaf.value
             if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):

@@ -1,0 +1,194 @@
+"""The ahead placement: a program compiled for devices that are not here, or not used. Nothing runs, no array is made.
+
+Programs are those of ``spmd`` and of ``global_view``, over a topology whose arrays are only described.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from replicax._src import jax_compat
+from replicax._src.errors import MissingExtraError, PlanError
+from replicax._src.plan.hardware import Chip, Hardware
+from replicax._src.plan.plan import Memory
+from replicax._src.topology import Topology
+
+GPU_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+"""With it JAX loads its GPU compiler on a machine without a GPU; it is read when JAX is imported."""
+
+_PLUGINS = {"tpu": ("libtpu", "plan-tpu"), "gpu": ("jax_plugins.xla_cuda12", "plan-gpu")}
+# libtpu asks the environment which machine this is, and complains on one that is none of its own.
+_QUIET_TPU = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_TOPOLOGY": "2x4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
+_OUT_OF_MEMORY = re.compile(
+    r"\((?P<needed>[\d.]+)(?P<unit>[KMGT]?)\) exceeds available HBM \((?P<limit>[\d.]+)(?P<of>[KMGT]?)\)"
+)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_TARGET = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {capability} minor: 0 }}
+  {fields}
+  device_memory_size: {memory}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{name}"
+"""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A program, compiled for a topology.
+
+    Attributes:
+      jaxpr: Of the whole program.
+      text: The compiled program as HLO; empty if the compiler gave up.
+      lower_s, compile_s: How long that took.
+    """
+
+    jaxpr: Any
+    memory: Memory
+    text: str
+    lower_s: float
+    compile_s: float
+
+
+def topology_ahead(hardware: Hardware) -> Topology:
+    """Its devices as a topology of one replica each.
+
+    Raises:
+      MissingExtraError: What compiles for them is not installed.
+      PlanError: This process cannot compile for GPUs: the environment variable is not set.
+    """
+    return Topology.of(_devices(hardware), is_ahead=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _devices(hardware: Hardware) -> list[Any]:
+    chip = hardware.chip
+    if chip.kind == "cpu":
+        return jax_compat.devices_of_plan("cpu", "", hardware.num_devices)
+    _check_plugin(hardware)
+    if chip.kind == "tpu":
+        _quieten_tpu()
+        name = hardware.name
+        return jax_compat.devices_of_plan("tpu", name, hardware.num_devices, _sub_host(hardware.shape))
+    hosts, gpus = hardware.shape
+    target = {"target_config": gpu_target(chip), "topology": f"1x{hosts}x{gpus}"}
+    return jax_compat.devices_of_plan("cuda", chip.key, hardware.num_devices, target)
+
+
+def _check_plugin(hardware: Hardware) -> None:
+    module, extra = _PLUGINS[hardware.chip.kind]
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
+        raise MissingExtraError(
+            f"A plan for {hardware.name} needs the compiler of {hardware.chip.name}, which is not installed: pip install "
+            f"'replicax[{extra}]'. Without it plans for this machine work: topology=None, or cpu:8."
+        )
+    if hardware.chip.kind == "gpu" and not os.environ.get(GPU_VARIABLE):
+        raise PlanError(
+            f"A plan for {hardware.name} needs JAX's GPU compiler, which JAX loads on a machine without GPUs only if the "
+            f"environment variable {GPU_VARIABLE} is 1 before Python starts. Set it: {GPU_VARIABLE}=1 python script.py; or "
+            f"use the command, which does: replicax plan script.py --topology {hardware.name}."
+        )
+
+
+def _quieten_tpu() -> None:
+    if not jax_compat.backend_started():
+        jax.devices()  # with a TPU of its own this process must see the environment as it is
+    if jax.default_backend() != "tpu":
+        for name, value in _QUIET_TPU.items():
+            os.environ.setdefault(name, value)
+
+
+def _sub_host(shape: Sequence[int]) -> dict[str, Any] | None:
+    """What libtpu wants to be told of a slice that is smaller than a host."""
+    if all(size == 1 for size in shape):
+        return {"chips_per_host_bounds": (1, 1, 1)}
+    return None
+
+
+def gpu_target(chip: Chip) -> str:
+    """A chip as the text that XLA's compiler of GPUs takes."""
+    facts = dict(chip.compiler or {})
+    capability = facts.pop("capability")
+    fields = " ".join(f"{name}: {value}" for name, value in facts.items())
+    return _TARGET.format(capability=capability, fields=fields, memory=chip.memory_bytes, name=chip.name)
+
+
+def compile_ahead(compiled: Any, args: Sequence[Any], hardware: Hardware) -> Compilation:
+    """Compiles a program, as ``jax.jit`` gave it, for the devices of its arguments' shardings.
+
+    Args:
+      args: Nests of ``jax.ShapeDtypeStruct`` with shardings.
+
+    Raises:
+      PlanError: The compiler fails, for another reason than memory.
+    """
+    start = time.monotonic()
+    traced = compiled.trace(*args)
+    lowered = traced.lower()
+    lower_s = time.monotonic() - start
+    start = time.monotonic()
+    try:
+        executable = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = _OUT_OF_MEMORY.search(str(error))
+        if found is None:
+            raise PlanError(f"The compiler for {hardware.name} failed: {error}") from error
+        needed, limit = _bytes(found["needed"], found["unit"]), _bytes(found["limit"], found["of"])
+        memory = _exceeded(args, needed, limit)
+        return Compilation(traced.jaxpr, memory, "", lower_s, time.monotonic() - start)
+    memory = _memory(executable.memory_analysis(), hardware.chip)
+    return Compilation(traced.jaxpr, memory, executable.as_text(), lower_s, time.monotonic() - start)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit])
+
+
+def _memory(analysis: Any, chip: Chip) -> Memory:
+    arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    outputs, donated = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
+    total = arguments + temporaries + outputs - donated
+    # The CPU's compiler leaves temporaries out of its peak (jax 0.10).
+    peak = total if chip.kind == "cpu" else (analysis.peak_memory_in_bytes or total)
+    return Memory(arguments, outputs, donated, temporaries, peak, chip.memory_bytes)
+
+
+def _exceeded(args: Sequence[Any], needed: int, limit: int) -> Memory:
+    """Where the compiler gave up: what it says that it needs, and the arguments from their shapes."""
+    arguments = sum(bytes_on_device(leaf) for leaf in jax.tree_util.tree_leaves(args))
+    return Memory(arguments, 0, 0, needed, max(arguments, needed), limit, is_exact=False)
+
+
+def bytes_on_device(described: Any) -> int:
+    """What one device holds of a described array."""
+    shape = described.sharding.shard_shape(described.shape) if described.sharding else described.shape
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size * described.dtype.itemsize

@@ -1,0 +1,187 @@
+"""What a program asks for, read from its jaxpr: multiplications, memory traffic of them, and collectives."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicax._src import jax_compat
+
+_KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of exchange, as often as a step has it.
+
+    Attributes:
+      kind: As XLA calls it: "all-reduce", "all-gather", ...
+      bytes: Of the whole array on one device: what goes in, or, of an all-gather, what comes out.
+      group_size: How many devices exchange.
+      count: How often in a step, loops unrolled.
+      axes: Of the mesh, where the program names them.
+    """
+
+    kind: str
+    bytes: int
+    group_size: int
+    count: int = 1
+    axes: tuple[str, ...] = ()
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one device sends in a step, by the ring algorithm: 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n of the
+        others', all of a permutation's."""
+        if self.group_size < 2:
+            return 0.0
+        share = 1.0 if self.kind == "collective-permute" else (self.group_size - 1) / self.group_size
+        return self.count * self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+
+
+def merged(found: Sequence[Collective]) -> list[Collective]:
+    """Equal ones as one, with their counts added; the largest first."""
+    counts: collections.Counter[Any] = collections.Counter()
+    for one in found:
+        counts[one.kind, one.bytes, one.group_size, one.axes] += one.count
+    return sorted(
+        (Collective(kind, size, group, count, axes) for (kind, size, group, axes), count in counts.items()),
+        key=lambda one: -one.bytes * one.count,
+    )
+
+
+@dataclass
+class Costs:
+    """What one device does in a step.
+
+    Attributes:
+      flops: By dtype of the operands: of matrix products and convolutions, 2 for each multiplication and addition.
+      matrix_bytes: Of the operands and results of these, which pass through memory at least once.
+      collectives: As the program asks for them.
+      has_open_loops: There are loops whose length is known only when they run; they are counted as one step.
+    """
+
+    flops: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
+    matrix_bytes: float = 0.0
+    collectives: list[Collective] = field(default_factory=list)
+    has_open_loops: bool = False
+
+    @property
+    def total_flops(self) -> float:
+        return sum(self.flops.values())
+
+
+def costs_of(jaxpr: Any, num_devices: int, *, is_split: bool) -> Costs:
+    """The costs of a program on one of its devices.
+
+    Args:
+      jaxpr: Of the whole program. Inside of a ``shard_map`` shapes are those of one device.
+      is_split: What is outside of one is split over the devices by rows (the global view), not computed by each.
+    """
+    costs = Costs()
+    _add(costs, jaxpr, _Place(1.0, 1.0 / num_devices if is_split else 1.0, {}))
+    costs.flops = dict(costs.flops)
+    costs.collectives = merged(costs.collectives)
+    return costs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a program an equation is: how often it runs, which part of it one device has, sizes of axes."""
+
+    times: float
+    share: float
+    sizes: Mapping[str, int]
+
+
+def _add(costs: Costs, jaxpr: Any, place: _Place) -> None:
+    jaxpr = jax_compat.inner_jaxpr(jaxpr)[0]
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _KINDS:
+            _add_collective(costs, eqn, place)
+        elif name in ("dot_general", "conv_general_dilated"):
+            count = _dot_flops(eqn) if name == "dot_general" else _conv_flops(eqn)
+            often = place.times * place.share
+            costs.flops[str(eqn.invars[0].aval.dtype)] += count * often
+            costs.matrix_bytes += often * sum(
+                size_of(v.aval) for v in [*eqn.invars, *eqn.outvars] if not jax_compat.is_drop_var(v)
+            )
+        elif name == "cond":
+            _add_largest(costs, eqn, place)
+        else:
+            inner = _inside(costs, eqn, place)
+            for sub in jax_compat.sub_jaxprs(eqn):
+                _add(costs, sub, inner)
+
+
+def _inside(costs: Costs, eqn: Any, place: _Place) -> _Place:
+    name = eqn.primitive.name
+    if name == "scan":
+        return _Place(place.times * eqn.params["length"], place.share, place.sizes)
+    if name == "shard_map":
+        return _Place(place.times, 1.0, dict(eqn.params["mesh"].shape))
+    if name == "while":
+        costs.has_open_loops = True
+    return place
+
+
+def _add_largest(costs: Costs, eqn: Any, place: _Place) -> None:
+    """Of a condition the branch with the most multiplications."""
+    branches = []
+    for sub in jax_compat.sub_jaxprs(eqn):
+        branch = Costs()
+        _add(branch, sub, place)
+        branches.append(branch)
+    largest = max(branches, key=lambda branch: branch.total_flops)
+    for dtype, count in largest.flops.items():
+        costs.flops[dtype] += count
+    costs.matrix_bytes += largest.matrix_bytes
+    costs.collectives += largest.collectives
+    costs.has_open_loops |= any(branch.has_open_loops for branch in branches)
+
+
+def size_of(aval: Any) -> int:
+    """Bytes of an array, of its abstract form."""
+    itemsize = getattr(aval.dtype, "itemsize", 4)
+    return math.prod(aval.shape) * itemsize
+
+
+def _dot_flops(eqn: Any) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+
+
+def _conv_flops(eqn: Any) -> float:
+    kernel, spec = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
+    taps = math.prod(kernel[i] for i in spec[1:])  # inputs of a group, and places of the kernel
+    holes = math.prod(eqn.params["lhs_dilation"])  # zeros between the inputs are not multiplied
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * taps / holes
+
+
+def _add_collective(costs: Costs, eqn: Any, place: _Place) -> None:
+    kind = _KINDS[eqn.primitive.name]
+    names = eqn.params.get("axes", eqn.params.get("axis_name"))
+    axes = tuple(a for a in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(a, str))
+    groups = eqn.params.get("axis_index_groups")
+    size = len(groups[0]) if groups else math.prod(place.sizes.get(axis, 1) for axis in axes)
+    if size < 2:
+        return
+    arrays = eqn.outvars if kind == "all-gather" else eqn.invars
+    total = sum(size_of(v.aval) for v in arrays)
+    if total:
+        costs.collectives.append(Collective(kind, total, size, round(place.times), axes))

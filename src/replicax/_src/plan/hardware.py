@@ -1,0 +1,170 @@
+"""Hardware that a program is planned for: published facts of chips, and the topologies that exist. Starts nothing."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from replicax._src.errors import TopologyError
+
+_NAME = re.compile(r"^(?P<chip>[a-z0-9]+)[:=](?P<shape>[0-9]+(?:x[0-9]+)*)$")
+_MAX_CPU_DEVICES = 2048  # XLA's CPU client takes those beyond for another process's (jax 0.10)
+
+
+@dataclass(frozen=True, eq=False)
+class Chip:
+    """What a vendor publishes of one kind of device; see ``chips.toml`` for the units.
+
+    Attributes:
+      key: Its name in topologies.
+      kind: "tpu", "gpu" or "cpu".
+      device_kinds: What JAX calls such devices.
+      cube, max_devices: Further slices are of whole cubes of this edge, up to so many devices.
+      compiler: What XLA is told of a GPU.
+      source, host_source, notes: Where the numbers are from.
+    """
+
+    key: str
+    kind: str
+    name: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    host_bytes_per_s: float = 0.0
+    clock_hz: float = 0.0
+    per_host: int = 0
+    cube: int = 0
+    max_devices: int = 0
+    topologies: tuple[str, ...] = ()
+    device_kinds: tuple[str, ...] = ()
+    source: str = ""
+    host_source: str = ""
+    notes: str = ""
+    compiler: Mapping[str, Any] | None = None
+
+    def flops_of(self, dtype: str) -> float:
+        """Dense FLOP/s with operands of a dtype; 0 if none are published."""
+        known = self.flops_per_s
+        return known.get(dtype) or known.get("float32") or known.get("bfloat16") or 0.0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A number of devices of one kind.
+
+    Attributes:
+      name: As it is written: ``v5p:16x16x16``, ``h100:16x8``, ``cpu:8``.
+      shape: By dim: of TPUs the slice, of GPUs hosts and GPUs of each.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of GPUs, which are slower to reach than GPUs of the same host; a TPU slice is one."""
+        return self.shape[0] if self.chip.kind == "gpu" else 1
+
+
+@functools.cache
+def chips() -> Mapping[str, Chip]:
+    """All chips with published facts, by key."""
+    text = resources.files("replicax._src.plan").joinpath("chips.toml").read_text(encoding="utf-8")
+    found = {}
+    for key, facts in tomllib.loads(text).items():
+        facts |= {name: tuple(facts.get(name, ())) for name in ("topologies", "device_kinds")}
+        found[key] = Chip(key, **facts)
+    return found
+
+
+def hardware_of(name: str) -> Hardware:
+    """The hardware that a name stands for.
+
+    Args:
+      name: ``v5e:4x8`` (a TPU slice), ``h100:16x8`` (16 hosts of 8 GPUs), ``h200:4`` (GPUs of one host), or ``cpu:8``
+        (virtual CPU devices of this machine).
+
+    Raises:
+      TopologyError: It is none; the text lists those that are.
+    """
+    match = _NAME.match(name) if isinstance(name, str) else None
+    if match is None:
+        raise TopologyError(f"{name!r} is not a topology. {_known()}")
+    key, shape = match["chip"], tuple(map(int, match["shape"].split("x")))
+    if key != "cpu" and key not in chips():
+        raise TopologyError(f"{name!r}: nothing is known of {key!r}. {_known()}")
+    if not all(shape):
+        raise TopologyError(f"{name!r} has no devices. {_known()}")
+    if key == "cpu":
+        return _virtual(name, shape)
+    chip = chips()[key]
+    return _slice(name, chip, shape) if chip.kind == "tpu" else _cluster(name, chip, shape)
+
+
+def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> Hardware:
+    text = "x".join(map(str, shape))
+    is_cubes = chip.cube > 0 and len(shape) == 3 and not any(size % chip.cube for size in shape)
+    is_cubes = is_cubes and list(shape) == sorted(shape) and math.prod(shape) <= chip.max_devices
+    if text not in chip.topologies and not is_cubes:
+        raise TopologyError(
+            f"{name!r}: no {chip.name} of {text} is sold. There are "
+            f"{', '.join(f'{chip.key}:{known}' for known in chip.topologies)}{_cubes(chip)} ({chip.source})."
+        )
+    return Hardware(f"{chip.key}:{text}", chip, shape)
+
+
+def _cubes(chip: Chip) -> str:
+    if not chip.cube:
+        return ""
+    return f", and others of whole {chip.cube}x{chip.cube}x{chip.cube} cubes, up to {chip.max_devices} chips"
+
+
+def _cluster(name: str, chip: Chip, shape: tuple[int, ...]) -> Hardware:
+    hosts, per_host = (1, *shape)[-2:]
+    if len(shape) > 2 or per_host > chip.per_host:
+        raise TopologyError(
+            f"{name!r}: hosts with {chip.name} have at most {chip.per_host} of them. Write {chip.key}:HOSTSxGPUS, with 1 to "
+            f"{chip.per_host} GPUs for each host: {chip.key}:1x{chip.per_host}, {chip.key}:16x{chip.per_host}."
+        )
+    return Hardware(f"{chip.key}:{hosts}x{per_host}", chip, (hosts, per_host))
+
+
+def _virtual(name: str, shape: tuple[int, ...]) -> Hardware:
+    count = math.prod(shape)
+    if len(shape) > 1 or count > _MAX_CPU_DEVICES:
+        raise TopologyError(
+            f"{name!r}: virtual CPU devices are a number, cpu:8 say, and at most {_MAX_CPU_DEVICES}."
+        )
+    return Hardware(name, this_machine(count), shape)
+
+
+@functools.cache
+def this_machine(num_devices: int) -> Chip:
+    """This machine's processor as one of several virtual devices, which share its memory."""
+    return Chip("cpu", "cpu", "virtual CPU device of this machine", {}, _memory_of_machine() // num_devices)
+
+
+def _memory_of_machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _known() -> str:
+    tpus = ", ".join(f"{c.key}:{c.topologies[-1]}" for c in chips().values() if c.kind == "tpu")
+    gpus = ", ".join(f"{c.key}:16x{c.per_host}" for c in chips().values() if c.kind == "gpu")
+    return (
+        f"Write a TPU slice ({tpus}, or a smaller one), hosts and GPUs of each ({gpus}), or virtual devices of this machine "
+        "(cpu:8)."
+    )

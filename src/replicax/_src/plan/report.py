@@ -1,0 +1,152 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from replicax._src.plan.costs import Collective
+
+if TYPE_CHECKING:
+    from replicax._src.plan.plan import Bound, Plan, PlannedArray
+
+_MAX_ROWS = 20
+
+
+def text(plan: Plan) -> str:
+    """The whole report."""
+    sections = [_heading(plan), _memory(plan), _arrays(plan), _collectives(plan), _time(plan), _end(plan)]
+    return "\n".join(line for section in sections for line in [*section, ""]).rstrip()
+
+
+def _heading(plan: Plan) -> Iterator[str]:
+    chip, memory = plan.hardware.chip, plan.memory
+    yield f"{plan.name} on {plan.hardware.name}: {plan.hardware.num_devices:,} × {chip.name}, {plan.num_replicas:,} replicas"
+    if plan.rows is not None:
+        yield f"a batch of {plan.rows:,} rows for each replica, {plan.global_batch:,} in all"
+    answer = "It fits" if plan.fits else "It does not fit"
+    yield f"{answer}: {size(memory.peak)} of the {size(memory.limit)} of a device{_by_how_much(plan)}."
+    of_variables = sum(a.device_bytes for a in plan.arrays if a.role == "variable")
+    if of_variables > memory.limit:
+        yield f"  the variables alone are {size(of_variables)}: no batch is small enough"
+    for remedy in plan.remedies:
+        yield f"  {remedy.change}: {size(remedy.peak)}, which {'fits' if remedy.fits else 'does not fit either'}"
+
+
+def _by_how_much(plan: Plan) -> str:
+    over = plan.memory.peak - plan.memory.limit
+    return f", {size(over)} too much" if over > 0 else ""
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    memory = plan.memory
+    of_variables = sum(a.device_bytes for a in plan.arrays if a.role == "variable")
+    of_arguments = sum(a.device_bytes for a in plan.arrays if a.role == "argument")
+    yield "memory of a device"
+    yield f"  arguments    {size(memory.arguments):>10}  variables {size(of_variables)}, batch and others {size(of_arguments)}"
+    if memory.is_exact:
+        yield f"  outputs      {size(memory.outputs):>10}  of which {size(memory.donated)} overwrite arguments (donated)"
+        yield f"  temporaries  {size(memory.temporaries):>10}"
+        yield f"  peak         {size(memory.peak):>10}"
+    else:
+        yield f"  temporaries  {size(memory.temporaries):>10}  at least: the compiler gave up, and says only this"
+
+
+def _arrays(plan: Plan) -> Iterator[str]:
+    shown = sorted(plan.arrays, key=lambda a: (a.role != "variable", -a.device_bytes))
+    yield "where the variables and the batch are"
+    yield from _table([_array_row(array) for array in shown[:_MAX_ROWS]])
+    if len(shown) > _MAX_ROWS:
+        rest = sum(a.device_bytes for a in shown[_MAX_ROWS:])
+        yield f"  … and {len(shown) - _MAX_ROWS} smaller ones, {size(rest)} together"
+
+
+def _array_row(array: PlannedArray) -> tuple[str, ...]:
+    split = [f"dim {i} over {axis}" for i, axis in enumerate(array.split) if axis]
+    where = " and ".join(split) if split else "whole on each device"
+    changes = "" if array.role == "argument" else "written" if array.is_written else "read"
+    return array.name, f"{array.dtype}{list(array.shape)}", size(array.device_bytes), where, changes
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    if plan.requested:
+        yield "collectives of a step, as the program asks for them"
+        yield from _table(_collective_rows(plan.requested))
+    yield "collectives of a step, as compiled"
+    if plan.compiled:
+        yield from _table(_collective_rows(plan.compiled))
+    else:
+        yield "  none" if plan.memory.is_exact else "  unknown: the compiler gave up"
+
+
+def _collective_rows(found: Sequence[Collective]) -> list[tuple[str, ...]]:
+    rows = [
+        (
+            f"{one.count:,} × {one.kind}",
+            size(one.bytes),
+            f"groups of {one.group_size:,}",
+            f"a device sends {size(one.wire_bytes)}",
+        )
+        for one in found[:_MAX_ROWS]
+    ]
+    if len(found) > _MAX_ROWS:
+        rest = sum(one.wire_bytes for one in found[_MAX_ROWS:])
+        rows.append((f"… {len(found) - _MAX_ROWS} more kinds", "", "", f"a device sends {size(rest)}"))
+    return rows
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    if not plan.bounds:
+        yield f"no roofline: of a {plan.hardware.chip.name} nothing is published"
+        flops = sum(plan.flops.values())
+        yield f"  {flops:.3g} FLOP of matrix products and convolutions on each device"
+        return
+    yield "roofline of a step: no part of it can be faster"
+    yield from _table([_bound_row(bound) for bound in plan.bounds])
+    yield f"  at least {seconds(plan.at_least_s or 0)}, if they overlap"
+    if plan.estimated_s is not None:
+        yield (
+            f"  the compiler's own estimate: {seconds(plan.estimated_s)} ({plan.estimated_cycles:.3g} cycles, at "
+            f"{plan.hardware.chip.clock_hz / 1e9:g} GHz), collectives not counted"
+        )
+    elif plan.estimated_cycles:
+        yield f"  the compiler's own estimate: {plan.estimated_cycles:.3g} cycles, collectives not counted"
+
+
+def _bound_row(bound: Bound) -> tuple[str, ...]:
+    is_flops = bound.name == "multiplications"
+    amount = f"{bound.amount:.3g} FLOP" if is_flops else size(bound.amount)
+    rate = f"at {bound.rate / 1e12:g} TFLOP/s" if is_flops else f"at {bound.rate / 1e9:g} GB/s"
+    return bound.name, amount, rate, seconds(bound.seconds), bound.source
+
+
+def _end(plan: Plan) -> Iterator[str]:
+    chip = plan.hardware.chip
+    if chip.notes:
+        yield f"{chip.name}: {chip.notes}."
+    yield from plan.notes
+    took = ", ".join(f"{name} {value:.1f} s" for name, value in plan.seconds.items())
+    yield f"Planned here, nothing was run: {took}."
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1024."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def seconds(value: float) -> str:
+    """Seconds for people."""
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if value < limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s"

@@ -1,0 +1,349 @@
+"""``Strategy.plan``: a step placed on hardware that it is planned for, compiled, and what is known of it then."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from replicax._src import context
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.options import RunOptions
+from replicax._src.placement.ahead import Compilation, bytes_on_device, compile_ahead, topology_ahead
+from replicax._src.plan.costs import Costs, costs_of
+from replicax._src.plan.hardware import Chip, Hardware, chips, hardware_of, this_machine
+from replicax._src.plan.hlo import read_hlo
+from replicax._src.plan.plan import Plan, PlannedArray, Remedy, bounds_of, memory_traffic
+from replicax._src.program import key
+from replicax._src.program.capture import planning
+from replicax._src.program.slots import Slot, SlotTable
+from replicax._src.strategies.parts import Parts
+from replicax._src.strategies.running import Runner
+from replicax._src.topology import Topology
+from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
+from replicax._src.variables.placement import VariablePlacement
+
+_MAX_REMEDIES = 6
+
+# Arrays that stand for the components of a single replica, by id: what distributed datasets yield there are plain arrays.
+components_of_one: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked of a plan; see ``Strategy.plan``."""
+
+    topology: str | None = None
+    global_batch: int | None = None
+    options: RunOptions = dataclasses.field(default_factory=RunOptions)
+
+
+@dataclass
+class Unrun:
+    """A program that is placed, and not run.
+
+    Attributes:
+      name: Of the function, for people.
+      compiled: As ``jax.jit`` gave it.
+      operands: What it takes, described.
+      arrays: Its variables, and where they are.
+      is_split: It is the program of all replicas together, which the partitioner splits.
+      rows: Of a replica's batch, where the placer knows better than the arguments.
+    """
+
+    name: str
+    compiled: Any
+    operands: Sequence[Any]
+    arrays: list[PlannedArray]
+    is_split: bool = False
+    rows: int | None = None
+
+
+Placer = Callable[[Any, Sequence[Any], dict[str, Any], PlanRequest], Unrun]
+
+# What places other things than replica functions: each gives a placer for its kind, or None.
+placers: list[Callable[[Any], Placer | None]] = []
+
+
+def plan_of(
+    strategy: Any, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], request: PlanRequest
+) -> Plan:
+    """The plan of a step; see ``Strategy.plan``."""
+    _check(strategy, fn, args, request)
+    hardware, topology = _target(strategy, request.topology)
+    plan = _plan(strategy, fn, args, kwargs, request, hardware, topology)
+    if plan.fits or not plan.rows:
+        return plan
+    remedies = list(_remedies(strategy, fn, args, kwargs, request, plan, topology))
+    return dataclasses.replace(plan, remedies=remedies)
+
+
+def _check(strategy: Any, fn: Any, args: Any, request: PlanRequest) -> None:
+    if not callable(fn):
+        raise InvalidArgumentError(f"strategy.plan needs a function, got {fn!r}.")
+    if not isinstance(args, (list, tuple)):
+        raise InvalidArgumentError(f"strategy.plan takes args as a list or tuple, got {type(args)}.")
+    rows = request.global_batch
+    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+        raise InvalidArgumentError(f"global_batch is a number of rows of at least 1, got {rows!r}.")
+    placement = strategy.variable_placement
+    if strategy.has_servers or getattr(placement, "parameter_device", None) is not None:
+        raise UnsupportedError(
+            f"{type(strategy).__name__} keeps its variables elsewhere than on the replicas' devices, and a plan is of these. "
+            "Plan the step with rx.MirroredStrategy."
+        )
+
+
+# --- where ----------------------------------------------------------------------------------------------
+
+
+def _target(strategy: Any, name: str | None) -> tuple[Hardware, Topology]:
+    """The hardware to plan for, and its devices as a topology on which arrays are only described."""
+    if name is not None:
+        hardware = hardware_of(name)
+        return hardware, topology_ahead(hardware)
+    devices = strategy.topology.devices
+    return _own_hardware(devices), Topology.of(devices, is_ahead=True)
+
+
+def _own_hardware(devices: Sequence[Any]) -> Hardware:
+    first, count = devices[0], len(devices)
+    if first.platform == "cpu":
+        return Hardware(f"cpu:{count}", this_machine(count), (count,))
+    kind = first.device_kind
+    known = next((chip for chip in chips().values() if kind in chip.device_kinds), None)
+    limit = (first.memory_stats() or {}).get("bytes_limit", 0)
+    chip = known or Chip(first.platform, first.platform, kind, {}, limit)
+    hosts = len({device.process_index for device in devices})
+    return Hardware(f"{chip.key}:{hosts}x{count // hosts}", chip, (hosts, count // hosts))
+
+
+@contextlib.contextmanager
+def _placed_on(strategy: Any, topology: Topology) -> Iterator[None]:
+    """Inside, the strategy has the devices of a plan, and variables without values are taken as they will be."""
+    parts = Parts(
+        topology,
+        VariablePlacement(topology),
+        SlotTable(topology.num_replicas),
+        Runner(strategy, topology),
+    )
+    token = planning.set(True)
+    try:
+        with context.standing_in(strategy, parts):
+            yield
+    finally:
+        planning.reset(token)
+
+
+# --- what -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of a step on other devices than they are for.
+
+    Attributes:
+      rows: Of a replica's batch; None where no argument is split.
+    """
+
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    rows: int | None
+
+
+def _on_hardware(
+    args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology, global_batch: int | None
+) -> _Arguments:
+    """Describes arguments as the planned devices have them: as many rows for each replica, or those of a global batch."""
+    leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)), is_leaf=is_value)
+    components = [_component(leaf) for leaf in leaves]
+    have = next((shape[0] for shape, _ in filter(None, components) if shape), None)
+    rows = have
+    if global_batch is not None and have is not None:
+        rows = math.ceil(global_batch / topology.num_replicas)
+    placed = []
+    for leaf, component in zip(leaves, components, strict=True):
+        if component is not None:
+            shape, dtype = component
+            if shape and shape[0] == have:
+                shape = (rows, *shape[1:])
+            array = jax.ShapeDtypeStruct(
+                (topology.num_replicas, *shape), dtype, sharding=topology.per_replica
+            )
+            placed.append(PerReplica(array, topology.num_replicas))
+        elif isinstance(leaf, (Mirrored, PerReplica)):
+            placed.append(Mirrored(topology.put_whole(leaf.stored), topology.num_replicas))
+        else:
+            placed.append(leaf)
+    new_args, new_kwargs = jax.tree_util.tree_unflatten(tree, placed)
+    return _Arguments(new_args, new_kwargs, rows)
+
+
+def _component(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
+    """Shape and dtype of what one replica has of an argument that is split; None for others."""
+    if isinstance(leaf, PerReplica) and not leaf.is_equal:
+        shapes = leaf.shapes or (leaf.component_shape(0),)
+        return tuple(largest_shape(shapes)), leaf.dtype
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), leaf.dtype
+    of_one = components_of_one.get(id(leaf))
+    if of_one is not None and of_one is leaf:
+        return tuple(of_one.shape), of_one.dtype
+    return None
+
+
+def on_plan(arrays: Sequence[Any], topology: Topology) -> list[Any]:
+    """Arrays as programs over the planned devices take them: described, whole on each where nothing else is said."""
+    return [
+        a if isinstance(a, jax.ShapeDtypeStruct) and a.sharding is not None else topology.put_whole(a)
+        for a in arrays
+    ]
+
+
+def of_slots(written: Sequence[Slot], read: Sequence[Slot], topology: Topology) -> list[PlannedArray]:
+    """The variables of a program, and where they are."""
+    return [
+        planned_array("variable", slot.name, slot.described(topology), is_written=is_written)
+        for slots, is_written in ((written, True), (read, False))
+        for slot in slots
+    ]
+
+
+def planned_array(role: str, name: str, described: Any, *, is_written: bool = False) -> PlannedArray:
+    """One array, and where it is."""
+    spec = tuple(described.sharding.spec) if described.sharding is not None else ()
+    split = (*spec, *[None] * (len(described.shape) - len(spec)))
+    return PlannedArray(
+        role,
+        name,
+        tuple(described.shape),
+        str(described.dtype),
+        bytes_on_device(described),
+        split,
+        is_written,
+    )
+
+
+def _place_replica_function(
+    strategy: Any, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
+) -> Unrun:
+    placed, arrays = strategy.runner.place(fn, args, kwargs, request.options)
+    launcher, topology = placed.launcher, strategy.topology
+    written, read = launcher.state_slots
+    operands = launcher.ahead(on_plan(arrays, topology))
+    return Unrun(key.name_of(fn), launcher.compiled, operands, of_slots(written, read, topology))
+
+
+def _placed(strategy: Any, fn: Any, arguments: _Arguments, request: PlanRequest) -> Unrun:
+    for find in placers:
+        place = find(fn)
+        if place is not None:
+            return place(strategy, arguments.args, arguments.kwargs, request)
+    return _place_replica_function(strategy, fn, arguments.args, arguments.kwargs, request)
+
+
+# --- the plan -------------------------------------------------------------------------------------------
+
+
+def _plan(
+    strategy: Any,
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    request: PlanRequest,
+    hardware: Hardware,
+    topology: Topology,
+) -> Plan:
+    start = time.monotonic()
+    with _placed_on(strategy, topology):
+        arguments = _on_hardware(args, kwargs, topology, request.global_batch)
+        unrun = _placed(strategy, fn, arguments, request)
+        trace_s = time.monotonic() - start
+        compilation = compile_ahead(unrun.compiled, unrun.operands, hardware)
+    arrays = [*unrun.arrays, *_argument_arrays(unrun, arguments)]
+    rows = arguments.rows if unrun.rows is None else unrun.rows
+    return _assembled(unrun, compilation, hardware, topology.num_replicas, rows, arrays, trace_s)
+
+
+def _argument_arrays(unrun: Unrun, arguments: _Arguments) -> list[PlannedArray]:
+    """The operands that are no variables, under the names of the arguments."""
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(
+        (arguments.args, arguments.kwargs), is_leaf=is_value
+    )[0]:
+        if isinstance(leaf, (PerReplica, Mirrored)):
+            position, *rest = path[1:]
+            name = f"args{jax.tree_util.keystr((position, *rest))}"
+            found.append(planned_array("argument", name, leaf.stored))
+    return found
+
+
+def _assembled(
+    unrun: Unrun,
+    compilation: Compilation,
+    hardware: Hardware,
+    num_replicas: int,
+    rows: int | None,
+    arrays: Sequence[PlannedArray],
+    trace_s: float,
+) -> Plan:
+    costs = costs_of(compilation.jaxpr, hardware.num_devices, is_split=unrun.is_split)
+    compiled = read_hlo(compilation.text, hardware.num_devices)
+    traffic = memory_traffic(compilation.memory, costs.matrix_bytes)
+    return Plan(
+        name=unrun.name,
+        hardware=hardware,
+        num_replicas=num_replicas,
+        rows=rows,
+        memory=compilation.memory,
+        arrays=arrays,
+        flops=costs.flops,
+        requested=costs.collectives,
+        compiled=compiled.collectives,
+        bounds=bounds_of(hardware, costs.flops, traffic, costs.collectives or compiled.collectives),
+        estimated_cycles=compiled.cycles,
+        seconds={"tracing": trace_s, "lowering": compilation.lower_s, "compiling": compilation.compile_s},
+        notes=_notes(costs),
+    )
+
+
+def _notes(costs: Costs) -> list[str]:
+    if not costs.has_open_loops:
+        return []
+    return ["It has loops whose length is known only when they run: their operations are counted once."]
+
+
+def _remedies(
+    strategy: Any,
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    request: PlanRequest,
+    plan: Plan,
+    topology: Topology,
+) -> Iterator[Remedy]:
+    """Compiles it with half as many rows for each replica, until it fits or the rows end."""
+    of_variables = sum(array.device_bytes for array in plan.arrays if array.role == "variable")
+    if of_variables > plan.memory.limit:
+        return  # no batch is small enough
+    rows = plan.rows or 0
+    for _ in range(_MAX_REMEDIES):
+        rows //= 2
+        if not rows:
+            return
+        smaller = dataclasses.replace(request, global_batch=rows * topology.num_replicas)
+        found = _plan(strategy, fn, args, kwargs, smaller, plan.hardware, topology)
+        change = (
+            f"{rows:,} rows for each replica (a global batch of {found.global_batch:,}; or the same on "
+            f"{math.ceil((plan.global_batch or 0) / rows):,} devices)"
+        )
+        yield Remedy(change, found.memory.peak, found.fits)
+        if found.fits:
+            return

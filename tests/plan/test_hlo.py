@@ -1,0 +1,112 @@
+"""Reading compiled programs: CPU's from the compiler itself, TPU's and GPU's from pieces of their text."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from replicax._src.plan.costs import Collective
+from replicax._src.plan.hlo import read_hlo
+
+# A loop of 80 steps whose length only its condition tells; its all-gather stands in the text three times, under one channel.
+TPU_LOOP = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%async_computation (p.0: f32[4,16]) -> f32[32,16] {
+  %p.0 = f32[4,16]{1,0:T(8,128)} parameter(0)
+  ROOT %all-gather.3 = f32[32,16]{1,0:T(8,128)} all-gather(%p.0), channel_id=5, replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true
+}
+
+%fused_step (p.1: f32[4,16]) -> f32[32,16] {
+  %p.1 = f32[4,16]{1,0:T(8,128)} parameter(0)
+  ROOT %all-gather.4 = f32[32,16]{1,0:T(8,128)} all-gather(%p.1), channel_id=5, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%body (arg: (s32[], f32[4,16])) -> (s32[], f32[4,16]) {
+  %arg = (s32[]{:T(128)}, f32[4,16]{1,0:T(8,128)}) parameter(0)
+  %gte.1 = f32[4,16]{1,0:T(8,128)} get-tuple-element(%arg), index=1
+  %all-gather-start = ((f32[4,16]{1,0:T(8,128)}), f32[32,16]{1,0:T(8,128)}, u32[]) async-start(%gte.1), calls=%async_computation
+  %fusion.1 = f32[32,16]{1,0:T(8,128)} fusion(%gte.1), kind=kCustom, calls=%fused_step, backend_config={"estimated_cycles":"1000"}
+  ROOT %tuple = (s32[]{:T(128)}, f32[4,16]{1,0:T(8,128)}) tuple(%gte.1, %gte.1)
+}
+
+%condition (arg.1: (s32[], f32[4,16])) -> pred[] {
+  %arg.1 = (s32[]{:T(128)}, f32[4,16]{1,0:T(8,128)}) parameter(0)
+  %gte.2 = s32[]{:T(128)} get-tuple-element(%arg.1), index=0
+  %constant.1 = s32[]{:T(128)} constant(80), metadata={op_name="jit(step)"}
+  ROOT %compare = pred[]{:T(512)} compare(%gte.2, %constant.1), direction=LT
+}
+
+%all-reduce-scatter.1 (p.2: f32[64,16]) -> f32[8,16] {
+  %p.2 = f32[64,16]{1,0:T(8,128)} parameter(0)
+  %all-reduce.1 = f32[64,16]{1,0:T(8,128)} all-reduce(%p.2), channel_id=5, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %dynamic-slice.1 = f32[8,16]{1,0:T(8,128)} dynamic-slice(%all-reduce.1, %p.2), dynamic_slice_sizes={8,16}
+}
+
+ENTRY %main (x: f32[4,16]) -> f32[4,16] {
+  %x = f32[4,16]{1,0:T(8,128)} parameter(0)
+  %y = f32[64,16]{1,0:T(8,128)} broadcast(%x), dimensions={}, backend_config={"estimated_cycles":"9223372036854775807"}
+  %while.1 = (s32[]{:T(128)}, f32[4,16]{1,0:T(8,128)}) while(%tuple.9), condition=%condition, body=%body
+  %fusion.2 = f32[8,16]{1,0:T(8,128)} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1, backend_config={"estimated_cycles":"500"}
+  ROOT %gte.3 = f32[4,16]{1,0:T(8,128)} get-tuple-element(%while.1), index=1
+}
+"""
+
+# Starts and ends; the type of a start has what goes in and what comes out; the text knows the trips.
+GPU_LOOP = """\
+HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%body (arg: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %arg = (s32[], bf16[8,16]{1,0}) parameter(0)
+  %gte.1 = bf16[8,16]{1,0} get-tuple-element(%arg), index=1
+  %all-gather-start.1 = (bf16[8,16]{1,0}, bf16[16,16]{1,0}) all-gather-start(%gte.1), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}
+  %all-gather-done.1 = bf16[16,16]{1,0} all-gather-done(%all-gather-start.1)
+  ROOT %tuple.1 = (s32[], bf16[8,16]{1,0}) tuple(%gte.1, %gte.1)
+}
+
+%cond (arg.1: (s32[], bf16[8,16])) -> pred[] {
+  ROOT %arg.1 = (s32[], bf16[8,16]{1,0}) parameter(0)
+}
+
+ENTRY %main (x: f32[10], y: f32[6]) -> f32[10] {
+  %x = f32[10]{0} parameter(0)
+  %y = f32[6]{0} parameter(1)
+  %all-reduce-start.1 = (f32[10]{0}, f32[6]{0}) all-reduce-start(%x, %y), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
+  %all-reduce-done.1 = (f32[10]{0}, f32[6]{0}) all-reduce-done(%all-reduce-start.1)
+  %while.1 = (s32[], bf16[8,16]{1,0}) while(%tuple.2), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"12"},"known_init_step":{"init":"0","step":"1"}}
+  ROOT %gte.9 = f32[10]{0} get-tuple-element(%all-reduce-done.1), index=0
+}
+"""
+
+
+def test_tpu():
+    found = read_hlo(TPU_LOOP, 8)
+    assert found.collectives == [
+        Collective("all-gather", 32 * 16 * 4, 8, 80),
+        Collective("reduce-scatter", 64 * 16 * 4, 8, 1),
+    ]
+    assert found.cycles == 80 * 1000 + 500
+
+
+def test_gpu():
+    assert read_hlo(GPU_LOOP, 4).collectives == [
+        Collective("all-gather", 16 * 16 * 2, 2, 12),
+        Collective("all-reduce", 16 * 4, 4, 1),
+    ]
+
+
+def test_cpu_by_its_compiler():
+    mesh = Mesh(jax.devices()[:4], ("replica",), axis_types=(AxisType.Auto,))
+    row = PartitionSpec("replica")
+
+    def step(x):
+        total = jax.lax.scan(lambda h, _: (jax.lax.psum(jnp.sin(h), "replica"), None), x, length=6)[0]
+        return jax.lax.all_gather(total, "replica", tiled=True)
+
+    placed = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=row, out_specs=row, check_vma=False))
+    x = jax.ShapeDtypeStruct((4, 256), jnp.float32, sharding=NamedSharding(mesh, row))
+    found = read_hlo(placed.lower(x).compile().as_text(), 4)
+    assert found.collectives == [Collective("all-reduce", 1024, 4, 6), Collective("all-gather", 4096, 4, 1)]
+
+
+def test_a_program_without_collectives():
+    assert read_hlo(jax.jit(jnp.sin).lower(jnp.zeros(3)).compile().as_text(), 1).collectives == []

@@ -1,0 +1,281 @@
+"""Plans for this machine, against what a run really uses. (Those for TPUs and GPUs: ``test_accelerators.py``.)"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax import errors
+from replicax._src.plan import hardware
+
+ROWS, IN, OUT = 6, 32, 16
+F32 = 4
+
+
+class Training:
+    """Two replicas, a layer with momentum, and a counter of each replica's own."""
+
+    def __init__(self):
+        self.strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+        with self.strategy.scope():
+            self.w = rx.Variable(np.ones((IN, OUT), np.float32), name="w")
+            self.momentum = rx.Variable(np.zeros((IN, OUT), np.float32), name="momentum")
+            self.seen = rx.Variable(
+                0.0, name="seen", synchronization="on_read", aggregation="sum", trainable=False
+            )
+            self.rate = rx.Variable(0.1, name="rate", trainable=False)
+        self.step = self.make_step()
+
+    def make_step(self):
+        def step(x, y):
+            with rx.GradientTape() as tape:
+                loss = rx.nn.compute_average_loss(jnp.sum((x @ self.w - y) ** 2, axis=1))
+            gradient = rx.get_replica_context().all_reduce("sum", tape.gradient(loss, self.w))
+            self.momentum.assign(0.9 * self.momentum + gradient)
+            self.w.assign_sub(self.rate * self.momentum)
+            self.seen.assign_add(float(ROWS))
+            return loss
+
+        return step
+
+    def batch(self):
+        x, y = np.ones((2 * ROWS, IN), np.float32), np.ones((2 * ROWS, OUT), np.float32)
+        dataset = rx.data.from_arrays((x, y)).batch(2 * ROWS)
+        return next(iter(self.strategy.experimental_distribute_dataset(dataset)))
+
+
+STATE = 2 * IN * OUT * F32 + F32 + F32
+BATCH = ROWS * (IN + OUT) * F32
+
+
+def on_first_device():
+    """Bytes of all arrays that are alive there."""
+    device = jax.devices()[0]
+    return sum(
+        shard.data.nbytes
+        for array in jax.live_arrays()
+        if not array.is_deleted()
+        for shard in array.addressable_shards
+        if shard.device == device
+    )
+
+
+@pytest.fixture(scope="module")
+def training():
+    return Training()
+
+
+@pytest.fixture(scope="module")
+def plan(training):
+    return training.strategy.plan(training.step, args=training.batch())
+
+
+def test_memory_is_that_of_a_run():
+    before = on_first_device()
+    training = Training()
+    strategy, batch = training.strategy, training.batch()
+    plan = strategy.plan(training.step, args=batch)
+    assert plan.memory.arguments == STATE + BATCH
+    assert strategy.runner.num_programs == 0
+
+    loss = strategy.run(training.step, args=batch)
+    ran = strategy.runner.last_launcher
+    analysis = ran.lower([value.stored for value in batch]).compile().memory_analysis()
+    memory = plan.memory
+    assert memory.arguments == analysis.argument_size_in_bytes
+    assert memory.temporaries == analysis.temp_size_in_bytes
+    assert memory.outputs == analysis.output_size_in_bytes
+    assert memory.donated == analysis.alias_size_in_bytes
+    jax.block_until_ready(loss.stored)
+    addresses = 8 * 5  # which CPU counts as results too: of three variables, the loss and a token
+    assert on_first_device() - before == memory.arguments + memory.outputs - addresses - memory.donated
+
+
+def test_nothing_changes(training):
+    old = training.w.numpy()
+    batch = training.batch()
+    alive = len(jax.live_arrays())
+    training.strategy.plan(training.step, args=batch, topology="cpu:4")
+    assert len(jax.live_arrays()) == alive
+    np.testing.assert_array_equal(training.w.numpy(), old)
+    assert training.strategy.num_replicas_in_sync == 2
+
+
+def test_costs_and_collectives(plan):
+    assert plan.flops == {"float32": 2 * 2 * ROWS * IN * OUT}
+    (of_program,) = [one for one in plan.requested if one.bytes == IN * OUT * F32]
+    assert (of_program.kind, of_program.count, of_program.axes) == ("all-reduce", 1, ("replica",))
+    sent = sum(one.wire_bytes for one in plan.compiled)
+    assert sent == sum(one.wire_bytes for one in plan.requested) >= IN * OUT * F32
+
+
+def test_where_everything_is(plan):
+    where = {
+        array.name: (array.role, array.device_bytes, array.split[:1], array.is_written)
+        for array in plan.arrays
+    }
+    assert where == {
+        "w": ("variable", IN * OUT * F32, (None,), True),
+        "momentum": ("variable", IN * OUT * F32, (None,), True),
+        "seen": ("variable", F32, ("replica",), True),
+        "rate": ("variable", F32, (), False),
+        "args[0]": ("argument", ROWS * IN * F32, ("replica",), False),
+        "args[1]": ("argument", ROWS * OUT * F32, ("replica",), False),
+    }
+
+
+def test_rows_are_kept_unless_a_global_batch_is_given(training):
+    kept = training.strategy.plan(training.step, args=training.batch(), topology="cpu:5")
+    assert (kept.num_replicas, kept.rows, kept.global_batch) == (5, ROWS, 5 * ROWS)
+    given = training.strategy.plan(training.step, args=training.batch(), topology="cpu:4", global_batch=10)
+    assert (given.rows, given.global_batch) == (3, 12)  # of 10 rows over 4 replicas some have 3
+    assert given.memory.arguments == STATE + BATCH // 2
+
+
+def test_described_arguments_are_those_of_one_replica(training, plan):
+    x, y = (jax.ShapeDtypeStruct((ROWS, n), np.float32) for n in (IN, OUT))
+    assert training.strategy.plan(training.step, args=(x, y)).memory == plan.memory
+
+
+def test_a_step_with_run_and_reduce_in_it(training, plan):
+    @rx.function
+    def step(batch):
+        losses = training.strategy.run(training.step, args=batch)
+        return training.strategy.reduce("sum", losses, axis=None)
+
+    whole = training.strategy.plan(step, args=(training.batch(),))
+    assert whole.memory.arguments == plan.memory.arguments
+    assert whole.flops == plan.flops
+    assert {a.name for a in whole.arrays if a.role == "variable"} == {"w", "momentum", "seen", "rate"}
+    assert whole.rows == ROWS
+
+
+def test_functional_state_is_described_by_replicate(training):
+    strategy = training.strategy
+    params = strategy.replicate({"w": jax.ShapeDtypeStruct((IN, OUT), np.float32)})
+
+    def step(params, x):
+        gradient = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(params["w"])
+        return {"w": params["w"] - rx.get_replica_context().all_reduce("sum", gradient)}
+
+    x = jax.ShapeDtypeStruct((ROWS, IN), np.float32)
+    plan = strategy.plan(step, args=(params, x), options=rx.RunOptions(donate_args=(0,)), topology="cpu:4")
+    assert plan.memory.arguments == IN * OUT * F32 + ROWS * IN * F32
+    assert plan.memory.donated == IN * OUT * F32
+    assert [array.name for array in plan.arrays] == ["args[0]['w']", "args[1]"]
+
+
+@pytest.fixture
+def forgotten_by_keras():
+    """Keras gives variables without values some as soon as anything else is traced: it forgets them."""
+    yield
+    keras.utils.clear_session()
+
+
+def test_a_keras_model_without_values(forgotten_by_keras):
+    """48 GB of variables, of which none is made: not the model's, nor the optimizer's."""
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam()
+        with keras.StatelessScope(initialize_variables=False):
+            model = keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dense(1_000_000), keras.layers.Dense(4_000)]
+            )
+
+    def step(x):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(jnp.sum(model(x), axis=1))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        )
+
+    plan = strategy.plan(step, args=(jax.ShapeDtypeStruct((2, 4), np.float32),))
+    num_weights = 4 * 1_000_000 + 1_000_000 + 1_000_000 * 4_000 + 4_000
+    of_variables = sum(a.device_bytes for a in plan.arrays if a.role == "variable")
+    assert of_variables == pytest.approx(3 * num_weights * F32, abs=64)
+    assert all(variable._value is None for variable in model.variables)
+
+
+@pytest.fixture
+def machine_of(monkeypatch):
+    """Sets the memory of this machine, in bytes."""
+
+    def set_memory(num_bytes):
+        monkeypatch.setattr(hardware, "_memory_of_machine", lambda: num_bytes)
+        hardware.this_machine.cache_clear()
+
+    yield set_memory
+    hardware.this_machine.cache_clear()
+
+
+def test_what_does_not_fit_and_what_would(training, plan, machine_of):
+    machine_of(2 * plan.memory.peak)  # enough for two devices with as many rows as there are
+    large = training.strategy.plan(
+        training.step, args=training.batch(), topology="cpu:2", global_batch=2 * 4 * ROWS
+    )
+    assert not large.fits
+    not_enough, enough = large.remedies
+    assert not not_enough.fits
+    assert enough.fits
+    assert enough.peak == plan.memory.peak < not_enough.peak < large.memory.peak
+    assert enough.change.startswith(f"{ROWS} rows for each replica")
+    assert "the same on 8 devices" in enough.change
+    assert "It does not fit" in str(large)
+    assert enough.change in str(large)
+
+
+def test_where_the_variables_alone_are_too_large_no_batch_is_proposed(training, machine_of):
+    machine_of(STATE)
+    plan = training.strategy.plan(training.step, args=training.batch(), topology="cpu:2")
+    assert not plan.fits
+    assert "the variables alone" in str(plan)
+    assert not plan.remedies
+
+
+def test_text_and_json_have_the_same_facts(plan):
+    facts = json.loads(plan.to_json())
+    assert facts["memory"]["arguments"] == plan.memory.arguments
+    assert facts["fits"] is True
+    assert facts["arrays"][0].keys() >= {"name", "device_bytes", "split"}
+    text = str(plan)
+    assert "a batch of 6 rows for each replica, 12 in all" in text
+    assert "no roofline" in text
+    for array in plan.arrays:
+        assert array.name in text
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])
+def test_without_the_extra(training, topology, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(errors.MissingExtraError, match=r"replicax\[plan-(tpu|gpu)\]"):
+        training.strategy.plan(training.step, args=training.batch(), topology=topology)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "told"),
+    [
+        ({"topology": "v5p:16x16x17"}, errors.TopologyError, "v5p:16x16x16"),
+        ({"global_batch": 0}, errors.InvalidArgumentError, "at least 1"),
+        ({"args": 3}, errors.InvalidArgumentError, "list or tuple"),
+        ({"fn": 3}, errors.InvalidArgumentError, "needs a function"),
+    ],
+)
+def test_bad_input(training, bad, kind, told):
+    given = {"fn": training.step, "args": training.batch()} | bad
+    with pytest.raises(kind, match=told):
+        training.strategy.plan(given.pop("fn"), **given)
+
+
+def test_variables_elsewhere_are_not_planned():
+    with pytest.raises(errors.UnsupportedError, match="CentralStorageStrategy"):
+        rx.CentralStorageStrategy(["cpu:0"]).plan(lambda: None)
+
+
+def test_the_users_own_error_comes_through(training):
+    with pytest.raises(ZeroDivisionError):
+        training.strategy.plan(lambda x: 1 / 0, args=training.batch()[:1], topology="cpu:2")
+    assert training.strategy.num_replicas_in_sync == 2
