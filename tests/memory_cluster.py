@@ -259,6 +259,7 @@ class Prepared:
         self.constants = strategy.constants
         self.kinds = strategy.kinds.setdefault(fn, {})
         self.fn = fn
+        self.round_key = None
         self.made = []
         leaves = [leaf for handle in handles for leaf in handle.spec.leaves]
         self.make(signature_of([(leaf.shape, leaf.dtype) for leaf in leaves]))
@@ -300,7 +301,7 @@ class MemoryCluster:
     def session(self):
         return Session(self)
 
-    def prepare(self, fn, args, kwargs):
+    def prepare(self, fn, args, kwargs, num_averaged):
         assert not kwargs
         return Prepared(self, fn, args)
 

@@ -37,6 +37,7 @@ LAYERS = {
     "input/autoshard": 1,
     "variables/partitioners": 1,
     "coordinator/closures": 1,
+    "coordinator/rounds": 1,
     "coordinator/status": 1,
     "coordinator/metrics": 2,
     "coordinator/status_access": 2,

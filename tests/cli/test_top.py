@@ -30,7 +30,16 @@ class Cluster:
 
     def look(self):
         self.num_finished += 1
-        counts = ("scheduled", "failed", "cancelled", "retried", "queued", "in_flight")
+        counts = (
+            "scheduled",
+            "failed",
+            "cancelled",
+            "retried",
+            "queued",
+            "in_flight",
+            "rounds",
+            "gradients_dropped",
+        )
         worker = {
             "connected": True,
             "given_up": False,

@@ -16,6 +16,8 @@ CLOSURES = {
     "failed": 1,
     "cancelled": 2,
     "retried": 3,
+    "rounds": 0,
+    "gradients_dropped": 0,
     "queued": 4,
     "in_flight": 1,
     "low": 9,

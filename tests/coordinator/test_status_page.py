@@ -24,7 +24,16 @@ pytestmark = [
 
 def status(num_asked):
     """One more closure has finished each time, and has an ugly name."""
-    counts = ("scheduled", "failed", "cancelled", "retried", "queued", "in_flight")
+    counts = (
+        "scheduled",
+        "failed",
+        "cancelled",
+        "retried",
+        "queued",
+        "in_flight",
+        "rounds",
+        "gradients_dropped",
+    )
     worker = {
         "connected": True,
         "given_up": False,

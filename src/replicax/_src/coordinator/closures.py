@@ -1,6 +1,6 @@
 """The queue of closures, without threads, sockets or clocks: what happens goes in, what is to be told comes out.
 
-A *closure* is a scheduled function with its arguments. The rules, TensorFlow's ones but for the last four:
+A *closure* is a scheduled function with its arguments. The rules, TensorFlow's ones but for the last five:
 
 - Closures are taken in the order in which they were scheduled, by any worker. At most ``capacity`` are queued.
 - A closure *ends* once: finished, failed, or cancelled. Only who has taken it, and has not been lost since, ends it: what
@@ -13,6 +13,7 @@ A *closure* is a scheduled function with its arguments. The rules, TensorFlow's 
 - A worker that has something in flight takes no more if that leaves nothing for one that has nothing.
 - With ``max_staleness=k`` a worker is in its n-th closure only if all workers that are there have ended n - 1 - k. Who comes
   back starts with the slowest.
+- With ``replicas_to_aggregate=n`` closures with gradients are taken in rounds, whose rules are in ``rounds.py``.
 - While there is a reason to *pause* nothing is taken.
 - Something that all closures need may *break*, a parameter server say: all fail, and each collection says so until it is mended.
 """
@@ -24,6 +25,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from replicax._src.coordinator.rounds import Round, Rounds
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import CancelledError, RemoteError
 
@@ -48,6 +50,8 @@ class Closure:
       num_deaths: How many workers were lost while it ran.
       num_returns: How often it came back for another reason.
       num_asks: How often a worker asked for a program of it, again.
+      round_key: What closures of the same rounds have in common; None: it is not of rounds.
+      round: In which it was taken.
     """
 
     number: int
@@ -57,6 +61,8 @@ class Closure:
     num_deaths: int = 0
     num_returns: int = 0
     num_asks: int = 0
+    round_key: Hashable = None
+    round: int | None = None
 
 
 @dataclass(slots=True)
@@ -100,6 +106,8 @@ class ClosureQueue:
       max_deaths_of_proven: The same, of one of a kind that has finished before.
       max_staleness: How many closures a worker may be ahead of the slowest; None for no limit.
       first_number: Of the first closure.
+      replicas_to_aggregate: How many closures' gradients are averaged for an update; None: each is one.
+      first_round: The number of the first round.
     """
 
     def __init__(
@@ -109,16 +117,26 @@ class ClosureQueue:
         max_deaths_of_proven: int = MAX_DEATHS_OF_PROVEN,
         max_staleness: int | None = None,
         first_number: int = 0,
+        replicas_to_aggregate: int | None = None,
+        first_round: int = 0,
     ):
         for name, value, least in (
             ("capacity", capacity, 1),
             ("max_deaths", max_deaths, 1),
             ("max_deaths_of_proven", max_deaths_of_proven, 1),
             ("max_staleness", max_staleness, 0),
+            ("replicas_to_aggregate", replicas_to_aggregate, 1),
         ):
             if value is not None and value < least:
                 raise InvalidArgumentError(f"{name} must be at least {least}, got {value}.")
+        if max_staleness is not None and replicas_to_aggregate is not None:
+            raise InvalidArgumentError(
+                f"max_staleness={max_staleness} bounds how far apart workers are that do not wait for each other, and with "
+                f"replicas_to_aggregate={replicas_to_aggregate} all compute with the same values. Give one of them."
+            )
         self._capacity, self._max_staleness = capacity, max_staleness
+        self._first_round = first_round
+        self.rounds = None if replicas_to_aggregate is None else Rounds(replicas_to_aggregate, first_round)
         self._max_deaths, self._max_deaths_of_proven = max_deaths, max_deaths_of_proven
         self._proven: set[Hashable] = set()
         self._queued: deque[Closure] = deque()
@@ -136,8 +154,18 @@ class ClosureQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is queued, and nothing is in flight."""
-        return not self._queued and not self._num_in_flight
+        """Nothing is queued, nothing is in flight, and no round is to be applied."""
+        return not self._queued and self.is_quiet
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is in flight, and no round is to be applied: nothing happens to variables."""
+        return not self._num_in_flight and self.complete_round is None
+
+    @property
+    def complete_round(self) -> Round | None:
+        """A round that is to be applied now."""
+        return None if self.rounds is None else self.rounds.complete
 
     @property
     def is_full(self) -> bool:
@@ -170,6 +198,11 @@ class ClosureQueue:
         return self._next_number
 
     @property
+    def next_round(self) -> int:
+        """The number of the next round."""
+        return self._first_round if self.rounds is None else self.rounds.next_number
+
+    @property
     def low(self) -> int:
         """All closures below this number have ended."""
         while self._low < self._next_number and self._low not in self._unfinished:
@@ -191,16 +224,19 @@ class ClosureQueue:
         member = self._members[worker]
         if not member.is_here or self._is_too_far_ahead(member):
             return False
-        return not member.in_flight or len(self._queued) > self._num_waiting()
+        if member.in_flight and len(self._queued) <= self._num_waiting():
+            return False
+        return self.rounds is None or self._is_of_round(worker, member, self.rounds)
 
     # --- what happens ----------------------------------------------------------------------------------
 
-    def schedule(self, name: str, work: Any, kind: Hashable = None) -> Closure:
+    def schedule(self, name: str, work: Any, kind: Hashable = None, round_key: Hashable = None) -> Closure:
         """A closure is queued; ``kind`` is its name if not given. Only when the queue is open, not full, and has no error."""
         assert not self._is_closed
         assert not self.has_error
         assert not self.is_full
         closure = Closure(self._next_number, name, name if kind is None else kind, work)
+        closure.round_key = round_key
         self._next_number += 1
         self._unfinished.add(closure.number)
         self._queued.append(closure)
@@ -221,6 +257,8 @@ class ClosureQueue:
         closure = self._queued.popleft()
         self._members[worker].in_flight[closure.number] = closure
         self._num_in_flight += 1
+        if self.rounds is not None:
+            closure.round = self.rounds.take(worker, closure.round_key, closure.number)
         return closure
 
     def finished(self, worker: Worker, closure: Closure) -> bool:
@@ -230,6 +268,8 @@ class ClosureQueue:
         self._members[worker].clock += 1
         self._proven.add(closure.kind)
         self.counts.finished += 1
+        if self.rounds is not None:
+            self.rounds.ended(closure.round_key, closure.round, closure.number)
         return True
 
     def failed(self, worker: Worker, closure: Closure, error: BaseException) -> Ended:
@@ -237,6 +277,7 @@ class ClosureQueue:
         if not self._ends(worker, closure):
             return []
         self._members[worker].clock += 1
+        self._leave_rounds([closure])
         return self._fail(closure, error)
 
     def returned(self, worker: Worker, closure: Closure) -> Ended:
@@ -244,6 +285,7 @@ class ClosureQueue:
         if not self._leaves(worker, closure):
             return []
         closure.num_returns += 1
+        self._leave_rounds([closure])
         return self._requeue([closure])
 
     def back(self, worker: Worker) -> None:
@@ -259,6 +301,7 @@ class ClosureQueue:
         member.is_here = False
         held, member.in_flight = list(member.in_flight.values()), {}
         self._num_in_flight -= len(held)
+        self._leave_rounds(held)
         ended: Ended = []
         if running is not None and running in held:
             running.num_deaths += 1
@@ -288,9 +331,19 @@ class ClosureQueue:
         for member in self._members.values():
             member.in_flight = {}
         self._num_in_flight = 0
+        if self.rounds is not None:
+            self.rounds.clear()
         self._unfinished.difference_update(closure.number for closure, _ in ended)
         self.counts.failed += len(ended)
         return ended + self._cancel_queued(f"It was in the queue when this happened: {error}")
+
+    def round_failed(self, over: Round, error: BaseException) -> Ended:
+        """The gradients of a round could not be applied, and are gone."""
+        assert self.rounds is not None
+        self.rounds.gone(over)
+        if not self.has_error:
+            self._error = error
+        return self._cancel_queued(f"It was in the queue when gradients could not be applied: {error}")
 
     def mended(self) -> None:
         """What was broken is there again."""
@@ -303,6 +356,8 @@ class ClosureQueue:
         for member in self._members.values():
             member.in_flight = {}
         self._num_in_flight = 0
+        if self.rounds is not None:
+            self.rounds.clear()
         return self._cancel(held, _CLOSED) + self._cancel_queued(_CLOSED)
 
     def collect(self) -> BaseException | None:
@@ -377,6 +432,17 @@ class ClosureQueue:
             member.is_here and not member.in_flight and not self._is_too_far_ahead(member)
             for member in self._members.values()
         )
+
+    def _is_of_round(self, worker: Worker, member: _Member, rounds: Rounds) -> bool:
+        in_flight = [closure.round for closure in member.in_flight.values()]
+        num_here = sum(each.is_here for each in self._members.values())
+        num_idle = sum(each.is_here and not each.in_flight for each in self._members.values())
+        return rounds.may_take(worker, self._queued[0].round_key, in_flight, num_idle, num_here)
+
+    def _leave_rounds(self, closures: list[Closure]) -> None:
+        if self.rounds is not None:
+            for closure in closures:
+                self.rounds.left(closure.round_key, closure.number)
 
     def _slowest_clock(self) -> int | None:
         return min((member.clock for member in self._members.values() if member.is_here), default=None)

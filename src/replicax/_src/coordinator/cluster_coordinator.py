@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,8 @@ from replicax._src.ps.process import vitals
 if TYPE_CHECKING:
     from replicax._src.coordinator.status_server import StatusServer
 
+log = logging.getLogger("replicax")
+
 _SPEC_S = 600.0
 
 _crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()  # the last one of each strategy
@@ -57,6 +60,10 @@ class ClusterCoordinator:
       strategy: A ParameterServerStrategy.
       max_staleness: How many functions a worker may have begun more than the slowest one has ended, that one apart; None
         for no limit.
+      replicas_to_aggregate: Train synchronously: an optimizer updates variables with the mean of the gradients of so many
+        functions, which all computed with the same values, and counts that as one step. Gradients that come when their
+        update is done are dropped: with more workers than this the slowest are not waited for. None: each function's
+        gradients are an update.
       reconnect_timeout_s: For how long a worker that was lost is tried to be reached again, and a parameter server that has
         snapshots.
       on_ps_restart: What to do when a parameter server was started again and has gone back to its last snapshot.
@@ -66,7 +73,7 @@ class ClusterCoordinator:
         ``REPLICAX_STATUS_ADDRESS`` says, which is nowhere if it is not set.
 
     Raises:
-      InvalidArgumentError: Of another strategy; or the strategy has a coordinator with other options; or other machines
+      InvalidArgumentError: Of another strategy; or both max_staleness and replicas_to_aggregate; or the strategy has a coordinator with other options; or other machines
         reach the status address, and there is no ``REPLICAX_TOKEN``.
       UnavailableError: The status cannot be served at its address.
     """
@@ -80,6 +87,7 @@ class ClusterCoordinator:
         strategy: Any,
         *,
         max_staleness: int | None = None,
+        replicas_to_aggregate: int | None = None,
         reconnect_timeout_s: float = 3600.0,
         on_ps_restart: OnPsRestart = "continue",
         status_address: str | None = None,
@@ -97,6 +105,7 @@ class ClusterCoordinator:
         _check_options(max_staleness, reconnect_timeout_s, status_address)
         options = {
             "max_staleness": max_staleness,
+            "replicas_to_aggregate": replicas_to_aggregate,
             "reconnect_timeout_s": reconnect_timeout_s,
             "on_ps_restart": on_ps_restart,
             "status_address": status_address or os.environ.get(STATUS_ADDRESS_VARIABLE) or None,
@@ -119,7 +128,15 @@ class ClusterCoordinator:
         # A server knows the numbers that it has applied for as long as the strategy's session lasts.
         before = _crews.get(strategy)
         first = 0 if before is None else before.dispatch.next_number
-        queue = ClosureQueue(max_staleness=options["max_staleness"], first_number=first)
+        first_round = 0 if before is None else before.dispatch.next_round_number
+        self._num_averaged: int | None = options["replicas_to_aggregate"]
+        self._has_warned = False
+        queue = ClosureQueue(
+            max_staleness=options["max_staleness"],
+            first_number=first,
+            replicas_to_aggregate=self._num_averaged,
+            first_round=first_round,
+        )
         limits = Limits(reconnect_s=options["reconnect_timeout_s"])
         self._crew = Crew(strategy.session, queue, limits, options["on_ps_restart"])
         self._status = _status_server(self._crew, options["status_address"])
@@ -170,7 +187,7 @@ class ClusterCoordinator:
             raise
         keeps = (fn, args, kwargs)
         try:
-            prepared = self._strategy.prepare(fn, args, kwargs)
+            prepared = self._strategy.prepare(fn, args, kwargs, self._num_averaged)
         except ClosureInputError as error:
             value = RemoteValue(_name_of(fn), None)
             dispatch.refuse(_name_of(fn), Work(None, value, keeps=keeps), error)
@@ -198,6 +215,20 @@ class ClusterCoordinator:
             self._crew.dispatch.join(timeout_s)
         finally:
             self._strategy.session.renew()
+        if self._num_averaged is not None and not self._has_warned:
+            self._warn_of_waiting(self._num_averaged)
+
+    def _warn_of_waiting(self, num_averaged: int) -> None:
+        num_waiting = self._crew.dispatch.num_waiting_gradients
+        if num_waiting:
+            self._has_warned = True
+            log.warning(
+                "All functions have ended, and the gradients of the last %d are not applied yet: replicas_to_aggregate is %d, "
+                "and they wait for those of functions that are scheduled next. Schedule a multiple of %d.",
+                num_waiting,
+                num_averaged,
+                num_averaged,
+            )
 
     def done(self) -> bool:
         """Whether all functions that were scheduled have ended. Raises what ``join`` does."""

@@ -12,6 +12,7 @@ from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.ps_recovery import OnPsRestart, Recovery
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.resources import Resource, Resources
+from replicax._src.coordinator.round_keeper import RoundKeeper
 from replicax._src.coordinator.workers import Limits, RemoteWorker
 from replicax._src.ps.errors import UnavailableError
 
@@ -47,9 +48,11 @@ class Crew:
             for number, interval_s in enumerate(session.snapshot_intervals_s)
         ]
 
+        self._rounds = [RoundKeeper(session, self.dispatch, self._on_ps_trouble)] if queue.rounds else []
+
     def start(self) -> None:
         self._recovery.start(self.watches)
-        for task in (*self.workers, *self.watches):
+        for task in (*self.workers, *self.watches, *self._rounds):
             task.start()
 
     def add(self, resource: Resource) -> None:
@@ -62,13 +65,13 @@ class Crew:
         """Cancels all closures and ends the threads; does not wait for them. May be called again."""
         self.dispatch.close()
         self.resources.close()
-        for task in (*self.workers, *self.watches, self._recovery):
+        for task in (*self.workers, *self.watches, *self._rounds, self._recovery):
             task.close()
 
     def join(self, timeout_s: float = _END_S) -> None:
         """Waits for the threads to end."""
         until = time.monotonic() + timeout_s
-        for task in (*self.workers, *self.watches, self._recovery):
+        for task in (*self.workers, *self.watches, *self._rounds, self._recovery):
             task.join(max(0.0, until - time.monotonic()))
 
     def statistics(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, final
 from replicax._src.coordinator.closures import Closure, ClosureQueue, Ended
 from replicax._src.coordinator.prepared import PreparedClosure
 from replicax._src.coordinator.remote_value import RemoteValue
+from replicax._src.coordinator.rounds import Round
 from replicax._src.errors import ContextError
 from replicax._src.ps.errors import WaitTimeoutError
 
@@ -49,6 +50,7 @@ class Dispatch:
         self.lock = threading.Lock()
         self._room = threading.Condition(self.lock)  # for those who schedule
         self._quiet = threading.Condition(self.lock)  # for those who wait until all has ended
+        self._complete = threading.Condition(self.lock)  # for who applies rounds
         self._num_waiting_for_room = 0
         self._ports: list[Port] = []
 
@@ -58,7 +60,9 @@ class Dispatch:
         """Queues a closure; waits while the queue is full. Raises the failure of an earlier one."""
         with self.lock:
             self._wait_for_room(timeout_s)
-            self._queue.schedule(name, work, work.kind)
+            self._queue.schedule(
+                name, work, work.kind, None if work.prepared is None else work.prepared.round_key
+            )
             self._wake_one()
             num_queued = self._queue.num_queued
         if num_queued > _NUM_AHEAD:
@@ -101,6 +105,8 @@ class Dispatch:
                 "retried": counts.retried,
                 "queued": queue.num_queued,
                 "in_flight": queue.num_in_flight,
+                "rounds": 0 if queue.rounds is None else queue.rounds.num_applied,
+                "gradients_dropped": 0 if queue.rounds is None else queue.rounds.num_dropped,
                 "low": queue.low,
             }
 
@@ -163,11 +169,11 @@ class Dispatch:
 
     @contextlib.contextmanager
     def drained(self) -> Iterator[bool]:
-        """Inside, no closure is in flight. False if it has broken, or was closed, before that was so."""
+        """Inside, no closure is in flight, and no round is applied. False if it has broken, or was closed, before that was so."""
         why = object()
         self.pause(why)
         try:
-            while self._queue.num_in_flight and not self._is_over:
+            while not self._queue.is_quiet and not self._is_over:
                 time.sleep(_DRAIN_PAUSE_S)
             yield not self._is_over
         finally:
@@ -184,6 +190,58 @@ class Dispatch:
             self.tell_waiting()
             for port in self._ports:
                 port.wake.notify_all()
+            self._complete.notify_all()
+        settle(ended)
+
+    # --- rounds ----------------------------------------------------------------------------------------
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether gradients are averaged."""
+        return self._queue.rounds is not None
+
+    @property
+    def next_round_number(self) -> int:
+        return self._queue.next_round
+
+    @property
+    def low_round(self) -> int:
+        """All rounds below this number are over."""
+        with self.lock:
+            return 0 if self._queue.rounds is None else self._queue.rounds.low
+
+    @property
+    def num_waiting_gradients(self) -> int:
+        """How many gradients wait for others of their round."""
+        with self.lock:
+            return 0 if self._queue.rounds is None else self._queue.rounds.num_waiting
+
+    def next_round(self) -> Round | None:
+        """Waits for a round that is to be applied; None: all is closed."""
+        queue = self._queue
+        with self.lock:
+            self._complete.wait_for(lambda: queue.complete_round is not None or queue.is_closed)
+            return None if queue.is_closed else queue.complete_round
+
+    def is_due(self, complete: Round) -> bool:
+        """Whether a round is still to be applied."""
+        with self.lock:
+            return self._queue.rounds is not None and self._queue.rounds.is_due(complete)
+
+    def round_applied(self, complete: Round) -> None:
+        """A round is over: the next one begins."""
+        with self.lock:
+            if self._queue.rounds is not None:
+                self._queue.rounds.applied(complete)
+            self.tell_waiting()
+            self.wake_hungry()
+
+    def round_failed(self, complete: Round, error: BaseException) -> None:
+        """A round could not be applied."""
+        with self.lock:
+            ended = self._queue.round_failed(complete, error)
+            self.tell_waiting()
+            self.wake_hungry()
         settle(ended)
 
     @property
@@ -209,6 +267,8 @@ class Dispatch:
         """Wakes those who wait for what has come."""
         if self._queue.is_idle:
             self._quiet.notify_all()
+        elif self._queue.complete_round is not None:
+            self._complete.notify_all()
         if self._num_waiting_for_room and (not self._queue.is_full or self._queue.has_error):
             self._room.notify_all()
 

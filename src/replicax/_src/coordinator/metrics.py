@@ -17,6 +17,11 @@ _CLOSURES: Final = {
         "Functions that were cancelled, for another one had failed.",
     ),
     "replicax_closures_retried_total": ("retried", "How often a function was queued again."),
+    "replicax_rounds_total": ("rounds", "Updates with the mean of several functions' gradients."),
+    "replicax_gradients_dropped_total": (
+        "gradients_dropped",
+        "Functions whose gradients came when their round was over.",
+    ),
     "replicax_closures_queued": ("queued", "Functions that no worker has taken."),
     "replicax_closures_in_flight": (
         "in_flight",

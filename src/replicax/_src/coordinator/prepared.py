@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -71,6 +71,14 @@ class Session(Protocol):
         """Begins another epoch: the caller knows of changes to variables, which the next closures shall see."""
         ...
 
+    def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
+        """Has all parameter servers apply the mean of these closures' gradients, once; all rounds below ``low`` are over.
+
+        Raises:
+          UnavailableError: One is not there; others may have applied it.
+        """
+        ...
+
     def connect(self, job: str, index: int) -> Client:
         """Returns a new client of ``"worker"`` or ``"ps"`` number ``index``. Does not block."""
         ...
@@ -85,6 +93,7 @@ class PreparedClosure(Protocol):
       constants: Arrays that its programs take, by name.
       arguments: Arrays that only this closure takes.
       iterators: Names of the resources that it takes.
+      round_key: What closures have in common whose gradients are averaged; None: it has none.
     """
 
     @property
@@ -97,6 +106,8 @@ class PreparedClosure(Protocol):
     def arguments(self) -> Sequence[np.ndarray]: ...
     @property
     def iterators(self) -> Sequence[str]: ...
+    @property
+    def round_key(self) -> Hashable: ...
 
     def program(self, digest: str) -> WorkerProgram:
         """Returns a program that is in ``programs``."""
@@ -118,4 +129,6 @@ class ClosureStrategy(Protocol):
     @property
     def session(self) -> Session: ...
 
-    def prepare(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedClosure: ...
+    def prepare(
+        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], num_averaged: int | None
+    ) -> PreparedClosure: ...

@@ -222,11 +222,12 @@ def _clock(status: Mapping[str, Any]) -> float:
 def closures_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and values of what there is to know of all closures, from a status with rates."""
     closures = status["closures"]
+    rounds = ("rounds", "gradients_dropped") if closures["rounds"] else ()
     return [
         ("closures/s", number_text(closures["finished_per_s"])),
         *(
             (name.replace("_", " "), number_text(closures[name]))
-            for name in ("finished", "queued", "in_flight", "failed", "cancelled", "retried")
+            for name in ("finished", "queued", "in_flight", "failed", "cancelled", "retried", *rounds)
         ),
     ]
 

@@ -146,6 +146,8 @@ class WorkerStream:
             "program": dict(prepared.programs),
             "iterators": prepared.iterators,
         }
+        if closure.round is not None:
+            header["round"] = closure.round
         self._send("closure", closure, header, prepared.arguments)
 
     def _send_resource(self, resource: Resource) -> None:

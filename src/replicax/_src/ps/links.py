@@ -152,13 +152,16 @@ class PsLinks:
         """Gives parameter server ``ps`` a program now, for others to use."""
         self._send_programs(ps, [self.add_program(ps, program)])
 
-    def step(self, closure: Closure | None, low: int, asks: Mapping[int, Ask]) -> dict[int, Answered]:
+    def step(
+        self, closure: Closure | None, low: int, asks: Mapping[int, Ask], round_number: int | None = None
+    ) -> dict[int, Answered]:
         """Applies and reads on several parameter servers at once: each does its part as one.
 
         Args:
           closure: What is applied is applied once for it. Without it a stream that breaks is not tried again.
           low: All closures of that incarnation with lower numbers have ended.
           asks: By the number of the parameter server.
+          round_number: Of which the gradients are.
 
         Raises:
           UnavailableError: A parameter server is not there; others may have applied their part.
@@ -167,9 +170,10 @@ class PsLinks:
         messages = {}
         for ps, ask in asks.items():
             server = self._servers[ps]
-            if ask.program in server.programs and ask.program not in server.sent:
-                self._send_programs(ps, [ask.program])
-            messages[ps] = self._step_message(closure, low, ask)
+            for digest in (ask.program, ask.gradients[0] if ask.gradients else None):
+                if digest in server.programs and digest not in server.sent:
+                    self._send_programs(ps, [digest])
+            messages[ps] = self._step_message(closure, low, ask, round_number)
         may_repeat = closure is not None or all(ask.program is None for ask in asks.values())
         answers = self._exchange(messages, may_repeat)
         forgotten = {
@@ -182,6 +186,20 @@ class PsLinks:
                 self._send_programs(ps, [digest])
             answers |= self._exchange({ps: messages[ps] for ps in forgotten}, may_repeat)
         return {ps: answered_of(asks[ps], _checked(answer)) for ps, answer in answers.items()}
+
+    def apply_round(self, round_number: Closure, low: int, closures: Sequence[int]) -> None:
+        """Has all parameter servers apply the mean of gradients that they hold, once.
+
+        Args:
+          round_number: Whose, and its number.
+          low: All rounds with lower numbers are over.
+          closures: The numbers of those whose gradients count.
+
+        Raises:
+          UnavailableError: A parameter server is not there; others may have applied them.
+        """
+        fields = {"round": list(round_number), "low": low, "closures": list(closures)}
+        self._all({ps: self._message("apply", fields) for ps in range(self.num_servers)}, may_repeat=True)
 
     def read(self, variables: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """The whole values of variables, each given as its pieces in the order of their rows; nobody else's.
@@ -265,7 +283,7 @@ class PsLinks:
     def _message(self, op: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Message:
         return Message({"op": op, "incarnation": self._incarnation, **fields}, arrays)
 
-    def _step_message(self, closure: Closure | None, low: int, ask: Ask) -> Message:
+    def _step_message(self, closure: Closure | None, low: int, ask: Ask, round_number: int | None) -> Message:
         fields = {
             "closure": None if closure is None else list(closure),
             "low": low,
@@ -274,7 +292,12 @@ class PsLinks:
             "rows": [key for key, _ in ask.rows],
             "used": list(ask.used),
         }
-        return self._message("step", fields, [*ask.operands, *(numbers for _, numbers in ask.rows)])
+        operands = ask.operands
+        if ask.gradients is not None:
+            digest, gradients = ask.gradients
+            fields["gradients"] = {"round": round_number, "program": digest, "operands": len(gradients)}
+            operands = [*operands, *gradients]
+        return self._message("step", fields, [*operands, *(numbers for _, numbers in ask.rows)])
 
     def _send_programs(self, ps: int, digests: Iterable[str]) -> None:
         server = self._servers[ps]

@@ -13,6 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+Averaging = Literal["mean", "all", "rows"]
+"""How operands of several closures become one: their mean; whether all of them hold; or, of numbers of rows and the rows'
+gradients, which are two operands, the mean of these."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -40,12 +44,14 @@ class UpdateProgram:
       blob: The computation: ``jax.export.Exported.serialize()``.
       state: Keys of pieces.
       written: Positions in ``state``.
+      averaged: Of an update by the mean of several closures' gradients: how each operand is averaged.
       digest: Of all of it; programs that are equal have equal ones.
     """
 
     blob: bytes
     state: tuple[str, ...]
     written: tuple[int, ...]
+    averaged: tuple[Averaging, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -53,12 +59,14 @@ class UpdateProgram:
 
     def described(self) -> dict[str, Any]:
         """All but the blob, for a header."""
-        return {"state": list(self.state), "written": list(self.written)}
+        described = {"state": list(self.state), "written": list(self.written)}
+        return described | ({"averaged": list(self.averaged)} if self.averaged else {})
 
     @classmethod
     def of(cls, described: Mapping[str, Any], blob: bytes) -> Self:
         """The program that ``described`` and ``blob`` came from."""
-        return cls(blob, tuple(described["state"]), tuple(described["written"]))
+        averaged = tuple(described.get("averaged", ()))
+        return cls(blob, tuple(described["state"]), tuple(described["written"]), averaged)
 
 
 @dataclass(frozen=True)
@@ -94,11 +102,16 @@ class Operand:
 
 @dataclass(frozen=True)
 class Push:
-    """What a closure sends to one parameter server at its end: a program by its digest, and its operands."""
+    """What a closure sends to one parameter server at its end: a program by its digest, and its operands.
+
+    Attributes:
+      is_averaged: The program is run for a round, with the mean of its closures' operands.
+    """
 
     ps: int
     program: str
     operands: tuple[Operand, ...]
+    is_averaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +142,7 @@ class WorkerProgram:
       inputs: Its operands, in order.
       variables: For each variable its pieces, in the order of their rows.
       num_results: How many of its first results the closure returns.
-      pushes: What is made of the other results; at most one for each parameter server.
+      pushes: What is made of the other results; at most one of each kind for each parameter server.
       lookups: Of tables.
       element_counts: For each iterator how many elements are taken, before anything else is done.
       num_replicas: Devices that the computation runs on.
@@ -173,7 +186,7 @@ class WorkerProgram:
             tuple(tuple(_piece(p) for p in pieces) for pieces in described["variables"]),
             described["num_results"],
             tuple(
-                Push(p["ps"], p["program"], tuple(_operand(o) for o in p["operands"]))
+                Push(p["ps"], p["program"], tuple(_operand(o) for o in p["operands"]), p["is_averaged"])
                 for p in described["pushes"]
             ),
             tuple(

@@ -20,10 +20,15 @@ _PAIRS = (list, tuple)
 
 @dataclass(frozen=True)
 class Closure:
-    """A closure: its number, and whose."""
+    """A closure: its number, and whose. Or a round, of which it is ``of_rounds``."""
 
     incarnation: str
     number: int
+
+    @property
+    def of_rounds(self) -> Closure:
+        """By what rounds of the same coordinator are known."""
+        return Closure(f"{self.incarnation} rounds", self.number)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,46 @@ class NewPiece:
 
 
 @dataclass(frozen=True)
+class Gradients:
+    """What a closure has for a round.
+
+    Attributes:
+      round_number: Of the round.
+      program: Digest of the update that all of the round make.
+    """
+
+    round_number: int
+    program: str
+    operands: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class ApplyRound:
+    """A round that is to be applied.
+
+    Attributes:
+      number: Whose, and which.
+      low: All its rounds below are over.
+      closures: Whose gradients are averaged.
+    """
+
+    number: Closure
+    low: int
+    closures: list[int]
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> Self:
+        """The round that a message asks for."""
+        closures = field_of(header, "closures", list)
+        number = _closure(header, "round")
+        if number is None or not all(type(each) is int for each in closures):
+            raise MessageError(
+                f"A round has a number and the numbers of closures, got {number!r:.100} and {closures!r:.100}."
+            )
+        return cls(number.of_rounds, field_of(header, "low", int, None) or 0, closures)
+
+
+@dataclass(frozen=True)
 class Step:
     """An update and a reading, as one.
 
@@ -54,6 +99,7 @@ class Step:
       pull: Keys, and the versions that are known.
       rows: Keys of pieces of which rows are read.
       used: Keys, and the versions that the closure has computed with; if not said, those of ``pull``.
+      gradients: That the closure has for a round.
     """
 
     closure: Closure | None
@@ -64,6 +110,7 @@ class Step:
     used: list[tuple[str, Version | None]]
     operands: Sequence[np.ndarray]
     row_numbers: Sequence[np.ndarray]
+    gradients: Gradients | None = None
 
     @classmethod
     def of(cls, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Self:
@@ -71,6 +118,10 @@ class Step:
         rows = keys_of(header, "rows", [])
         num_operands = len(arrays) - len(rows)
         operands, row_numbers = arrays[: max(0, num_operands)], arrays[max(0, num_operands) :]
+        gradients = _gradients(header, operands)
+        if gradients is not None:
+            num_operands -= len(gradients.operands)
+            operands = operands[:num_operands]
         program = field_of(header, "program", str, None)
         if num_operands < 0 or (program is None and num_operands > 0):
             raise MessageError(
@@ -85,7 +136,10 @@ class Step:
         pull = _known_versions(header, "pull")
         used = _known_versions(header, "used") if header.get("used") is not None else pull
         low = field_of(header, "low", int, None) or 0
-        return cls(_closure(header), low, program, pull, rows, used, operands, row_numbers)
+        closure = _closure(header, "closure")
+        if gradients is not None and closure is None:
+            raise MessageError("Gradients of a round come from a closure, and there is none in the header.")
+        return cls(closure, low, program, pull, rows, used, operands, row_numbers, gradients)
 
 
 def new_pieces(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> list[NewPiece]:
@@ -110,7 +164,7 @@ def program_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Updat
     described, digest = header.get("described"), field_of(header, "digest", str)
     match described:
         case {"state": [*state], "written": [*written]} if len(arrays) == 1:
-            pass
+            averaged = described.get("averaged", [])
         case _:
             raise MessageError(
                 f'A program has "described", of "state" and "written", and one array; got {described!r:.100} and '
@@ -120,6 +174,8 @@ def program_of(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Updat
         raise MessageError(
             f"A program's state is keys, and written positions in these; got {described!r:.100}."
         )
+    if not isinstance(averaged, list) or not all(kind in ("mean", "all", "rows") for kind in averaged):
+        raise MessageError(f'Operands are averaged as "mean", "all" or "rows"; got {averaged!r:.100}.')
     program = UpdateProgram.of(described, arrays[0].tobytes())
     if program.digest != digest:
         raise InvalidArgumentError(
@@ -163,12 +219,25 @@ def _new_piece(described: Mapping[str, Any], given: list[np.ndarray]) -> NewPiec
     return NewPiece(key, (shape, dtype), initial, value)
 
 
-def _closure(header: Mapping[str, Any]) -> Closure | None:
-    given = field_of(header, "closure", list, None)
+def _gradients(header: Mapping[str, Any], operands: Sequence[np.ndarray]) -> Gradients | None:
+    """What a step has for a round: the last ones of its operands."""
+    given = header.get("gradients")
+    if given is None:
+        return None
+    number, count = field_of(given, "round", int), field_of(given, "operands", int)
+    if number < 0 or not 0 <= count <= len(operands):
+        raise MessageError(
+            f"Gradients of round {number} are {count} arrays, and {len(operands)} operands came. Count them."
+        )
+    return Gradients(number, field_of(given, "program", str), operands[len(operands) - count :])
+
+
+def _closure(header: Mapping[str, Any], name: str) -> Closure | None:
+    given = field_of(header, name, list, None)
     if given is None:
         return None
     if len(given) != 2 or not isinstance(given[0], str) or type(given[1]) is not int or given[1] < 0:
-        raise MessageError(f"A closure is [incarnation, number ≥ 0], got {given!r:.100}.")
+        raise MessageError(f"A {name} is [incarnation, number ≥ 0], got {given!r:.100}.")
     return Closure(given[0], given[1])
 
 

@@ -32,6 +32,7 @@ class ClosureCall:
       programs: By the signature of the elements, the digest of the program for them.
       arguments: The closure's arrays.
       iterators: What it takes elements from.
+      round_number: Of which its gradients are; None: they are pushed as updates. What it pulls is not of use to others.
     """
 
     closure: Closure
@@ -40,6 +41,7 @@ class ClosureCall:
     programs: Mapping[str, str]
     arguments: Sequence[np.ndarray] = ()
     iterators: Sequence[LeafIterator] = ()
+    round_number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class Runner:
 
     def _look_ahead(self, run: _Run) -> _Run | None:
         """The closure that comes next, if it is like this one, as far as its lookups need it."""
-        if not self._pulls_ahead or not run.loaded.looks_up_elements:
+        if not self._pulls_for_next(run) or not run.loaded.looks_up_elements:
             return None
         elements = self._elements.look_ahead(run.call.iterators, run.loaded.program.element_counts)
         if elements is None or _signature(elements) != _signature(run.elements):
@@ -222,6 +224,10 @@ class Runner:
         ahead = _Run(run.call, run.loaded, elements)
         ahead.tables = self._tables(ahead)
         return ahead
+
+    def _pulls_for_next(self, run: _Run) -> bool:
+        """Whether what the next closure needs may come with the answers; not where a round ends between the two."""
+        return self._pulls_ahead and run.call.round_number is None
 
     def _inputs(self, run: _Run, inputs: Sequence[Input]) -> list[Any]:
         return [self._input(run, each) for each in inputs]
@@ -250,17 +256,18 @@ class Runner:
 
     def _push(self, run: _Run, results: Sequence[jax.Array]) -> None:
         program = run.loaded.program
-        asks = {push.ps: self._ask(run, push, results) for push in program.pushes}
+        asks = {push.ps: self._ask(run, push, results) for push in program.pushes if not push.is_averaged}
+        gradients = {push.ps: self._ask(run, push, results) for push in program.pushes if push.is_averaged}
         jax.block_until_ready(results)  # what it computes from may be overwritten now
         used = self._pulls.used(run.loaded.whole)
         self._pulls.forget()
         run.rows = ()
         ahead: list[Piece] = []
         # (Without the rows the next closure asks for them anyway, and for all else with them.)
-        if self._pulls_ahead and asks and (self._ahead is not None or not program.lookups):
+        if self._pulls_for_next(run) and asks and (self._ahead is not None or not program.lookups):
             ahead = run.loaded.whole
         rows = {} if self._ahead is None else row_asks(self._ahead.tables)
-        pulls = self._pulls.asks_for(ahead, [*asks, *rows])
+        pulls = self._pulls.asks_for(ahead, [*asks, *rows, *gradients])
         if not pulls:
             return
         steps = {
@@ -269,10 +276,11 @@ class Runner:
                 pull=pull,
                 rows=rows[ps].rows if ps in rows else (),
                 used=used.get(ps, ()),
+                gradients=gradients.get(ps),
             )
             for ps, pull in pulls.items()
         }
-        answers = self._links.step(run.call.closure, run.call.low, steps)
+        answers = self._links.step(run.call.closure, run.call.low, steps, run.call.round_number)
         self._pulls.take(answers)
         if self._ahead is not None:
             self._ahead.rows = rows_of(self._ahead.tables, answers)

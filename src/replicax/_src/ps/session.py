@@ -283,6 +283,10 @@ class Session:
         self.links.assign(pieces)
         self.renew()
 
+    def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
+        """Has all servers apply the mean of the gradients of these closures; see ``PsLinks.apply_round``."""
+        self.links.apply_round((self.incarnation, number), low, closures)
+
     def renew(self) -> None:
         """Begins another epoch: what workers have read ahead is read again by the closures sent from now on.
 

@@ -28,6 +28,7 @@ class Ask:
       pull: Keys of pieces, each with the version that is known, or None.
       rows: Keys of pieces, each with the numbers of the rows that are pulled (int32, from the piece's first).
       used: Keys of pieces, and the versions that the operands were computed from: the server measures staleness.
+      gradients: For a round: the digest of its program, and this closure's operands.
     """
 
     program: str | None = None
@@ -35,6 +36,7 @@ class Ask:
     pull: Sequence[tuple[str, Version | None]] = ()
     rows: Sequence[tuple[str, np.ndarray]] = ()
     used: Sequence[tuple[str, Version]] = ()
+    gradients: tuple[str, Sequence[np.ndarray]] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import snapshots
-from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
+from replicax._src.ps.errors import MessageError, UnavailableError, UnknownProgramError, stale
+from replicax._src.ps.held_gradients import HeldGradients
 from replicax._src.ps.held_pieces import (
     HeldPiece,
     check_assigned,
@@ -28,7 +29,16 @@ from replicax._src.ps.held_pieces import (
 )
 from replicax._src.ps.held_values import copied, is_overwritten, overwritten
 from replicax._src.ps.messages import Message
-from replicax._src.ps.requests import Closure, NewPiece, Step, field_of, keys_of, new_pieces, program_of
+from replicax._src.ps.requests import (
+    ApplyRound,
+    Closure,
+    NewPiece,
+    Step,
+    field_of,
+    keys_of,
+    new_pieces,
+    program_of,
+)
 from replicax._src.ps.store_statistics import StoreStatistics
 from replicax._src.ps.updates import CompiledUpdate
 from replicax._src.ps.window import Window
@@ -67,6 +77,7 @@ class Store:
             "create": self._create,
             "program": self._program,
             "step": self._step,
+            "apply": self._apply_round,
             "assign": self._assign,
             "drop": self._drop,
             "find": self._find,
@@ -99,7 +110,7 @@ class Store:
             if incarnation == self._incarnation:
                 return
             if incarnation in self._taken_over:
-                raise _stale(incarnation, self._incarnation)
+                raise stale(incarnation, self._incarnation)
             if self._incarnation is not None:
                 self._taken_over.append(self._incarnation)
             self._incarnation = incarnation
@@ -113,12 +124,13 @@ class Store:
             self._clear()
 
     def statistics(self) -> dict[str, Any]:
-        """Counts, as JSON: see ``StoreStatistics``; and ``pieces``, ``bytes``, ``programs`` that are held now."""
+        """Counts, as JSON: see ``StoreStatistics``; and ``pieces``, ``bytes``, ``programs``, ``gradient_bytes`` held now."""
         with self._lock:
             held = {
                 "pieces": len(self._pieces),
                 "bytes": sum(piece.num_bytes for piece in self._pieces.values()),
                 "programs": len(self._programs),
+                "gradient_bytes": self._gradients.num_bytes,
             }
             return {**held, **self._statistics.described()}
 
@@ -136,7 +148,7 @@ class Store:
         """Writes all values and which closures have been applied to a new file. Updates go on meanwhile.
 
         The values are those of one moment. Until a piece is written, the first update of it needs memory for another
-        value. Programs are not in it: only which there were.
+        value. Programs are not in it: only which there were. Nor are gradients that wait for others of their round.
 
         Args:
           directory: Of this server alone.
@@ -231,6 +243,7 @@ class Store:
         self._pieces: dict[str, HeldPiece] = {}
         self._programs: dict[str, CompiledUpdate] = {}
         self._windows: OrderedDict[str, Window] = OrderedDict()
+        self._gradients = HeldGradients()
         self._statistics = StoreStatistics()
 
     # What is asked of it.
@@ -273,13 +286,34 @@ class Store:
         with self._lock:
             self._check_incarnation(header.get("incarnation"))
             update = None if step.program is None else self._known_program(step.program)
+            averaged = None if step.gradients is None else self._known_program(step.gradients.program)
             pulled = [self._piece(key) for key, _ in step.pull]
             tables = [self._piece(key) for key in step.rows]
             check_tables(tables)
             if step.closure is not None:
                 self._window(step.closure).raise_low(step.low)
+            if averaged is not None:
+                self._hold(step, averaged)
             is_duplicate = self._update(step, update)
             return self._read(step, pulled, tables, is_duplicate)
+
+    def _apply_round(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        asked = ApplyRound.of(header)
+        number = asked.number.number
+        with self._lock:
+            self._check_incarnation(header.get("incarnation"))
+            window = self._window(asked.number)
+            window.raise_low(asked.low)
+            self._gradients.end_below(asked.low)
+            is_duplicate = number in window
+            if not is_duplicate:
+                window.check_room(number)
+                found = self._gradients.mean(number, asked.closures)
+                if found is not None:
+                    self._apply_gradients(*found)
+                window.add(number)
+                self._gradients.end(number)
+        return Message({"duplicate": is_duplicate})
 
     def _assign(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         keys = keys_of(header, "keys")
@@ -310,6 +344,7 @@ class Store:
             self._check_incarnation(header.get("incarnation"))
             for key in keys:
                 self._pieces.pop(key, None)  # one that was dropped before is not there either
+            self._gradients.forget(keys)
         return Message({})
 
     def _find(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
@@ -329,7 +364,7 @@ class Store:
                 f"The parameter server has started anew: it knows nothing of coordinator {incarnation}, which has not "
                 "said hello, and what it held before is gone."
             )
-        raise _stale(incarnation, self._incarnation)
+        raise stale(incarnation, self._incarnation)
 
     def _piece(self, key: Any) -> HeldPiece:
         piece = self._pieces.get(key)
@@ -409,6 +444,23 @@ class Store:
         self._statistics.bytes_received += sum(operand.nbytes for operand in step.operands)
         return False
 
+    def _hold(self, step: Step, update: CompiledUpdate) -> None:
+        """Keeps the gradients of a step until those of its round are applied, unless they have been: then it is late."""
+        assert step.closure is not None
+        assert step.gradients is not None
+        number, gradients = step.gradients.round_number, step.gradients.operands
+        if number in self._window(step.closure.of_rounds):
+            return
+        check_state(update, [self._piece(key) for key in update.program.state])
+        self._gradients.hold(number, step.closure.number, update, gradients)
+        self._statistics.bytes_received += sum(array.nbytes for array in gradients)
+
+    def _apply_gradients(self, update: CompiledUpdate, operands: Sequence[np.ndarray]) -> None:
+        state = [self._piece(key) for key in update.program.state]
+        check_state(update, state)
+        self._apply(update, state, operands)
+        self._statistics.updates += 1
+
     def _apply(
         self, update: CompiledUpdate, state: Sequence[HeldPiece], operands: Sequence[np.ndarray]
     ) -> None:
@@ -458,14 +510,3 @@ class Store:
             self._statistics.bytes_sent += sum(array.nbytes for array in (*values, *rows))
         versions = [[self.instance, piece.number] for piece in pulled]
         return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])
-
-
-def _stale(incarnation: Any, present: str | None) -> StaleCoordinatorError:
-    if present is None:
-        return StaleCoordinatorError(
-            f"The session of coordinator {incarnation} has ended, and what it made is gone."
-        )
-    return StaleCoordinatorError(
-        f"Coordinator {present} has taken over this parameter server; what coordinator {incarnation} made is gone, and "
-        "it is not served any more. Let one coordinator at a time use the cluster."
-    )

@@ -93,6 +93,7 @@ class Worker:
                 header["program"],
                 arrays,
                 [self._named(name) for name in header.get("iterators", ())],
+                header.get("round"),
             )
         )
         return Message({} if result.need is None else {"need": result.need}, result.results)

@@ -221,10 +221,14 @@ class ParameterServerStrategy(Strategy):
         return UnbuiltDataset.of_function(dataset_fn, options)
 
     def prepare(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        num_averaged: int | None = None,
     ) -> PreparedClosure:
-        """A call of ``fn``, traced for workers. For coordinators."""
-        return self.closures.prepare(fn, args, kwargs)
+        """A call of ``fn``, traced for workers, its gradients to be averaged with others'. For coordinators."""
+        return self.closures.prepare(fn, args, kwargs, num_averaged=num_averaged)
 
     def run_here(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of cross-replica code in this process, with its variables on the servers."""

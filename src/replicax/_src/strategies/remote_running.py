@@ -125,8 +125,13 @@ class TracedFunction:
                 f"{self.first.returns}. Return arrays whose number does not depend on shapes; for a number of rows "
                 "jnp.int32(x.shape[0])."
             )
-        for ps, update in closure.updates.items():
+        for ps, update in closure.updates:
             self._session.links.send_program(ps, update)
+        if shapes is not None and (closure.round_key is None) != (self.first.round_key is None):
+            raise UnsupportedError(
+                f"{self.name} applies gradients for elements of some shapes only, and not for others ({signature}). Schedule "
+                "another function where none are applied."
+            )
         digest = closure.program.digest
         self.programs[signature or closure.elements.signature] = digest
         self._closures[digest] = closure
@@ -177,6 +182,11 @@ class PreparedClosure:
         """What the workers call that which it takes elements from."""
         return [source.resource for source in self.sources]
 
+    @property
+    def round_key(self) -> str | None:
+        """What closures have in common whose gradients are averaged."""
+        return self.traced.first.round_key
+
     def program(self, digest: str) -> WorkerProgram:
         """A worker's program."""
         return self.traced.program(digest)
@@ -210,11 +220,13 @@ class Closures:
         kwargs: Mapping[str, Any] | None = None,
         *,
         is_replica_function: bool = False,
+        num_averaged: int | None = None,
     ) -> PreparedClosure:
         """A call of ``fn``, traced for workers; its variables are on the servers then.
 
         Args:
           is_replica_function: Whether it is called in replica context.
+          num_averaged: Of how many closures the gradients are averaged for an update; None: each pushes its own.
         """
         ensure_bridges()
         fn = key.unwrap(fn)
@@ -227,11 +239,18 @@ class Closures:
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         programs = self._cache.programs_of(fn)
         described, arrays, sources = _describe(leaves, programs)
-        signature = (tree, tuple(described), _pattern(sources), is_replica_function, jax_state())
+        signature = (
+            tree,
+            tuple(described),
+            _pattern(sources),
+            is_replica_function,
+            num_averaged,
+            jax_state(),
+        )
         traced = programs.get(signature)
         if traced is None or not traced.is_valid():
             with tracing_lock:
-                traced = self._traced(fn, tree, described, sources, is_replica_function)
+                traced = self._traced(fn, tree, described, sources, is_replica_function, num_averaged)
             programs.put(signature, described, traced)
             if not hasattr(fn, "replicax_family"):  # of ours, for each variable
                 self._cache.report_trace(fn, described)
@@ -244,6 +263,7 @@ class Closures:
         described: Sequence[Leaf],
         sources: Sequence[PerWorkerInput],
         is_replica_function: bool,
+        num_averaged: int | None,
     ) -> TracedFunction:
         avals = [leaf.aval() for leaf in described if leaf.kind != "static"]
 
@@ -270,7 +290,7 @@ class Closures:
         return TracedFunction(
             name,
             self._session,
-            lambda shapes: place_closure(call, avals, name, self._session, slot_of, shapes),
+            lambda shapes: place_closure(call, avals, name, self._session, slot_of, shapes, num_averaged),
             sources,
         )
 

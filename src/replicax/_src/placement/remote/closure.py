@@ -55,15 +55,17 @@ class RemoteClosure:
       tree, outputs: The structure of what it returns, and its leaves.
       elements: What it takes of iterators.
       arrays: The values on the servers that it reads or changes.
+      round_key: What closures have in common whose gradients are averaged; None: it has none for that.
     """
 
     program: WorkerProgram
-    updates: Mapping[int, UpdateProgram]
+    updates: Sequence[tuple[int, UpdateProgram]]
     constants: Mapping[str, np.ndarray]
     tree: Any
     outputs: Sequence[Output]
     elements: Elements
     arrays: Sequence[ServerArray]
+    round_key: str | None = None
 
     @property
     def returns(self) -> tuple[Any, Sequence[Any]]:
@@ -84,6 +86,7 @@ def place_closure(
     servers: Servers,
     slot_of: Callable[[Any], Slot],
     shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None = None,
+    num_averaged: int | None = None,
 ) -> RemoteClosure:
     """Traces a function for workers.
 
@@ -91,6 +94,7 @@ def place_closure(
       call: Calls it with tracers of ``avals``, and what its iterators take elements from.
       name: Of the function, for people.
       shapes: Of the elements, see ``Elements``.
+      num_averaged: Of how many closures the gradients are averaged for an update of an optimizer; None: of none.
 
     Raises:
       VariableError: It uses a variable that is not on the parameter servers.
@@ -98,19 +102,26 @@ def place_closure(
     traced = trace_function(call, avals, slot_of, shapes)
     arrays = Arrays(slot_of)
     worker = WorkerBuilder(traced, arrays.of)
-    programs = _ServerSide(worker, arrays, servers).programs(name)
+    server_side = _ServerSide(worker, arrays, servers, num_averaged)
+    programs = server_side.programs(name)
     pushes = tuple(
-        Push(ps, program.digest, tuple(Operand(*operand) for operand in operands))
-        for ps, (program, operands) in programs.items()
+        Push(
+            builder.ps,
+            program.digest,
+            tuple(Operand(*operand) for operand in builder.operands),
+            builder.is_averaged,
+        )
+        for builder, program in programs
     )
     return RemoteClosure(
         worker.build(name, servers.platforms, pushes),
-        {ps: program for ps, (program, _) in programs.items()},
+        [(builder.ps, program) for builder, program in programs],
         worker.constants,
         traced.tree,
         traced.variant.outputs[: traced.num_outputs],
         traced.elements,
         arrays.all,
+        server_side.round_key(programs),
     )
 
 
@@ -153,19 +164,27 @@ def _array_of(variable: Any, slot: Slot) -> ServerArray:
 class _ServerSide:
     """What the parameter servers do in a closure. Tells the worker's side what they need for it."""
 
-    def __init__(self, worker: WorkerBuilder, arrays: Arrays, servers: Servers):
+    def __init__(
+        self, worker: WorkerBuilder, arrays: Arrays, servers: Servers, num_averaged: int | None = None
+    ):
         self._worker, self._arrays, self._servers = worker, arrays, servers
+        self._num_averaged = num_averaged
         self._updates: list[OptimizerUpdate] = []
 
-    def programs(self, name: str) -> dict[int, tuple[UpdateProgram, Sequence[Any]]]:
-        """For each server that has something to do its program, and the operands: arguments of ``Operand``."""
+    def programs(self, name: str) -> list[tuple[UpdateBuilder, UpdateProgram]]:
+        """The programs of the servers that have something to do, and what they were made with.
+
+        What is done at once, and what is done with averaged gradients, are two programs of a server.
+        """
         worker = self._worker
         for variable in worker.variables:
             self._arrays.of(variable)
         changed: set[int] = set()  # ids of variables that are no more as the worker read them
         for event, atoms in worker.notes:
             if isinstance(event, Applied):
-                update = OptimizerUpdate(event, self._arrays.of, worker.num_rows_of(atoms))
+                update = OptimizerUpdate(
+                    event, self._arrays.of, worker.num_rows_of(atoms), self._num_averaged
+                )
                 _check_state_is_as_read(update, changed)
                 changed |= {id(variable) for variable in event.call.state}
                 self._updates.append(update)
@@ -173,18 +192,50 @@ class _ServerSide:
             else:
                 changed.add(id(event.slot.variable))
         self._place()
-        builders = {ps: UpdateBuilder(ps) for ps in range(self._servers.num_ps)}
+        every = range(self._servers.num_ps)
+        builders = {ps: UpdateBuilder(ps) for ps in every}
+        of_updates = builders
+        if self._num_averaged is not None:
+            of_updates = {ps: UpdateBuilder(ps, is_averaged=True) for ps in every}
         updates = iter(enumerate(self._updates))
+        if self._num_averaged is not None:
+            self._check_order()
         for event, atoms in worker.notes:
             if isinstance(event, Assigned):
                 self._add_assignment(builders, event, atoms[0])
             else:
-                self._add_update(builders, *next(updates), atoms)
-        return {
-            ps: (builder.build(self._servers.platforms, name), builder.operands)
-            for ps, builder in builders.items()
+                self._add_update(of_updates, *next(updates), atoms)
+        return [
+            (builder, builder.build(self._servers.platforms, name))
+            for builder in dict.fromkeys([*builders.values(), *of_updates.values()])
             if not builder.is_empty
-        }
+        ]
+
+    def round_key(self, programs: Sequence[tuple[UpdateBuilder, UpdateProgram]]) -> str | None:
+        """Of what is averaged: the same variables, updated by the same optimizers, with operands of the same kinds."""
+        averaged = [(builder.ps, program.averaged) for builder, program in programs if builder.is_averaged]
+        if not averaged:
+            return None
+        names = [[array.pieces[0].key for array in update.arrays] for update in self._updates]
+        return repr((averaged, names))
+
+    def _check_order(self) -> None:
+        """What a function assigns is done at once, and what its optimizers do later.
+
+        Raises:
+          UnsupportedError: It assigns a variable that an optimizer has updated, and has not yet.
+        """
+        updated: set[ServerArray] = set()
+        updates = iter(self._updates)
+        for event, _ in self._worker.notes:
+            if isinstance(event, Applied):
+                updated.update(next(updates).arrays)
+            elif (array := self._arrays.of(event.slot.variable)) in updated:
+                raise UnsupportedError(
+                    f"Variable {array.name!r} is assigned at {event.line}, after an optimizer in the same function. With "
+                    "replicas_to_aggregate gradients are applied when those of others have come, and assignments at once, which "
+                    "would be before. Schedule another function that assigns, or use a constraint of the variable."
+                )
 
     def _place(self) -> None:
         """Sees to it that everything is on the servers, and what belongs together on the same ones."""
@@ -229,7 +280,11 @@ class _ServerSide:
         of_lookups = self._worker.lookups_of(gradients)
 
         def take_gradient(i: int, piece: Piece) -> Any:
-            return self._worker.output(gradients[i]), piece.rows, of_lookups.get(i)
+            scaled = update.scaled_gradient(i)
+            result = (
+                self._worker.output(gradients[i]) if scaled is None else self._worker.output(scaled, number)
+            )
+            return result, piece.rows, of_lookups.get(i)
 
         def take_cut(atom: Atom, piece: Piece | None) -> Any:
             return self._worker.output(atom, number), None

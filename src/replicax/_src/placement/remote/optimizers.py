@@ -10,12 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import UnsupportedError
+from replicax._src.placement.remote.averaging import averaged_values
 from replicax._src.placement.remote.events import Applied, OptimizerCall
 from replicax._src.placement.remote.updates import UpdateBuilder, Values
 from replicax._src.program import flat
@@ -74,14 +75,22 @@ class OptimizerUpdate:
       event: The call.
       array_of: The array on the servers of a variable.
       num_rows: For each variable of which only some rows are updated: how many its gradient has.
+      num_averaged: How many closures' gradients are averaged for it; None: they are one closure's.
 
     Attributes:
       line: Of the user's code.
     """
 
-    def __init__(self, event: Applied, array_of: Callable[[Any], ServerArray], num_rows: Mapping[int, int]):
+    def __init__(
+        self,
+        event: Applied,
+        array_of: Callable[[Any], ServerArray],
+        num_rows: Mapping[int, int],
+        num_averaged: int | None = None,
+    ):
         call = self._call = event.call
         self.line, self._num_rows = event.line, dict(num_rows)
+        self._rows_at_server = {i: num * (num_averaged or 1) for i, num in num_rows.items()}
         self._full = TracedUpdate.of(call, self._shape_of({}))
         self._arrays = [array_of(variable) for variable in call.variables]
         self._state = [array_of(variable) for variable in call.state]
@@ -97,8 +106,14 @@ class OptimizerUpdate:
             )
         for slot, array in self.slots:
             _check_slots(array, slot, call.name, event.line)
-        self._cuts = [self._cut(self._wanted(self._full, i), i) for i in range(len(self._arrays))]
-        self._shared_cuts = self._cut(self._wanted_shared(self._full), None)
+        self._gradients: list[int] = list(self._full.gradients)  # or what is sent in their place
+        every = range(len(self._arrays))
+        if num_averaged is None:
+            self._cuts = [self._cut(self._wanted(self._full, i), i) for i in every]
+            self._shared_cuts = self._cut(self._wanted_shared(self._full), None)
+        else:
+            self._cuts = [self._averaged_cut(self._wanted(self._full, i), i) for i in every]
+            self._shared_cuts = self._averaged_cut(self._wanted_shared(self._full), None)
 
     @property
     def slots(self) -> list[tuple[ServerArray, ServerArray]]:
@@ -116,7 +131,17 @@ class OptimizerUpdate:
     def cuts(self) -> list[Atom]:
         """What the worker computes of the update: values of ``traced``."""
         found = [atom for cuts in [*self._cuts, self._shared_cuts] for atom in cuts]
-        return list(dict.fromkeys(found))
+        scaled = [n for n, raw in zip(self._gradients, self._full.gradients, strict=True) if n != raw]
+        return list(dict.fromkeys([*found, *scaled]))
+
+    @property
+    def arrays(self) -> list[ServerArray]:
+        """What it updates and keeps, in order."""
+        return [*self._arrays, *self._state]
+
+    def scaled_gradient(self, i: int) -> Atom | None:
+        """What the worker computes in place of the gradient of a variable, if it does."""
+        return None if self._gradients[i] == self._full.gradients[i] else self._gradients[i]
 
     @property
     def traced(self) -> TracedUpdate:
@@ -191,7 +216,8 @@ class OptimizerUpdate:
         }
         if is_last:
             cut_of |= dict.fromkeys(self._shared_cuts)
-        operations = flat.needed_for(traced.program.operations, wanted, set(cut_of))
+        sent = {*cut_of, *(self._gradients[i] for i in pieces)}
+        operations = flat.needed_for(traced.program.operations, wanted, sent)
         used = flat.numbers_in(operations, wanted)
         env_of_consts = dict(zip(traced.consts, traced.const_values, strict=True))
         given: dict[int, int] = {}  # number of a value -> position among the operands
@@ -201,16 +227,16 @@ class OptimizerUpdate:
                 shape, dtype = _aval_of(traced.program, atom)
                 given[atom] = builder.take(take_cut(atom, piece), (shape, dtype))
         for i, piece in pieces.items():
-            if traced.gradients[i] in used:
+            if self._gradients[i] in used:
                 array = self._arrays[i]
                 if i in self._num_rows:
-                    shape = (self._num_rows[i], *array.shape[1:])
+                    shape = (self._rows_at_server[i], *array.shape[1:])
                     ids = builder.take(take_gradient(i, piece), ((shape[0],), np.int32), (shape, array.dtype))
-                    given[traced.gradients[i]] = ids + 1
+                    given[self._gradients[i]] = ids + 1
                     self._note_rows(rows_at, traced, i, ids)
                 else:
                     position = builder.take(take_gradient(i, piece), (array.shape_of(piece), array.dtype))
-                    given[traced.gradients[i]] = position
+                    given[self._gradients[i]] = position
         reads, writes = self._keys(builder, traced, pieces, used, is_last=is_last)
 
         def step(values: Values, operands: Sequence[Any]) -> None:
@@ -268,7 +294,7 @@ class OptimizerUpdate:
     def _shape_of(self, pieces: Mapping[int, Piece]) -> Callable[[Any], tuple[int, ...]]:
         """The shapes of variables and slots for which an update is traced: of pieces, or of the rows that are updated."""
         shapes = {id(self._call.variables[i]): self._arrays[i].shape_of(p) for i, p in pieces.items()}
-        for i, num_rows in self._num_rows.items():
+        for i, num_rows in (self._rows_at_server if pieces else self._num_rows).items():
             variable = self._call.variables[i]
             shapes[id(variable)] = (num_rows, *variable.shape[1:])
 
@@ -281,9 +307,11 @@ class OptimizerUpdate:
 
     def _traced_for(self, pieces: dict[int, Piece]) -> TracedUpdate:
         whole = [i for i in pieces if i not in self._num_rows]
-        if all(self._arrays[i].shape_of(pieces[i]) == self._arrays[i].shape for i in whole):
+        if self._rows_at_server == self._num_rows and all(
+            self._arrays[i].shape_of(pieces[i]) == self._arrays[i].shape for i in whole
+        ):
             return self._full
-        traced = TracedUpdate.of(self._call, self._shape_of({i: pieces[i] for i in whole}))
+        traced = TracedUpdate.of(self._call, self._shape_of(pieces))
         if not _is_alike(traced.program, self._full.program):
             raise UnsupportedError(
                 f"{self._call.name} computes something else for a shard of a variable than for the whole: its variables "
@@ -305,14 +333,40 @@ class OptimizerUpdate:
         with_rows = {traced.values[own], traced.gradients[own], *(traced.state[n] for n in self._slots[own])}
         return mixed_values(traced.program, with_rows)
 
+    def _at_server(self, own: int | None) -> set[int]:
+        """What a server has without gradients."""
+        traced = self._full
+        shared = {traced.state[n] for n in self._shared} | set(traced.consts)
+        if own is None:
+            return shared
+        return shared | {traced.values[own], *(traced.state[n] for n in self._slots[own])}
+
+    def _averaged_cut(self, wanted: Sequence[Atom], own: int | None) -> list[Atom]:
+        """As ``_cut``, of averaged gradients; and notes what is sent in place of the gradient of variable ``own``."""
+        traced, mixed = self._full, self._mixed(own)
+        gradient = None
+        if own is not None:
+            array, num_rows = self._arrays[own], self._num_rows.get(own)
+            shape = array.shape if num_rows is None else (num_rows, *array.shape[1:])
+            gradient = (traced.gradients[own], tuple(shape), array.dtype)
+        by_server = _computable(traced.program, self._at_server(own))
+        aval_of = functools.partial(_aval_of, traced.program)
+        for given in (set(traced.consts), self._at_server(None)):  # as in ``_cut``
+            by_worker = _computable(traced.program, given | set(traced.gradients))
+            found = averaged_values(traced.program, wanted, gradient, by_server, by_worker, mixed, aval_of)
+            if found is not None:
+                if found[0] is not None and own is not None:
+                    self._gradients[own] = found[0]
+                return found[1]
+        return self._refuse(mixed, own)
+
     def _cut(self, wanted: Sequence[Atom], own: int | None) -> list[Atom]:
         """The values that a server cannot compute by itself, and a worker can."""
         traced = self._full
-        shared = {traced.state[n] for n in self._shared} | set(traced.consts)
-        at_server = set(shared)
+        shared = self._at_server(None)
+        at_server = self._at_server(own)
         if own is not None:
-            at_server |= {traced.gradients[own], traced.values[own]}
-            at_server |= {traced.state[n] for n in self._slots[own]}
+            at_server.add(traced.gradients[own])
         producer = {number: o for o in traced.program.operations for number in o.results}
         mixed = self._mixed(own)
         by_server = _computable(traced.program, at_server, without=mixed)
@@ -326,6 +380,9 @@ class OptimizerUpdate:
                 cuts = _latest_cuts(traced.program, wanted, by_server, by_worker, producer, mixed, limit)
                 if cuts is not None:
                     return cuts
+        return self._refuse(mixed, own)
+
+    def _refuse(self, mixed: Mapping[int, Mixing], own: int | None) -> NoReturn:
         if mixed:
             assert own is not None
             array = self._arrays[own]

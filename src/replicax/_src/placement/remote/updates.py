@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
+import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.ps.arrays import ServerArray
-from replicax._src.ps.programs import Piece, UpdateProgram
+from replicax._src.ps.programs import Averaging, Piece, UpdateProgram
 
 Values = dict[str, Any]
 Step = Callable[[Values, Sequence[Any]], None]
@@ -20,12 +21,18 @@ Step = Callable[[Values, Sequence[Any]], None]
 class UpdateBuilder:
     """The program of one server, while it is put together.
 
+    Args:
+      is_averaged: It is run with the mean of several closures' operands.
+
     Attributes:
+      is_averaged: The same.
       operands: What the worker sends, in order; the caller's own words for it.
     """
 
-    def __init__(self, ps: int):
+    def __init__(self, ps: int, *, is_averaged: bool = False):
         self.ps = ps
+        self.is_averaged = is_averaged
+        self._averaged: list[Averaging] = []
         self.operands: list[Any] = []
         self._positions: dict[Any, int] = {}
         self._avals: list[Any] = []
@@ -50,6 +57,9 @@ class UpdateBuilder:
         if position is None:
             position = self._positions[operand] = len(self._avals)
             self.operands.append(operand)
+            if self.is_averaged:
+                is_condition = avals[0][1] == np.dtype(bool)
+                self._averaged.append("rows" if len(avals) == 2 else "all" if is_condition else "mean")
             self._avals += [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in avals]
         return position
 
@@ -69,4 +79,5 @@ class UpdateBuilder:
 
         avals = [*self._state.values(), *self._avals]
         blob = jax_compat.export(update, avals, platforms, f"update_of_{name}")
-        return UpdateProgram(blob, tuple(keys), tuple(keys.index(key) for key in written))
+        positions = tuple(keys.index(key) for key in written)
+        return UpdateProgram(blob, tuple(keys), positions, tuple(self._averaged))

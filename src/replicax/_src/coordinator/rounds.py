@@ -1,0 +1,151 @@
+"""Rounds of synchronous training: of which closures gradients are averaged. Pure: events in, decisions out.
+
+- The closures that update the same variables by gradients, which is their *key*, make up one round after the other. A
+  round is over with the gradients of the first ``num_gradients`` of its closures that end. They are applied then, as one
+  update, and until that is done none of its key is taken.
+- As many of a round are taken, by any worker. More only as backups, by workers that have none of it, one each.
+- What ends when its round is over is *late*: its gradients are dropped. Who has such a closure takes none of a round.
+- A closure that comes back, because its worker is gone say, is of the round in which it is taken again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+from typing import final
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Round:
+    """One update.
+
+    Attributes:
+      number: Of all keys' rounds; a later one has a higher one.
+      in_flight: Numbers of the closures that have been taken and have not ended.
+      workers: Who has taken some.
+      ended: Numbers of the closures whose gradients are averaged, in the order in which they ended.
+    """
+
+    number: int
+    key: Hashable
+    in_flight: set[int] = field(default_factory=set)
+    workers: set[Hashable] = field(default_factory=set)
+    ended: list[int] = field(default_factory=list)
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.in_flight) + len(self.ended)
+
+
+@final
+class Rounds:
+    """The rounds that are not over, at most one for each key.
+
+    Args:
+      num_gradients: How many are averaged, at least 1.
+      first_number: Of the first round.
+
+    Attributes:
+      next_number: Of the next round.
+      num_applied: Rounds that are over.
+      num_dropped: Closures that ended when their round was over.
+    """
+
+    def __init__(self, num_gradients: int, first_number: int = 0):
+        self.num_gradients, self.next_number = num_gradients, first_number
+        self.num_applied = self.num_dropped = 0
+        self._rounds: dict[Hashable, Round] = {}
+
+    @property
+    def low(self) -> int:
+        """All rounds below this number are over."""
+        return min((each.number for each in self._rounds.values()), default=self.next_number)
+
+    @property
+    def complete(self) -> Round | None:
+        """A round that is to be applied."""
+        return next((each for each in self._rounds.values() if self._is_complete(each)), None)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many gradients wait for others."""
+        return sum(len(each.ended) for each in self._rounds.values() if not self._is_complete(each))
+
+    def may_take(
+        self, worker: Hashable, key: Hashable, rounds: Collection[int | None], num_idle: int, num_here: int
+    ) -> bool:
+        """Whether a worker may have a closure.
+
+        Args:
+          key: Of the closure; None if it has no gradients.
+          rounds: Of what the worker has in flight; None for one without.
+          num_idle: How many workers have nothing in flight.
+          num_here: How many workers there are.
+        """
+        if key is None:
+            return True
+        numbers = {each.number for each in self._rounds.values()}
+        if any(number is not None and number not in numbers for number in rounds):
+            return False
+        found = self._rounds.get(key)
+        if found is None:
+            return not rounds or self.num_gradients > num_idle
+        if self._is_complete(found):
+            return False
+        num_left = self.num_gradients - found.num_taken
+        if num_left > 0:
+            return not rounds or num_left > num_idle
+        is_backup = found.num_taken < num_here and worker not in found.workers
+        return is_backup and not rounds
+
+    def take(self, worker: Hashable, key: Hashable, closure: int) -> int | None:
+        """A worker takes a closure: of which round it is."""
+        if key is None:
+            return None
+        found = self._rounds.get(key)
+        if found is None:
+            found = self._rounds[key] = Round(self.next_number, key)
+            self.next_number += 1
+        found.in_flight.add(closure)
+        found.workers.add(worker)
+        return found.number
+
+    def left(self, key: Hashable, closure: int) -> None:
+        """A closure that was taken has no gradients, or comes back."""
+        found = self._rounds.get(key)
+        if found is not None:
+            found.in_flight.discard(closure)
+
+    def ended(self, key: Hashable, number: int | None, closure: int) -> None:
+        """All servers have the gradients of a closure, which was taken in round ``number``."""
+        if number is None:
+            return
+        found = self._rounds.get(key)
+        if found is None or found.number != number or self._is_complete(found):
+            self.num_dropped += 1
+            return
+        found.in_flight.discard(closure)
+        found.ended.append(closure)
+
+    def applied(self, over: Round) -> None:
+        """The servers have applied a round."""
+        if self.is_due(over):
+            del self._rounds[over.key]
+            self.num_applied += 1
+
+    def gone(self, over: Round) -> None:
+        """A round will not be applied."""
+        if self.is_due(over):
+            del self._rounds[over.key]
+
+    def is_due(self, complete: Round) -> bool:
+        """Whether a round is still to be applied."""
+        return self._rounds.get(complete.key) is complete
+
+    def clear(self) -> None:
+        """Nothing that was begun will be applied."""
+        self._rounds.clear()
+
+    def _is_complete(self, found: Round) -> bool:
+        return len(found.ended) >= self.num_gradients

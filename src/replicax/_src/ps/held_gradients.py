@@ -1,0 +1,84 @@
+"""Gradients that a parameter server holds until the round of their closures is applied. The caller has the lock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from replicax._src.ps.averages import averaged, check_gradients
+from replicax._src.ps.updates import CompiledUpdate
+
+
+@dataclass(frozen=True)
+class _Held:
+    update: CompiledUpdate
+    arrays: Sequence[np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+@final
+class HeldGradients:
+    """By round, by closure."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, dict[int, _Held]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is held."""
+        return sum(held.num_bytes for held_of in self._rounds.values() for held in held_of.values())
+
+    def hold(
+        self, number: int, closure: int, update: CompiledUpdate, gradients: Sequence[np.ndarray]
+    ) -> None:
+        """Keeps copies of a closure's gradients, the first ones that come.
+
+        Raises:
+          InvalidArgumentError: The update does not take them.
+        """
+        check_gradients(update.program.averaged, update.operands, gradients)
+        held = self._rounds.setdefault(number, {})
+        if closure not in held:
+            held[closure] = _Held(update, [np.array(array) for array in gradients])
+
+    def mean(
+        self, number: int, closures: Sequence[int]
+    ) -> tuple[CompiledUpdate, Sequence[np.ndarray]] | None:
+        """The update of a round and its operands, of those of the closures that are here; None if none is."""
+        held_of = self._rounds.get(number, {})
+        held = [held_of[closure] for closure in closures if closure in held_of]
+        if not held:
+            return None
+        # Closures with fewer rows of a table have a program with less room.
+        update = max((each.update for each in held), key=_room)
+        kinds = update.program.averaged
+        for each in held:
+            check_gradients(kinds, update.operands, each.arrays)
+        return update, averaged(kinds, update.operands, [each.arrays for each in held])
+
+    def end(self, number: int) -> None:
+        """A round is over."""
+        self._rounds.pop(number, None)
+
+    def end_below(self, low: int) -> None:
+        """So are all below ``low``."""
+        for number in [number for number in self._rounds if number < low]:
+            del self._rounds[number]
+
+    def forget(self, keys: Collection[str]) -> None:
+        """These pieces are gone: so is what would update them."""
+        for held_of in self._rounds.values():
+            for closure in [
+                c for c, held in held_of.items() if not set(keys).isdisjoint(held.update.program.state)
+            ]:
+                del held_of[closure]
+
+
+def _room(update: CompiledUpdate) -> int:
+    return sum(shape[0] for shape, _ in update.operands if shape)

@@ -1,0 +1,334 @@
+"""The rules of rounds, of which gradients are averaged; and what they are in a cluster in memory."""
+
+import logging
+import random
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from in_memory_servers import in_memory_strategy
+from replicax._src.coordinator.closures import ClosureQueue
+from replicax._src.variables.partitioners import FixedShardsPartitioner
+from replicax.coordinator import ClusterCoordinator
+from replicax.errors import InvalidArgumentError, UnsupportedError
+
+JOIN_S = 30.0
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def queue_of(num_averaged, workers="ab", num=8, keys="k"):
+    queue = ClosureQueue(replicas_to_aggregate=num_averaged)
+    for worker in workers:
+        queue.back(worker)
+    for n in range(num):
+        queue.schedule("step", n, None, keys[n % len(keys)])
+    return queue
+
+
+def taken(queue, workers):
+    """By worker the numbers that it can have now."""
+    found = {}
+    for worker in workers:
+        closure = queue.take(worker)
+        found[worker] = None if closure is None else closure.number
+    return found
+
+
+def end(queue, worker):
+    assert queue.finished(worker, queue.oldest(worker))
+
+
+def test_a_round_is_over_when_so_many_have_ended_and_its_mean_is_applied():
+    queue = queue_of(2, num=4)
+    assert taken(queue, "abab") == {"a": None, "b": None}  # neither has a second one: one each is the round
+    assert (queue.in_flight("a"), queue.in_flight("b")) == (1, 1)
+    end(queue, "a")
+    assert queue.complete_round is None
+    assert not queue.may_take("a")
+    end(queue, "b")
+    complete = queue.complete_round
+    assert sorted(complete.ended) == [0, 1]
+    assert not queue.may_take("a")  # the values are old until it has been applied
+    assert not queue.is_quiet
+    queue.rounds.applied(complete)
+    assert queue.is_quiet
+    assert taken(queue, "ab") == {"a": 2, "b": 3}
+    assert queue.oldest("a").round == complete.number + 1
+    end(queue, "a"), end(queue, "b")
+    assert not queue.is_idle  # nothing is queued or in flight, and something is to happen
+    queue.rounds.applied(queue.complete_round)
+    assert queue.is_idle
+
+
+def test_fewer_workers_than_gradients_compute_several():
+    queue = queue_of(3, "a")
+    assert [taken(queue, "a")["a"] for _ in range(4)] == [0, 1, 2, None]
+
+
+def test_workers_beyond_are_backups_and_who_is_late_is_dropped():
+    queue = queue_of(2, "abc")
+    assert taken(queue, "abc") == {"a": 0, "b": 1, "c": 2}
+    end(queue, "a")
+    assert not queue.may_take("a")  # it has had one of this round, and enough are under way
+    end(queue, "c")
+    assert queue.complete_round.ended == [0, 2]
+    queue.rounds.applied(queue.complete_round)
+    assert taken(queue, "abc") == {"a": 3, "b": None, "c": 4}  # behind an old one nothing new is queued
+    end(queue, "b")
+    assert (queue.rounds.num_dropped, queue.rounds.num_applied) == (1, 1)
+    assert taken(queue, "b") == {"b": 5}  # a backup of the second round
+
+
+def test_a_lost_worker_does_not_hang_its_round_and_its_closure_counts_once():
+    queue = queue_of(2)
+    taken(queue, "ab")
+    lost = queue.oldest("b")
+    queue.lost("b", lost)
+    assert taken(queue, "a") == {"a": 1}  # in the same round
+    assert lost.round == 0
+    assert not queue.finished("b", lost)
+    end(queue, "a"), end(queue, "a")
+    assert queue.complete_round.ended == [0, 1]
+
+
+def test_functions_that_update_other_variables_have_rounds_of_their_own():
+    queue = queue_of(2, keys=["d", "g"])
+    assert taken(queue, "ab") == {"a": 0, "b": 1}
+    rounds = {queue.oldest("a").round, queue.oldest("b").round}
+    assert rounds == {0, 1}
+    end(queue, "a"), end(queue, "b")
+    assert taken(queue, "ab") == {"a": 2, "b": 3}
+    assert {queue.oldest("a").round, queue.oldest("b").round} == rounds
+    end(queue, "a"), end(queue, "b")
+    assert queue.complete_round.ended == [0, 2]
+    queue.rounds.applied(queue.complete_round)
+    assert queue.complete_round.ended == [1, 3]
+
+
+def test_a_function_without_gradients_is_of_no_round():
+    queue = queue_of(1, "a", num=3, keys=["k", None, None])
+    assert [taken(queue, "a")["a"] for _ in range(4)] == [0, 1, 2, None]
+    end(queue, "a")
+    assert queue.complete_round.ended == [0]
+    end(queue, "a"), end(queue, "a")
+    assert (queue.rounds.num_dropped, queue.rounds.num_waiting) == (0, 0)
+
+
+def test_what_fails_is_not_counted_and_what_breaks_ends_all_rounds():
+    queue = queue_of(2)
+    taken(queue, "ab")
+    end(queue, "a")
+    queue.failed("b", queue.oldest("b"), ValueError())
+    assert queue.rounds.num_waiting == 1
+    queue.collect()
+    queue.schedule("step", None, None, "k")
+    assert queue.take("b").round == 0  # the one that ended waits for this one
+    queue.broke(ValueError())
+    assert queue.is_idle
+    queue.mended()
+    queue.schedule("step", None, None, "k")
+    assert queue.take("a").round == 1
+    assert queue.rounds.low == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_round_has_so_many_and_each_closure_is_in_one_whatever_happens(seed):
+    chance = random.Random(seed)
+    num_averaged, num = chance.randint(1, 4), 60
+    workers = "abcd"[: chance.randint(1, 4)]
+    keys = chance.choice([["k"], ["k", "l", None]])
+    queue = queue_of(num_averaged, workers, num, keys)
+    applied = []
+    for _ in range(100_000):
+        if queue.is_idle:
+            break
+        worker = chance.choice(workers)
+        oldest = queue.oldest(worker)
+        if queue.complete_round is not None and chance.random() < 0.5:
+            applied.append(queue.complete_round)
+            queue.rounds.applied(queue.complete_round)
+        elif chance.random() < 0.05:
+            queue.lost(worker)
+            queue.back(worker)
+        elif chance.random() < 0.05 and oldest is not None:
+            queue.returned(worker, oldest)
+        elif chance.random() < 0.5 and oldest is not None:
+            end(queue, worker)
+        else:
+            queue.take(worker)
+    assert queue.is_idle
+    assert all(len(each.ended) == num_averaged for each in applied)
+    assert applied
+    counted = [closure for each in applied for closure in each.ended]
+    assert len(set(counted)) == len(counted)
+    num_gradients = sum(keys[n % len(keys)] is not None for n in range(num))
+    assert len(counted) + queue.rounds.num_dropped + queue.rounds.num_waiting == num_gradients
+    if len(workers) <= num_averaged:
+        assert not queue.rounds.num_dropped  # nobody is a backup, and who was lost computes anew
+
+
+# --- on servers of this process -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strategy():
+    with in_memory_strategy(workers=2, ps=2) as strategy:
+        yield strategy
+
+
+class Job:
+    """A variable that goes down by the mean of what functions are given, one that counts them, and their coordinator."""
+
+    def __init__(self, strategy, optimizer=None, **options):
+        self.strategy = strategy
+        with strategy.scope():
+            self.w = keras.Variable(np.zeros(3, np.float32))
+            self.other = keras.Variable(np.zeros(40, np.float32))  # on the other server
+            self.count = rx.Variable(np.int32(0))
+            self.optimizer = keras.optimizers.SGD(1.0) if optimizer is None else optimizer()
+            self.optimizer.build([self.w, self.other])
+        self.coordinator = ClusterCoordinator(strategy, **options)
+
+    def step(self, gradient):
+        def replica_fn(gradient):
+            values = self.w.value[0], self.other.value[0]
+            self.count.assign_add(1)
+            self.optimizer.apply([jnp.full(3, gradient), jnp.full(40, gradient)], [self.w, self.other])
+            return values
+
+        return self.strategy.run(replica_fn, args=(gradient,))
+
+    def train(self, gradients):
+        values = [self.coordinator.schedule(self.step, (np.float32(g),)) for g in gradients]
+        self.coordinator.join(JOIN_S)
+        return [tuple(map(float, each)) for each in self.coordinator.fetch(values)]
+
+    def counts(self):
+        closures = self.coordinator.statistics()["closures"]
+        return closures["rounds"], closures["gradients_dropped"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.coordinator.close()
+
+
+@pytest.mark.parametrize("num_averaged", [2, 3])
+def test_all_of_a_round_compute_with_the_same_values_and_the_mean_is_one_step(strategy, num_averaged, caplog):
+    with Job(strategy, replicas_to_aggregate=num_averaged) as job:
+        gradients = list(range(num_averaged * 10))
+        values = job.train(gradients)
+        assert job.w._value.pieces[0].ps != job.other._value.pieces[0].ps
+        means = [np.mean(gradients[n : n + num_averaged]) for n in range(0, len(gradients), num_averaged)]
+        held = -np.cumsum([0.0, *means])
+        assert values == [(held[n // num_averaged],) * 2 for n in range(len(gradients))]
+        assert np.asarray(job.w.value).tolist() == [held[-1]] * 3
+        assert int(job.optimizer.iterations.value) == 10
+        assert int(job.count) == len(gradients)  # what is no optimizer's is done by each
+        assert job.counts() == (10, 0)
+        assert not caplog.records
+
+
+def test_gradients_without_a_whole_round_wait_for_what_is_scheduled_next(strategy, caplog):
+    with Job(strategy, replicas_to_aggregate=2) as job:
+        job.train([1, 1, 5])
+        assert float(job.w.value[0]) == -1
+        assert int(job.count) == 3
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert (
+            "the gradients of the last 1 are not applied yet: replicas_to_aggregate is 2"
+            in record.getMessage()
+        )
+        assert job.train([3]) == [(-1.0, -1.0)]
+        assert float(job.w.value[0]) == -5
+        job.train([1])
+        assert len(caplog.records) == 1
+
+
+def test_after_a_failure_the_round_goes_on(strategy):
+    with Job(strategy, replicas_to_aggregate=2) as job:
+        iterator = iter(job.coordinator.create_per_worker_dataset([np.int32(0)]))
+        take = lambda iterator: next(iterator)  # noqa: E731
+        job.train([2])
+        for _ in range(3):
+            job.coordinator.schedule(take, (iterator,))
+        with pytest.raises(rx.errors.OutOfRangeError):
+            job.coordinator.join(JOIN_S)
+        job.train([4])
+        assert float(job.w.value[0]) == -3
+
+
+@pytest.mark.parametrize("partitioner", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
+def test_what_couples_variables_is_of_each_gradient(partitioner):
+    def clipping():
+        return keras.optimizers.Adagrad(0.5, initial_accumulator_value=0.0, epsilon=0.0, global_clipnorm=2.0)
+
+    with (
+        in_memory_strategy(2, 2, partitioner) as strategy,
+        Job(strategy, clipping, replicas_to_aggregate=2) as job,
+    ):
+        norms = [np.sqrt(43) * gradient for gradient in (0.1, 5.0)]
+        clipped = [gradient * min(1.0, 2.0 / norm) for gradient, norm in zip((0.1, 5.0), norms, strict=True)]
+        job.train([0.1, 5.0])
+        sums = [v for v in job.optimizer.variables if tuple(v.shape) == (40,)]
+        np.testing.assert_allclose(sums[0].value, np.full(40, np.mean(clipped) ** 2), rtol=1e-5)
+        np.testing.assert_allclose(job.w.value, np.full(3, -0.5), rtol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_skips_its_round(strategy):
+    def scaling():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+
+    with Job(strategy, scaling, replicas_to_aggregate=2) as job:
+        job.train([4, 8, np.inf, 4, 4, 6])
+        assert float(job.w.value[0]) == -(1 + 2) / 2 - (2 + 3) / 2  # the scale is 2 in the last round
+        assert float(job.optimizer.dynamic_scale.value) == 2.0
+        assert job.counts() == (3, 0)
+
+
+def test_one_mode_at_a_time(strategy):
+    message(
+        InvalidArgumentError,
+        lambda: ClusterCoordinator(strategy, max_staleness=1, replicas_to_aggregate=2),
+        "max_staleness=1",
+        "replicas_to_aggregate=2",
+        "Give one of them",
+    )
+    message(
+        InvalidArgumentError,
+        lambda: ClusterCoordinator(strategy, replicas_to_aggregate=0),
+        "replicas_to_aggregate must be at least 1, got 0",
+    )
+
+
+def test_an_assignment_after_an_optimizer_is_refused_for_it_would_come_before(strategy):
+    with Job(strategy, replicas_to_aggregate=2) as job:
+
+        def clipped():
+            job.optimizer.apply([jnp.ones(3), jnp.ones(40)], [job.w, job.other])
+            job.w.assign(jnp.zeros(3))
+
+        message(
+            UnsupportedError,
+            lambda: job.coordinator.schedule(clipped),
+            "test_rounds.py",
+            "after an optimizer in the same function",
+            "Schedule another function",
+        )
+
+
+def test_without_rounds_an_update_is_of_one_function_again(strategy):
+    with Job(strategy) as job:
+        job.train([1, 2, 3])
+        assert float(job.w.value[0]) == -6
+        assert job.counts() == (0, 0)
+    with Job(strategy, replicas_to_aggregate=3) as job:
+        job.train([1, 2, 3])
+        assert float(job.w.value[0]) == -2
