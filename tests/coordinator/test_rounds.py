@@ -45,8 +45,9 @@ def end(queue, worker):
 
 def test_a_round_is_over_when_so_many_have_ended_and_its_mean_is_applied():
     queue = queue_of(2, num=4)
-    assert taken(queue, "abab") == {"a": None, "b": None}  # neither has a second one: one each is the round
-    assert (queue.in_flight("a"), queue.in_flight("b")) == (1, 1)
+    assert taken(queue, "a") == {"a": 0}
+    assert taken(queue, "ab") == {"a": None, "b": 1}  # what is left is for who has nothing
+    assert taken(queue, "ab") == {"a": None, "b": None}
     end(queue, "a")
     assert queue.complete_round is None
     assert not queue.may_take("a")
@@ -72,9 +73,10 @@ def test_fewer_workers_than_gradients_compute_several():
 
 def test_workers_beyond_are_backups_and_who_is_late_is_dropped():
     queue = queue_of(2, "abc")
-    assert taken(queue, "abc") == {"a": 0, "b": 1, "c": 2}
+    assert taken(queue, "ab") == {"a": 0, "b": 1}
     end(queue, "a")
     assert not queue.may_take("a")  # it has had one of this round, and enough are under way
+    assert taken(queue, "c") == {"c": 2}
     end(queue, "c")
     assert queue.complete_round.ended == [0, 2]
     queue.rounds.applied(queue.complete_round)
@@ -233,6 +235,31 @@ def test_all_of_a_round_compute_with_the_same_values_and_the_mean_is_one_step(st
         assert int(job.count) == len(gradients)  # what is no optimizer's is done by each
         assert job.counts() == (10, 0)
         assert not caplog.records
+
+
+def test_what_other_functions_have_pulled_is_not_computed_with_in_the_next_round(strategy):
+    with Job(strategy, replicas_to_aggregate=2) as job:
+
+        def look():  # what it pushes brings values for the next function
+            job.count.assign_add(1)
+            return job.w.value[0] + job.other.value[0]
+
+        values = []
+        for _ in range(10):
+            values += [job.coordinator.schedule(job.step, (np.float32(1),)) for _ in range(2)]
+            for _ in range(2):
+                job.coordinator.schedule(look)
+        job.coordinator.join(JOIN_S)
+        assert [float(w) for w, _ in job.coordinator.fetch(values)] == [-float(n // 2) for n in range(20)]
+
+
+def test_nothing_is_pulled_that_is_old_when_it_is_needed(strategy):
+    with Job(strategy, replicas_to_aggregate=2) as job:
+        stores = strategy.session._tasks.stores
+        job.train([1] * 2)
+        before = [store.statistics()["pieces_sent"] for store in stores]
+        job.train([1] * 20)
+        assert [store.statistics()["pieces_sent"] for store in stores] == [num + 20 for num in before]
 
 
 def test_gradients_without_a_whole_round_wait_for_what_is_scheduled_next(strategy, caplog):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from replicax._src.coordinator.metrics import metrics_of
-from replicax._src.coordinator.status import COLUMNS, Recent, rows_of, status_of, with_rates
+from replicax._src.coordinator.status import COLUMNS, Recent, closures_of, rows_of, status_of, with_rates
 from replicax._src.coordinator.status_page import page_of
 
 CLOSURES = {
@@ -81,6 +81,17 @@ def test_all_tasks_have_the_same_fields_and_all_is_json():
     assert json.loads(json.dumps(told)) == told
     assert told["closures"]["queued"] == 4
     assert "low" not in told["closures"]
+
+
+def test_rounds_are_shown_where_there_are_some():
+    without, told = status(), status(rounds=1200, gradients_dropped=3)
+    assert dict(closures_of(with_rates(None, told)))["rounds"] == "1,200"
+    assert dict(closures_of(with_rates(None, told)))["gradients dropped"] == "3"
+    assert "rounds" not in dict(closures_of(with_rates(None, without)))
+    assert "<dt>gradients dropped</dt><dd>3</dd>" in page_of(with_rates(None, told))
+    lines = metrics_of(told).splitlines()
+    assert "replicax_rounds_total 1200" in lines
+    assert "replicax_gradients_dropped_total 3" in lines
 
 
 def test_the_bytes_of_a_worker_are_those_with_the_coordinator_and_with_parameter_servers():
