@@ -1,5 +1,7 @@
 """Closures on parameter servers of this process: what optimizers and assignments do there is what they do on one device."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -8,6 +10,7 @@ import pytest
 
 import replicax as rx
 from checks import message
+from replicax._src.ps.store import Store
 from replicax._src.variables.partitioners import FixedShardsPartitioner
 from replicax.errors import UnsupportedError
 from servers import servers
@@ -479,3 +482,41 @@ def test_arrays_that_are_given_are_copied():
     value[:] = 7
     np.testing.assert_array_equal(kept.value, [1, 1])
     np.testing.assert_array_equal(prepared.arguments[0], [1, 1])
+
+
+# --- what is gone --------------------------------------------------------------------------------------
+
+
+def test_models_made_in_a_loop_leave_nothing_on_the_servers():
+    stores = [Store(), Store()]
+    strategy = servers(stores=stores)
+
+    def use_a_model(x):
+        with strategy.scope():
+            kept = rx.Variable(np.ones(x.shape, np.float32))
+        strategy.run_here(lambda x: kept.assign_add(x), x)
+
+    held = []
+    for number in range(22):
+        use_a_model(np.ones(1 + number % 2, np.float32))
+        gc.collect()
+        held.append([(store.statistics()["programs"], store.statistics()["bytes"]) for store in stores])
+    assert max(num for each in held for num, _ in each) <= 17, (
+        "of the functions that are remembered, and the next"
+    )
+    assert held[-1] == held[-3]
+    assert strategy.session.bytes_on == [store.statistics()["bytes"] for store in stores]
+
+
+def test_what_a_server_has_counts_where_the_next_variable_goes():
+    strategy = servers(2)
+    with strategy.scope():
+        small, large = rx.Variable(np.zeros(2, np.float32)), rx.Variable(np.zeros(100, np.float32))
+    assert [float(np.sum(v.numpy())) for v in (small, large)] == [0, 0]
+    assert strategy.session.bytes_on == [8, 400]
+    del large
+    gc.collect()
+    with strategy.scope():
+        other = rx.Variable(np.zeros(50, np.float32))
+    assert other.numpy().sum() == 0
+    assert strategy.session.bytes_on == [8, 200]

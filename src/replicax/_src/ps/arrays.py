@@ -53,6 +53,10 @@ class Balance:
         """A piece is on server ``ps``; one of no bytes counts as one, so that they too go round."""
         self.bytes_on[ps] += max(num_bytes, 1)
 
+    def remove(self, ps: int, num_bytes: int) -> None:
+        """A piece that was added is no more."""
+        self.bytes_on[ps] -= max(num_bytes, 1)
+
 
 @final
 class ServerArray:
@@ -115,6 +119,10 @@ class ServerArray:
             return self.shape
         return (piece.rows[1] - piece.rows[0], *self.shape[1:])
 
+    def bytes_of(self, piece: Piece) -> int:
+        """How large a piece is."""
+        return math.prod(self.shape_of(piece)) * self.dtype.itemsize
+
     def place(self, balance: Balance) -> None:
         """Decides where the pieces go: each to the server that has the fewest bytes."""
         ranges: Sequence[tuple[int, int] | None] = self.shards or (None,)
@@ -122,8 +130,7 @@ class ServerArray:
         for number, rows in enumerate(ranges):
             part = f"{self.key}/part_{number}" if rows is not None else self.key
             piece = Piece(0, part, rows)
-            size = math.prod(self.shape_of(piece)) * self.dtype.itemsize
-            pieces.append(Piece(balance.take(size), part, rows))
+            pieces.append(Piece(balance.take(self.bytes_of(piece)), part, rows))
         self.pieces = tuple(pieces)
 
     def place_beside(self, other: ServerArray, balance: Balance) -> None:
@@ -134,7 +141,7 @@ class ServerArray:
             for number, piece in enumerate(other.pieces)
         )
         for piece in self.pieces:
-            balance.add(piece.ps, math.prod(self.shape_of(piece)) * self.dtype.itemsize)
+            balance.add(piece.ps, self.bytes_of(piece))
 
     def read(self) -> Any:
         """The value now, as an array of JAX. Communicates, and waits."""

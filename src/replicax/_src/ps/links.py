@@ -141,6 +141,8 @@ class PsLinks:
             fields = {"pieces": described, "if_absent": if_absent}
             messages[ps] = self._message("create", fields, arrays)
         self._all(messages, may_repeat=if_absent)
+        if programs:
+            self.drop((), [(ps, program.digest) for ps, program in programs])
 
     def add_program(self, ps: int, program: UpdateProgram) -> str:
         """Keeps a program for parameter server ``ps``; it is sent before it is needed. Returns its digest."""
@@ -236,10 +238,18 @@ class PsLinks:
             may_repeat=True,
         )
 
-    def drop(self, pieces: Sequence[Piece]) -> None:
-        """Frees pieces."""
+    def drop(self, pieces: Sequence[Piece], programs: Sequence[tuple[int, str]] = ()) -> None:
+        """Frees pieces, and programs: each its parameter server and its digest."""
         keys = _by_ps((piece.ps, piece.key) for piece in pieces)
-        self._all({ps: self._message("drop", {"keys": ours}) for ps, ours in keys.items()}, may_repeat=True)
+        digests = _by_ps(programs)
+        for ps, digest in programs:
+            self._servers[ps].programs.pop(digest, None)
+            self._servers[ps].sent.discard(digest)
+        messages = {
+            ps: self._message("drop", {"keys": keys.get(ps, []), "programs": digests.get(ps, [])})
+            for ps in sorted(keys | digests)
+        }
+        self._all(messages, may_repeat=True)
 
     def find(self, keys: Sequence[str]) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """For each parameter server the pieces that it has of those with these keys: shape and dtype."""

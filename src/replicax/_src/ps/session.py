@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -57,9 +58,12 @@ class Session:
         self._lock = threading.RLock()
         self._balance = Balance(links.num_servers)
         self._unmade: list[weakref.ref[ServerArray]] = []
-        self._made: weakref.WeakSet[ServerArray] = weakref.WeakSet()
+        self._made: weakref.WeakKeyDictionary[ServerArray, weakref.finalize | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._num_keys = 0
-        self._dropped: deque[Piece] = deque()
+        self._dropped: deque[_Dropped] = deque()
+        self._num_uses: Counter[tuple[int, str]] = Counter()  # of programs, by server and digest
 
     @property
     def num_ps(self) -> int:
@@ -110,6 +114,7 @@ class Session:
     def make(self, arrays: Sequence[ServerArray]) -> None:
         """Puts arrays on the servers, with all that were added before and stand beside nothing."""
         with self._lock:
+            self._drop_waiting()
             missing = {id(array) for array in arrays if not array.is_made}
             if not missing:
                 return
@@ -129,7 +134,7 @@ class Session:
                 self._create(made)
             except BaseException:
                 for array in made:  # it is tried again when they are needed again
-                    array.pieces = ()
+                    self._forget_pieces(array)
                 raise
             self._forget_made()
 
@@ -145,10 +150,15 @@ class Session:
             for array, _ in absent:
                 array.pieces = ()
             raise
-        self._made.update(wanted)
         for array in wanted:
+            self._made[array] = None
             array.initial = None
         self._forget_made()
+
+    def _forget_pieces(self, array: ServerArray) -> None:
+        for piece in array.pieces:
+            self._balance.remove(piece.ps, array.bytes_of(piece))
+        array.pieces = ()
 
     def _forget_made(self) -> None:
         self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
@@ -166,12 +176,13 @@ class Session:
         made.append(array)
 
     def _create(self, arrays: Sequence[ServerArray]) -> None:
-        self._drop_waiting()
         self._create_pieces([(array, piece) for array in arrays for piece in array.pieces])
-        self._made.update(arrays)
         for array in arrays:
             array.initial = None
-            weakref.finalize(array, _drop, self._dropped, array.pieces, array.copies).atexit = False
+            sized = [(piece, array.bytes_of(piece)) for piece in array.pieces]
+            dropping = weakref.finalize(array, _drop, self._dropped, sized, array.copies, array.num_bytes)
+            dropping.atexit = False
+            self._made[array] = dropping
 
     def _create_pieces(self, pieces: Sequence[tuple[ServerArray, Piece]]) -> None:
         new = [
@@ -208,7 +219,11 @@ class Session:
                 return
             (value,) = self.links.read([array.pieces])
             self.links.drop(array.pieces)
-            array.pieces, array.beside = (), other
+            dropping = self._made.get(array)
+            if dropping is not None:
+                dropping.detach()
+            self._forget_pieces(array)
+            array.beside = other
             array.initial = lambda: value
             self._unmade.append(weakref.ref(array))
             self.make([array])
@@ -226,6 +241,7 @@ class Session:
                 is_shared = self._shared is not None
                 self.links.create([NewPiece(piece, array.shape, array.dtype, value)], if_absent=is_shared)
             array.copies[ps] = piece.key
+            self._balance.add(ps, array.num_bytes)
             self.layout += 1
 
     def restored(self, ps: int, keys: Collection[str]) -> list[str]:
@@ -246,6 +262,15 @@ class Session:
             made = list(self._made)
         return [array.name for array in made if not array.keys_on(ps) <= set(keys)]
 
+    def keep_programs(self, owner: Any, updates: Mapping[int, UpdateProgram]) -> None:
+        """Gives parameter servers their programs of a function; they are dropped when ``owner`` is gone."""
+        uses = [(ps, update.digest) for ps, update in updates.items()]
+        with self._lock:
+            self._num_uses.update(uses)
+            weakref.finalize(owner, self._dropped.extend, [_Dropped(*use) for use in uses]).atexit = False
+            for ps, update in updates.items():
+                self.links.send_program(ps, update)
+
     def has_update(self, digest: str) -> bool:
         """Whether that is a program of a parameter server."""
         return self.links.has_update(digest)
@@ -256,10 +281,21 @@ class Session:
         return self._num_keys
 
     def _drop_waiting(self) -> None:
-        """Frees what variables that are gone have left on the servers."""
+        """Frees what variables and functions that are gone have left on the servers."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        if dropped:
-            self.links.drop(dropped)
+        if not dropped:
+            return
+        unused: list[tuple[int, str]] = []
+        for each in dropped:
+            if each.piece is not None:
+                self._balance.remove(each.ps, each.num_bytes)
+                continue
+            use = each.ps, each.program
+            self._num_uses[use] -= 1
+            if not self._num_uses[use]:
+                del self._num_uses[use]
+                unused.append(use)
+        self.links.drop([each.piece for each in dropped if each.piece is not None], unused)
 
     # --- values ---------------------------------------------------------------------------------------
 
@@ -304,6 +340,22 @@ def _add_with_those_beside(array: ServerArray, arrays: list[ServerArray]) -> Non
         arrays.append(array)
 
 
-def _drop(dropped: deque[Piece], pieces: Sequence[Piece], copies: Mapping[int, str]) -> None:
+@dataclass(frozen=True)
+class _Dropped:
+    """What is to be dropped on a server: a use of a program, by its digest, or a piece, and what it counted there."""
+
+    ps: int
+    program: str = ""
+    piece: Piece | None = None
+    num_bytes: int = 0
+
+
+def _drop(
+    dropped: deque[_Dropped],
+    pieces: Sequence[tuple[Piece, int]],
+    copies: Mapping[int, str],
+    num_bytes: int,
+) -> None:
     """An array is gone; its pieces will be dropped. Takes no lock, for garbage collection."""
-    dropped.extend([*pieces, *(Piece(ps, key) for ps, key in copies.items())])
+    dropped.extend(_Dropped(piece.ps, piece=piece, num_bytes=size) for piece, size in pieces)
+    dropped.extend(_Dropped(ps, piece=Piece(ps, key), num_bytes=num_bytes) for ps, key in copies.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
@@ -115,7 +114,7 @@ class SharedArrays:
             return []
         pieces, absent = [], []
         for key, rows, is_at, shall_be_at in zip(keys, array.shards or (None,), there, wanted, strict=True):
-            size = math.prod(array.shape_of(Piece(0, key, rows))) * array.dtype.itemsize
+            size = array.bytes_of(Piece(0, key, rows))
             at = shall_be_at if is_at is None else is_at
             if at is None:
                 at = balance.take(size)

@@ -339,12 +339,14 @@ class Store:
         return Message({})
 
     def _drop(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        keys = keys_of(header, "keys")
+        keys, programs = keys_of(header, "keys"), keys_of(header, "programs", [])
         with self._lock:
             self._check_incarnation(header.get("incarnation"))
             for key in keys:
                 self._pieces.pop(key, None)  # one that was dropped before is not there either
             self._gradients.forget(keys)
+            for digest in programs:
+                self._programs.pop(digest, None)
         return Message({})
 
     def _find(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:

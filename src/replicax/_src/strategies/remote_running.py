@@ -125,13 +125,12 @@ class TracedFunction:
                 f"{self.first.returns}. Return arrays whose number does not depend on shapes; for a number of rows "
                 "jnp.int32(x.shape[0])."
             )
-        for ps, update in closure.updates:
-            self._session.links.send_program(ps, update)
         if shapes is not None and (closure.round_key is None) != (self.first.round_key is None):
             raise UnsupportedError(
                 f"{self.name} applies gradients for elements of some shapes only, and not for others ({signature}). Schedule "
                 "another function where none are applied."
             )
+        self._session.keep_programs(closure, closure.updates)
         digest = closure.program.digest
         self.programs[signature or closure.elements.signature] = digest
         self._closures[digest] = closure
