@@ -11,7 +11,7 @@ os.environ.pop("PJRT_NPROC", None)  # of who runs all benchmarks, for its virtua
 import atexit
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +160,7 @@ def embedding(strategy: Any, coordinator: Any, optimizer: str) -> Run:
 
 
 def memory(cluster: Any, folder: Path, tables: int, rows: int, columns: int) -> Run:
-    """Memory of the ps while tables with the slots of Adam are made, used, and restored by a new process.
-
-    Not while it writes a snapshot: each piece that is updated before it is written is there twice then.
-    """
+    """Memory of the ps while tables with the slots of Adam are made, used, written to a snapshot, and restored by a new process."""
     strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
     coordinator = rx.coordinator.ClusterCoordinator(strategy)
     phases = ps_timing.MemoryPhases(lambda: cluster.tasks["ps", 0].pid)
@@ -192,7 +189,9 @@ def memory(cluster: Any, folder: Path, tables: int, rows: int, columns: int) -> 
         with phases.of("creating"):
             step = make()
             coordinator.schedule(step).fetch()
-        _wait_until_written(folder)
+        with phases.of("snapshot"):
+            for _ in _until_written(folder):
+                coordinator.schedule(step).fetch()
         with phases.of("steps"):
             for _ in range(count):
                 coordinator.schedule(step)
@@ -209,13 +208,15 @@ def memory(cluster: Any, folder: Path, tables: int, rows: int, columns: int) -> 
     return run
 
 
-def _wait_until_written(folder: Path) -> None:
-    """A ps writes what has been made soon: waits until that is over, and nothing has been written for a while."""
+def _until_written(folder: Path) -> Iterator[None]:
+    """Until a ps has written what has been made, which it does soon: goes on while there is no file, or it still grows."""
     before, until = -1, time.monotonic() + ps_sizes.LIMIT_S
     while time.monotonic() < until:
-        time.sleep(3.0)
+        looks_again = time.monotonic() + 3.0
+        while time.monotonic() < looks_again:
+            yield
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if size == before:
+        if size == before > 0:
             return
         before = size
 

@@ -1,5 +1,6 @@
 """Snapshots of a store: what is written is read again, or said to be broken; what was written before stays."""
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import export
 
-from replicax._src.ps import snapshots
+from replicax._src.ps import snapshots, unwritten
 from replicax._src.ps.errors import StaleCoordinatorError, UnknownProgramError
 from replicax._src.ps.held_values import BYTES_PER_BLOCK
 from replicax._src.ps.messages import Message
@@ -190,6 +191,36 @@ def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
     send(again)
     assert step(again, 0).header["duplicate"] is False  # whose update is not in the values
     assert what["updates"] == 0
+
+
+@pytest.mark.parametrize("ends", ["written", "failed", "late"])
+def test_an_update_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch, ends):
+    store = new_store(w=np.zeros(4, np.float32), v=np.zeros(4, np.float32))
+    monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
+    monkeypatch.setattr("replicax._src.ps.store._LONGEST_WAIT_S", 0.2 if ends == "late" else 60)
+    write_entry, threads = snapshots._write_entry, []
+
+    def write(file, entry):
+        if not threads:
+            threads.append(threading.Thread(target=step, args=[store, 0]))
+            threads[0].start()
+            threads[0].join(timeout=30 if ends == "late" else 0.5)
+            assert threads[0].is_alive() == (ends != "late")
+            assert read(store, "v")[0].max() == 0.0  # who reads does not wait
+            if ends == "failed":
+                raise OSError("full")
+        elif entry.key == "v":  # w is written: its update goes on
+            threads[0].join(timeout=30)
+            assert not threads[0].is_alive()
+        return write_entry(file, entry)
+
+    monkeypatch.setattr(snapshots, "_write_entry", write)
+    with pytest.raises(SnapshotError) if ends == "failed" else contextlib.nullcontext():
+        store.snapshot(tmp_path)
+    threads[0].join(timeout=30)
+    assert read(store, "w")[0].max() == 1.0
+    if ends != "failed":
+        assert read(restored(tmp_path)[0], "w")[0].max() == 0.0
 
 
 def test_snapshots_among_updates_are_whole(tmp_path):
@@ -424,7 +455,7 @@ def test_a_disk_that_is_full(tmp_path, limit):
 
 
 MEMORY = """
-import json, sys
+import json, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from jax import export
 from replicax._src.ps.messages import Message
@@ -467,8 +498,14 @@ def work(rows, prefix, is_restored):
     update = send(adagrad, keys, (0, 1), like, like, jax.ShapeDtypeStruct(ids.shape, jnp.int32), g)
     for number in range(3):
         ask("step", [ids, g, ids], program=update, rows=[keys[0]])
-    if directory and not is_restored:
-        store.snapshot(directory)
+    if directory and not is_restored:  # while all is updated
+        writing = threading.Thread(target=store.snapshot, args=[directory])
+        writing.start()
+        number = 0
+        while writing.is_alive():
+            ask("step", [ids, g], program=update)
+            number += 1
+        assert number > 1
     return 2 * 4 * rows * 64
 
 

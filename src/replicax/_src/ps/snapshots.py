@@ -10,7 +10,7 @@ import re
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
@@ -48,7 +48,12 @@ class Entry:
     value: np.ndarray
 
 
-def write(directory: Path, content: Mapping[str, Any], entries: deque[Entry]) -> tuple[Path, int]:
+def write(
+    directory: Path,
+    content: Mapping[str, Any],
+    entries: deque[Entry],
+    on_written: Callable[[str], None] = lambda key: None,
+) -> tuple[Path, int]:
     """Writes a snapshot beside those that are there, and then removes all but the last ``NUM_KEPT``.
 
     There is no half of one: it gets its name when all of it is on the disk. While it is written there is one more.
@@ -56,6 +61,7 @@ def write(directory: Path, content: Mapping[str, Any], entries: deque[Entry]) ->
     Args:
       content: What is to be read first, as JSON.
       entries: The pieces. They are taken out as they are written, so that views end early.
+      on_written: Told the key of a piece then.
 
     Returns:
       Its file and how many bytes it has.
@@ -67,7 +73,7 @@ def write(directory: Path, content: Mapping[str, Any], entries: deque[Entry]) ->
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as file:  # one that was left here by a process that died gives its room back
-            _write_all(file, content, entries)
+            _write_all(file, content, entries, on_written)
             num_bytes = file.tell()
             file.flush()
             os.fsync(file.fileno())
@@ -202,11 +208,17 @@ class SnapshotFile:
             yield block
 
 
-def _write_all(file: BufferedWriter, content: Mapping[str, Any], entries: deque[Entry]) -> None:
+def _write_all(
+    file: BufferedWriter,
+    content: Mapping[str, Any],
+    entries: deque[Entry],
+    on_written: Callable[[str], None],
+) -> None:
     file.write(_MAGIC)
     pieces = []
     while entries:
         pieces.append(_write_entry(file, entries.popleft()))
+        on_written(pieces[-1]["key"])
     header = json.dumps({"format": _FORMAT, "content": content, "pieces": pieces}).encode()
     offset = file.tell()
     file.write(header)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,11 +41,14 @@ from replicax._src.ps.requests import (
     program_of,
 )
 from replicax._src.ps.store_statistics import StoreStatistics
+from replicax._src.ps.unwritten import Unwritten
 from replicax._src.ps.updates import CompiledUpdate
 from replicax._src.ps.window import Window
 
 MAX_WINDOWS: Final = 1024
 _MAX_PAST_INCARNATIONS: Final = 64
+_LONGEST_WAIT_S: Final = 20.0
+"""For a snapshot: a client gives a call up after 60 s."""
 
 
 @final
@@ -68,6 +72,8 @@ class Store:
         self._lock = threading.Lock()
         self._compile_lock = threading.Lock()
         self._snapshot_lock = threading.Lock()
+        self._has_room = threading.Condition(self._lock)
+        self._unwritten: Unwritten | None = None
         self._incarnation: str | None = None
         self._taken_over: deque[str] = deque(maxlen=_MAX_PAST_INCARNATIONS)
         self._left: str | None = None
@@ -148,7 +154,8 @@ class Store:
         """Writes all values and which closures have been applied to a new file. Updates go on meanwhile.
 
         The values are those of one moment. Until a piece is written, the first update of it needs memory for another
-        value. Programs are not in it: only which there were. Nor are gradients that wait for others of their round.
+        value; where that would be much, the update waits, for 20 s at most (``Unwritten``). Programs are not in it: only
+        which there were. Nor are gradients that wait for others of their round.
 
         Args:
           directory: Of this server alone.
@@ -167,7 +174,14 @@ class Store:
                     for piece in self._pieces.values()
                 )
                 content = self._content(epoch)
-            path, num_bytes = snapshots.write(Path(directory), content, entries)
+                sizes = {piece.key: piece.num_bytes for piece in self._pieces.values()}
+                self._unwritten = Unwritten(sizes, time.monotonic() + _LONGEST_WAIT_S)
+            try:
+                path, num_bytes = snapshots.write(Path(directory), content, entries, self._is_written)
+            finally:
+                with self._lock:
+                    self._unwritten = None
+                    self._has_room.notify_all()
         return {"file": str(path), "bytes": num_bytes, "epoch": epoch, "updates": content["updates"]}
 
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
@@ -216,6 +230,12 @@ class Store:
             "programs": programs,
             "refused": refused,
         }
+
+    def _is_written(self, key: str) -> None:
+        with self._lock:
+            if self._unwritten is not None:
+                self._unwritten.written(key)
+                self._has_room.notify_all()
 
     def _content(self, epoch: int) -> dict[str, Any]:
         return {
@@ -287,6 +307,9 @@ class Store:
             self._check_incarnation(header.get("incarnation"))
             update = None if step.program is None else self._known_program(step.program)
             averaged = None if step.gradients is None else self._known_program(step.gradients.program)
+            if update is not None and self._unwritten is not None:
+                self._wait_for_room([update.program.state[at] for at in update.program.written])
+                self._check_incarnation(header.get("incarnation"))
             pulled = [self._piece(key) for key, _ in step.pull]
             tables = [self._piece(key) for key in step.rows]
             check_tables(tables)
@@ -322,13 +345,14 @@ class Store:
                 f"Keys {keys} and {len(arrays)} values were to be assigned. Give one value for each key, and each key once."
             )
         with self._lock:
+            self._wait_for_room(keys)
             self._check_incarnation(header.get("incarnation"))
             pieces = [self._piece(key) for key in keys]
             for piece, array in zip(pieces, arrays):
                 check_assigned(piece, array)
             # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
             fresh = [
-                None if self._is_written(p, a) else copied(a, self.device) for p, a in zip(pieces, arrays)
+                None if self._is_in_place(p, a) else copied(a, self.device) for p, a in zip(pieces, arrays)
             ]
             for piece, array, value in zip(pieces, arrays, fresh):
                 if value is None:
@@ -480,7 +504,16 @@ class Store:
     def _change(self, piece: HeldPiece, value: jax.Array) -> None:
         piece.value = value
         piece.number += 1
+        if self._unwritten is not None:
+            self._unwritten.change(piece.key)
         self._highest_number = max(self._highest_number, piece.number)
+
+    def _wait_for_room(self, keys: Sequence[str]) -> None:
+        """Until these can change beside a snapshot that is being written. Others have the lock meanwhile."""
+        while (unwritten := self._unwritten) is not None and not unwritten.has_room(keys):
+            left_s = unwritten.until - time.monotonic()
+            if left_s <= 0 or not self._has_room.wait(left_s):
+                return
 
     def _staleness(self, step: Step, update: CompiledUpdate) -> int | None:
         """How often what the update writes has changed since its closure pulled it; None if that is not known."""
@@ -492,7 +525,7 @@ class Store:
         ]
         return max(0, *ages) if ages else None
 
-    def _is_written(self, piece: HeldPiece, array: np.ndarray) -> bool:
+    def _is_in_place(self, piece: HeldPiece, array: np.ndarray) -> bool:
         return piece.value is not None and is_overwritten(array)
 
     def _read(
