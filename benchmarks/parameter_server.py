@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import statistics
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -199,12 +200,20 @@ def _print_bar(
     )
 
 
+def convergence(num_rounds: int, tensorflow_python: str | None) -> None:
+    """What is learned with workers that do not wait for each other, beside synchronous training."""
+    del tensorflow_python
+    script = Path(__file__).with_name("ps_convergence.py")
+    subprocess.run([sys.executable, str(script), "--rounds", str(num_rounds)], check=True, timeout=900)
+
+
 PARTS = {
     "closures": closures,
     "mlp": mlp,
     "transfer": transfer,
     "embedding": embedding,
     "memory": memory,
+    "convergence": convergence,
 }
 
 

@@ -190,5 +190,5 @@ def test_a_cluster_that_speaks_tls_and_who_has_no_certificate(tmp_path, monkeypa
             monkeypatch.delenv(f"REPLICAX_TLS_{name}")
             if name == "CERTIFICATE":
                 continue
-            with pytest.raises(UnavailableError, match="ps 0.* these REPLICAX_TLS settings"):
+            with pytest.raises(UnavailableError, match=r"ps 0.* these REPLICAX_TLS settings"):
                 rx.ParameterServerStrategy()
