@@ -16,11 +16,15 @@ ME = "a coordinator"
 
 
 @contextlib.contextmanager
-def in_memory_strategy(workers=1, ps=1, partitioner=None):
-    """A strategy whose tasks are threads."""
-    tasks = _Tasks(workers, ps)
+def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, told=None):
+    """A strategy whose tasks are threads.
+
+    Args:
+      told: By the number of a worker, what it says of itself in place of what is true.
+    """
+    tasks = _Tasks(workers, ps, {"num_devices": devices_per_worker, "platform": "cpu"}, told or {})
     session = Session(PsLinks.of_stores(tasks.stores, ME), tasks=tasks)
-    strategy = ParameterServerStrategy._of_session(session, partitioner)
+    strategy = ParameterServerStrategy._of_session(session, partitioner, devices_per_worker)
     try:
         yield strategy
     finally:
@@ -30,7 +34,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None):
 class _Tasks:
     """In place of ``ps/tasks.py``."""
 
-    def __init__(self, workers, ps):
+    def __init__(self, workers, ps, is_so, told):
         self.stores = [Store() for _ in range(ps)]
         for store in self.stores:
             store.hello(ME)
@@ -39,11 +43,14 @@ class _Tasks:
             for index in range(workers)
         ]
 
+        self._told = [is_so | told.get(index, {}) for index in range(workers)]
+
     def addresses(self, job):
         return tuple(f"{job} {n}" for n in range(len(self.stores if job == "ps" else self.workers)))
 
     def connect(self, job, index):
-        return _Client((self.stores if job == "ps" else self.workers)[index], f"{job} {index}")
+        told = self._told[index] if job == "worker" else {}
+        return _Client((self.stores if job == "ps" else self.workers)[index], f"{job} {index}", told)
 
     def close(self):
         for worker in self.workers:
@@ -53,11 +60,11 @@ class _Tasks:
 class _Client:
     """In place of ``TaskClient``."""
 
-    def __init__(self, task, name):
-        self._task, self._name = task, name
+    def __init__(self, task, name, told):
+        self._task, self._name, self._told = task, name, told
 
     def ask(self, what, header, timeout_s):
-        return {"instance": self._name, "statistics": {}}
+        return {"instance": self._name, "statistics": {}, **self._told}
 
     def open(self):
         return _Link(self._task, self._name)

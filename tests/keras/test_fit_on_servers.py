@@ -108,6 +108,52 @@ def test_one_worker_trains_as_one_device_does(case):
         same_state(expected, model)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_two_devices_of_a_worker_train_as_one_device_does(case):
+    optimizer, layers, options = CASES[case]
+    expected = classifier(optimizer, layers, weighted_metrics=["accuracy"])
+    with in_memory_strategy(workers=1, devices_per_worker=2) as strategy:
+        model = made_in(strategy, optimizer, layers, weighted_metrics=["accuracy"])
+        same(fitted(expected, **options), fitted(model, **options))
+        same_state(expected, model)
+        same(
+            expected.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True),
+            model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True),
+        )
+        np.testing.assert_allclose(
+            model.predict(X, batch_size=BATCH, verbose=0),
+            expected.predict(X, verbose=0),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+class InReplicas(keras.Sequential):
+    """A model whose steps are in TensorFlow's style: replica functions."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+    def test_step(self, data):
+        return super().test_step(data)
+
+
+def test_two_devices_run_a_step_in_tensorflows_style_as_two_replicas():
+    def made():
+        keras.utils.set_random_seed(0)
+        model = InReplicas([keras.Input((4,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+        return model
+
+    expected = made()
+    with in_memory_strategy(workers=1, devices_per_worker=2) as strategy:
+        with strategy.scope():
+            model = made()
+        same(fitted(expected), fitted(model))
+        same_state(expected, model)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "custom_train_step"])  # of arrays
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # Keras, in BinaryIoU

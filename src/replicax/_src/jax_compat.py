@@ -143,6 +143,11 @@ def eval_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return list(jax.core.eval_jaxpr(jaxpr, (), *args))
 
 
+def default_platform() -> str:
+    """What programs are exported for, to run on the default devices of this process: ``cuda``, where JAX says ``gpu``."""
+    return jax.export.default_export_platform()
+
+
 def export(
     fn: Callable[..., Sequence[Any]], avals: Sequence[Any], platforms: Sequence[str], name: str
 ) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.cluster.peers import Peers, joined_peers
@@ -40,7 +40,7 @@ class Topology:
     In several processes all have the same topology, and each the devices of some adjacent replicas.
 
     Attributes:
-      devices: The R devices, in replica order.
+      devices: The R devices, in replica order; none of those of another process, a worker with variables on servers.
       peers: The processes that they belong to; None if they are all of this one.
       mesh: The mesh over them.
       replicated: The sharding of an array that every device holds whole.
@@ -52,7 +52,7 @@ class Topology:
 
     devices: tuple[Device, ...]
     peers: Peers | None
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     replicated: NamedSharding
     per_replica: NamedSharding
     stacked: NamedSharding
@@ -76,9 +76,18 @@ class Topology:
             is_ahead,
         )
 
+    @classmethod
+    def elsewhere(cls, num_replicas: int, *, is_cpu: bool = True) -> Topology:
+        """That of another process, for which programs are made here. Values are kept on the host."""
+        mesh = AbstractMesh((num_replicas,), (REPLICA_AXIS,))
+        whole, row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
+        topology = cls((), None, mesh, whole, row, NamedSharding(mesh, PartitionSpec(None, REPLICA_AXIS)))
+        vars(topology)["is_cpu"] = is_cpu
+        return topology
+
     @functools.cached_property
     def num_replicas(self) -> int:
-        return len(self.devices)
+        return self.mesh.size
 
     @functools.cached_property
     def is_cpu(self) -> bool:
@@ -104,12 +113,12 @@ class Topology:
     @functools.cached_property
     def local_devices(self) -> tuple[Device, ...]:
         """The devices of this process's replicas."""
-        return tuple(self.devices[r] for r in self.local_replicas)
+        return tuple(self.devices[r] for r in self.local_replicas) if self.devices else ()
 
     @functools.cached_property
     def needs_token(self) -> bool:
         """Whether programs that meet are to be counted: on CPU too many of them must not wait. See ``in_flight``."""
-        return self.is_cpu and self.num_replicas > 1 and self.peers is None
+        return self.is_cpu and len(self.devices) > 1 and self.peers is None
 
     # --- arrays onto the devices ------------------------------------------------------------------------
 
@@ -127,6 +136,8 @@ class Topology:
     def _put(self, nest: Any, sharding: NamedSharding) -> Any:
         if self.is_ahead:
             return jax.tree_util.tree_map(lambda value: jax_compat.described(value, sharding), nest)
+        if not self.devices:
+            return nest
         if self.peers is None:
             return jax.device_put(nest, sharding)
         return jax.tree_util.tree_map(lambda value: self._put_shared(value, sharding), nest)
@@ -144,6 +155,8 @@ class Topology:
           rows: [1, ...] for each replica of this process.
           shape: Of one row.
         """
+        if not self.devices:
+            return jax.numpy.concatenate(rows)
         parts = [jax.device_put(row, device) for row, device in zip(rows, self.local_devices, strict=True)]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *shape), self.per_replica, parts)
 
@@ -220,6 +233,8 @@ class Topology:
           has_one_form: The result is always called with arrays of the same shapes and dtypes.
           **options: Of ``jax.jit``.
         """
+        if not self.devices:
+            options.pop("out_shardings", None)
         compiled = jax.jit(function, **options)
         if self.peers is None:
             return compiled

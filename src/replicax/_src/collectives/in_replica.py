@@ -7,7 +7,7 @@ that meets other threads.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -291,13 +291,16 @@ def concatenate(components: Sequence[Any], axis: Any) -> Any:
 
 def first_replicas(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
     """The first replica's arrays, on every replica."""
-    is_first = communicator.replica_id() == 0
+    return first_of(communicator.replica_id() == 0, values, communicator.sum)
+
+
+def first_of(
+    is_first: Any, values: Sequence[Any], add: Callable[[Sequence[Any]], Sequence[Any]]
+) -> list[Any]:
+    """The same, where ``add`` sums arrays over replicas."""
     masked = []
     for value in values:
         value = jnp.asarray(value)
         as_number = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
         masked.append(jnp.where(is_first, as_number, jnp.zeros_like(as_number)))
-    return [
-        total.astype(jnp.asarray(value).dtype)
-        for total, value in zip(communicator.sum(masked), values, strict=True)
-    ]
+    return [total.astype(jnp.asarray(value).dtype) for total, value in zip(add(masked), values, strict=True)]

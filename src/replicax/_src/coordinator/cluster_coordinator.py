@@ -412,7 +412,7 @@ class _Recipe:
                 jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
             )
             tree = jax.tree.structure(structures.rebuilt(said["tree"], leaves))
-            self._known = ElementSpec(tree, leaves)
+            self._known = ElementSpec(tree, leaves, said.get("cut"))
         return self._known
 
     def drop(self, name: str) -> None:

@@ -55,6 +55,14 @@ class Session(Protocol):
     @property
     def num_made(self) -> int: ...
 
+    def meet_worker(self, name: str, told: Mapping[str, Any]) -> None:
+        """A worker has told what it has.
+
+        Raises:
+          DeviceError: It cannot run what the others run.
+        """
+        ...
+
     def has_update(self, digest: str) -> bool:
         """Whether that is a program of a parameter server."""
         ...

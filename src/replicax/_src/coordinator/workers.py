@@ -172,6 +172,7 @@ class RemoteWorker:
                 self._num_restarts += 1
                 self._beat = {}
             self._told = told
+            self._session.meet_worker(self.name, told)
             link = client.open()
         except BaseException:
             client.close()

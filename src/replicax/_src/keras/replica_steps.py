@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import jax
@@ -47,7 +47,7 @@ class ReplicaStepFunction(StepFunction):
         super().__init__(model, phase, strategy)
         self._placer = BatchPlacer(strategy.topology)
         self._weighted_mean = strategy.topology.compile(
-            _weighted_mean, f"{self._name}, mean over rows", out_shardings=strategy.topology.replicated
+            weighted_mean, f"{self._name}, mean over rows", out_shardings=strategy.topology.replicated
         )
 
         def step(data: Any) -> Any:
@@ -89,16 +89,8 @@ class ReplicaStepFunction(StepFunction):
             )
         if self._phase.is_predict:
             return result if len(sizes) == 1 else self._strategy.gather(result, axis=0)
-        return jax.tree_util.tree_map(lambda leaf: self._of_all_rows(leaf, sizes), result, is_leaf=is_value)
-
-    def _of_all_rows(self, value: Any, sizes: Sequence[int]) -> Any:
-        """One value for the logs: the mean over the rows, where replicas return different ones."""
-        if not isinstance(value, PerReplica):
-            return value
-        if value.is_equal:
-            return value.values[0]
         weights = self._strategy.topology.put_whole(np.asarray(sizes, np.float32))
-        return self._weighted_mean(value.array, weights)
+        return of_all_rows(result, weights, self._weighted_mean)
 
 
 def _rows_here(batch: Batch, topology: Topology) -> LocalRows:
@@ -121,7 +113,22 @@ def without_nones(data: Any) -> Any:
     return data
 
 
-def _weighted_mean(rows: jax.Array, weights: jax.Array) -> jax.Array:
+def of_all_rows(logs: Any, weights: Any, mean: Callable[[Any, Any], Any]) -> Any:
+    """Logs of one value each: the mean over the rows, where replicas return different ones.
+
+    Args:
+      weights: How many rows each replica has.
+    """
+
+    def of_leaf(value: Any) -> Any:
+        if not isinstance(value, PerReplica):
+            return value
+        return value.values[0] if value.is_equal else mean(value.array, weights)
+
+    return jax.tree_util.tree_map(of_leaf, logs, is_leaf=is_value)
+
+
+def weighted_mean(rows: jax.Array, weights: jax.Array) -> jax.Array:
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         rows = rows.astype(jnp.float32)
     weights = weights.reshape(-1, *[1] * (rows.ndim - 1))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -20,9 +21,17 @@ from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIter
 from replicax._src.coordinator.remote_value import RemoteValue
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.keras import metric_results
-from replicax._src.keras.losses import in_replica_step
-from replicax._src.keras.replica_steps import is_replica_style, keras_step, without_nones
+from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered
+from replicax._src.keras.replica_steps import (
+    is_replica_style,
+    keras_step,
+    of_all_rows,
+    weighted_mean,
+    without_nones,
+)
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
+from replicax._src.placement.remote.elements import cut_rows
+from replicax._src.values import PerReplica, is_value
 
 _AHEAD_PER_WORKER = 4
 """How many steps are scheduled before the oldest has ended: enough that no worker waits, few enough for memory and logs."""
@@ -66,10 +75,17 @@ class ServerStepFunction(StepFunction):
             )
 
         def step(data: Any) -> Any:
-            return strategy.run(replica_step, args=(data,))
+            if strategy.num_replicas_in_sync == 1:
+                return strategy.run(replica_step, args=(data,))
+            if not is_replica_style(model, phase):
+                return strategy.run_as_one(replica_step, without_nones(data))
+            rows = _in_rows(without_nones(data), strategy.num_replicas_in_sync)
+            with own_compute_loss_gathered(model):
+                result = strategy.run(replica_step, args=(rows,))
+            return strategy.gather(result, axis=0) if phase.is_predict else _of_all_rows(result, rows)
 
         def step_of_worker(iterator: Any) -> Any:
-            return strategy.run(replica_step, args=(next(iterator),))
+            return step(next(iterator))
 
         self._step, self._step_of_worker = _named(step, name), _named(step_of_worker, name)
 
@@ -195,6 +211,18 @@ class ServerStepFunction(StepFunction):
             self._logs.update(last.fetch())
             self._logs.update((name, metric.result()) for name, metric in self._metrics_of_logs.items())
         self._logs = None
+
+
+def _in_rows(data: Any, num_replicas: int) -> Any:
+    """A batch as the replicas of a worker share it, if it is not what each of them has."""
+    leaves = jax.tree_util.tree_leaves(data, is_leaf=is_value)
+    return data if any(isinstance(leaf, PerReplica) for leaf in leaves) else cut_rows(data, num_replicas)
+
+
+def _of_all_rows(logs: Any, rows: Any) -> Any:
+    first = jax.tree_util.tree_leaves(rows, is_leaf=is_value)[0]
+    sizes = [first.component_shape(replica)[0] for replica in range(first.num_replicas)]
+    return of_all_rows(logs, jnp.asarray(sizes, jnp.float32), weighted_mean)
 
 
 def _named(function: Any, name: str) -> Any:

@@ -12,6 +12,7 @@ from jax import export
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.programs import WorkerProgram
+from replicax._src.topology import REPLICA_AXIS
 
 
 @final
@@ -25,8 +26,15 @@ class Executable:
     def __init__(self, blob: bytes, num_replicas: int = 1):
         exported = export.deserialize(bytearray(blob))
         self.compile_s = 0.0
-        self._call = jax.jit(exported.call)
-        self._shardings = _shardings(exported, num_replicas) if num_replicas > 1 else None
+        self._shardings: list[Any] | None = None
+        if num_replicas == 1:
+            self._call = jax.jit(exported.call)
+        else:
+            mesh = _mesh(num_replicas)
+            whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            self._shardings = [sharding or whole for sharding in exported.in_shardings_jax(mesh)]
+            # (That says where it runs, too, where there are no operands.)
+            self._call = jax.jit(exported.call, out_shardings=whole)
 
     def __call__(self, inputs: Sequence[Any]) -> list[jax.Array]:
         """The results; they may be computed yet, when this returns."""
@@ -40,16 +48,14 @@ class Executable:
         return results
 
 
-def _shardings(exported: export.Exported, num_replicas: int) -> list[Any]:
+def _mesh(num_replicas: int) -> jax.sharding.Mesh:
     devices = jax.local_devices()
     if len(devices) < num_replicas:
         raise InvalidArgumentError(
             f"The program is for {num_replicas} replicas, and this task has {len(devices)} devices. Start its server with "
             "as many devices as the others have."
         )
-    mesh = jax.sharding.Mesh(np.array(devices[:num_replicas]), ("replica",))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return [sharding or whole for sharding in exported.in_shardings_jax(mesh)]
+    return jax.sharding.Mesh(np.array(devices[:num_replicas]), (REPLICA_AXIS,))
 
 
 @final
@@ -66,7 +72,7 @@ class LoadedProgram:
     def __init__(self, program: WorkerProgram):
         self.program = program
         self.main = Executable(program.blob, program.num_replicas)
-        self.ids = [Executable(lookup.blob) for lookup in program.lookups]
+        self.ids = [Executable(lookup.blob, program.num_replicas) for lookup in program.lookups]
         self.whole = _pieces(program, program.inputs)
         of_lookups = [each for lookup in program.lookups for each in lookup.inputs]
         self.whole_first = _pieces(program, of_lookups)

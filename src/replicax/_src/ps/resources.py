@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,10 @@ from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import END, EmptyDatasetError, Pass, as_arrays
 from replicax._src.input.opening import open_elements
 from replicax._src.input.prefetch import Prefetcher
+from replicax._src.input.sources import PerReplicaPulls
 from replicax._src.input.split import InputContext
 from replicax._src.ps import structures
-from replicax._src.ps.unbuilt import UnbuiltDataset
+from replicax._src.ps.unbuilt import Cut, UnbuiltDataset
 
 _MOST_AHEAD: Final = 16
 _LEAST_AHEAD: Final = 2
@@ -67,7 +69,8 @@ class Resource(Protocol):
     """Something of a worker that closures take arrays from.
 
     Attributes:
-      spec: Of one element, as JSON: its ``tree`` (``structures.described``), and (shape, dtype) of its ``leaves``.
+      spec: Of one element, as JSON: its ``tree`` (``structures.described``), and (shape, dtype) of its ``leaves``; and
+        where replicas share it how: ``cut``. If each gets an element, it is the list of these.
     """
 
     spec: dict[str, Any]
@@ -119,6 +122,7 @@ def make(kind: str, pickled: np.ndarray, place: WorkerPlace) -> Resource:
         "dataset": DatasetResource,
         "value": ValueResource,
     }
+    cut: Cut | None = None
     if kind not in kinds:
         raise InvalidArgumentError(f"A worker makes resources of the kinds {', '.join(kinds)}; got {kind!r}.")
     made = pickle.loads(pickled.data)
@@ -128,8 +132,14 @@ def make(kind: str, pickled: np.ndarray, place: WorkerPlace) -> Resource:
                 made = _called(made, place)
         if isinstance(made, UnbuiltDataset):
             with context.no_new_variables("Creating variables in `dataset_fn` is not allowed."):
-                made = made.open(place.input_context)
-        return kinds[kind](made, place)
+                replicas = dataclasses.replace(place, num_replicas_in_sync=made.num_replicas)
+                cut, made = made.cut, made.open(replicas.input_context)
+            if cut == "elements":
+                made = PerReplicaPulls.from_one(made, replicas.num_replicas_in_sync)
+        resource = kinds[kind](made, place)
+        if cut is not None:
+            resource.spec["cut"] = cut
+        return resource
 
 
 @final
@@ -137,12 +147,15 @@ class DatasetResource:
     """The elements of a dataset, read ahead by a thread. The first is taken at once, for its spec, and kept.
 
     Args:
-      dataset: Anything that ``input.opening`` opens.
+      dataset: Anything that ``input.opening`` opens; or the steps of several replicas.
     """
 
     def __init__(self, dataset: Any, place: WorkerPlace):
-        elements = open_elements(dataset)
-        self._leaves = _Leaves(elements.iterate(), elements.traits.is_immutable)
+        if isinstance(dataset, PerReplicaPulls):
+            self._leaves = _Leaves(dataset.iterate(), is_immutable=True)  # or copied there
+        else:
+            elements = open_elements(dataset)
+            self._leaves = _Leaves(elements.iterate(), elements.traits.is_immutable)
         first = next(self._leaves, None)
         if first is None:
             raise EmptyDatasetError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 import weakref
@@ -12,12 +13,14 @@ from typing import Any, final
 
 import numpy as np
 
+from replicax._src.errors import DeviceError
 from replicax._src.ps.arrays import Balance, ServerArray
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Piece, UpdateProgram
 from replicax._src.ps.shared_arrays import SharedArrays, copy_key
 from replicax._src.ps.tasks import Tasks
 
+log = logging.getLogger("replicax")
 _BY_PROGRAM_BYTES = 16 << 20
 """A piece from this size on is made on its server, so that nothing of it is ever here, if its initializer allows."""
 
@@ -28,7 +31,7 @@ class Session:
 
     Args:
       links: To the servers.
-      platforms: Of workers and servers, for which programs are compiled.
+      platforms: Of the servers, for which their programs are compiled.
       tasks: The cluster; None if the servers are stores of this process.
       snapshot_intervals_s: Of the parameter servers, in order; None for one that takes no snapshots.
       shared: What programs that share the servers have there; None if this one has them to itself.
@@ -36,6 +39,7 @@ class Session:
     Attributes:
       client: This program's, random: its closures are numbered by it.
       epoch: Counts what is known here of changes: what workers have read before is old then.
+      devices_per_worker: How many devices of each worker are used.
       layout: Counts what was moved or copied: functions that were traced before may not know of it.
     """
 
@@ -54,6 +58,8 @@ class Session:
         links.wait_for(ps for ps, interval in enumerate(self.snapshot_intervals_s) if interval is not None)
         self._tasks = tasks
         self.epoch = self.layout = 0
+        self.devices_per_worker = 1
+        self._worker_platforms: tuple[str, ...] = ()
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
         self._balance = Balance(links.num_servers)
@@ -64,6 +70,7 @@ class Session:
         self._num_keys = 0
         self._dropped: deque[_Dropped] = deque()
         self._num_uses: Counter[tuple[int, str]] = Counter()  # of programs, by server and digest
+        self._met: set[str] = set()
 
     @property
     def num_ps(self) -> int:
@@ -94,7 +101,37 @@ class Session:
 
     @property
     def platforms(self) -> Sequence[str]:
+        """Of the servers."""
         return self._platforms
+
+    @property
+    def worker_platforms(self) -> Sequence[str]:
+        """Of the workers that have been met."""
+        return self._worker_platforms
+
+    def meet_worker(self, name: str, told: Mapping[str, Any]) -> None:
+        """A worker has told what it has: programs are made for its platform from now on.
+
+        Raises:
+          DeviceError: It has fewer devices than the others.
+        """
+        wanted, have = self.devices_per_worker, int(told["num_devices"])
+        if have < wanted:
+            raise DeviceError(
+                f"{name} has {have} device(s), and workers run {wanted} replicas each (devices_per_worker). "
+                f"Start it with as many as the others (replicax server --devices {wanted}, for virtual ones), or say a number "
+                "that all have."
+            )
+        if have > wanted and name not in self._met:
+            log.warning(
+                "%s has %d devices, and %d of them are used: ParameterServerStrategy(devices_per_worker=…) says how many.",
+                name,
+                have,
+                wanted,
+            )
+        with self._lock:
+            self._met.add(name)
+            self._worker_platforms = tuple(sorted({*self._worker_platforms, str(told["platform"])}))
 
     @property
     def bytes_on(self) -> list[int]:
@@ -262,13 +299,13 @@ class Session:
             made = list(self._made)
         return [array.name for array in made if not array.keys_on(ps) <= set(keys)]
 
-    def keep_programs(self, owner: Any, updates: Mapping[int, UpdateProgram]) -> None:
+    def keep_programs(self, owner: Any, updates: Sequence[tuple[int, UpdateProgram]]) -> None:
         """Gives parameter servers their programs of a function; they are dropped when ``owner`` is gone."""
-        uses = [(ps, update.digest) for ps, update in updates.items()]
+        uses = [(ps, update.digest) for ps, update in updates]
         with self._lock:
             self._num_uses.update(uses)
             weakref.finalize(owner, self._dropped.extend, [_Dropped(*use) for use in uses]).atexit = False
-            for ps, update in updates.items():
+            for ps, update in updates:
                 self.links.send_program(ps, update)
 
     def has_update(self, digest: str) -> bool:

@@ -20,6 +20,7 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.spec import ClusterSpec, join_address, split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ContextError, InvalidArgumentError
+from replicax._src.jax_compat import default_platform
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.process import prepare_process, vitals
 from replicax._src.ps.server_def import ServerDef, ServerOptions
@@ -226,7 +227,7 @@ def about_this_process() -> dict[str, Any]:
     return {
         "versions": versions,
         "num_devices": jax.local_device_count(),
-        "platform": jax.default_backend(),
+        "platform": default_platform(),
         "pid": os.getpid(),
     }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, Literal, final
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
+
+Cut = Literal["rows", "elements"]
 
 
 @final
@@ -14,9 +16,19 @@ class UnbuiltDataset:
     """What ``ParameterServerStrategy`` distributes: give it to ``ClusterCoordinator.create_per_worker_dataset``.
 
     Each worker opens one of its own then, and has all of it. Nothing is read here.
+
+    Attributes:
+      num_replicas: Of a worker.
+      cut: How these share it, if they are several: each gets some of the "rows" of a batch, or an element ("elements").
     """
 
-    def __init__(self, open_with: Callable[[InputContext], Any], options: InputOptions | None):
+    def __init__(
+        self,
+        open_with: Callable[[InputContext], Any],
+        options: InputOptions | None,
+        num_replicas: int,
+        cut: Cut,
+    ):
         if options is not None and not isinstance(options, InputOptions):
             raise InvalidArgumentError(f"options must be an rx.InputOptions, got {options!r}.")
         if options and options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -25,15 +37,17 @@ class UnbuiltDataset:
                 "each. Leave the mode out."
             )
         self._open_with = open_with
+        self.num_replicas = num_replicas
+        self.cut: Cut | None = cut if num_replicas > 1 else None
 
     @classmethod
-    def of_dataset(cls, dataset: Any, options: InputOptions | None) -> UnbuiltDataset:
-        """Of a dataset, which travels to the workers."""
-        return cls(lambda input_context: dataset, options)
+    def of_dataset(cls, dataset: Any, options: InputOptions | None, num_replicas: int) -> UnbuiltDataset:
+        """Of a dataset of batches, which travels to the workers."""
+        return cls(lambda input_context: dataset, options, num_replicas, "rows")
 
     @classmethod
     def of_function(
-        cls, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+        cls, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None, num_replicas: int
     ) -> UnbuiltDataset:
         """Of a function of an ``InputContext``, which each worker calls."""
         if not callable(dataset_fn):
@@ -41,7 +55,7 @@ class UnbuiltDataset:
                 f"distribute_datasets_from_function needs a function of an InputContext that returns a dataset, got "
                 f"{dataset_fn!r}. Distribute a dataset with experimental_distribute_dataset."
             )
-        return cls(dataset_fn, options)
+        return cls(dataset_fn, options, num_replicas, "elements")
 
     def open(self, input_context: InputContext) -> Any:
         """The dataset, on a worker."""
@@ -70,12 +84,12 @@ class StrategyOnWorker:
     ) -> UnbuiltDataset:
         """The dataset, which this worker has all of."""
         del distribute_options
-        return UnbuiltDataset.of_dataset(dataset, options)
+        return UnbuiltDataset.of_dataset(dataset, options, self.num_replicas_in_sync)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> UnbuiltDataset:
         """What ``dataset_fn`` makes for this worker."""
-        return UnbuiltDataset.of_function(dataset_fn, options)
+        return UnbuiltDataset.of_function(dataset_fn, options, self.num_replicas_in_sync)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function

@@ -15,14 +15,16 @@ import jax
 import numpy as np
 
 from replicax._src.cluster.detect import checked_resolver
-from replicax._src.cluster.environ import START_LIMIT, limit_s
+from replicax._src.cluster.environ import START_LIMIT, limit_s, optional_number
 from replicax._src.cluster.errors import TaskError
-from replicax._src.cluster.layout import SCRIPT_IN_VARIABLE
+from replicax._src.cluster.layout import DEVICES_VARIABLE, SCRIPT_IN_VARIABLE
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
-from replicax._src.errors import ContextError, InvalidArgumentError
+from replicax._src.errors import ContextError, DeviceError, InvalidArgumentError
 from replicax._src.input.split import InputContext, InputOptions
+from replicax._src.jax_compat import default_platform
+from replicax._src.options import whole_number
 from replicax._src.program.slots import SlotTable
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnknownProgramError
@@ -34,7 +36,7 @@ from replicax._src.ps.tasks import Tasks
 from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.strategies import datasets
 from replicax._src.strategies.parts import Parts
-from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner
+from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner, run_as_one
 from replicax._src.strategies.shared_servers import (
     addresses,
     shared_session,
@@ -76,6 +78,8 @@ class ParameterServerStrategy(Strategy):
         environment.
       variable_partitioner: Into how many shards a variable is cut: ``rx.experimental.partitioners``. Without it each
         variable is whole, on the server that has the fewest bytes.
+      devices_per_worker: On how many devices each worker runs a replica of what ``run`` is given, in sync. They are
+        ``num_replicas_in_sync``. None: what ``replicax launch --devices-per-worker`` says, or 1.
       is_coordinator: Which form it is. None: in a worker the second; in a chief the first, unless ``replicax launch``
         has been told that workers run the script (``--script-in workers``).
 
@@ -96,8 +100,10 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         variable_partitioner: Partitioner | None = None,
         *,
+        devices_per_worker: int | None = None,
         is_coordinator: bool | None = None,
     ):
+        self._num_devices = devices_of_worker(devices_per_worker)
         resolver = checked_resolver(cluster_resolver)
         if is_coordinator is None:
             is_coordinator = (
@@ -128,7 +134,7 @@ class ParameterServerStrategy(Strategy):
         tasks.start_beating()
         num_ps = len(tasks.addresses("ps"))
         links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
-        platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
+        platforms = sorted({str(answer["platform"]) for answer in told})
         intervals_s = [snapshot_interval_s(answer) for answer in told]
         self._set_up(Session(links, platforms, tasks, intervals_s), variable_partitioner, resolver)
         log.info(
@@ -138,8 +144,11 @@ class ParameterServerStrategy(Strategy):
         )
 
     @classmethod
-    def _of_session(cls, session: Session, variable_partitioner: Partitioner | None = None) -> Self:
+    def _of_session(
+        cls, session: Session, variable_partitioner: Partitioner | None = None, devices_per_worker: int = 1
+    ) -> Self:
         strategy = cls.__new__(cls)
+        strategy._num_devices = devices_per_worker
         strategy._set_up(session, variable_partitioner, None)
         return strategy
 
@@ -156,6 +165,7 @@ class ParameterServerStrategy(Strategy):
                 f"rx.experimental.partitioners.MinSizePartitioner(), got {variable_partitioner!r}."
             )
         self.session = session
+        session.devices_per_worker = self._num_devices
         self.variable_partitioner = variable_partitioner
         self.closures = Closures(self, session)
         self._runner_here = Runner(session.links, pulls_ahead=False)
@@ -164,7 +174,7 @@ class ParameterServerStrategy(Strategy):
         self.own_coordinator: ClosesItself | None = None
         Strategy.__init__(
             self,
-            lambda: Topology.of(jax.local_devices()[:1]),
+            self.topology_of_worker,
             cluster_resolver=resolver,
             is_chief=worker is None or worker.is_chief,
             make_parts=_make_parts,
@@ -175,6 +185,22 @@ class ParameterServerStrategy(Strategy):
     def is_coordinator(self) -> bool:
         """Whether this process gives functions to workers; otherwise it is one of several that run them by themselves."""
         return self.worker_of_own is None
+
+    def topology_of_worker(self) -> Topology:
+        """The replicas of a worker; of another process, if this is the coordinator.
+
+        Raises:
+          DeviceError: This worker has fewer devices.
+        """
+        if self._num_devices > 1 and self.is_coordinator:
+            return Topology.elsewhere(self._num_devices, is_cpu=self.session.platforms == ("cpu",))
+        devices = jax.local_devices()
+        if len(devices) < self._num_devices:
+            raise DeviceError(
+                f"Workers have {self._num_devices} devices (devices_per_worker), and this one has {len(devices)}. Start all with "
+                f"as many, or say the number that they have; for virtual ones: rx.config.set_local_devices({self._num_devices})."
+            )
+        return Topology.of(devices[: self._num_devices])
 
     def close(self) -> None:
         """Ends the time with the workers and the parameter servers; variables are gone. They wait for another chief.
@@ -189,7 +215,8 @@ class ParameterServerStrategy(Strategy):
         name = type(self).__name__
         if self.worker_of_own is not None:
             return f"<{name} in {self.worker_of_own.task}, of {self.session.num_ps} parameter servers>"
-        return f"<{name} of {self.session.num_workers} workers and {self.session.num_ps} parameter servers>"
+        devices = f" with {self._num_devices} devices each" if self._num_devices > 1 else ""
+        return f"<{name} of {self.session.num_workers} workers{devices} and {self.session.num_ps} parameter servers>"
 
     def __enter__(self) -> Self:
         return self
@@ -210,7 +237,7 @@ class ParameterServerStrategy(Strategy):
         """
         if not self.is_coordinator:
             return datasets.distribute(self.topology, dataset, options, distribute_options)
-        return UnbuiltDataset.of_dataset(dataset, options)
+        return UnbuiltDataset.of_dataset(dataset, options, self.num_replicas_in_sync)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -218,7 +245,7 @@ class ParameterServerStrategy(Strategy):
         """What ``dataset_fn`` makes on each worker; of a coordinator for ``ClusterCoordinator.create_per_worker_dataset``."""
         if not self.is_coordinator:
             return datasets.distribute_from_function(self.topology, dataset_fn, options, self.worker_of_own)
-        return UnbuiltDataset.of_function(dataset_fn, options)
+        return UnbuiltDataset.of_function(dataset_fn, options, self.num_replicas_in_sync)
 
     def prepare(
         self,
@@ -240,21 +267,36 @@ class ParameterServerStrategy(Strategy):
         with self._running_here:
             return self._run_here(self.closures.prepare(fn, args, kwargs, is_replica_function=True))
 
+    def run_as_one(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """In a function for workers: what ``fn`` gives for a whole batch, computed on all devices of a worker."""
+        return run_as_one(self, fn, batch)
+
+    def _check_devices_here(self, name: str, num_replicas: int) -> None:
+        have = jax.local_device_count()
+        if have < num_replicas:
+            raise DeviceError(
+                f"{name} was called outside of a scheduled function, where it runs in this process: on {num_replicas} devices, as "
+                f"on a worker (devices_per_worker), and there are {have} here. Give it to ClusterCoordinator.schedule; to try "
+                f"it here call rx.config.set_local_devices({num_replicas}) at the start of the program."
+            )
+
     def _run_here(self, prepared: PreparedClosure) -> Any:
         traced = prepared.traced
+        self._check_devices_here(traced.name, traced.first.num_replicas)
         number, self._num_here = self._num_here, self._num_here + 1
+        programs = traced.programs_for([default_platform()])
         call = ClosureCall(
             (self.session.client, number),
             number,
             (self.session.epoch, number),
-            traced.programs,
+            programs,
             prepared.arguments,
             [self._own(prepared.name, source.resource) for source in prepared.sources],
         )
         try:
             result = self._runner_here.run(call)
         except UnknownProgramError:  # it was not run here before, or long ago
-            for digest in traced.programs.values():
+            for digest in programs.values():
                 self._runner_here.add_program(traced.program(digest))
             for name, array in traced.constants.items():
                 self._runner_here.add_constant(name, array)
@@ -271,6 +313,12 @@ class ParameterServerStrategy(Strategy):
                 "process that is no worker. Give a function that calls it to ClusterCoordinator.schedule."
             )
         return ValueResource(np.int32(self.worker_of_own.id_in_cluster), WorkerPlace())
+
+
+def devices_of_worker(given: int | None) -> int:
+    if given is None:
+        return optional_number(os.environ, DEVICES_VARIABLE) or 1
+    return whole_number("ParameterServerStrategy(devices_per_worker=…)", given, least=1)
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
@@ -305,7 +353,7 @@ def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
 
 
 def _make_parts(strategy: ParameterServerStrategy) -> Parts:
-    topology = Topology.of(jax.local_devices()[:1])
+    topology = strategy.topology_of_worker()
     placement = ServerPlacement(topology, strategy.session, strategy.run_here, strategy.variable_partitioner)
     runner = RemoteRunner(strategy, strategy.run_replica_here, is_coordinator=strategy.is_coordinator)
-    return Parts(topology, placement, SlotTable(1), runner)
+    return Parts(topology, placement, SlotTable(topology.num_replicas), runner)

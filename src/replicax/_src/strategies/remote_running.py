@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,10 +19,12 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.collectives.in_replica import OneReplica
 from replicax._src.context import ReplicaContext
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, UnsupportedError
+from replicax._src.jax_compat import default_platform
 from replicax._src.options import RunOptions
 from replicax._src.placement.remote.closure import RemoteClosure, place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.placement.remote.events import Events
+from replicax._src.placement.remote.replicas import Observers, PlacedReplicas
 from replicax._src.placement.remote.tracing import check_can_travel
 from replicax._src.program import key
 from replicax._src.program.cache import (
@@ -35,10 +37,13 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
+from replicax._src.program.slots import SlotTable
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
-from replicax._src.values import is_variable
+from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
+from replicax._src.topology import Topology
+from replicax._src.values import Mirrored, PerReplica, is_value, is_variable
 
 log = logging.getLogger("replicax")
 tracing_lock = threading.RLock()
@@ -51,7 +56,6 @@ class TracedFunction:
     """A function with arguments of certain kinds, and its closures, by the shapes of the elements that it takes.
 
     Attributes:
-      programs: The digests of the workers' programs, by signature of the elements.
       first: The closure of the elements that the iterators said.
     """
 
@@ -63,20 +67,39 @@ class TracedFunction:
         sources: Sequence[PerWorkerInput],
     ):
         self.name = name
-        self.programs: dict[str, str] = {}
+        self._programs: dict[str, str] = {}
         self._session, self._trace, self._sources = session, trace, sources
         self._closures: dict[str, RemoteClosure] = {}
+        self._of_digest: dict[str, WorkerProgram] = {}
+        self._platforms = platforms_of_workers(session)
         self.constants: dict[str, np.ndarray] = {}
         self._found: dict[RemoteClosure, Any] = {}
         self._layout = session.layout
         self.first = self._add(None)
 
-    def closure(self, digest: str) -> RemoteClosure:
-        return self._closures[digest]
+    @property
+    def programs(self) -> dict[str, str]:
+        """The digests of the workers' programs, by signature of the elements, for all platforms that workers have by now."""
+        return self.programs_for(platforms_of_workers(self._session))
+
+    def programs_for(self, platforms: Collection[str]) -> dict[str, str]:
+        """The same for some platforms, and those for which there are programs."""
+        if not self._platforms.issuperset(platforms):
+            with tracing_lock:
+                self._platforms = self._platforms.union(platforms)
+                self._programs = {
+                    signature: self._export(closure) for signature, closure in self._closures.items()
+                }
+        return self._programs
+
+    def _export(self, closure: RemoteClosure) -> str:
+        program = closure.export(sorted(self._platforms))
+        self._of_digest[program.digest] = program
+        return program.digest
 
     def program(self, digest: str) -> WorkerProgram:
         """The worker's program."""
-        return self._closures[digest].program
+        return self._of_digest[digest]
 
     def is_valid(self) -> bool:
         """Whether the arrays that it uses are where they were: an optimizer may have been given more copies of its own."""
@@ -99,12 +122,13 @@ class TracedFunction:
           InvalidArgumentError: There have been too many.
         """
         with tracing_lock:
-            return self.programs.get(signature) or self._made(signature)
+            self.programs_for(platforms_of_workers(self._session))
+            return self._programs.get(signature) or self._made(signature)
 
     def _made(self, signature: str) -> str:
-        if len(self.programs) >= _MAX_SIGNATURES:
+        if len(self._closures) >= _MAX_SIGNATURES:
             raise InvalidArgumentError(
-                f"{self.name} has met elements of {len(self.programs)} different shapes, and is compiled for each: the next has "
+                f"{self.name} has met elements of {len(self._closures)} different shapes, and is compiled for each: the next has "
                 f"{signature}. Pad what varies to a few sizes, in the dataset."
             )
         described = iter(json.loads(signature))
@@ -115,7 +139,8 @@ class TracedFunction:
             )
             for at in sorted(taken)
         }
-        return self._add(shapes, signature).program.digest
+        self._add(shapes, signature)
+        return self._programs[signature]
 
     def _add(self, shapes: Any, signature: str | None = None) -> RemoteClosure:
         closure = self._trace(shapes)
@@ -131,13 +156,18 @@ class TracedFunction:
                 "another function where none are applied."
             )
         self._session.keep_programs(closure, closure.updates)
-        digest = closure.program.digest
-        self.programs[signature or closure.elements.signature] = digest
-        self._closures[digest] = closure
+        key = signature or closure.elements.signature
+        self._closures[key] = closure
+        self._programs[key] = self._export(closure)
         self._found[closure] = _where(closure.arrays)
         self._layout = self._session.layout
         self.constants |= closure.constants
         return closure
+
+
+def platforms_of_workers(session: Session) -> frozenset[str]:
+    """Those that have been met; before that this process's."""
+    return frozenset(session.worker_platforms or [default_platform()])
 
 
 def _where(arrays: Sequence[ServerArray]) -> list[Any]:
@@ -210,6 +240,7 @@ class Closures:
 
     def __init__(self, strategy: Any, session: Session):
         self._strategy, self._session = strategy, session
+        self._slots = SlotTable(1)  # of cross-replica code
         self._cache: ProgramCache[TracedFunction] = ProgramCache()
 
     def prepare(
@@ -281,15 +312,17 @@ class Closures:
             args, kwargs, cells = nest
             with context.Scope(self._strategy), taking_from(elements):
                 if is_replica_function:
-                    return call_in_replica(self._strategy, key.with_cells(fn, cells), args, kwargs)
+                    return run_on_replicas(self._strategy, key.with_cells(fn, cells), args, kwargs)
                 return key.with_cells(fn, cells)(*args, **kwargs)
 
         name = key.name_of(fn)
-        slot_of = self._strategy.slots.slot_of
+        slot_of, num_replicas = self._slots.slot_of, self._strategy.num_replicas_in_sync
         return TracedFunction(
             name,
             self._session,
-            lambda shapes: place_closure(call, avals, name, self._session, slot_of, shapes, num_averaged),
+            lambda shapes: place_closure(
+                call, avals, name, self._session, slot_of, shapes, num_averaged, num_replicas
+            ),
             sources,
         )
 
@@ -333,13 +366,66 @@ def _pattern(sources: Sequence[PerWorkerInput]) -> tuple[int, ...]:
     return tuple(sources.index(source) for source in sources)
 
 
-def call_in_replica(
+def run_on_replicas(
     strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Calls ``fn`` in replica context, in the function that is being traced."""
+    """Runs a replica function in the function that is being traced."""
+    if strategy.num_replicas_in_sync > 1:
+        return _run_on_several(strategy, fn, args, kwargs)
     replica = ReplicaContext(strategy, None, OneReplica())
     with context.replica_context(strategy, replica):
         return fn(*args, **kwargs)
+
+
+def run_as_one(strategy: Any, fn: Callable[..., Any], batch: Any) -> Any:
+    """Calls ``fn`` of a whole batch, in the function that is being traced: what one device computes, on all of a worker's.
+
+    Args:
+      batch: A nest of arrays [rows, ...], or of what each replica has of them.
+    """
+    capture = current_capture()
+    assert capture is not None
+    events = capture.observer
+    assert isinstance(events, Events)
+    topology = Topology.elsewhere(strategy.num_replicas_in_sync)
+    events.num_replicas = topology.num_replicas
+
+    def spread(array: Any) -> Any:
+        is_even = array.ndim and array.shape[0] % topology.num_replicas == 0
+        return jax.lax.with_sharding_constraint(array, topology.per_replica) if is_even else array
+
+    return fn(jax.tree_util.tree_map(spread, strategy.gather(batch, axis=0)))
+
+
+def _run_on_several(
+    strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    capture = current_capture()
+    assert capture is not None
+    events = capture.observer
+    assert isinstance(events, Events)
+    nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
+    leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_value)
+    topology = Topology.elsewhere(
+        strategy.num_replicas_in_sync, is_cpu=strategy.session.platforms == ("cpu",)
+    )
+    described, arrays = [], []
+    for leaf in leaves:
+        if isinstance(leaf, (PerReplica, Mirrored)):
+            described.append(describe_distributed(leaf, strategy, topology.num_replicas))
+            arrays.append(leaf.stored)
+        elif key.is_array(leaf):
+            described.append(array_leaf(leaf))
+            arrays.append(leaf)
+        else:
+            described.append(static_leaf(leaf))
+    observers = Observers()
+    program, rows = trace_replicas(
+        strategy, topology, fn, tree, described, slot_of=strategy.slots.slot_of, observe=observers.observe
+    )
+    is_row = [leaf.kind == "row" for leaf in described if leaf.kind != "static"]
+    placed = PlacedReplicas(program, observers, topology, rows, is_row)
+    return Results(placed.program, topology).wrap(placed(capture, events, arrays))
 
 
 @final
@@ -379,7 +465,7 @@ class RemoteRunner:
                 "strategy.run was called inside a function that strategy.run runs, or in merge_call. Do that work in the "
                 "replica function, or after run."
             )
-        return call_in_replica(self._strategy, key.unwrap(fn), args, kwargs)
+        return run_on_replicas(self._strategy, key.unwrap(fn), args, kwargs)
 
     def owned(self, array: Any) -> Any:
         """Remembers nothing: arguments of workers are copies."""

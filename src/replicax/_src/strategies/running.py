@@ -12,21 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax._src import context, jax_compat
+from replicax._src import jax_compat
 from replicax._src.bridges import ensure_bridges
-from replicax._src.collectives.in_replica import TracedCommunicator
-from replicax._src.context import ReplicaContext
 from replicax._src.errors import (
     CrossReplicaContextError,
-    InvalidArgumentError,
-    MixedStrategiesError,
-    StructureError,
     TraceError,
     UnsupportedError,
 )
-from replicax._src.options import ReduceOp, RunOptions
+from replicax._src.options import RunOptions
 from replicax._src.placement.spmd import Launcher
-from replicax._src.placement.uneven import trace_uneven
 from replicax._src.program import key
 from replicax._src.program.cache import (
     FunctionPrograms,
@@ -36,19 +30,17 @@ from replicax._src.program.cache import (
     jax_state,
     static_leaf,
 )
-from replicax._src.program.capture import Capture, Uneven, current_capture
-from replicax._src.program.modules import Close, enter_modules, open_modules
-from replicax._src.program.program import ReplicaProgram, Variant, check_no_leaks, trace_variant
-from replicax._src.program.rewrite import SumGradients
+from replicax._src.program.capture import current_capture
+from replicax._src.program.modules import Close, open_modules
+from replicax._src.program.program import check_no_leaks
 from replicax._src.program.slots import own_copy
-from replicax._src.program.verdict import Verdict
+from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
 from replicax._src.topology import Topology
 from replicax._src.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
     is_value,
-    per_replica_from_components,
 )
 
 
@@ -56,49 +48,13 @@ class PlacedFunction:
     """A function traced, compiled and ready, and how its results become values."""
 
     def __init__(self, launcher: Launcher, topology: Topology):
-        program = launcher.program
-        num_replicas = topology.num_replicas
         self.launcher = launcher
-        self._num_replicas = num_replicas
-        self._tree = program.variants[0].tree
-        # For each leaf the Python value, or None and how the array is made a PerReplica.
-        self._leaves: list[tuple[bool, Any, bool]] = []
-        index = 0
-        for position, output in enumerate(program.variants[0].outputs):
-            if output.is_array:
-                shapes = _output_shapes(program, index)
-                self._leaves.append((True, shapes, program.same_outputs[index]))
-                index += 1
-            else:
-                self._leaves.append((False, _static_output(program, topology, position), False))
+        self._results = Results(launcher.program, topology)
 
     def wrap(self, arrays: Sequence[Any], close: Close | None = None) -> Any:
         """The results of a call as ``run`` returns them."""
-        remaining = iter(arrays)
-        num_replicas = self._num_replicas
-        if num_replicas == 1:
-            leaves = [next(remaining) if is_array else value for is_array, value, _ in self._leaves]
-        else:
-            leaves = [
-                PerReplica(next(remaining), num_replicas, value, is_equal, True) if is_array else value
-                for is_array, value, is_equal in self._leaves
-            ]
-        result = jax.tree_util.tree_unflatten(self._tree, leaves)
+        result = self._results.wrap(arrays)
         return result if close is None else close(result)
-
-
-def _static_output(program: ReplicaProgram, topology: Topology, position: int) -> Any:
-    values = [v.outputs[position].value for v in program.variants]
-    if all((type(v) is type(values[0]) and v is values[0]) or v == values[0] for v in values):
-        return values[0]
-    by_replica = [values[v] for v in program.variant_of_replica]
-    if all(isinstance(v, (bool, int, float)) for v in by_replica):
-        with jax_compat.outside_traces():  # rx.function may be tracing
-            return per_replica_from_components(topology, by_replica)
-    raise StructureError(
-        f"The replica function returns {values[0]!r} on one replica and {values[1]!r} on another. Return "
-        f"arrays where replicas differ."
-    )
 
 
 DEFAULT_OPTIONS = RunOptions()
@@ -264,7 +220,7 @@ class Runner:
             if isinstance(leaf, (PerReplica, Mirrored)):
                 if isinstance(leaf.stored, jax_compat.Tracer) and not is_traced:
                     raise _foreign_trace()
-                described.append(self._describe_distributed(leaf))
+                described.append(describe_distributed(leaf, self._strategy, self._topology.num_replicas))
                 arrays.append(self._placed(leaf.stored, leaf, is_traced))  # type: ignore[attr-defined]
             elif key.is_array(leaf):
                 if isinstance(leaf, jax_compat.Tracer) and not is_traced:
@@ -277,30 +233,6 @@ class Runner:
             else:
                 described.append(static_leaf(leaf))
         return described, arrays
-
-    def _describe_distributed(self, value: DistributedValues) -> Leaf:
-        num_replicas = self._topology.num_replicas
-        if isinstance(value, PerReplica):
-            if value.num_replicas != num_replicas:
-                raise MixedStrategiesError(
-                    f"strategy.run got a PerReplica of {value.num_replicas} components, and {self._strategy!r} has "
-                    f"{num_replicas} replicas: the value was made by another strategy. Mixing different "
-                    f"tf.distribute.Strategy objects is not possible in one call."
-                )
-            array = value.stored
-            if value.is_equal:
-                return Leaf("whole", tuple(array.shape), array.dtype)
-            return Leaf("row", tuple(array.shape[1:]), array.dtype, shapes=value.shapes)
-        if isinstance(value, Mirrored):
-            if value.num_replicas != num_replicas:
-                raise MixedStrategiesError(
-                    f"strategy.run got a Mirrored value over {value.num_replicas} devices, and {self._strategy!r} "
-                    f"has {num_replicas} replicas: replicate it with this strategy."
-                )
-            return Leaf("whole", tuple(value.stored.shape), value.stored.dtype)
-        raise InvalidArgumentError(
-            f"strategy.run got {value!r}, which lives only inside merge_call. Return it from merge_fn instead."
-        )
 
     def _placed(self, array: Any, distributed: DistributedValues | None, is_traced: bool) -> Any:
         if is_traced or not isinstance(array, jax.Array):
@@ -363,72 +295,16 @@ class Runner:
         options: RunOptions,
         has_modules: bool,
     ) -> PlacedFunction:
-        num_replicas = self._topology.num_replicas
+        program, rows = trace_replicas(
+            self._strategy,
+            self._topology,
+            fn,
+            tree,
+            described,
+            slot_of=self._strategy.slots.slot_of,
+            has_modules=has_modules,
+        )
         inputs = [leaf for leaf in described if leaf.kind != "static"]
-        verdicts = [Verdict.DIFFERS if leaf.kind == "row" else Verdict.SAME for leaf in inputs]
-        patterns = [tuple(leaf.shapes[r] for leaf in inputs if leaf.shapes) for r in range(num_replicas)]
-        distinct = list(dict.fromkeys(patterns))
-        variant_of_replica = [distinct.index(p) for p in patterns]
-        rows: list[int] | None = None
-        if len(distinct) > 1:
-            first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
-            rows = [shape[0] if shape else 1 for shape in first]
-
-        def call(capture_tracers: list[Any]) -> Any:
-            tracers = iter(capture_tracers)
-            leaves = [leaf.thaw() if leaf.kind == "static" else next(tracers) for leaf in described]
-            opened = jax.tree_util.tree_unflatten(tree, leaves)
-            capture = current_capture()
-            assert capture is not None
-            communicator = TracedCommunicator(capture, self._topology)
-            replica = ReplicaContext(self._strategy, None, communicator)
-            with context.Scope(self._strategy), context.replica_context(self._strategy, replica):
-                nest, finish = enter_modules(opened, has_modules)
-                args, kwargs, cells = nest
-                result = key.with_cells(fn, cells)(*args, **kwargs)
-                return finish(result)
-
-        def sum_gradients(capture: Capture) -> SumGradients:
-            communicator = TracedCommunicator(capture, self._topology)
-            return lambda values: (
-                self._strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None)
-                if values
-                else []
-            )
-
-        def trace(number: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None) -> Variant:
-            replica_id = variant_of_replica.index(number)
-            try:
-                return trace_of(number, replica_id, uneven, forced)
-            except Exception as error:
-                if rows is not None and rows[replica_id] == 0:
-                    note = (
-                        f"(A replica without rows: the batch has {sum(rows)} rows for {num_replicas} replicas, and this was "
-                        "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
-                    )
-                    if note not in getattr(error, "__notes__", ()):
-                        error.add_note(note)
-                raise
-
-        def trace_of(
-            number: int, replica_id: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None
-        ) -> Variant:
-            return trace_variant(
-                call,
-                [leaf.aval(replica_id) for leaf in inputs],
-                verdicts,
-                slot_of=self._strategy.slots.slot_of,
-                num_replicas=num_replicas,
-                sum_gradients=sum_gradients,
-                uneven=uneven,
-                forced_sums=forced,
-            )
-
-        if rows is not None:
-            program = trace_uneven(trace, variant_of_replica, rows)
-        else:
-            program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
-        program.check_synchronised()
         if current_capture() is None:
             for variant in program.variants:
                 check_no_leaks(variant)
@@ -459,14 +335,6 @@ class Runner:
         for slot, value in zip(written, new, strict=True):
             outer.write(slot.variable, value)
         return outs
-
-
-def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...], ...] | None:
-    shapes = [tuple(v.jaxpr.outvars[index].aval.shape) for v in program.variants]
-    if len(set(shapes)) == 1:
-        return None
-    assert not program.same_outputs[index], "outputs of different shapes were taken for the same"
-    return tuple(shapes[v] for v in program.variant_of_replica)
 
 
 def _reference_counts(arrays: Sequence[Any]) -> list[int]:

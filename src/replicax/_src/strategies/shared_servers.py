@@ -6,8 +6,6 @@ import atexit
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from replicax._src.cluster.environ import START_LIMIT, limit_s
 from replicax._src.cluster.errors import TaskError
 from replicax._src.cluster.membership import Membership
@@ -57,7 +55,7 @@ def shared_session(membership: Membership, environ: Mapping[str, str]) -> Sessio
     atexit.register(tasks.close)  # the servers wait for all to leave
     num_ps = len(tasks.addresses("ps"))
     links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
-    platforms = sorted({jax.default_backend(), *(str(answer["platform"]) for answer in told)})
+    platforms = sorted({str(answer["platform"]) for answer in told})
     intervals_s = [snapshot_interval_s(answer) for answer in told]
     return Session(links, platforms, tasks, intervals_s, SharedArrays(links, share, limit))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from replicax._src.cluster.layout import (
+    DEVICES_VARIABLE,
     SERVER_COMMAND,
     Layout,
     device_environment,
@@ -131,6 +132,8 @@ class LocalCluster:
         """What a task of the cluster is told in its environment, for a process that the test starts, or is, itself."""
         task = Task(task_type, index)
         told = {"TF_CONFIG": tf_config(self.cluster, task)}
+        if self._devices_per_worker > 1:
+            told[DEVICES_VARIABLE] = str(self._devices_per_worker)
         return told | {
             name: self._environment[name] for name in (TOKEN_VARIABLE,) if name in self._environment
         }

@@ -39,7 +39,8 @@ class ServerPlacement:
 
     @property
     def num_replicas(self) -> int:
-        return self.topology.num_replicas
+        """Of how many each variable has a part: there is one value, whatever the number of a worker's devices."""
+        return 1
 
     def new_array(self, name: str, shape: Sequence[int], dtype: Any, initial: Initial) -> ServerArray:
         """An array for a new variable, in shards if the partitioner says so; it is made when it is first used."""

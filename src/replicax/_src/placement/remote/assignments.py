@@ -33,17 +33,19 @@ class AssignmentProgram:
       operands: Values of the worker's program that it takes.
       have_rows: Whether each has the variable's rows, so that a shard takes its own of them.
       apply: From the value there, of a shard perhaps, the operands and the number of the first row to the new value.
+      described: What ``apply`` does, comparable.
     """
 
     operands: Sequence[Atom]
     have_rows: Sequence[bool]
     apply: Callable[[Any, Sequence[Any], int], Any]
+    described: Any = None
 
 
 def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> AssignmentProgram:
     """The program of an assignment of ``value`` in ``program``."""
     if isinstance(value, jax_compat.Literal):
-        return AssignmentProgram((), (), lambda old, given, start: value.val)
+        return AssignmentProgram((), (), lambda old, given, start: value.val, str(value.val))
     alone = {number: _found(event, value, (number,), program) for number in event.reads}
     at_server = [number for number in event.reads if alone[number][1] is None]
     mixing: Operation | None = None
@@ -51,7 +53,7 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
         found, mixing_here = _found(event, value, reads, program)
         if found is not None:
             if mixing is not None and _takes_one_computed(found, set(event.reads) - set(reads), program):
-                _warn_of_replacement(event, mixing)
+                warn_of_replacement(event, mixing)
             return found
         mixing = mixing or mixing_here
     for number in event.reads:  # or else the last that leads to it
@@ -61,24 +63,29 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
         if mixing_here is not None:
             break
     if mixing is not None:
-        _warn_of_replacement(event, mixing)
+        warn_of_replacement(event, mixing)
     return _replacement(value)
+
+
+def reads_of(event: Assigned) -> list[Sequence[int]]:
+    """From which reads of a variable its new value may come: all of them, or else the last that leads to it."""
+    return [event.reads, *((number,) for number in event.reads)]
 
 
 def _found(
     event: Assigned, value: Atom, reads: Sequence[int], program: FlatProgram
 ) -> tuple[AssignmentProgram | None, Operation | None]:
     """What a server does to the value that some reads gave; or what keeps it from that; or neither: they do not lead to it."""
-    sources = _given_by(reads, program)
+    sources = given_by(reads, program)
     if value in sources:
-        return AssignmentProgram((), (), lambda old, given, start: old), None
-    path = _path(program, sources, value)
+        return AssignmentProgram((), (), lambda old, given, start: old, "unchanged"), None
+    path = path_to(value, sources, program)
     return _change(event, value, sources, path) if path else (None, None)
 
 
 def _takes_one_computed(found: AssignmentProgram, reads: Collection[int], program: FlatProgram) -> bool:
     """Whether a selection may take a value that the worker computes of what these reads gave: in one branch it replaces."""
-    reached = _given_by(reads, program)
+    reached = given_by(reads, program)
     for operation in program.operations:
         if flat.numbers_in([operation]) & reached:
             reached.update(operation.results)
@@ -113,14 +120,29 @@ def _change(
                 flat.run([operation], env)
         return env[value]
 
-    return AssignmentProgram(operands, [number in with_rows for number in operands], apply), None
+    described = _described(path, sources, operands)
+    return AssignmentProgram(operands, [number in with_rows for number in operands], apply, described), None
+
+
+def _described(path: Sequence[Operation], sources: set[int], operands: Sequence[int]) -> list[Any]:
+    """What operations do, whatever the numbers of their values."""
+    names: dict[Atom, Any] = dict.fromkeys(sources, "old") | {number: n for n, number in enumerate(operands)}
+    described = []
+    for place, operation in enumerate(path):
+        names.update((number, (place, n)) for n, number in enumerate(operation.results))
+        taken = [
+            repr(atom.val) if isinstance(atom, jax_compat.Literal) else names[atom]
+            for atom in operation.operands
+        ]
+        described.append((operation.eqn.primitive.name, taken))
+    return described
 
 
 def _replacement(value: Atom) -> AssignmentProgram:
-    return AssignmentProgram((value,), (True,), lambda old, given, start: given[0])
+    return AssignmentProgram((value,), (True,), lambda old, given, start: given[0], "replaced")
 
 
-def _given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
+def given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
     """The values that some reads gave."""
     return {
         operation.results[0]
@@ -129,7 +151,7 @@ def _given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
     }
 
 
-def _path(program: FlatProgram, sources: set[int], value: Atom) -> list[Operation]:
+def path_to(value: Atom, sources: set[int], program: FlatProgram) -> list[Operation]:
     """The operations by which the value last read leads to the new one."""
     reached = set(sources)
     depending = []
@@ -172,7 +194,7 @@ def _scattered(operation: Operation, env: dict[int, Any], start: int) -> Any:
     return jax_compat.bind_equation(operation.eqn, [old, indices, values], params)[0]
 
 
-def _warn_of_replacement(event: Assigned, mixing: Operation) -> None:
+def warn_of_replacement(event: Assigned, mixing: Operation) -> None:
     log.warning(
         "The value assigned to variable %r at %s comes from its own value by %r (%s), which a parameter server does not do: "
         "the worker sends the new value, and of two workers that assign at the same time the last one's stands.",

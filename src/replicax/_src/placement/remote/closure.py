@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax._src.errors import UnsupportedError, VariableError
 from replicax._src.placement.remote.assignments import assignment_program
-from replicax._src.placement.remote.elements import Elements
+from replicax._src.placement.remote.elements import Elements, joined_parts
 from replicax._src.placement.remote.events import Applied, Assigned
 from replicax._src.placement.remote.optimizers import OptimizerUpdate
 from replicax._src.placement.remote.tracing import trace_function
@@ -32,7 +32,7 @@ class Servers(Protocol):
 
     @property
     def platforms(self) -> Sequence[str]:
-        """Of the workers and the parameter servers."""
+        """Of the parameter servers."""
         ...
 
     def make(self, arrays: Sequence[ServerArray]) -> None:
@@ -50,21 +50,24 @@ class RemoteClosure:
     """A function, traced for arguments and elements of certain shapes, ready to be sent.
 
     Attributes:
+      export: Makes the worker's program, for some platforms.
       updates: The programs of the parameter servers.
-      constants: Arrays that the function closes over, by name.
+      constants: Arrays that the function closes over, by name; known once it was exported.
       tree, outputs: The structure of what it returns, and its leaves.
       elements: What it takes of iterators.
       arrays: The values on the servers that it reads or changes.
+      num_replicas: Of a worker, if it runs something on all of them.
       round_key: What closures have in common whose gradients are averaged; None: it has none for that.
     """
 
-    program: WorkerProgram
+    export: Callable[[Sequence[str]], WorkerProgram]
     updates: Sequence[tuple[int, UpdateProgram]]
     constants: Mapping[str, np.ndarray]
     tree: Any
     outputs: Sequence[Output]
     elements: Elements
     arrays: Sequence[ServerArray]
+    num_replicas: int
     round_key: str | None = None
 
     @property
@@ -76,7 +79,7 @@ class RemoteClosure:
         """What the function returned, of the results of the worker."""
         remaining = iter(arrays)
         leaves = [next(remaining) if output.is_array else output.value for output in self.outputs]
-        return jax.tree_util.tree_unflatten(self.tree, leaves)
+        return joined_parts(jax.tree_util.tree_unflatten(self.tree, leaves))
 
 
 def place_closure(
@@ -87,6 +90,7 @@ def place_closure(
     slot_of: Callable[[Any], Slot],
     shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None = None,
     num_averaged: int | None = None,
+    num_replicas: int = 1,
 ) -> RemoteClosure:
     """Traces a function for workers.
 
@@ -95,11 +99,12 @@ def place_closure(
       name: Of the function, for people.
       shapes: Of the elements, see ``Elements``.
       num_averaged: Of how many closures the gradients are averaged for an update of an optimizer; None: of none.
+      num_replicas: Of a worker.
 
     Raises:
       VariableError: It uses a variable that is not on the parameter servers.
     """
-    traced = trace_function(call, avals, slot_of, shapes)
+    traced = trace_function(call, avals, slot_of, shapes, num_replicas)
     arrays = Arrays(slot_of)
     worker = WorkerBuilder(traced, arrays.of)
     server_side = _ServerSide(worker, arrays, servers, num_averaged)
@@ -113,14 +118,19 @@ def place_closure(
         )
         for builder, program in programs
     )
+
+    def export(platforms: Sequence[str]) -> WorkerProgram:
+        return worker.build(name, platforms, pushes)
+
     return RemoteClosure(
-        worker.build(name, servers.platforms, pushes),
+        export,
         [(builder.ps, program) for builder, program in programs],
         worker.constants,
         traced.tree,
         traced.variant.outputs[: traced.num_outputs],
         traced.elements,
         arrays.all,
+        traced.num_replicas,
         server_side.round_key(programs),
     )
 

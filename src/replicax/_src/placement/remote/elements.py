@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from replicax._src.errors import TraceError
+from replicax._src.input.arrays import common_num_rows
+from replicax._src.input.sources import UnbatchedDatasetError
+from replicax._src.input.split import split_offsets
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.ps.programs import signature_of
+from replicax._src.ps.unbuilt import Cut
 from replicax._src.user_code import user_line
+from replicax._src.values import PerReplica, largest_shape, pad
 
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """What an iterator gives: the structure, and shape and dtype of each leaf."""
+    """What an iterator gives: the structure, and shape and dtype of each leaf.
+
+    Attributes:
+      cut: How several replicas share it; None: each gets all. "elements": it is a list of what each of them gets.
+    """
 
     tree: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
+    cut: Cut | None = None
 
     @property
     def nest(self) -> Any:
-        """Both together."""
-        return jax.tree_util.tree_unflatten(self.tree, self.leaves)
+        """What one replica gets, or all together."""
+        nest = jax.tree_util.tree_unflatten(self.tree, self.leaves)
+        return nest[0] if self.cut == "elements" else nest
 
 
 class PerWorkerInput(abc.ABC):
@@ -56,16 +70,21 @@ class PerWorkerInput(abc.ABC):
     def described(self) -> Hashable:
         """What a trace depends on."""
         spec = self.spec
-        return self.is_iterator, spec.tree, spec.leaves
+        return self.is_iterator, spec
 
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """One leaf of one element of an iterator: an input, which a trace meets as if it were a variable."""
+    """One leaf of one element of an iterator: an input, which a trace meets as if it were a variable.
+
+    Attributes:
+      is_cut: Its rows belong to the replicas, each of which has as many.
+    """
 
     source: PerWorkerInput
     call: int
     leaf: int
+    is_cut: bool = False
 
 
 @final
@@ -74,10 +93,15 @@ class Elements:
 
     Args:
       shapes: Of the elements' leaves, where they are others than the iterators say: by (number of the iterator, call).
+      num_replicas: Of a worker.
     """
 
-    def __init__(self, shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None = None):
-        self._shapes = shapes or {}
+    def __init__(
+        self,
+        shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None = None,
+        num_replicas: int = 1,
+    ):
+        self._shapes, self._num_replicas = shapes or {}, num_replicas
         self.sources: list[PerWorkerInput] = []
         self.counts: list[int] = []
         self.taken: dict[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] = {}
@@ -87,10 +111,16 @@ class Elements:
         """The next element, in the function that is being traced.
 
         Raises:
-          TraceError: In a scan, condition or other inner trace, which is traced once for all its turns.
+          TraceError: In a scan, condition or other inner trace, which is traced once for all its turns; or in a function of
+            several replicas, which each get their part.
         """
         capture = current_capture()
         assert capture is not None
+        if capture.is_replica:
+            raise TraceError(
+                f"next(iterator) at {user_line()} is called inside the function that strategy.run runs on {self._num_replicas} "
+                "replicas: each would need an element of its own. Call it outside: strategy.run(fn, args=(next(iterator),))."
+            )
         if capture.is_in_inner_trace():
             raise TraceError(
                 f"next(iterator) at {user_line()} is called inside a function that JAX traces on its own (a scan, loop, "
@@ -108,13 +138,17 @@ class Elements:
         self.taken[number, call] = leaves
         values = []
         for position, leaf in enumerate(leaves):
-            element = Element(source, call, position)
+            is_cut = spec.cut == "rows" and bool(leaf.shape) and leaf.shape[0] % self._num_replicas == 0
+            element = Element(source, call, position, is_cut)
             name = f"element {position} of iterator {number}"
             self._slots[id(element)] = Slot(
                 element, _NO_ACCESSOR, name, leaf.shape, leaf.dtype, Sharing.MIRRORED
             )
             values.append(capture.read(element))
-        return jax.tree_util.tree_unflatten(spec.tree, values)
+        element = jax.tree_util.tree_unflatten(spec.tree, values)
+        if spec.cut == "rows":
+            return cut_rows(element, self._num_replicas)
+        return stacked(element) if spec.cut == "elements" else element
 
     def slot_of(self, element: Element) -> Slot:
         return self._slots[id(element)]
@@ -123,6 +157,75 @@ class Elements:
     def signature(self) -> str:
         """Of all that is taken."""
         return signature_of([(x.shape, x.dtype) for key in sorted(self.taken) for x in self.taken[key]])
+
+
+def cut_rows(batch: Any, num_replicas: int) -> Any:
+    """A nest of arrays [rows, ...] as what each replica gets of them.
+
+    Raises:
+      UnbatchedDatasetError: An array has no rows.
+    """
+    arrays, tree = jax.tree_util.tree_flatten(batch)
+    if not all(array.shape for array in arrays):
+        raise UnbatchedDatasetError(num_replicas, batch)
+    if arrays:
+        common_num_rows(batch)
+
+    def cut(array: Any) -> PerReplica:
+        offsets = split_offsets(array.shape[0], num_replicas)
+        if array.shape[0] % num_replicas == 0:
+            return PerReplica(array.reshape(num_replicas, offsets[1], *array.shape[1:]), num_replicas)
+        return _per_replica([array[start:stop] for start, stop in itertools.pairwise(offsets)])
+
+    return jax.tree_util.tree_unflatten(tree, [cut(jnp.asarray(array)) for array in arrays])
+
+
+def stacked(nests: Sequence[Any]) -> Any:
+    """Nests of one replica each as one of all."""
+    return jax.tree_util.tree_map(lambda *parts: _per_replica(parts), *nests)
+
+
+def _per_replica(parts: Sequence[Any]) -> PerReplica:
+    shapes = tuple(tuple(part.shape) for part in parts)
+    largest = largest_shape(shapes)
+    stack = np.stack if isinstance(parts[0], np.ndarray) else jnp.stack
+    rows = stack([pad(part, largest) for part in parts])
+    return PerReplica(rows, len(parts), shapes if len(set(shapes)) > 1 else None)
+
+
+@final
+class ReplicaParts:
+    """A per-replica value as it is returned by a worker: the components, whose shapes depend on the elements."""
+
+    def __init__(self, parts: Sequence[Any]):
+        self.parts = tuple(parts)
+
+
+jax.tree_util.register_pytree_node(
+    ReplicaParts, lambda value: (value.parts, None), lambda _, parts: ReplicaParts(parts)
+)
+
+
+def in_parts(nest: Any) -> Any:
+    """A nest to be returned, whose structure does not depend on the components' shapes."""
+    return jax.tree_util.tree_map(
+        lambda leaf: (
+            ReplicaParts(leaf.values) if isinstance(leaf, PerReplica) and not leaf.is_equal else leaf
+        ),
+        nest,
+        is_leaf=lambda leaf: isinstance(leaf, PerReplica),
+    )
+
+
+def joined_parts(nest: Any) -> Any:
+    """What ``in_parts`` was given, on the host."""
+    return jax.tree_util.tree_map(
+        lambda leaf: (
+            _per_replica(list(map(np.asarray, leaf.parts))) if isinstance(leaf, ReplicaParts) else leaf
+        ),
+        nest,
+        is_leaf=lambda leaf: isinstance(leaf, (ReplicaParts, PerReplica)),
+    )
 
 
 _NO_ACCESSOR: Any = None

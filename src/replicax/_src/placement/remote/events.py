@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from replicax._src.program.branches import reads_in
 from replicax._src.program.capture import Entry
 from replicax._src.program.markers import read_p
 from replicax._src.program.slots import Slot
@@ -63,6 +64,12 @@ class Applied:
 Event = Assigned | Applied
 
 
+def assigning(events: Iterable[Event]) -> Callable[[Any], bool]:
+    """Tells of a condition whether variables may be assigned in it: servers have to know in which branch, and what that does."""
+    reads = {number for event in events if isinstance(event, Assigned) for number in event.reads}
+    return lambda eqn: reads_in(eqn, reads)
+
+
 @final
 class Events:
     """The observer of a capture: numbers the reads, and notes the assignments with their values.
@@ -70,6 +77,7 @@ class Events:
     Attributes:
       is_applying: An optimizer is at work: its assignments are not noted.
       noted: In order, with the traced values: the new value, or the gradients.
+      num_replicas: Of the replica functions in it, where these are several.
     """
 
     def __init__(self) -> None:
@@ -77,6 +85,7 @@ class Events:
         self._num_reads = 0
         self._reads: dict[int, list[int]] = {}
         self.is_applying = False
+        self.num_replicas = 1
 
     def read(self, entry: Entry) -> Any:
         number, self._num_reads = self._num_reads, self._num_reads + 1
@@ -89,12 +98,22 @@ class Events:
             event = Assigned(entry.slot, reads[::-1], entry.line)
             self.noted.append((event, [entry.current]))
 
+    def forget_reads(self, entry: Entry) -> None:
+        """What is assigned next is not computed from the value."""
+        self._reads.pop(id(entry), None)
+
     @contextlib.contextmanager
-    def applying(self, call: OptimizerCall, gradients: Sequence[Any]) -> Iterator[None]:
-        """Inside, an optimizer assigns: what it does is known from ``call``."""
-        self.noted.append((Applied(call, user_line()), list(gradients)))
+    def unnoted(self) -> Iterator[None]:
+        """Inside, assignments are not noted: what they are on the servers has been."""
         was_applying, self.is_applying = self.is_applying, True
         try:
             yield
         finally:
             self.is_applying = was_applying
+
+    @contextlib.contextmanager
+    def applying(self, call: OptimizerCall, gradients: Sequence[Any]) -> Iterator[None]:
+        """Inside, an optimizer assigns: what it does is known from ``call``."""
+        self.noted.append((Applied(call, user_line()), list(gradients)))
+        with self.unnoted():
+            yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import UnsupportedError
-from replicax._src.placement.remote.elements import Element, Elements
+from replicax._src.placement.remote.elements import Element, Elements, in_parts
 from replicax._src.placement.remote.events import Applied, Event, Events
 from replicax._src.program.capture import Entry, current_capture
 from replicax._src.program.lookups import Lookups, find_lookups, is_looked_up
@@ -48,6 +49,7 @@ class TracedFunction:
       events: What it does to variables, in order.
       note_counts: How many values belong to each event.
       tree: The structure of what it returns, of ``num_outputs`` leaves.
+      num_replicas: Of the replica functions in it.
       rows: What it takes of tables; None if it looks nothing up.
     """
 
@@ -57,6 +59,7 @@ class TracedFunction:
     note_counts: list[int]
     tree: Any
     num_outputs: int
+    num_replicas: int
     rows: TableRows | None = None
 
 
@@ -65,6 +68,7 @@ def trace_function(
     avals: Sequence[Any],
     slot_of: Callable[[Any], Slot],
     shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None,
+    num_replicas: int = 1,
 ) -> TracedFunction:
     found: dict[str, Any] = {}
 
@@ -72,11 +76,12 @@ def trace_function(
         capture = current_capture()
         assert capture is not None
         observer = capture.observer = Events()
-        elements = found["elements"] = Elements(shapes)
+        elements = found["elements"] = Elements(shapes, num_replicas)
         result = call(tracers, elements)
         result = jax.tree_util.tree_map(
             lambda leaf: leaf.value if is_variable(leaf) else leaf, result, is_leaf=is_variable
         )
+        result = in_parts(result)
         found["events"] = [event for event, _ in observer.noted]
         found["note_counts"] = [len(values) for _, values in observer.noted]
         leaves, found["tree"] = jax.tree_util.tree_flatten(result)
@@ -84,6 +89,7 @@ def trace_function(
             if isinstance(leaf, jax.Array):
                 check_can_travel(leaf.dtype, "is returned by a function for workers")
         found["num_outputs"] = len(leaves)
+        found["num_replicas"] = observer.num_replicas
         return [*leaves, *(value for _, values in observer.noted for value in values)]
 
     def by_rows(
@@ -127,7 +133,19 @@ def trace_function(
         rewrite=by_rows,
     )
     check_no_leaks(variant)
+    if found["num_replicas"] > 1:
+        variant = _without_new_values(variant)
     return TracedFunction(variant, **found)
+
+
+def _without_new_values(variant: Variant) -> Variant:
+    """A trace whose replicas do not compute the new values of variables, which the servers do, unless it uses them."""
+    jaxpr = variant.jaxpr
+    wanted = jax_compat.rebuild(jaxpr, outvars=jaxpr.outvars[: variant.num_arrays])
+    reduced, _ = jax_compat.without_dead_code(wanted)
+    return dataclasses.replace(
+        variant, jaxpr=jax_compat.rebuild(reduced, invars=jaxpr.invars), write_verdicts=[]
+    )
 
 
 def _without_updates(jaxpr: Any, num_arrays: int) -> Any:

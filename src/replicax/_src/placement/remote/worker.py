@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -14,16 +14,16 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.elements import Element
-from replicax._src.placement.remote.events import Assigned, Event
+from replicax._src.placement.remote.events import Event, assigning
 from replicax._src.placement.remote.optimizers import OptimizerUpdate
 from replicax._src.placement.remote.tracing import TracedFunction, check_can_travel
 from replicax._src.program import flat
-from replicax._src.program.branches import reads_in
 from replicax._src.program.capture import Entry
 from replicax._src.program.flat import Atom, FlatProgram, Operation
 from replicax._src.program.lookups import Given
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import Input, Lookup, Push, WorkerProgram
+from replicax._src.topology import Topology
 
 log = logging.getLogger("replicax")
 _PRINTS = ("debug_callback", "debug_print")
@@ -48,7 +48,7 @@ class WorkerBuilder:
     def __init__(self, traced: TracedFunction, array_of: Callable[[Any], ServerArray]):
         self._traced, self._array_of = traced, array_of
         variant = traced.variant
-        self.program = FlatProgram(variant.jaxpr, is_selected=self._is_selected)
+        self.program = FlatProgram(variant.jaxpr, is_selected=assigning(traced.events))
         self.constants: dict[str, np.ndarray] = {}
         self._consts = dict(zip(self.program.inputs, variant.consts, strict=False))
         self._entries: dict[int, Entry] = {}
@@ -69,11 +69,6 @@ class WorkerBuilder:
         self._outputs: dict[tuple[int, int], tuple[int, Atom]] = {}
         self._updates: list[tuple[OptimizerUpdate, Sequence[Atom]]] = []
         self._avals = self._known_avals()
-
-    def _is_selected(self, eqn: Any) -> bool:
-        """Whether variables may be assigned in a condition: the servers have to know in which branch, and what it does to them."""
-        reads = {n for event in self._traced.events if isinstance(event, Assigned) for n in event.reads}
-        return reads_in(eqn, reads)
 
     def _kinds(self) -> list[tuple[Any, int]]:
         """What each input after the constants is: a variable or an argument of the function, or of a lookup."""
@@ -150,8 +145,8 @@ class WorkerBuilder:
         arrays: list[ServerArray] = []
         lookups = self._placed_lookups(arrays, name, platforms)
         small, inputs = self._inputs(used, arrays, lookups)
-        avals = [jax.ShapeDtypeStruct(*self._avals[number]) for number in inputs]
-        blob = jax_compat.export(self._computation(operations, list(inputs), small), avals, platforms, name)
+        computation = self._computation(operations, list(inputs), small)
+        blob = jax_compat.export(computation, self._operands(inputs), platforms, name)
         return WorkerProgram(
             name,
             blob,
@@ -161,7 +156,25 @@ class WorkerBuilder:
             pushes,
             tuple(lookups),
             tuple(self._traced.elements.counts),
+            self._traced.num_replicas,
         )
+
+    def _operands(self, numbers: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes; of several replicas also what of it each of their devices gets."""
+        whole, row = self._shardings
+
+        def sharding(number: int) -> Any:
+            entry = self._entries.get(number)
+            is_cut = entry is not None and getattr(entry.slot.variable, "is_cut", False)
+            return row if is_cut else whole
+
+        return [jax.ShapeDtypeStruct(*self._avals[number], sharding=sharding(number)) for number in numbers]
+
+    @property
+    def _shardings(self) -> tuple[Any, Any]:
+        """Of operands that each device of the worker has whole, and of those of which it has some rows."""
+        topology = Topology.elsewhere(self._traced.num_replicas)
+        return (topology.replicated, topology.per_replica) if topology.num_replicas > 1 else (None, None)
 
     def _wanted(self) -> list[Atom]:
         wanted = [*self._results, *(atom for where, atom in self._outputs.values() if where == 0)]
@@ -227,7 +240,10 @@ class WorkerBuilder:
         placed = []
         for number, lookup in enumerate(rows.lookups.lookups):
             table = self._array_of(variant.entries[lookup.table - rows.num_consts].slot.variable)
-            avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in lookup.jaxpr.invars]
+            whole, _ = self._shardings
+            avals = [
+                jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=whole) for v in lookup.jaxpr.invars
+            ]
             ids = functools.partial(_evaluated, lookup.jaxpr)
             blob = jax_compat.export(ids, avals, platforms, f"ids_{number}_of_{name}")
             inputs = tuple(taken(given) for given in lookup.inputs)

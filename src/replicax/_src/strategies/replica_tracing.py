@@ -1,0 +1,193 @@
+"""A function of one replica, traced for all replicas of a strategy: one program, of one variant for each batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+
+from replicax._src import context, jax_compat
+from replicax._src.collectives.in_replica import TracedCommunicator
+from replicax._src.context import ReplicaContext
+from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
+from replicax._src.options import ReduceOp
+from replicax._src.placement.uneven import trace_uneven
+from replicax._src.program import key
+from replicax._src.program.cache import Leaf
+from replicax._src.program.capture import Capture, Uneven, current_capture
+from replicax._src.program.modules import enter_modules
+from replicax._src.program.program import Output, ReplicaProgram, Variant, trace_variant
+from replicax._src.program.rewrite import SumGradients
+from replicax._src.program.slots import Slot
+from replicax._src.program.verdict import Verdict
+from replicax._src.topology import Topology
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, per_replica_from_components
+
+Observe = Callable[[int, Callable[[], Any]], Any]
+"""Given the number of a variant and what calls the function: returns what the variant gives."""
+
+
+def trace_replicas(
+    strategy: Any,
+    topology: Topology,
+    fn: Callable[..., Any],
+    tree: Any,
+    described: Sequence[Leaf],
+    *,
+    slot_of: Callable[[Any], Slot],
+    has_modules: bool = False,
+    observe: Observe = lambda number, call: call(),
+) -> tuple[ReplicaProgram, list[int] | None]:
+    """Traces ``fn``.
+
+    Args:
+      tree: The structure of (args, kwargs, cells), whose leaves are ``described``.
+      observe: Looks on while the function is called.
+
+    Returns:
+      The program, and how many rows each replica has, where they are not all equal.
+    """
+    num_replicas = topology.num_replicas
+    inputs = [leaf for leaf in described if leaf.kind != "static"]
+    verdicts = [Verdict.DIFFERS if leaf.kind == "row" else Verdict.SAME for leaf in inputs]
+    patterns = [tuple(leaf.shapes[r] for leaf in inputs if leaf.shapes) for r in range(num_replicas)]
+    distinct = list(dict.fromkeys(patterns))
+    variant_of_replica = [distinct.index(p) for p in patterns]
+    rows: list[int] | None = None
+    if len(distinct) > 1:
+        first = next(leaf.shapes for leaf in inputs if leaf.shapes is not None)
+        rows = [shape[0] if shape else 1 for shape in first]
+
+    def call(number: int, capture_tracers: list[Any]) -> Any:
+        tracers = iter(capture_tracers)
+        leaves = [leaf.thaw() if leaf.kind == "static" else next(tracers) for leaf in described]
+        opened = jax.tree_util.tree_unflatten(tree, leaves)
+        capture = current_capture()
+        assert capture is not None
+        replica = ReplicaContext(strategy, None, TracedCommunicator(capture, topology))
+        with context.Scope(strategy), context.replica_context(strategy, replica):
+            nest, finish = enter_modules(opened, has_modules)
+            args, kwargs, cells = nest
+            return observe(number, lambda: finish(key.with_cells(fn, cells)(*args, **kwargs)))
+
+    def sum_gradients(capture: Capture) -> SumGradients:
+        communicator = TracedCommunicator(capture, topology)
+        return lambda values: (
+            strategy.reduce_in_replica(communicator, ReduceOp.SUM, list(values), None) if values else []
+        )
+
+    def trace(number: int, uneven: Callable[[], Uneven | None], forced: Sequence[bool] | None) -> Variant:
+        replica_id = variant_of_replica.index(number)
+        try:
+            return trace_variant(
+                lambda tracers: call(number, tracers),
+                [leaf.aval(replica_id) for leaf in inputs],
+                verdicts,
+                slot_of=slot_of,
+                num_replicas=num_replicas,
+                sum_gradients=sum_gradients,
+                uneven=uneven,
+                forced_sums=forced,
+            )
+        except Exception as error:
+            if rows is not None and rows[replica_id] == 0:
+                note = (
+                    f"(A replica without rows: the batch has {sum(rows)} rows for {num_replicas} replicas, and this was "
+                    "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
+                )
+                if note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
+            raise
+
+    if rows is not None:
+        program = trace_uneven(trace, variant_of_replica, rows)
+    else:
+        program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
+    program.check_synchronised()
+    return program, rows
+
+
+def describe_distributed(value: DistributedValues, strategy: Any, num_replicas: int) -> Leaf:
+    """What a per-replica or mirrored argument is.
+
+    Raises:
+      MixedStrategiesError: It is of another strategy.
+    """
+    if isinstance(value, PerReplica):
+        if value.num_replicas != num_replicas:
+            raise MixedStrategiesError(
+                f"strategy.run got a PerReplica of {value.num_replicas} components, and {strategy!r} has "
+                f"{num_replicas} replicas: the value was made by another strategy. Mixing different "
+                f"tf.distribute.Strategy objects is not possible in one call."
+            )
+        array = value.stored
+        if value.is_equal:
+            return Leaf("whole", tuple(array.shape), array.dtype)
+        return Leaf("row", tuple(array.shape[1:]), array.dtype, shapes=value.shapes)
+    if isinstance(value, Mirrored):
+        if value.num_replicas != num_replicas:
+            raise MixedStrategiesError(
+                f"strategy.run got a Mirrored value over {value.num_replicas} devices, and {strategy!r} "
+                f"has {num_replicas} replicas: replicate it with this strategy."
+            )
+        return Leaf("whole", tuple(value.stored.shape), value.stored.dtype)
+    raise InvalidArgumentError(
+        f"strategy.run got {value!r}, which lives only inside merge_call. Return it from merge_fn instead."
+    )
+
+
+@final
+class Results:
+    """How the arrays that a program gives become what ``run`` returns."""
+
+    def __init__(self, program: ReplicaProgram, topology: Topology):
+        first = program.variants[0]
+        self._num_replicas = topology.num_replicas
+        self._tree = first.tree
+        # For each leaf the Python value, or None and how the array is made a PerReplica.
+        self._leaves: list[tuple[bool, Any, bool]] = []
+        index = 0
+        for position, output in enumerate(first.outputs):
+            if output.is_array:
+                shapes = _output_shapes(program, index)
+                self._leaves.append((True, shapes, program.same_outputs[index]))
+                index += 1
+            else:
+                outputs = [v.outputs[position] for v in program.variants]
+                self._leaves.append((False, _static_output(program, topology, outputs), False))
+
+    def wrap(self, arrays: Sequence[Any]) -> Any:
+        """The results of a call as ``run`` returns them."""
+        remaining = iter(arrays)
+        num_replicas = self._num_replicas
+        if num_replicas == 1:
+            leaves = [next(remaining) if is_array else value for is_array, value, _ in self._leaves]
+        else:
+            leaves = [
+                PerReplica(next(remaining), num_replicas, value, is_equal, True) if is_array else value
+                for is_array, value, is_equal in self._leaves
+            ]
+        return jax.tree_util.tree_unflatten(self._tree, leaves)
+
+
+def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...], ...] | None:
+    shapes = [tuple(v.jaxpr.outvars[index].aval.shape) for v in program.variants]
+    if len(set(shapes)) == 1:
+        return None
+    assert not program.same_outputs[index], "outputs of different shapes were taken for the same"
+    return tuple(shapes[v] for v in program.variant_of_replica)
+
+
+def _static_output(program: ReplicaProgram, topology: Topology, outputs: Sequence[Output]) -> Any:
+    values = [output.value for output in outputs]
+    if all((type(v) is type(values[0]) and v is values[0]) or v == values[0] for v in values):
+        return values[0]
+    by_replica = [values[v] for v in program.variant_of_replica]
+    if all(isinstance(v, (bool, int, float)) for v in by_replica):
+        with jax_compat.outside_traces():  # rx.function may be tracing
+            return per_replica_from_components(topology, by_replica)
+    raise StructureError(
+        f"The replica function returns {values[0]!r} on one replica and {values[1]!r} on another. Return "
+        f"arrays where replicas differ."
+    )

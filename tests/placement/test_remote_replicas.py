@@ -1,0 +1,300 @@
+"""Several devices of a worker: replicas in sync, as those of MirroredStrategy; one push to each server per closure."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from in_memory_servers import in_memory_strategy
+from replicax._src.strategies.parameter_server import devices_of_worker
+
+pytestmark = pytest.mark.timeout(120)
+
+ROWS = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+DEVICES = [f"cpu:{n}" for n in range(2)]
+
+
+@pytest.fixture(scope="module")
+def on_servers():
+    with in_memory_strategy(workers=1, ps=2, devices_per_worker=2) as strategy:
+        with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+            yield strategy, coordinator
+
+
+class Everything:
+    """What a step may do to variables, each kind once."""
+
+    def __init__(self, strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            self.dense = keras.layers.Dense(2)
+            self.norm = keras.layers.BatchNormalization(momentum=0.75)
+            self.drop = keras.layers.Dropout(0.5)
+            for layer in (self.dense, self.norm, self.drop):
+                layer.build((None, 3))
+            self.optimizer = keras.optimizers.Adam(0.1)
+            self.optimizer.build(self.dense.trainable_variables)
+            self.mean = keras.metrics.Mean()
+            self.seen = rx.Variable(0, aggregation="SUM", name="seen")
+            self.scale = rx.Variable(1.0, aggregation="MEAN", name="scale")
+            self.first = rx.Variable(jnp.zeros(2), aggregation="ONLY_FIRST_REPLICA", name="first")
+            self.on_read = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM", name="on_read")
+            self.same = rx.Variable(1.0, name="same")
+
+    def replica_step(self, x):
+        context = rx.get_replica_context()
+        with rx.GradientTape() as tape:
+            y = self.dense(self.drop(self.norm(x, training=True), training=True))
+            loss = rx.nn.compute_average_loss(jnp.sum(y**2, axis=-1), global_batch_size=4)
+        variables = self.dense.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self.mean.update_state(x[:, 0])
+        self.seen.assign_add(x.shape[0])
+        self.scale.assign(self.scale * 0.5 + jnp.sum(x))
+        self.first.assign_add(x[0, :2])
+        self.on_read.assign_add(jnp.sum(x))
+        self.same.assign_add(context.all_reduce("SUM", jnp.sum(x)))
+        after = self.seen.value + context.replica_id_in_sync_group
+        return {"loss": loss, "x": x, "after": after, "mean": self.mean.result()}
+
+    def state(self):
+        variables = [
+            *self.dense.variables,
+            *self.norm.variables,
+            *self.optimizer.variables,
+            *self.drop.variables,
+        ]
+        own = [self.seen, self.scale, self.first, self.on_read, self.same]
+        return [np.asarray(v.value) for v in [*variables, *own]] + [np.asarray(self.mean.result())]
+
+
+def summary(strategy, result):
+    total = strategy.reduce("SUM", result["loss"], axis=None)
+    rows = strategy.gather(result["x"], axis=0)
+    return {**result, "total": total, "rows": rows}
+
+
+def components(strategy, result):
+    return jax.tree.map(np.asarray, strategy.experimental_local_results(result))
+
+
+def test_replicas_of_a_worker_do_what_those_of_mirrored_strategy_do_uneven_batches_included(on_servers):
+    mirrored = rx.MirroredStrategy(DEVICES)
+    theirs = Everything(mirrored)
+    expected = []
+    for batch in mirrored.experimental_distribute_dataset(rx.data.from_arrays(ROWS).batch(4)):
+        expected.append(
+            components(mirrored, summary(mirrored, mirrored.run(theirs.replica_step, args=(batch,))))
+        )
+    strategy, coordinator = on_servers
+    ours = Everything(strategy)
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(ROWS).batch(4))
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+
+    def step(iterator):
+        return summary(strategy, strategy.run(ours.replica_step, args=(next(iterator),)))
+
+    got = [components(strategy, coordinator.schedule(step, args=(iterator,)).fetch()) for _ in expected]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
+    for a, b in zip(ours.state(), theirs.state(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_what_replicas_do_to_variables_adds_up_on_the_servers_with_one_push_to_each(on_servers, caplog):
+    strategy, coordinator = on_servers
+    ours = Everything(strategy)
+
+    def step(x):
+        def replica_step(x):
+            ours.norm(x, training=True)
+            ours.mean.update_state(x[:, 0], sample_weight=2.0)
+            ours.seen.assign_add(1)
+            ours.scale.assign_sub(x[0, 0])
+
+        strategy.run(replica_step, args=(x,))
+
+    arguments = strategy.experimental_distribute_values_from_function(
+        lambda context: ROWS[: 2 + context.replica_id_in_sync_group]
+    )
+    prepared = strategy.prepare(step, [arguments])
+    (digest,) = prepared.programs.values()
+    pushes = prepared.program(digest).pushes
+    assert sorted(push.ps for push in pushes) == [0, 1]
+    assert "a parameter server does not do" not in caplog.text
+    before = [np.asarray(v.value) for v in (ours.norm.moving_mean, ours.scale)]
+    for value in [ours.norm.moving_mean, ours.scale]:
+        value.assign(value.value + 100.0)
+    coordinator.schedule(step, args=(arguments,)).fetch()
+    # The first replica has two rows, the second three.
+    mean = (2 * ROWS[:2].mean(0) + 3 * ROWS[:3].mean(0)) / 5
+    np.testing.assert_allclose(ours.norm.moving_mean.value, (before[0] + 100) * 0.75 + 0.25 * mean, rtol=1e-5)
+    np.testing.assert_allclose(ours.scale.numpy(), before[1] + 100 - ROWS[0, 0], rtol=1e-5)
+    assert ours.seen.numpy() == 2
+
+
+def test_each_replica_gets_an_element_of_a_dataset_from_a_function_and_the_last_ones_none(on_servers):
+    strategy, coordinator = on_servers
+    contexts = []
+
+    def make(input_context):
+        contexts.append(input_context)
+        return rx.data.from_arrays(np.arange(10.0, dtype=np.float32)).batch(2)
+
+    iterator = iter(
+        coordinator.create_per_worker_dataset(lambda: strategy.distribute_datasets_from_function(make))
+    )
+
+    def step(iterator):
+        return strategy.run(lambda x: x, args=(next(iterator),))
+
+    got = [coordinator.schedule(step, args=(iterator,)).fetch().values for _ in range(3)]
+    assert [[list(part) for part in parts] for parts in got] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+        [[8, 9], []],
+    ]
+
+
+def test_arrays_and_elements_of_a_plain_dataset_go_to_all_replicas(on_servers):
+    strategy, coordinator = on_servers
+    dataset = rx.data.from_arrays(np.arange(4.0, dtype=np.float32)).batch(2)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: dataset))
+
+    def step(iterator, shift):
+        def replica_step(x, shift):
+            return x + shift + rx.get_replica_context().replica_id_in_sync_group
+
+        return strategy.run(replica_step, args=(next(iterator), shift))
+
+    got = coordinator.schedule(step, args=(iterator, np.float32(10))).fetch()
+    assert [list(part) for part in got.values] == [[10, 11], [11, 12]]
+
+
+def test_a_mirrored_variable_whose_new_values_differ_is_refused_with_the_line(on_servers):
+    strategy, _ = on_servers
+    with strategy.scope():
+        v = rx.Variable(0.0, name="mirrored")
+
+    def step(x):
+        strategy.run(lambda x: v.assign(x * rx.get_replica_context().replica_id_in_sync_group), args=(x,))
+
+    with pytest.raises(
+        rx.errors.DivergenceError, match=r"Variable 'mirrored' is .* at .*test_remote_replicas"
+    ):
+        strategy.prepare(step, [np.float32(1)])
+
+
+def test_next_inside_of_run_says_where_to_call_it(on_servers):
+    strategy, coordinator = on_servers
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: rx.data.from_arrays(ROWS).batch(2)))
+
+    def step(iterator):
+        return strategy.run(lambda: next(iterator))
+
+    with pytest.raises(rx.errors.TraceError, match=r"on 2 replicas.* Call it outside: strategy.run"):
+        strategy.prepare(step, [iterator])
+
+
+def test_a_batch_whose_assignments_depend_on_its_size_in_python_is_refused(on_servers):
+    strategy, _ = on_servers
+    with strategy.scope():
+        v = keras.Variable(1.0, trainable=False)
+
+    def step(x):
+        strategy.run(lambda x: v.assign(v * (1.0 / x.shape[0]) + jnp.sum(x)), args=(x,))
+
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: ROWS[: 2 + context.replica_id_in_sync_group]
+    )
+    with pytest.raises(rx.errors.StructureError, match="another local batch size"):
+        strategy.prepare(step, [rows])
+
+
+def test_a_process_with_fewer_devices_says_that_a_replica_function_belongs_to_the_workers():
+    with in_memory_strategy(devices_per_worker=jax.local_device_count() + 1) as strategy:
+        with pytest.raises(
+            rx.errors.DeviceError, match=r"on 9 devices, as on a worker .* and there are 8 here"
+        ):
+            strategy.run(lambda: jnp.float32(1))
+
+
+def test_run_outside_of_a_scheduled_function_runs_the_replicas_here(on_servers):
+    strategy, _ = on_servers
+    result = strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group)
+    assert [int(x) for x in strategy.experimental_local_results(result)] == [0, 1]
+
+
+# --- what workers have ------------------------------------------------------------------------------------
+
+
+def add_up(strategy):
+    with strategy.scope():
+        total = rx.Variable(0.0, aggregation="SUM")
+
+    def step(x):
+        strategy.run(lambda x: total.assign_add(jnp.sum(x)), args=(x,))
+
+    return total, step
+
+
+def platforms_of(prepared):
+    return [
+        jax.export.deserialize(bytearray(prepared.program(digest).blob)).platforms
+        for digest in prepared.programs.values()
+    ]
+
+
+def test_programs_are_made_for_the_platforms_of_the_workers_also_of_those_that_come_late():
+    with in_memory_strategy(devices_per_worker=2) as strategy:
+        _, step = add_up(strategy)
+        session = strategy.session
+        session.meet_worker("worker 0", {"num_devices": 2, "platform": "cuda"})
+        prepared = strategy.prepare(step, [ROWS])
+        (before,) = prepared.programs.values()
+        assert platforms_of(prepared) == [("cuda",)]  # whatever this process has
+        session.meet_worker("worker 1", {"num_devices": 2, "platform": "rocm"})
+        assert platforms_of(prepared) == [("cuda", "rocm")]
+        assert before not in prepared.programs.values()
+        assert platforms_of(strategy.prepare(step, [ROWS])) == [("cuda", "rocm")]
+        for _, update in prepared.traced.first.updates:  # the servers have CPUs
+            assert jax.export.deserialize(bytearray(update.blob)).platforms == ("cpu",)
+        strategy.run_here(step, ROWS)  # and here it runs for what is here
+        assert platforms_of(prepared) == [("cpu", "cuda", "rocm")]
+
+
+def test_a_worker_with_fewer_devices_ends_the_job_and_says_why():
+    with in_memory_strategy(workers=2, devices_per_worker=2, told={0: {"num_devices": 1}}) as strategy:
+        _, step = add_up(strategy)
+        with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+            with pytest.raises(
+                rx.errors.DeviceError, match=r"^worker 0 has 1 device.* \(replicax server --devices 2"
+            ):
+                scheduled_until_it_fails(coordinator, step)
+        assert strategy.session._tasks.workers[0].statistics()["num_closures"] == 0
+
+
+def scheduled_until_it_fails(coordinator, step):
+    while True:
+        coordinator.schedule(step, args=(ROWS,))
+
+
+def test_a_worker_with_more_devices_uses_the_first_ones_and_says_so(caplog):
+    with in_memory_strategy(devices_per_worker=2, told={0: {"num_devices": 4}}) as strategy:
+        total, step = add_up(strategy)
+        with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+            coordinator.schedule(step, args=(np.ones(3, np.float32),))
+            coordinator.join()
+        assert total.numpy() == 6
+    assert "worker 0 has 4 devices, and 2 of them are used" in caplog.text
+
+
+def test_the_number_of_devices_is_what_the_option_says_or_the_launcher(monkeypatch):
+    monkeypatch.setenv("REPLICAX_DEVICES_PER_WORKER", "3")
+    assert devices_of_worker(None) == 3
+    assert devices_of_worker(2) == 2
+    monkeypatch.delenv("REPLICAX_DEVICES_PER_WORKER")
+    assert devices_of_worker(None) == 1
+    with pytest.raises(rx.errors.InvalidArgumentError, match=r"devices_per_worker=.* at least 1, got 0"):
+        devices_of_worker(0)
