@@ -47,6 +47,11 @@ class HeldGradients:
         if closure not in held:
             held[closure] = _Held(update, [np.array(array) for array in gradients])
 
+    def keys_of(self, number: int) -> list[str]:
+        """Of the pieces that a round will write."""
+        programs = [held.update.program for held in self._rounds.get(number, {}).values()]
+        return list(dict.fromkeys(program.state[at] for program in programs for at in program.written))
+
     def mean(
         self, number: int, closures: Sequence[int]
     ) -> tuple[CompiledUpdate, Sequence[np.ndarray]] | None:

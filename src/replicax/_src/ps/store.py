@@ -325,6 +325,8 @@ class Store:
         number = asked.number.number
         with self._lock:
             self._check_incarnation(header.get("incarnation"))
+            self._wait_for_room(self._gradients.keys_of(number))
+            self._check_incarnation(header.get("incarnation"))
             window = self._window(asked.number)
             window.raise_low(asked.low)
             self._gradients.end_below(asked.low)
