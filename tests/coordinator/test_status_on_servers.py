@@ -14,7 +14,7 @@ LIMIT_S = 60.0
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(250)
 def test_what_real_tasks_do_can_be_seen():
     with (
         server_cluster(workers=2, ps=1) as cluster,

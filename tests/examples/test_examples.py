@@ -289,7 +289,7 @@ def plain_fit() -> list[float]:
     return [float(number) for number in epoch]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(250)
 def test_parameter_server_fit_learns_on_a_worker_and_a_parameter_server():
     output = output_of("parameter_server_fit.py", "--workers", "1", "--ps", "1", "--epochs", "5")
     assert [float(epoch[1]) for epoch in FIT_EPOCH.findall(output)][-1] < 0.5

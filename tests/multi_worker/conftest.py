@@ -25,7 +25,7 @@ def reports_of():
     @functools.cache
     def run(program, args, workers, devices, chief):
         with LocalCluster(
-            workers, chief=chief, devices_per_worker=devices, environment=environment, timeout_s=120
+            workers, chief=chief, devices_per_worker=devices, environment=environment, timeout_s=170
         ) as cluster:
             cluster.start(program, args)
             results = cluster.wait()

@@ -21,7 +21,7 @@ def test_the_evaluator_evaluates_what_the_chief_writes(tmp_path):
         + ["--workers", "2", "--evaluator", "--devices-per-worker", "2", str(SCRIPT), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=170,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(250)
 
 SCRIPT = """
 import sys
@@ -47,7 +47,7 @@ def test_the_worker_that_fails_is_named_and_not_one_that_fails_for_it(tmp_path, 
         [sys.executable, "-m", "replicax", "launch", "--workers", "2", str(path), str(victim), how],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
     )
     assert result.returncode == code, result.stderr

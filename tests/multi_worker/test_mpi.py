@@ -9,7 +9,7 @@ import sys
 import pytest
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(250),
     pytest.mark.skipif(
         shutil.which("mpirun") is None or "MPITRAMPOLINE_LIB" not in os.environ,
         reason="needs mpirun and MPITRAMPOLINE_LIB",
@@ -51,7 +51,7 @@ def mpirun(tmp_path, *arguments, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
 

@@ -260,11 +260,11 @@ def assert_fitted_alike(got, expected):
 
 
 KINDS = [
-    ("function", "jax"),
     ("files", "tensorflow"),
     *(
         pytest.param(kind, style, marks=pytest.mark.long)
         for kind, style in [
+            ("function", "jax"),
             ("shared", "jax"),
             ("files", "jax"),
             ("shared", "several"),

@@ -16,7 +16,7 @@ from replicax.testing import server_cluster
 
 JOIN_S = 60.0
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(250)
 
 
 @pytest.fixture(scope="module")

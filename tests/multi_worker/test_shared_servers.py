@@ -16,7 +16,7 @@ from replicax.errors import (
 )
 from replicax.testing import LocalCluster
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(250)
 
 
 # --- in this process, on real servers ---------------------------------------------------------------------
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def cluster():
-    with LocalCluster(1, chief=True, num_ps=2, script_in="workers", timeout_s=60) as cluster:
+    with LocalCluster(1, chief=True, num_ps=2, script_in="workers", timeout_s=150) as cluster:
         cluster.start_servers()
         yield cluster
 
@@ -284,7 +284,7 @@ def counts():
 
 def test_workers_that_are_killed_and_started_again_go_on():
     """The chief too. Each step counts once, wherever the kill hits it."""
-    with LocalCluster(2, num_ps=1, timeout_s=100) as cluster:
+    with LocalCluster(2, num_ps=1, timeout_s=150) as cluster:
         cluster.start(counts)
         for index in (1, 0):
             cluster.tasks["worker", index].wait_for_output("has begun")
@@ -351,7 +351,7 @@ def trains():
 def test_a_keras_model_is_trained_by_all():
     """Its variables, in shards, begin with the chief's seed in both; slots, and what the optimizer shares, are found."""
     environment = {"KERAS_BACKEND": "jax"}
-    with LocalCluster(2, num_ps=2, environment=environment, timeout_s=100) as cluster:
+    with LocalCluster(2, num_ps=2, environment=environment, timeout_s=150) as cluster:
         cluster.start(trains)
         results = cluster.wait()
         results.raise_if_failed()
