@@ -62,29 +62,44 @@ def test_replicas_of_two_workers_count_every_row_once_also_when_a_worker_is_kill
         assert float(total) == sum(batches[count] for count in counts)
 
 
+OWN_SCRIPT = """
+import jax.numpy as jnp, numpy as np
+import replicax as rx
+
+strategy = rx.ParameterServerStrategy()
+with strategy.scope():
+    total = rx.Variable(0.0, aggregation="SUM")
+def replica_step(x):
+    total.assign_add(jnp.sum(x))
+    return jnp.sum(x)
+for batch in strategy.experimental_distribute_dataset(rx.data.from_arrays(np.ones(5, np.float32)).batch(3)):
+    sums = strategy.run(replica_step, args=(batch,))
+    print("sums", *map(float, strategy.experimental_local_results(sums)), float(strategy.reduce("SUM", sums, axis=None)))
+print("replicas", strategy.num_replicas_in_sync, "total", float(total))
+"""
+
+
 @pytest.mark.long
 @pytest.mark.timeout(180)
-def test_launch_tells_the_script_how_many_devices_its_workers_have(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "replicax",
-        "launch",
-        "--workers",
-        "1",
-        "--ps",
-        "1",
-        "--devices-per-worker",
-        "2",
-    ]
+@pytest.mark.parametrize(
+    ("script", "options", "printed"),
+    [
+        (SCRIPT, [], ["replicas 2 total 10.0"]),
+        (OWN_SCRIPT, ["--no-chief"], ["sums 2.0 1.0 3.0", "sums 1.0 1.0 2.0", "replicas 2 total 5.0"]),
+    ],
+    ids=["a coordinator", "each worker runs it"],
+)
+def test_launch_tells_the_script_how_many_devices_its_workers_have(tmp_path, script, options, printed):
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "replicax", "launch", "--workers", "1", "--ps", "1", *options]
     ran = subprocess.run(
-        [*command, str(script)],
+        [*command, "--devices-per-worker", "2", str(path)],
         capture_output=True,
         text=True,
         timeout=150,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "replicas 2 total 10.0" in ran.stdout
+    for line in printed:
+        assert line in ran.stdout
