@@ -128,6 +128,28 @@ def test_two_devices_of_a_worker_train_as_one_device_does(case):
         )
 
 
+def test_of_a_table_only_rows_travel_to_a_worker_of_two_devices():
+    ids = np.random.RandomState(0).randint(0, 50, (22, 3)).astype("int32")
+
+    def made():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.layers.Input((3,), dtype="int32"), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adagrad(0.1), loss)
+        return model
+
+    expected = made()
+    expected.fit(ids, Y[:22], batch_size=5, shuffle=False, verbose=0)
+    shards = rx.experimental.partitioners.FixedShardsPartitioner(2)
+    with in_memory_strategy(workers=1, ps=2, partitioner=shards, devices_per_worker=2) as strategy:
+        with strategy.scope():
+            model = made()
+        model.fit(ids, Y[:22], batch_size=5, shuffle=False, verbose=0)
+        same_state(expected, model)
+        assert sum(store.statistics()["rows_sent"] for store in strategy.session._tasks.stores) > 0
+
+
 class InReplicas(keras.Sequential):
     """A model whose steps are in TensorFlow's style: replica functions."""
 

@@ -1,5 +1,7 @@
 """Several devices of a worker: replicas in sync, as those of MirroredStrategy; one push to each server per closure."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -8,6 +10,7 @@ import pytest
 
 import replicax as rx
 from in_memory_servers import in_memory_strategy
+from replicax._src.jax_compat import export_platform
 from replicax._src.strategies.parameter_server import devices_of_worker
 
 pytestmark = pytest.mark.timeout(120)
@@ -298,3 +301,32 @@ def test_the_number_of_devices_is_what_the_option_says_or_the_launcher(monkeypat
     assert devices_of_worker(None) == 1
     with pytest.raises(rx.errors.InvalidArgumentError, match=r"devices_per_worker=.* at least 1, got 0"):
         devices_of_worker(0)
+
+
+def test_programs_for_gpus_are_for_what_jax_exports_for():
+    def device(platform, version=""):
+        return types.SimpleNamespace(
+            platform=platform, client=types.SimpleNamespace(platform_version=version)
+        )
+
+    assert export_platform(device("gpu", "cuda 12090")) == "cuda"
+    assert export_platform(device("gpu", "rocm 60300")) == "rocm"
+    assert export_platform(device("cpu")) == "cpu"
+
+
+def test_what_replicas_print_is_left_out_and_calls_of_python_are_refused(on_servers, caplog):
+    strategy, coordinator = on_servers
+
+    def printing(x):
+        jax.debug.print("{}", x)
+        return x
+
+    coordinator.schedule(lambda x: strategy.run(printing, args=(x,)), args=(np.float32(1),)).fetch()
+    assert "What " in caplog.text
+    assert "printing prints at" in caplog.text
+
+    def calling(x):
+        return jax.pure_callback(np.asarray, x, x)
+
+    with pytest.raises(rx.errors.UnsupportedError, match=r"calling calls back into Python"):
+        strategy.prepare(lambda x: strategy.run(calling, args=(x,)), [np.float32(1)])

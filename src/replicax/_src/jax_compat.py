@@ -144,8 +144,15 @@ def eval_jaxpr(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def default_platform() -> str:
-    """What programs are exported for, to run on the default devices of this process: ``cuda``, where JAX says ``gpu``."""
-    return jax.export.default_export_platform()
+    """What programs are exported for, to run on the default devices of this process."""
+    return export_platform(jax.local_devices()[0])
+
+
+def export_platform(device: Any) -> str:
+    """The same for a device: ``cuda`` or ``rocm``, where its platform is ``gpu``."""
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version else "cuda"
 
 
 def export(

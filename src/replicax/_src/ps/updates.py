@@ -10,6 +10,7 @@ import numpy as np
 from jax import export
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.jax_compat import export_platform
 from replicax._src.ps.held_values import Spec, with_dtypes
 from replicax._src.ps.programs import UpdateProgram
 
@@ -87,10 +88,11 @@ def _deserialized(program: UpdateProgram, device: Any) -> export.Exported:
             f"{len(program.blob)} bytes are no program: {error}. "
             "Send what jax.export gives, of a version of JAX that this one reads."
         ) from error
-    if device.platform not in exported.platforms or exported.nr_devices != 1:
+    platform = export_platform(device)
+    if platform not in exported.platforms or exported.nr_devices != 1:
         raise InvalidArgumentError(
             f"An update program for {exported.nr_devices} devices of {', '.join(exported.platforms)} cannot run on one "
-            f'of {device.platform}. Export it with platforms=["{device.platform}"].'
+            f'of {platform}. Export it with platforms=["{platform}"].'
         )
     return exported
 

@@ -424,7 +424,7 @@ def _run_on_several(
         strategy, topology, fn, tree, described, slot_of=strategy.slots.slot_of, observe=observers.observe
     )
     is_row = [leaf.kind == "row" for leaf in described if leaf.kind != "static"]
-    placed = PlacedReplicas(program, observers, topology, rows, is_row)
+    placed = PlacedReplicas(program, key.name_of(fn), observers, topology, rows, is_row)
     return Results(placed.program, topology).wrap(placed(capture, events, arrays))
 
 

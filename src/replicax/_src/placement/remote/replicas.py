@@ -24,6 +24,7 @@ from replicax._src.placement.remote.replica_assignments import (
     replica_assignment,
     same_in_all,
 )
+from replicax._src.placement.remote.worker import check_callbacks
 from replicax._src.placement.spmd import replica_body
 from replicax._src.program import flat
 from replicax._src.program.capture import Capture, current_capture
@@ -77,6 +78,7 @@ class PlacedReplicas:
 
     Args:
       program: Traced with ``observers``.
+      name: Of the function, for people.
       rows_of_replica: Where replicas have different numbers of rows.
       is_row: For each argument whether it is [R, ...], a row of which each replica has.
 
@@ -87,11 +89,13 @@ class PlacedReplicas:
     def __init__(
         self,
         program: ReplicaProgram,
+        name: str,
         observers: Observers,
         topology: Topology,
         rows_of_replica: Sequence[int] | None,
         is_row: Sequence[bool],
     ):
+        self._name = name
         self._topology, self._rows, self._is_row = topology, rows_of_replica, list(is_row)
         self._steps: list[_Step] = []
         self._combining: list[Combining] = []
@@ -153,6 +157,8 @@ class PlacedReplicas:
                 for mine, each in zip(taken, found, strict=True):
                     mine += each.operands
             at += count
+        for each in flats:
+            check_callbacks(each.operations, flat.needed_for(each.operations, each.outputs), self._name)
         variants = [
             _giving(variant, each, self._num_results, wanted, self._topology.num_replicas)
             for variant, each, wanted in zip(program.variants, flats, taken, strict=True)

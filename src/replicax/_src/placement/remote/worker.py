@@ -140,7 +140,7 @@ class WorkerBuilder:
         """The program, with all that has been asked for."""
         wanted = self._wanted()
         operations = flat.needed_for(self.program.operations, wanted)
-        _check_callbacks(self.program.operations, operations, name)
+        check_callbacks(self.program.operations, operations, name)
         used = flat.numbers_in(operations, wanted)
         arrays: list[ServerArray] = []
         lookups = self._placed_lookups(arrays, name, platforms)
@@ -290,7 +290,7 @@ def _of_update(
     return inner
 
 
-def _check_callbacks(every: Sequence[Operation], needed: Sequence[Operation], name: str) -> None:
+def check_callbacks(every: Sequence[Operation], needed: Sequence[Operation], name: str) -> None:
     """Says which calls of Python are left out, and refuses those whose results are needed: workers have no such code."""
     for operation in needed:
         found = [operation.eqn.primitive.name, *_primitives_in(operation)]
