@@ -108,7 +108,9 @@ def test_one_worker_trains_as_one_device_does(case):
         same_state(expected, model)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["sgd, batch normalisation", pytest.param("adam, sample weights", marks=pytest.mark.long)]
+)
 def test_two_devices_of_a_worker_train_as_one_device_does(case):
     optimizer, layers, options = CASES[case]
     expected = classifier(optimizer, layers, weighted_metrics=["accuracy"])
@@ -128,6 +130,7 @@ def test_two_devices_of_a_worker_train_as_one_device_does(case):
         )
 
 
+@pytest.mark.long
 def test_of_a_table_only_rows_travel_to_a_worker_of_two_devices():
     ids = np.random.RandomState(0).randint(0, 50, (22, 3)).astype("int32")
 
@@ -160,6 +163,7 @@ class InReplicas(keras.Sequential):
         return super().test_step(data)
 
 
+@pytest.mark.long
 def test_two_devices_run_a_step_in_tensorflows_style_as_two_replicas():
     def made():
         keras.utils.set_random_seed(0)

@@ -139,11 +139,10 @@ def test_what_replicas_do_to_variables_adds_up_on_the_servers_with_one_push_to_e
 
 def test_each_replica_gets_an_element_of_a_dataset_from_a_function_and_the_last_ones_none(on_servers):
     strategy, coordinator = on_servers
-    contexts = []
 
     def make(input_context):
-        contexts.append(input_context)
-        return rx.data.from_arrays(np.arange(10.0, dtype=np.float32)).batch(2)
+        size = input_context.get_per_replica_batch_size(4)
+        return rx.data.from_arrays(np.arange(10.0, dtype=np.float32)).batch(size)
 
     iterator = iter(
         coordinator.create_per_worker_dataset(lambda: strategy.distribute_datasets_from_function(make))

@@ -36,6 +36,7 @@ class Session(Protocol):
 
     Attributes:
       incarnation: Of the coordinator: what its messages carry.
+      devices_per_worker: How many replicas each worker has.
       epoch: What a worker has read of variables in one epoch is read again in the next.
       ps_addresses: Of the parameter servers.
       snapshot_intervals_s: Of each parameter server; None for one that takes no snapshots.
@@ -44,6 +45,8 @@ class Session(Protocol):
 
     @property
     def incarnation(self) -> Any: ...
+    @property
+    def devices_per_worker(self) -> int: ...
     @property
     def epoch(self) -> int: ...
     @property

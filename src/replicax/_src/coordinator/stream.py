@@ -153,7 +153,8 @@ class WorkerStream:
     def _send_resource(self, resource: Resource) -> None:
         if resource.name not in self._has:
             self._has.add(resource.name)
-            header = {"name": resource.name, "kind": resource.kind}
+            num_replicas = self._session.devices_per_worker
+            header = {"name": resource.name, "kind": resource.kind, "num_replicas": num_replicas}
             self._send("resource", resource, header, [resource.pickle])
 
     def _send_once(self, kind: Kind, name: str, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:

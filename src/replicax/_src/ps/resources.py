@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +52,7 @@ def current_worker_index() -> int:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Which worker this is, for dataset functions."""
+    """Which worker this is, and how many replicas it has, for dataset functions."""
 
     index: int = 0
     num_workers: int = 1
@@ -132,10 +131,9 @@ def make(kind: str, pickled: np.ndarray, place: WorkerPlace) -> Resource:
                 made = _called(made, place)
         if isinstance(made, UnbuiltDataset):
             with context.no_new_variables("Creating variables in `dataset_fn` is not allowed."):
-                replicas = dataclasses.replace(place, num_replicas_in_sync=made.num_replicas)
-                cut, made = made.cut, made.open(replicas.input_context)
+                cut, made = made.cut, made.open(place.input_context)
             if cut == "elements":
-                made = PerReplicaPulls.from_one(made, replicas.num_replicas_in_sync)
+                made = PerReplicaPulls.from_one(made, place.num_replicas_in_sync)
         resource = kinds[kind](made, place)
         if cut is not None:
             resource.spec["cut"] = cut

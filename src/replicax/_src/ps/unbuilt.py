@@ -18,16 +18,11 @@ class UnbuiltDataset:
     Each worker opens one of its own then, and has all of it. Nothing is read here.
 
     Attributes:
-      num_replicas: Of a worker.
-      cut: How these share it, if they are several: each gets some of the "rows" of a batch, or an element ("elements").
+      cut: How several replicas of a worker share it: each gets some of the "rows" of a batch, or an element ("elements").
     """
 
     def __init__(
-        self,
-        open_with: Callable[[InputContext], Any],
-        options: InputOptions | None,
-        num_replicas: int,
-        cut: Cut,
+        self, open_with: Callable[[InputContext], Any], options: InputOptions | None, cut: Cut | None
     ):
         if options is not None and not isinstance(options, InputOptions):
             raise InvalidArgumentError(f"options must be an rx.InputOptions, got {options!r}.")
@@ -37,13 +32,12 @@ class UnbuiltDataset:
                 "each. Leave the mode out."
             )
         self._open_with = open_with
-        self.num_replicas = num_replicas
-        self.cut: Cut | None = cut if num_replicas > 1 else None
+        self.cut: Cut | None = cut
 
     @classmethod
     def of_dataset(cls, dataset: Any, options: InputOptions | None, num_replicas: int) -> UnbuiltDataset:
         """Of a dataset of batches, which travels to the workers."""
-        return cls(lambda input_context: dataset, options, num_replicas, "rows")
+        return cls(lambda input_context: dataset, options, "rows" if num_replicas > 1 else None)
 
     @classmethod
     def of_function(
@@ -55,7 +49,7 @@ class UnbuiltDataset:
                 f"distribute_datasets_from_function needs a function of an InputContext that returns a dataset, got "
                 f"{dataset_fn!r}. Distribute a dataset with experimental_distribute_dataset."
             )
-        return cls(dataset_fn, options, num_replicas, "elements")
+        return cls(dataset_fn, options, "elements" if num_replicas > 1 else None)
 
     def open(self, input_context: InputContext) -> Any:
         """The dataset, on a worker."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import jax
-
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.messages import Message
@@ -27,9 +25,7 @@ def host_of(definition: ServerDef, options: ServerOptions, credentials: Credenti
         folder = options.snapshot_dir
         own = None if folder is None else Path(folder) / f"ps-{definition.task_index}"
         return PsHost(own, options.snapshot_interval_s)
-    place = WorkerPlace(
-        definition.task_index, definition.cluster.num_tasks("worker"), jax.local_device_count()
-    )
+    place = WorkerPlace(definition.task_index, definition.cluster.num_tasks("worker"))
     return WorkerHost(place, credentials)
 
 

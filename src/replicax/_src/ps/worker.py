@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -79,7 +80,8 @@ class Worker:
         before = self._resources.pop(name, None)
         if before is not None:
             before.close()
-        made = make(header["kind"], arrays[0], self._place)
+        place = dataclasses.replace(self._place, num_replicas_in_sync=header.get("num_replicas", 1))
+        made = make(header["kind"], arrays[0], place)
         self._resources[name] = made
         return Message({"spec": made.spec})
 
