@@ -329,3 +329,31 @@ def test_what_replicas_print_is_left_out_and_calls_of_python_are_refused(on_serv
 
     with pytest.raises(rx.errors.UnsupportedError, match=r"calling calls back into Python"):
         strategy.prepare(lambda x: strategy.run(calling, args=(x,)), [np.float32(1)])
+
+
+def test_a_worker_computes_what_servers_do_only_where_the_function_uses_it_afterwards(on_servers):
+    strategy, coordinator = on_servers
+    with strategy.scope():
+        w = keras.Variable(2.0)
+        optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
+        optimizer.build([w])
+
+    def replica_step(x):
+        with rx.GradientTape() as tape:
+            loss = w * x
+        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
+
+    def step(x):
+        strategy.run(replica_step, args=(x,))
+
+    def looking(x):
+        strategy.run(replica_step, args=(x,))
+        return w.value
+
+    prepared = strategy.prepare(step, [np.float32(1)])
+    (digest,) = prepared.programs.values()
+    assert prepared.program(digest).variables == ()
+    assert (
+        coordinator.schedule(looking, args=(np.float32(1),)).fetch() == 2 - 0.5 * 2
+    )  # a gradient of 1 on each
+    assert w.value == 1
