@@ -1,8 +1,12 @@
 """Scheduled functions on real servers, in processes of their own, that are killed and stopped."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -39,6 +43,10 @@ def connected(coordinator, num=2):
     while sum(w["connected"] for w in coordinator.statistics()["workers"].values()) < num:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def spin(x):
+    return jax.lax.fori_loop(0, 5000, lambda _, a: a @ a * 0.001, jax.numpy.ones((100, 100)) * x)[0, 0]
 
 
 def test_schedule_join_schedule_join(coordinator):
@@ -114,6 +122,60 @@ def test_workers_are_killed_again_and_again_and_nothing_counts_twice(cluster, co
     thread.join()
     assert int(counter) == num
     assert sum(w["connections"] for w in coordinator.statistics()["workers"].values()) > num_kills
+
+
+@pytest.mark.parametrize("join", [True, False], ids=["after join", "in flight"])
+def test_a_strategy_that_is_closed_first_takes_its_coordinator_along(cluster, caplog, join):
+    cluster.wait_for_servers()
+    before = threading.enumerate()
+    strategy = rx.ParameterServerStrategy()
+    coordinator = rx.coordinator.ClusterCoordinator(strategy)
+    connected(coordinator)
+    for _ in range(10):
+        coordinator.schedule(spin, (np.float32(1),))
+    if join:
+        coordinator.join(JOIN_S)
+    strategy.close()
+    time.sleep(1.5)  # a beat, and more
+    coordinator.close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    begun = {thread.name for thread in threading.enumerate() if thread not in before}
+    assert not [
+        name for name in begun if name.startswith(("replicax-worker", "replicax-ps", "replicax-beats"))
+    ]
+
+
+LEAVES = """
+import atexit, sys, threading
+atexit.register(lambda: print("left", sorted({t.name for t in threading.enumerate()}), flush=True))
+import jax, numpy as np, replicax as rx
+
+strategy = rx.ParameterServerStrategy()
+coordinator = rx.coordinator.ClusterCoordinator(strategy)
+
+def spin(x):
+    return jax.lax.fori_loop(0, 20_000, lambda _, a: a @ a * 0.001, jax.numpy.ones((100, 100)) * x)[0, 0]
+
+values = [coordinator.schedule(spin, (np.float32(1),)) for _ in range(50)]
+values[0].fetch(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [pytest.param("", 0, marks=pytest.mark.long), ("sys.exit(3)", 3), ("raise OSError('the user')", 1)],
+)
+def test_a_program_that_leaves_functions_in_flight_ends_as_it_says(cluster, end, code):
+    cluster.wait_for_servers()
+    environment = {**os.environ, **cluster.environment_of("chief", 0)}
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES + end], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == code, ended.stderr
+    assert "left ['MainThread'" in ended.stdout
+    assert "replicax-worker" not in ended.stdout, "none may run into the end of Python"
+    assert "replicax-beats" not in ended.stdout
+    assert "terminate" not in ended.stderr
 
 
 def test_a_stopped_worker_is_done_without(cluster, coordinator):

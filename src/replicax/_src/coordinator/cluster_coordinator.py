@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("replicax")
 
 _SPEC_S = 600.0
+_EXIT_S = 5.0
 
+_crews_at_work: set[Crew] = set()
 _crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()  # the last one of each strategy
 _coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
 _construction = threading.Lock()
@@ -142,6 +145,9 @@ class ClusterCoordinator:
         self._status = _status_server(self._crew, options["status_address"])
         _crews[strategy] = self._crew
         self._finalizer = weakref.finalize(self, _end, self._crew, self._status)
+        self._finalizer.atexit = False
+        _crews_at_work.add(self._crew)
+        strategy.session.before_close = self._crew.end  # or tasks that are left would seem lost
         self._crew.start()
         if self._status is not None:
             self._status.start()
@@ -293,9 +299,9 @@ class ClusterCoordinator:
         """Cancels what has not ended, and ends the threads. Variables stay, and so does the session with the servers."""
         if self._status is not None:
             self._status.close()
-        self._crew.close()
-        self._crew.join()
+        self._crew.end()
         self._finalizer.detach()
+        _crews_at_work.discard(self._crew)
 
     def __enter__(self) -> ClusterCoordinator:
         return self
@@ -323,13 +329,26 @@ def _status_server(crew: Crew, address: str | None) -> StatusServer | None:
 
 def _end(crew: Crew, status: StatusServer | None) -> None:
     def end() -> None:
-        crew.close()
         if status is not None:
             status.close()
+        crew.end()
+        _crews_at_work.discard(crew)
 
     # Garbage may be collected while a lock is held that this needs, so another thread does it.
     with contextlib.suppress(RuntimeError):  # no thread begins any more: Python ends
         threading.Thread(target=end, name="replicax-coordinator-end", daemon=True).start()
+
+
+def _end_with_python() -> None:
+    """Ends what is at work: a thread that waits for a task when Python is gone would end the process by a signal."""
+    crews = list(_crews_at_work)
+    for crew in crews:
+        crew.close()
+    for crew in crews:
+        crew.join(_EXIT_S)
+
+
+atexit.register(_end_with_python)
 
 
 def _name_of(fn: Any) -> str:

@@ -74,6 +74,11 @@ class Crew:
         for task in (*self.workers, *self.watches, *self._rounds, self._recovery):
             task.join(max(0.0, until - time.monotonic()))
 
+    def end(self) -> None:
+        """Closes, and waits for the threads."""
+        self.close()
+        self.join()
+
     def statistics(self) -> dict[str, Any]:
         """Of the closures, and of each task."""
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -41,7 +41,10 @@ class Session(Protocol):
       ps_addresses: Of the parameter servers.
       snapshot_intervals_s: Of each parameter server; None for one that takes no snapshots.
       num_made: Is another one after variables were made.
+      before_close: What is done before the time with the tasks ends.
     """
+
+    before_close: Callable[[], None]
 
     @property
     def incarnation(self) -> Any: ...

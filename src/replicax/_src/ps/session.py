@@ -7,7 +7,7 @@ import threading
 import uuid
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -41,6 +41,7 @@ class Session:
       epoch: Counts what is known here of changes: what workers have read before is old then.
       devices_per_worker: How many devices of each worker are used.
       layout: Counts what was moved or copied: functions that were traced before may not know of it.
+      before_close: What a coordinator has done before the time with the tasks ends.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Session:
         self.epoch = self.layout = 0
         self.devices_per_worker = 1
         self._worker_platforms: tuple[str, ...] = ()
+        self.before_close: Callable[[], None] = lambda: None
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
         self._balance = Balance(links.num_servers)
@@ -95,6 +97,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the time with the servers: what is there is dropped."""
+        self.before_close()
         self.links.close()
         if self._tasks is not None:
             self._tasks.close()

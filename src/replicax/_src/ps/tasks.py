@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -71,6 +72,7 @@ class Tasks:
         self.incarnation = uuid.uuid4().hex
         self._closing = threading.Event()
         self._beating: threading.Thread | None = None
+        self._leaves = True
 
     def addresses(self, job: str) -> tuple[str, ...]:
         """Of the tasks of a job."""
@@ -142,6 +144,8 @@ class Tasks:
         """Lets all tasks know, from now on, that the coordinator is there."""
         self._beating = threading.Thread(target=self._beat, name="replicax-beats", daemon=True)
         self._beating.start()
+        # Or it might be asking when Python is gone. Servers that programs share wait for all to leave.
+        atexit.register(self.close, leaves=self.share is not None)
 
     def _beat(self) -> None:
         clients = [
@@ -151,7 +155,8 @@ class Tasks:
             while not self._closing.wait(_BEAT_S):
                 self._ask_all(clients, "beat")
         finally:
-            self._ask_all(clients, "leave")
+            if self._leaves:
+                self._ask_all(clients, "leave")
             for client in clients:
                 client.close()
 
@@ -162,8 +167,15 @@ class Tasks:
             except Exception as error:
                 log.debug("%s", error)  # who uses the server will meet it
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the time with the tasks."""
+    def close(self, timeout_s: float = 5.0, *, leaves: bool = True) -> None:
+        """Ends the time with the tasks.
+
+        Args:
+          leaves: Whether they are told; otherwise they find out by the silence.
+        """
+        atexit.unregister(self.close)
+        if not self._closing.is_set():
+            self._leaves = leaves
         self._closing.set()
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(timeout_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +51,6 @@ def shared_session(membership: Membership, environ: Mapping[str, str]) -> Sessio
     tasks = Tasks((), addresses(membership.spec, "ps"), Credentials.of_environment(environ), share)
     told = join_shared(tasks, limit)
     tasks.start_beating()
-    atexit.register(tasks.close)  # the servers wait for all to leave
     num_ps = len(tasks.addresses("ps"))
     links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
     platforms = sorted({str(answer["platform"]) for answer in told})
