@@ -545,6 +545,26 @@ def test_a_worker_that_dies_while_it_makes_a_dataset(cluster, coordinator):
     assert len(deaths) == 2
 
 
+def test_a_dataset_function_that_kills_each_worker_is_an_error(cluster, coordinator):
+    deaths = []
+
+    def deadly(worker):
+        deaths.append(worker)
+        worker.restart()
+        return twos(worker)
+
+    cluster.deadly = deadly
+    iterator = iter(coordinator.create_per_worker_dataset(ByName("deadly")))
+    value = coordinator.schedule(count_up, (iterator,))
+    says = "function 'ByName' of dataset 'dataset 0' is what kills workers: [34] of them died"
+    with pytest.raises(ClosureInputError, match=says):
+        coordinator.join(JOIN_S)
+    with pytest.raises(ClosureInputError, match=says):
+        value.fetch(0)
+    assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2, "the workers are there for others"
+    assert len(deaths) <= 4
+
+
 class ByName:
     """A function of the cluster, which cannot be pickled with what it closes over."""
 

@@ -268,7 +268,7 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
-        recipe = _Recipe(self._crew, "dataset", resources.dump(dataset_fn))
+        recipe = _Recipe(self._crew, "dataset", resources.dump(dataset_fn), _name_of(dataset_fn))
         dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
         weakref.finalize(dataset, recipe.drop_unused).atexit = False
         return dataset
@@ -279,7 +279,7 @@ class ClusterCoordinator:
         Args:
           fn: Without arguments; it runs on the workers, as that of ``create_per_worker_dataset``.
         """
-        recipe = _Recipe(self._crew, "value", resources.dump(fn))
+        recipe = _Recipe(self._crew, "value", resources.dump(fn), _name_of(fn))
         values = PerWorkerValues(recipe.unused[0], recipe.spec)
         weakref.finalize(values, recipe.drop_unused).atexit = False
         return values
@@ -410,8 +410,10 @@ class _Recipe:
       unused: Names of what has been made and has no iterator.
     """
 
-    def __init__(self, crew: Crew, kind: Literal["dataset", "value"], pickle: np.ndarray):
-        self._crew, self._pickle = crew, pickle
+    def __init__(
+        self, crew: Crew, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str
+    ):
+        self._crew, self._pickle, self._function = crew, pickle, function
         self._kind: Literal["dataset", "value"] = kind
         self._known: ElementSpec | None = None
         self.unused: list[str] = []
@@ -444,7 +446,7 @@ class _Recipe:
 
     def _make(self) -> str:
         name = f"{self._kind} {next(_resource_numbers)}"
-        self._crew.add(Resource(name, self._kind, self._pickle))
+        self._crew.add(Resource(name, self._kind, self._pickle, self._function))
         return name
 
 

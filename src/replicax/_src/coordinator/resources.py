@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
+from replicax._src.coordinator.closures import MAX_DEATHS, MAX_DEATHS_OF_PROVEN
 from replicax._src.ps.errors import ClosureInputError, WaitTimeoutError
 
 
@@ -22,18 +23,32 @@ class Resource:
       name: Never given twice.
       kind: A dataset, which is iterated, or a value.
       pickle: What makes it, as uint8.
+      function: The name of that, for people.
     """
 
     name: str
     kind: Literal["dataset", "value"]
     pickle: np.ndarray
+    function: str = ""
 
 
 @dataclass
 class _State:
+    """What has come of a resource.
+
+    Attributes:
+      specs, errors: What workers that are there said of it, by worker.
+      num_deaths: How many workers were lost while they made it.
+      is_proven: One has made it.
+      killer: Why no worker is asked to make it any more.
+    """
+
     resource: Resource
     specs: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, BaseException] = field(default_factory=dict)
+    num_deaths: int = 0
+    is_proven: bool = False
+    killer: ClosureInputError | None = None
 
 
 @final
@@ -64,11 +79,11 @@ class Resources:
         return self._state(name).resource
 
     def all(self) -> list[Resource]:
-        """Returns those in use, oldest first."""
+        """Returns those that workers are to make, oldest first."""
         with self._changed:
             while self.dropped:
                 self._states.pop(self.dropped.popleft(), None)
-            return [state.resource for state in self._states.values()]
+            return [state.resource for state in self._states.values() if state.killer is None]
 
     def back(self, worker: str) -> None:
         """A worker is there, and has made nothing yet."""
@@ -84,6 +99,18 @@ class Resources:
             if name in self._states:
                 self._states[name].specs[worker] = spec
                 self._states[name].errors.pop(worker, None)
+                self._states[name].is_proven = True
+            self._changed.notify_all()
+
+    def killed(self, name: str, worker: str) -> None:
+        """A worker was lost while it made one. Where that happens again and again none is asked for it any more."""
+        with self._changed:
+            state = self._states.get(name)
+            if state is None:
+                return
+            state.num_deaths += 1
+            if state.num_deaths >= (MAX_DEATHS_OF_PROVEN if state.is_proven else MAX_DEATHS):
+                state.killer = _killer(state, worker)
             self._changed.notify_all()
 
     def failed(self, name: str, worker: str, error: BaseException) -> None:
@@ -97,6 +124,8 @@ class Resources:
         """Why a worker does not have all of ``names``: it could not make one of them."""
         for name in names:
             state = self._states.get(name)
+            if state is not None and state.killer is not None:
+                return state.killer
             if state is not None and worker in state.errors:
                 return _input_error(state, worker)
         return None
@@ -117,6 +146,8 @@ class Resources:
                 )
             if state.specs:
                 return next(iter(state.specs.values()))
+            if state.killer is not None:
+                raise state.killer
             if state.errors:
                 raise _input_error(state, next(iter(state.errors)))
             raise ClosureInputError(
@@ -140,7 +171,10 @@ class Resources:
 
     def _is_decided(self, state: _State) -> bool:
         return (
-            bool(state.specs) or self._is_closed or bool(state.errors and self._workers <= set(state.errors))
+            bool(state.specs)
+            or self._is_closed
+            or state.killer is not None
+            or bool(state.errors and self._workers <= set(state.errors))
         )
 
     def _forget(self, worker: str, is_here: bool) -> None:
@@ -149,6 +183,14 @@ class Resources:
             for state in self._states.values():
                 state.errors.pop(worker, None)
             self._changed.notify_all()
+
+
+def _killer(state: _State, worker: str) -> ClosureInputError:
+    return ClosureInputError(
+        f"The function '{state.resource.function}' of {state.resource.kind} {state.resource.name!r} is what kills workers: "
+        f"{state.num_deaths} of them died, or were silent for too long, while they called it, the last one {worker}. Their logs "
+        "say more; too little memory is a common reason."
+    )
 
 
 def _input_error(state: _State, worker: str) -> ClosureInputError:

@@ -72,6 +72,13 @@ class WorkerStream:
                 return None
         return None
 
+    def making(self) -> Resource | None:
+        """What the worker was to make when the connection ended."""
+        for kind, what, _ in self._awaited:
+            if kind in ("closure", "resource"):
+                return what if kind == "resource" else None
+        return None
+
     # --- sending ---------------------------------------------------------------------------------------
 
     def send(self, closure: Closure, low: int) -> None:

@@ -200,6 +200,9 @@ class RemoteWorker:
             for thread in others:
                 thread.join(_JOIN_S)
             self._resources.lost(self.name)
+            making = stream.making()
+            if making is not None and stream.reason is not None:
+                self._resources.killed(making.name, self.name)
             self.port.lost(stream.running() if stream.reason is not None else None)
         if stream.reason is not None and not self._closing.is_set():
             log.warning(
