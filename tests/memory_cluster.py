@@ -256,7 +256,7 @@ class Prepared:
         self.arguments = [np.asarray(a) for a in args if not isinstance(a, PerWorkerInput)]
         handles = [a for a in args if isinstance(a, PerWorkerInput)]
         self.iterators = [handle.resource for handle in handles]
-        self.constants = strategy.constants
+        self.constants, self.named = strategy.constants, {}
         self.kinds = strategy.kinds.setdefault(fn, {})
         self.fn = fn
         self.round_key = None

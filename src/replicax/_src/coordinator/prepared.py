@@ -104,8 +104,9 @@ class PreparedClosure(Protocol):
     Attributes:
       name: Of the function.
       programs: Digests, by the signature of the elements that it takes.
-      constants: Arrays that its programs take, by name.
-      arguments: Arrays that only this closure takes.
+      constants: Arrays that travel once, by name.
+      arguments: Arrays that it takes.
+      named: Which of ``arguments`` are among ``constants``: names by position.
       iterators: Names of the resources that it takes.
       round_key: What closures have in common whose gradients are averaged; None: it has none.
     """
@@ -118,6 +119,8 @@ class PreparedClosure(Protocol):
     def constants(self) -> Mapping[str, np.ndarray]: ...
     @property
     def arguments(self) -> Sequence[np.ndarray]: ...
+    @property
+    def named(self) -> Mapping[int, str]: ...
     @property
     def iterators(self) -> Sequence[str]: ...
     @property

@@ -141,7 +141,7 @@ class WorkerStream:
             all(digest in known for digest in prepared.programs.values())
             and all(name in known for name in prepared.constants)
             and all(name in self._has for name in prepared.iterators)
-            and sum(argument.nbytes for argument in prepared.arguments) <= _SMALL_BYTES
+            and sum(argument.nbytes for argument in _sent_along(prepared)) <= _SMALL_BYTES
         )
 
     def _send_closure(self, closure: Closure, prepared: PreparedClosure, low: int) -> None:
@@ -152,10 +152,11 @@ class WorkerStream:
             "epoch": session.epoch,
             "program": dict(prepared.programs),
             "iterators": prepared.iterators,
+            "named": list(prepared.named.items()),
         }
         if closure.round is not None:
             header["round"] = closure.round
-        self._send("closure", closure, header, prepared.arguments)
+        self._send("closure", closure, header, _sent_along(prepared))
 
     def _send_resource(self, resource: Resource) -> None:
         if resource.name not in self._has:
@@ -225,3 +226,8 @@ class WorkerStream:
     def input_error(self, prepared: PreparedClosure) -> ClosureInputError | None:
         """Why the worker does not have what a closure takes."""
         return self._resources.error(prepared.iterators, self.worker)
+
+
+def _sent_along(prepared: PreparedClosure) -> list[np.ndarray]:
+    """The arguments of a closure that are sent with it."""
+    return [array for position, array in enumerate(prepared.arguments) if position not in prepared.named]

@@ -30,7 +30,7 @@ class ClosureCall:
       low: All closures with lower numbers have ended.
       epoch: What was pulled in another one is pulled again.
       programs: By the signature of the elements, the digest of the program for them.
-      arguments: The closure's arrays.
+      arguments: The closure's arrays, NumPy's or JAX's.
       iterators: What it takes elements from.
       round_number: Of which its gradients are; None: they are pushed as updates. What it pulls is not of use to others.
     """
@@ -39,7 +39,7 @@ class ClosureCall:
     low: int
     epoch: Any
     programs: Mapping[str, str]
-    arguments: Sequence[np.ndarray] = ()
+    arguments: Sequence[Any] = ()
     iterators: Sequence[LeafIterator] = ()
     round_number: int | None = None
 
@@ -77,6 +77,8 @@ class _Run:
 
 _MOST_PROGRAMS: Final = 256
 """The one that was not used for longest is forgotten then; the coordinator sends it again if it is needed."""
+_MOST_CONSTANT_BYTES: Final = 1 << 30
+"""So it is with constants."""
 
 
 @final
@@ -97,6 +99,7 @@ class Runner:
         self._pulls = Pulls(links)
         self._programs: dict[str, LoadedProgram] = {}
         self._constants: dict[str, Any] = {}
+        self._wanted: set[str] = set()  # constants of the closure that runs, or comes next
         self._elements = ElementQueue()
         self._held: dict[Closure, Elements] = {}
         self._ahead: _Run | None = None
@@ -112,9 +115,27 @@ class Runner:
         return digest
 
     def add_constant(self, name: str, array: np.ndarray) -> None:
-        """Puts a copy of an array that programs take on the device. One name is one array, for good."""
+        """Puts a copy of an array on the device. One name is one array, for good."""
         if name not in self._constants:
             self._constants[name] = jax.device_put(np.array(array))
+        self._wanted.add(name)
+        num_bytes = sum(constant.nbytes for constant in self._constants.values())
+        for other in [each for each in self._constants if each not in self._wanted]:
+            if num_bytes <= _MOST_CONSTANT_BYTES:
+                break
+            num_bytes -= self._constants.pop(other).nbytes
+
+    def constant(self, name: str) -> Any:
+        """An array that has been added.
+
+        Raises:
+          UnknownProgramError: It is to be added, again perhaps.
+        """
+        if name not in self._constants:
+            raise UnknownProgramError(f"This task does not have the constant {name}: send it.", name)
+        self._wanted.add(name)
+        constant = self._constants[name] = self._constants.pop(name)  # the last one that was used
+        return constant
 
     def run(self, call: ClosureCall) -> ClosureResult:
         """Runs a closure.
@@ -137,6 +158,7 @@ class Runner:
                 self._held[call.closure] = run.elements
             raise
         self._num_closures += 1
+        self._wanted.clear()
         return ClosureResult([np.asarray(array) for array in results[: run.loaded.program.num_results]])
 
     def statistics(self) -> dict[str, Any]:
@@ -241,16 +263,11 @@ class Runner:
             case "argument":
                 return run.call.arguments[each.index]
             case "constant":
-                return self._constant(each.name)
+                return self.constant(each.name)
             case "rows":
                 return run.rows[each.call]
             case "positions":
                 return run.tables[each.call].positions
-
-    def _constant(self, name: str) -> Any:
-        if name not in self._constants:
-            raise UnknownProgramError(f"This task does not have the constant {name}: send it.", name)
-        return self._constants[name]
 
     # --- pushing --------------------------------------------------------------------------------------
 

@@ -93,12 +93,19 @@ class Worker:
                 header["low"],
                 header["epoch"],
                 header["program"],
-                arrays,
+                self._arguments(header.get("named", ()), arrays),
                 [self._named(name) for name in header.get("iterators", ())],
                 header.get("round"),
             )
         )
         return Message({} if result.need is None else {"need": result.need}, result.results)
+
+    def _arguments(self, named: Sequence[tuple[int, str]], arrays: Sequence[np.ndarray]) -> Sequence[Any]:
+        """What came with a closure, and in its place what came before."""
+        arguments: list[Any] = list(arrays)
+        for position, name in named:  # in order
+            arguments.insert(position, self._runner.constant(name))
+        return arguments
 
     def _release(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         for name in header["names"]:

@@ -26,6 +26,7 @@ from replicax._src.placement.remote.elements import Elements, PerWorkerInput, ta
 from replicax._src.placement.remote.events import Events
 from replicax._src.placement.remote.replicas import Observers, PlacedReplicas
 from replicax._src.placement.remote.tracing import check_can_travel
+from replicax._src.placement.remote.worker import SMALL_BYTES, name_of
 from replicax._src.program import key
 from replicax._src.program.cache import (
     FunctionPrograms,
@@ -49,6 +50,7 @@ log = logging.getLogger("replicax")
 tracing_lock = threading.RLock()
 """Held while a function for workers is traced: an update is traced with variables that say they have a shard's shape."""
 _MAX_SIGNATURES = 32
+_COMPARED_BYTES = 256 << 10  # at once, so that they stay near the processor
 
 
 @final
@@ -74,6 +76,7 @@ class TracedFunction:
         self._platforms = platforms_of_workers(session)
         self.constants: dict[str, np.ndarray] = {}
         self._found: dict[RemoteClosure, Any] = {}
+        self._lifted: dict[int, tuple[np.ndarray, str | None]] = {}
         self._layout = session.layout
         self.first = self._add(None)
 
@@ -114,6 +117,23 @@ class TracedFunction:
         """What a call with these arguments takes elements from, in the order of the program's iterators."""
         replaced = {id(traced): now for traced, now in zip(self._sources, arguments, strict=True)}
         return [replaced.get(id(source), source) for source in self.first.elements.sources]
+
+    def names_of(self, arrays: Sequence[np.ndarray], num_lifted: int) -> dict[int, str]:
+        """Names for those of the last ``num_lifted`` arrays that are large, and as they were the last time."""
+        names: dict[int, str] = {}
+        for position in range(len(arrays) - num_lifted, len(arrays)):
+            array = arrays[position]
+            if array.nbytes <= SMALL_BYTES:
+                continue
+            before, name = self._lifted.get(position, (None, None))
+            if before is None or not _is_alike(before, array):
+                self._lifted[position] = array, None
+                continue
+            if name is None:
+                name = name_of(before)
+                self._lifted[position] = before, name
+            names[position] = name
+        return names
 
     def make(self, signature: str) -> str:
         """Traces the function for elements of other shapes. Returns the digest of the worker's program.
@@ -170,6 +190,15 @@ def platforms_of_workers(session: Session) -> frozenset[str]:
     return frozenset(session.worker_platforms or [default_platform()])
 
 
+def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays of one shape and dtype have the same bytes; sooner said if they have not."""
+    if one.ctypes.data == other.ctypes.data:  # an array of JAX, seen twice
+        return True
+    these, those = (np.ravel(array).view(np.uint8) for array in (one, other))
+    parts = (slice(start, start + _COMPARED_BYTES) for start in range(0, len(these), _COMPARED_BYTES))
+    return all(np.array_equal(these[part], those[part]) for part in parts)
+
+
 def _where(arrays: Sequence[ServerArray]) -> list[Any]:
     return [(array.pieces, dict(array.copies)) for array in arrays]
 
@@ -184,13 +213,15 @@ class PreparedClosure:
 
     Attributes:
       traced: The function.
-      arguments: The arrays among the arguments.
+      arguments: The arrays among the arguments, and those that the function closes over.
       sources: What it takes elements from, in the order of the program's iterators.
+      named: Names of those ``arguments`` that travel once, by position.
     """
 
     traced: TracedFunction
     arguments: Sequence[np.ndarray]
     sources: Sequence[PerWorkerInput]
+    named: Mapping[int, str]
 
     @property
     def name(self) -> str:
@@ -203,8 +234,10 @@ class PreparedClosure:
 
     @property
     def constants(self) -> dict[str, np.ndarray]:
-        """The arrays that the function closes over, by name."""
-        return self.traced.constants
+        """What travels once, by name."""
+        if not self.named:
+            return self.traced.constants
+        return self.traced.constants | {name: self.arguments[n] for n, name in self.named.items()}
 
     @property
     def iterators(self) -> list[str]:
@@ -284,7 +317,9 @@ class Closures:
             programs.put(signature, described, traced)
             if not hasattr(fn, "replicax_family"):  # of ours, for each variable
                 self._cache.report_trace(fn, described)
-        return PreparedClosure(traced, arrays, traced.sources_of(sources))
+        num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(nest[2], is_leaf=_is_leaf)))
+        named = traced.names_of(arrays, num_lifted)
+        return PreparedClosure(traced, arrays, traced.sources_of(sources), named)
 
     def _traced(
         self,
@@ -349,9 +384,8 @@ def _describe(
         elif key.is_array(leaf):
             described.append(array_leaf(leaf))
             check_can_travel(described[-1].dtype, "is an argument of a function for workers")
-            is_theirs = (
-                isinstance(leaf, np.ndarray) and leaf.flags.writeable
-            )  # and may be written before it is sent
+            # It may be written before it is sent: itself, or what it is a view of.
+            is_theirs = isinstance(leaf, np.ndarray) and (leaf.flags.writeable or leaf.base is not None)
             arrays.append((np.array if is_theirs else np.asarray)(leaf, described[-1].dtype))
         elif type(leaf) is float and programs.is_varying(position, leaf):
             described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))

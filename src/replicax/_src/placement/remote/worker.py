@@ -27,7 +27,7 @@ from replicax._src.topology import Topology
 
 log = logging.getLogger("replicax")
 _PRINTS = ("debug_callback", "debug_print")
-_SMALL_BYTES = 64 << 10  # a constant of more travels once, by itself
+SMALL_BYTES = 64 << 10  # a constant of more travels once, by itself
 _Aval = tuple[tuple[int, ...], Any]
 
 
@@ -193,7 +193,7 @@ class WorkerBuilder:
             if number in used:
                 check_can_travel(value.dtype, "is closed over by a function for workers")
             array = np.asarray(value) if number in used else None
-            if array is not None and array.nbytes <= _SMALL_BYTES:
+            if array is not None and array.nbytes <= SMALL_BYTES:
                 small[number] = array
             elif array is not None:
                 inputs[number] = self._constant(array)
@@ -210,7 +210,7 @@ class WorkerBuilder:
 
     def _constant(self, value: Any) -> Input:
         array = np.asarray(value)
-        name = _name_of(array)
+        name = name_of(array)
         self.constants[name] = array
         return Input("constant", name=name)
 
@@ -330,7 +330,8 @@ def _evaluated(jaxpr: Any, *args: Any) -> list[Any]:
     return jax_compat.eval_jaxpr(jaxpr, args)
 
 
-def _name_of(array: np.ndarray) -> str:
+def name_of(array: np.ndarray) -> str:
+    """What an array that travels once is known by: a hash of it."""
     said = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=16)
     said.update(np.ascontiguousarray(array).view(np.uint8).data)
     return said.hexdigest()
