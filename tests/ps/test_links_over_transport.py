@@ -140,3 +140,19 @@ def test_what_was_read_stays_what_it_was(new_links):
     del found
     links.read([[piece]])
     np.testing.assert_array_equal(taken_over, first)
+
+
+def test_what_is_read_stays_and_jax_takes_its_memory_over(new_links):
+    links, one, other = new_links(), Piece(0, "one"), Piece(0, "other")
+    links.create(
+        [NewPiece(p, (40_000,), np.float32, np.full(40_000, p.key == "one", "f4")) for p in (one, other)]
+    )
+    links.create([NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS])
+    (alone,) = links.read([[one]])
+    together = links.read([[one], SHARDS])
+    for _ in range(5):
+        assert links.read([[other]])[0].max() == 0
+        assert links.read([[other], [other]])[1].max() == 0
+    for value, expected in zip([alone, *together], [np.ones(40_000), np.ones(40_000), WHOLE], strict=True):
+        np.testing.assert_array_equal(value, expected)
+        assert jax.device_put(value).unsafe_buffer_pointer() == value.ctypes.data

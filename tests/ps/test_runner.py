@@ -184,13 +184,6 @@ def test_a_kept_variable_that_is_written_after_all_is_seen(links, runner, counti
         assert [float(result) for result in results] == [10 + number, 100]
 
 
-def test_what_is_read_is_a_copy(links):
-    first, second = create(links, [Piece(0, "a")], [1, 2]), create(links, [Piece(0, "b")], [3, 4])
-    (value,) = links.read([first])
-    links.read([second])
-    np.testing.assert_array_equal(value, [1, 2])
-
-
 def test_programs_that_take_turns_see_the_variables_as_they_are(links, runner, counting):
     (third,) = create(links, [Piece(0, "third")], 7)
     read = worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, Self, TypeVar, final
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.buffers import aligned_empty
 from replicax._src.ps.errors import (
     MessageError,
     UnauthenticatedError,
@@ -206,13 +207,17 @@ class PsLinks:
     def read(self, variables: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """The whole values of variables, each given as its pieces in the order of their rows; nobody else's.
 
-        All pieces on one server are read as one; several servers are read at about the same time.
+        All pieces on one server are read as one; several servers are read at about the same time. The memory is aligned, so
+        that JAX takes it over without a copy; it may be read-only.
         """
         pieces = [piece for pieces in variables for piece in pieces]
         keys = _by_ps((piece.ps, piece.key) for piece in pieces)
         asks = {ps: Ask(pull=[(key, None) for key in dict.fromkeys(ours)]) for ps, ours in keys.items()}
         with self.held(keys):  # until they are copied
             answers = self.step(None, 0, asks)
+            # Alone in the memory of a message: that is used again when nobody has the array any more.
+            if len(pieces) == 1:
+                return [_value(answers[pieces[0].ps], pieces[0].key)]
             return [joined([_value(answers[p.ps], p.key) for p in pieces]) for pieces in variables]
 
     def read_rows(self, pieces: Sequence[Piece], ids: np.ndarray, num_rows: int) -> np.ndarray:
@@ -431,7 +436,7 @@ class StoreClient:
 
 @final
 class StoreLink:
-    """A link to a store of this process. Errors come as they come from another one."""
+    """A link to a store of this process. Arrays and errors come as they come from another one."""
 
     def __init__(self, store: Answering, task: str):
         self._store, self._task = store, task
@@ -439,7 +444,8 @@ class StoreLink:
 
     def send(self, message: Message) -> None:
         try:
-            self._answers.append(self._store.answer(message))
+            answer = self._store.answer(message)
+            self._answers.append(Message(answer.header, [np.array(array) for array in answer.arrays]))
         except Exception as error:
             self._answers.append(of_answer(described(error), self._task))
 
@@ -459,8 +465,13 @@ class StoreLink:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The variable of which ``parts`` are the values of all pieces; a copy."""
-    return np.array(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+    """The variable of which ``parts`` are the values of all pieces; a copy, aligned."""
+    shape = (sum(map(len, parts)), *parts[0].shape[1:]) if len(parts) > 1 else parts[0].shape
+    whole = aligned_empty(sum(part.nbytes for part in parts)).view(parts[0].dtype).reshape(shape)
+    if len(parts) == 1:
+        whole[...] = parts[0]
+        return whole
+    return np.concatenate(parts, out=whole)
 
 
 def part_of(value: np.ndarray, rows: tuple[int, int] | None) -> np.ndarray:
