@@ -1,5 +1,7 @@
 """``ParameterServerStrategy`` and ``ClusterCoordinator`` as their users see them, with real workers and parameter servers."""
 
+import os
+import threading
 import time
 
 import jax.numpy as jnp
@@ -209,10 +211,15 @@ def test_one_worker_at_a_time_trains_as_one_device(strategy, coordinator):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_table_that_is_too_large_for_the_coordinator(strategy, coordinator):
-    """1 GiB of embeddings, and 1 GiB of their accumulators: of neither does this process hold a copy."""
+def test_a_table_that_is_too_large_for_the_coordinator_and_the_workers(
+    cluster, strategy, coordinator, tmp_path, most_bytes
+):
+    """1 GiB of embeddings, and 1 GiB of their accumulators: of neither do this process or a worker hold a copy.
+
+    They are made, trained, looked up, saved and loaded.
+    """
     num_rows = 8_000_000
-    before = _resident_bytes()
+    before = dict(most_bytes)
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -242,7 +249,19 @@ def test_a_table_that_is_too_large_for_the_coordinator(strategy, coordinator):
     coordinator.join(300)
     losses = coordinator.fetch(losses)
     assert losses[-1] < losses[0]
-    assert _resident_bytes() - before < 400e6
+    table = model.layers[0].embeddings
+    rows = np.asarray(rx.nn.embedding_lookup(table, x))
+    rx.experimental.save_table(table, tmp_path / "table.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "table.npy", mmap_mode="r")[x], rows)
+    for _ in range(2):
+        coordinator.schedule(step, args=(x, y))
+    coordinator.join(300)
+    assert np.any(np.asarray(rx.nn.embedding_lookup(table, x)) != rows)
+    rx.experimental.load_table(table, tmp_path / "table.npy")
+    np.testing.assert_array_equal(rx.nn.embedding_lookup(table, x), rows)
+    assert len(before) == 3
+    for pid in before:
+        assert most_bytes[pid] - before[pid] < 400e6
     for task in cluster_tasks(coordinator):
         assert task["bytes"] > 0.9 * num_rows * 32 * 4  # half of both
 
@@ -252,9 +271,30 @@ def cluster_tasks(coordinator):
     return [ps["statistics"] for ps in coordinator.statistics()["ps"].values()]
 
 
-def _resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+@pytest.fixture
+def most_bytes(cluster):
+    """Of this process and the workers, by pid: the most that each has had, which a thread looks at all the time."""
+    pids = [os.getpid(), *(cluster.tasks["worker", index].pid for index in range(2))]
+    most = {pid: _private_bytes(pid) for pid in pids}
+    over = threading.Event()
+
+    def watch():
+        while not over.wait(0.01):
+            for pid in pids:
+                most[pid] = max(most[pid], _private_bytes(pid))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield most
+    over.set()
+    watcher.join()
+
+
+def _private_bytes(pid):
+    """Of a process, without what it has mapped of files."""
+    with open(f"/proc/{pid}/status") as file:
+        (line,) = (line for line in file if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
 
 
 def test_two_coordinators_of_one_strategy_are_one(strategy, coordinator):

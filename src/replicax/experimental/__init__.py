@@ -11,6 +11,7 @@ from replicax._src.options import (
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.multi_worker_mirrored import of_older_signature
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
+from replicax._src.strategies.table_files import load_table, save_table
 from replicax._src.variables.caching import cache_variable_reads
 from replicax._src.variables.sharded import ShardedVariable
 from replicax.experimental import partitioners
@@ -32,5 +33,7 @@ __all__ = [
     "ValueContext",
     "cache_variable_reads",
     "coordinator",
+    "load_table",
     "partitioners",
+    "save_table",
 ]

@@ -32,6 +32,10 @@ class Holder(Protocol):
         """Their values, each whole."""
         ...
 
+    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
+        """The rows of one at ``ids`` [n], all of which it has."""
+        ...
+
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
         """Replaces a value, on every server that has a piece or a copy of it."""
 
@@ -148,6 +152,10 @@ class ServerArray:
         return jax.device_put(
             self.holder.read([self])[0]
         )  # which takes over memory that is aligned, and nobody else's
+
+    def read_rows(self, ids: np.ndarray) -> np.ndarray:
+        """[*ids.shape, ...]: rows that it has, as they are now; only they travel. Waits."""
+        return self.holder.read_rows(self, ids.reshape(-1)).reshape(*ids.shape, *self.shape[1:])
 
     def assign(self, value: Any) -> None:
         """Replaces the value, and waits until every server has it."""

@@ -344,6 +344,11 @@ class Session:
         self.make(arrays)
         return self.links.read([array.pieces for array in arrays])
 
+    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
+        """The rows of an array at ``ids`` [n]; a copy."""
+        self.make([array])
+        return self.links.read_rows(array.pieces, ids, array.shape[0])
+
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
         """Replaces a value, on every server that has a piece or a copy of it."""
         with self._lock:

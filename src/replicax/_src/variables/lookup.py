@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.program.capture import current_capture
 from replicax._src.values import ArrayLike, is_variable
+from replicax._src.variables.server_placement import array_of_table
 from replicax._src.variables.sharded import ShardedVariable, check_ids
 from replicax._src.variables.shards import take_rows
 
@@ -42,9 +44,13 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> ja
     >>> embedding_lookup(jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), [2, 0]).tolist()
     [[5.0, 6.0], [1.0, 2.0]]
     """
-    table = _table(params)
+    on_servers = None if current_capture() is not None else array_of_table(params)
+    table = _table(params) if on_servers is None else on_servers
     ids = check_ids(ids, table.shape[0], "ids")
-    rows = table.shards.read_rows(ids) if isinstance(table, ShardedVariable) else take_rows(table, ids)
+    if on_servers is not None:
+        rows = jnp.asarray(on_servers.read_rows(np.asarray(ids)))
+    else:
+        rows = table.shards.read_rows(ids) if isinstance(table, ShardedVariable) else take_rows(table, ids)
     return rows if max_norm is None else _clipped(rows, max_norm, ids.ndim)
 
 

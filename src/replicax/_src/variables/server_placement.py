@@ -9,9 +9,11 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from replicax._src import context
 from replicax._src.ps.arrays import Initial, ServerArray
 from replicax._src.ps.session import Session
 from replicax._src.topology import Topology
+from replicax._src.values import is_variable
 from replicax._src.variables.partitioners import num_shards_of, shard_rows
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
@@ -101,3 +103,23 @@ def _is_sent_as_it_is(fn: Callable[..., Any], variable: Any, value: Any) -> bool
         and not variable._has_components
         and variable._value.is_made  # else it would be kept here, and is the caller's
     )
+
+
+def array_of_table(variable: Any) -> ServerArray | None:
+    """What a variable (of Keras too) or a ``ShardedVariable`` keeps, if that is a table on parameter servers."""
+    strategy, held = owner_of_table(variable)
+    if strategy is None or not strategy.has_servers:
+        return None
+    (stored,) = strategy.slots.slot_of(held).accessor.get([held])
+    return stored if isinstance(stored, ServerArray) and stored.is_table else None
+
+
+def owner_of_table(variable: Any) -> tuple[Any, Any]:
+    """The strategy in whose scope a variable was made, and what holds all of its rows; None if there is none."""
+    if isinstance(variable, ShardedVariable):
+        variable, *others = variable.shards.held
+        if others:
+            return None, None
+    if not is_variable(variable):
+        return None, None
+    return getattr(variable, "distribute_strategy", None) or context.owners.get(id(variable)), variable

@@ -1,0 +1,87 @@
+"""Tables on parameter servers, written to files and read from them in blocks of rows: no process has all of one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.arrays import ServerArray
+from replicax._src.variables.server_placement import array_of_table, owner_of_table
+from replicax._src.variables.variable import Variable
+
+_BLOCK_BYTES = 16 << 20
+
+
+def save_table(table: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a table that is on parameter servers to a file of NumPy's, ``.npy``.
+
+    It travels in blocks of 16 MiB, so that it may be larger than the memory of this process. While functions run, one block may
+    be older than another: call ``coordinator.join()`` before. Blocks until the file is written; it takes the place of one that
+    was there when it is whole. Slots of optimizers are tables too: ``optimizer.variables``.
+
+    Args:
+      table: A variable [rows, ...], of Keras too, or a ``ShardedVariable``, made in the scope of a ParameterServerStrategy.
+      path: Of the file.
+
+    Raises:
+      InvalidArgumentError: It is no table on parameter servers.
+      UnavailableError: A parameter server is gone.
+    """
+    stored = _stored(table)
+    path = os.fspath(path)
+    rows = np.lib.format.open_memmap(f"{path}.part", "w+", stored.dtype, stored.shape)
+    for block in _blocks(stored):
+        rows[block.start : block.stop] = stored.read_rows(np.arange(block.start, block.stop))
+    rows.flush()
+    os.replace(f"{path}.part", path)
+
+
+def load_table(table: Any, path: str | os.PathLike[str]) -> None:
+    """Assigns what ``save_table`` has written, in blocks too.
+
+    Args:
+      table: As for ``save_table``; it may be in other shards than the one that was saved.
+      path: Of the file.
+
+    Raises:
+      InvalidArgumentError: It is no table on parameter servers, or that of the file has another shape or dtype.
+    """
+    stored = _stored(table)
+    rows = np.load(path, mmap_mode="r")
+    if rows.shape != stored.shape or rows.dtype != stored.dtype:
+        raise InvalidArgumentError(
+            f"{os.fspath(path)!r} has a table of shape {rows.shape} and dtype {rows.dtype}, and {stored.name!r} is {stored.shape}, "
+            f"{stored.dtype}. Give a table of the same shape and dtype."
+        )
+    strategy, held = owner_of_table(table)
+
+    def assign(ids: Any, values: Any) -> None:
+        whole = held.read_value() if isinstance(held, Variable) else held.value
+        held.assign(whole.at[ids].set(values))  # on the servers, as rows
+
+    for block in _blocks(stored):
+        ids = np.arange(block.start, block.stop, dtype=np.int32)
+        strategy.run_here(assign, ids, np.array(rows[block.start : block.stop]))
+
+
+def _stored(table: Any) -> ServerArray:
+    stored = array_of_table(table)
+    if stored is None:
+        raise InvalidArgumentError(
+            f"Tables on parameter servers are in shards or have at least 1 MiB, and have rows, [rows, ...]; got {table!r:.200}. "
+            "Of other variables numpy.save(path, variable) saves the whole."
+        )
+    return stored
+
+
+def _blocks(stored: ServerArray) -> Iterator[range]:
+    """Ranges of rows that have up to so many bytes together."""
+    row_bytes = max(1, math.prod(stored.shape[1:]) * stored.dtype.itemsize)
+    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
+    for start in range(0, stored.shape[0], rows_per_block):
+        yield range(start, min(start + rows_per_block, stored.shape[0]))
