@@ -40,13 +40,12 @@ def slow_dataset(delay_s=0.3, count=1_000_000, files=None):
     """What each worker makes: elements that take so long, each; a file in ``files`` says who has begun to make it."""
 
     def dataset_fn():
-        if files is not None:
-            with open(os.path.join(files, str(os.getpid())), "w"):
-                pass
-            time.sleep(1.0)
-
         class Slow:
             def __iter__(self):
+                if files is not None:
+                    with open(os.path.join(files, str(os.getpid())), "w"):
+                        pass
+                    time.sleep(1.0)
                 for _ in range(count):
                     time.sleep(delay_s)
                     yield np.float32(1.0)
@@ -176,8 +175,10 @@ def test_one_worker_is_killed_while_another_stays_down(job):
     back(job.cluster, 1, job)
 
 
-def test_a_worker_is_killed_while_it_makes_a_dataset(job, tmp_path):
-    iterator = iter(job.coordinator.create_per_worker_dataset(slow_dataset(0.01, files=str(tmp_path))))
+@pytest.mark.parametrize("is_function", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_worker_is_killed_while_it_makes_a_dataset(job, tmp_path, is_function):
+    dataset = slow_dataset(0.01, files=str(tmp_path))
+    iterator = iter(job.coordinator.create_per_worker_dataset(dataset if is_function else dataset()))
     pids = [job.cluster.tasks["worker", index].pid for index in range(2)]
     until(
         lambda: {path.name for path in tmp_path.iterdir()} >= set(map(str, pids)), "datasets are being made"

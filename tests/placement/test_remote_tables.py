@@ -25,7 +25,7 @@ UNTOUCHED = np.setdiff1d(np.arange(NUM_ROWS), LOOKED_UP)
 O = keras.optimizers  # noqa: E741
 
 
-def trained(strategy, make_optimizer, run, steps=3, regularizer=None):
+def trained(strategy, make_optimizer, run, steps=3, regularizer=None, more_loss=lambda table, ids: 0.0):
     """All variables of model and optimizer after some steps, by name; and the embeddings before."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
@@ -46,6 +46,7 @@ def trained(strategy, make_optimizer, run, steps=3, regularizer=None):
         def replica_fn(ids, y):
             with rx.GradientTape() as tape:
                 loss = jnp.mean((model(ids, training=True) - y) ** 2) + sum(model.losses)
+                loss += more_loss(model.layers[0], ids)
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
             return loss
@@ -125,10 +126,19 @@ def test_what_has_no_meaning_for_some_rows_is_refused(make_optimizer, says):
     message(UnsupportedError, lambda: on_servers(make_optimizer), "sequential/table/embeddings", says)
 
 
-def test_a_table_of_which_all_is_needed_travels_whole_and_that_is_said_once(caplog):
+def tied_output(table, ids):
+    """Each id is to be told from the others by its embedding, which is the output's weight too."""
+    logits = table(ids[:, 0]) @ table.embeddings.value.T
+    return jnp.mean(keras.losses.sparse_categorical_crossentropy(ids[:, 0], logits, from_logits=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"regularizer": "l2"}, {"more_loss": tied_output}], ids=["l2", "tied output"]
+)
+def test_a_table_of_which_all_is_needed_travels_whole_and_that_is_said_once(caplog, options):
     with caplog.at_level(logging.WARNING, logger="replicax"):
-        found, _, sent = on_servers(lambda: O.Adam(0.01), regularizer="l2")
-    expected, _ = on_one_device(lambda: O.Adam(0.01), regularizer="l2")
+        found, _, sent = on_servers(lambda: O.Adam(0.01), **options)
+    expected, _ = on_one_device(lambda: O.Adam(0.01), **options)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
     assert sent == 0
