@@ -490,6 +490,7 @@ def test_python_needs_a_value(strategy):
         step(jnp.float32(1))
     line = step.python_function.__code__.co_firstlineno + 2
     assert f"{__file__}:{line} in step" in str(caught.value)
+    assert "eager=True" not in str(caught.value)  # which is for functions that strategy.run runs
 
 
 def test_replica_context_calls_in_cross_replica_code(two):

@@ -190,7 +190,7 @@ def _trace(call: Callable[[list[Any]], Any], avals: Sequence[Any], capture: Capt
             arrays = [o.value for o in outputs if o.is_array]
             return arrays + [e.current for e in capture.entries.values() if e.written]
 
-    with contextlib.ExitStack() as scopes, _explained():
+    with contextlib.ExitStack() as scopes, _explained(capture.is_replica):
         for scope in trace_scopes:
             scopes.enter_context(scope(capture))
         jaxpr, consts = jax_compat.trace(body, avals, _axis_env(capture.num_replicas))
@@ -208,9 +208,12 @@ def _output(leaf: Any) -> Output:
     return Output(False, leaf)
 
 
+_EAGERLY = "; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
+
+
 @contextlib.contextmanager
-def _explained():
-    """Adds to JAX's errors about tracers what to do here."""
+def _explained(is_replica: bool):
+    """Adds to JAX's errors about tracers what to do here; ``is_replica``: in a function that ``run`` may run eagerly."""
     try:
         yield
     except ReplicaxError:
@@ -221,7 +224,7 @@ def _explained():
             f"runs (an argument, a variable, or replica_id_in_sync_group): an `if`, `while`, int(), float() "
             f"or np.asarray() of a value. The function is traced once for all replicas. Use jnp.where or "
             f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to "
-            f"print; or run it with options=rx.RunOptions(eager=True) to debug it with real values."
+            f"print{_EAGERLY if is_replica else '.'}"
         ) from error
     except jax.errors.UnexpectedTracerError as error:
         raise _leaked(user_line_of(error)) from error
