@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import pytest
 
+import replicax as rx
+
 runs_long = True  # conftest.py knows
 
 
@@ -110,3 +112,14 @@ def assert_weights_equal(got, expected, subject):
     for (path, value), (_, right) in zip(got, expected):
         assert value.dtype == right.dtype, path
         assert_close(value, right, subject.weight_rtol, subject.weight_atol, path)
+
+
+def tpu_strategy(num_replicas, num_logical_devices, **options):
+    """A TPUStrategy on virtual devices: the cores of a chip, and of chips beside one another, are a replica."""
+    resolver = rx.cluster_resolver.TPUClusterResolver("local")
+    topology = rx.tpu.experimental.initialize_tpu_system(resolver)
+    shapes = {1: [1, 1, 1, 1], 2: [1, 1, 1, 2], 4: [2, 1, 1, 2], 8: [2, 2, 1, 2]}
+    assignment = rx.tpu.experimental.DeviceAssignment.build(
+        topology, shapes[num_logical_devices], num_replicas=num_replicas
+    )
+    return rx.TPUStrategy(resolver, assignment, **options)

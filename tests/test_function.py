@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from checks import tpu_strategy
 from replicax import errors
 
 STRATEGIES = {
     "default": rx.get_strategy,
     "mirrored": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"]),
     "central_storage": lambda: rx.CentralStorageStrategy(["cpu:1", "cpu:2"]),
+    "tpu": lambda: tpu_strategy(num_replicas=2, num_logical_devices=2),
 }
 
 

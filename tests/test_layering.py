@@ -32,6 +32,8 @@ LAYERS = {
     "cluster/sagemaker": 1,
     "cluster/routes": 1,
     "cluster/detect": 1,
+    "cluster/tpu": 1,
+    "tpu": 1,
     "input/split": 1,
     "input/order": 1,
     "input/autoshard": 1,

@@ -3,7 +3,18 @@
 One training program, and one object, the strategy, that says where it runs. Importing this starts no backend.
 """
 
-from replicax import cluster_resolver, config, coordinator, data, errors, experimental, nn, optax, testing
+from replicax import (
+    cluster_resolver,
+    config,
+    coordinator,
+    data,
+    errors,
+    experimental,
+    nn,
+    optax,
+    testing,
+    tpu,
+)
 from replicax._src.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -45,6 +56,7 @@ from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredSt
 from replicax._src.strategies.one_device import OneDeviceStrategy
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.strategy import Strategy
+from replicax._src.strategies.tpu import TPUStrategy
 from replicax._src.values import DistributedValues, Mirrored, PerReplica
 from replicax._src.variables.variable import Variable
 
@@ -78,6 +90,7 @@ __all__ = [
     "ServerOptions",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "UnconnectedGradients",
     "ValueContext",
     "Variable",
@@ -100,5 +113,6 @@ __all__ = [
     "nn",
     "optax",
     "testing",
+    "tpu",
     "value_and_grad",
 ]

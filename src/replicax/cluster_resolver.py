@@ -11,6 +11,7 @@ from replicax._src.cluster.slurm import SlurmClusterResolver
 from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, Task
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.cluster.torchrun import TorchrunClusterResolver
+from replicax._src.cluster.tpu import TPUClusterResolver
 
 __all__ = [
     "UNKNOWN_ADDRESS",
@@ -27,6 +28,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "Task",
     "TorchrunClusterResolver",
     "UnionResolver",

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from checks import tpu_strategy
+from replicax.cluster_resolver import TPUClusterResolver
 
 STRATEGIES = {
     "default": rx.get_strategy,
@@ -17,6 +19,7 @@ STRATEGIES = {
     "mirrored_3": lambda: rx.MirroredStrategy(["cpu:1", "cpu:2", "cpu:3"]),
     "mirrored_4": lambda: rx.MirroredStrategy([f"cpu:{i}" for i in (3, 2, 1, 0)]),
     "central_storage_2": lambda: rx.CentralStorageStrategy(["cpu:1", "cpu:2"]),
+    "tpu_2x2": lambda: tpu_strategy(num_replicas=2, num_logical_devices=2),
 }
 NUM_REPLICAS = {
     "default": 1,
@@ -25,6 +28,7 @@ NUM_REPLICAS = {
     "mirrored_3": 3,
     "mirrored_4": 4,
     "central_storage_2": 2,
+    "tpu_2x2": 2,
 }
 
 
@@ -149,7 +153,8 @@ def test_replicas_run_on_the_worker_devices(strategy, named):
     values = strategy.run(lambda: replica_id() + 0)
     values = values if isinstance(values, jax.Array) else values.array
     shards = sorted(values.addressable_shards, key=lambda shard: int(np.asarray(shard.data).ravel()[0]))
-    assert tuple(shard.device for shard in shards) == strategy.extended.worker_devices
+    firsts = [shard for shard in shards if shard.replica_id == 0]  # of the logical devices of a replica
+    assert tuple(shard.device for shard in firsts) == strategy.extended.worker_devices
     assert strategy.run(lambda: rx.get_replica_context().devices) == strategy.extended.worker_devices
 
 
@@ -542,9 +547,10 @@ def test_a_strategy_is_copied_only_as_itself(strategy):
         copy.copy(strategy)
 
 
-def test_a_strategy_names_itself(strategy):
+def test_a_strategy_names_itself(strategy, named):
     assert "trategy" in repr(strategy)
-    assert strategy.cluster_resolver is None
+    resolver = strategy.cluster_resolver
+    assert isinstance(resolver, TPUClusterResolver) if named[0] == "tpu_2x2" else resolver is None
     assert strategy.extended.should_checkpoint
 
 

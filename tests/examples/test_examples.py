@@ -406,3 +406,14 @@ def test_every_worker_runs_the_program_and_all_train_one_model():
     assert 400 <= int(total) <= 401
     (weights,) = re.findall(r"the weights are \[(.*)\]", done.stdout)
     assert [round(float(weight), 2) for weight in weights.split()] == [2.0, -1.0, 0.5]
+
+
+# --- TPUs -----------------------------------------------------------------------------------------------
+
+
+def test_model_parallelism_on_virtual_tpus():
+    printed = output_of("tpu_model_parallel.py")
+    assert printed.startswith("4 replicas of 2 devices")
+    losses = [float(loss) for loss in re.findall(r"epoch \d+   loss (\S+)", printed)]
+    assert losses[-1] < 0.1 * losses[0]
+    assert "a device holds 51.0% of the state" in printed

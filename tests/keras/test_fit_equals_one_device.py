@@ -19,7 +19,7 @@ from fit_models import SUBJECTS
 from keras import layers
 
 import replicax as rx
-from checks import assert_close, assert_logs_equal, assert_weights_equal
+from checks import assert_close, assert_logs_equal, assert_weights_equal, tpu_strategy
 
 STRATEGIES = {
     "default": lambda: rx.get_strategy(),
@@ -29,6 +29,7 @@ STRATEGIES = {
         f"mirrored_{size}": lambda size=size: rx.MirroredStrategy([f"cpu:{i}" for i in range(size)])
         for size in range(1, 9)
     },
+    "tpu_3x2": lambda: tpu_strategy(num_replicas=3, num_logical_devices=2),
 }
 # Where each keeps its variables, as numbers of devices.
 HOMES = {
@@ -36,6 +37,7 @@ HOMES = {
     "one_device": {1},
     "central_2": {0},
     **{f"mirrored_{size}": set(range(size)) for size in range(1, 9)},
+    "tpu_3x2": set(range(6)),
 }
 
 # model: {feed: strategies}

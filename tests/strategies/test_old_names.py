@@ -132,6 +132,14 @@ def test_logical_devices(strategy):
     assert strategy.experimental_assign_to_logical_device(x, 0) is x
     with pytest.raises(ValueError, match=r"lower then total number of logical devices per replica, got 1"):
         strategy.experimental_assign_to_logical_device(x, 1)
+    assert strategy.experimental_split_to_logical_devices(x, [1]) is x
+    with pytest.raises(ValueError, match=r"number of logical devices \(=1\)"):
+        strategy.experimental_split_to_logical_devices(x, [2])
+    assert strategy.experimental_replicate_to_logical_devices(x) is x
+    with strategy.scope():
+        v = rx.Variable(x)
+    assert strategy.experimental_split_to_logical_devices(v, [1]) is v
+    assert strategy.num_logical_devices == 1
 
 
 @pytest.mark.parametrize(

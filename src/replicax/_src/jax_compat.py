@@ -24,10 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config as _private_config
 from jax._src import core as _private_core
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _private_source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax import parallel as _parallel
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
 from jaxlib import _jax as _jaxlib  # type: ignore[attr-defined]
@@ -271,6 +273,56 @@ def identity_primitive(name: str) -> Any:
     ad.deflinear2(primitive, lambda ct, x, **params: [ct])
     batching.defvectorized(primitive)
     return primitive
+
+
+def sharding_primitive(name: str) -> Any:
+    """A primitive that returns its operand, and asks the compiler to lay it out over a mesh: params ``mesh``, ``spec``.
+
+    It may stand in a trace that knows no mesh, which ``with_sharding_constraint`` may not: only when a program is lowered is
+    the mesh looked at. A program for other devices leaves the operand alone; so does one in the global view if the spec names
+    no axis, since there is no word for "whole on these axes, and as you like on others".
+    """
+    primitive = jex.Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+
+    def lower(ctx: Any, x: Any, *, mesh: Any, spec: Any) -> Any:
+        where = ctx.module_context.axis_context
+        if isinstance(where, _sharding_impls.SPMDAxisContext):
+            is_meant = where.mesh == mesh
+        else:
+            names_axis = any(isinstance(dim, tuple) for dim in spec)
+            is_meant = names_axis and where.num_devices == mesh.size
+        if not is_meant:
+            return [x]
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        constrain = mlir.lower_fun(lambda value: jax.lax.with_sharding_constraint(value, sharding), False)
+        return constrain(ctx, x)
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], *, mesh: Any, spec: Any) -> Any:
+        free = jax.sharding.PartitionSpec.UNCONSTRAINED
+        wider = jax.sharding.PartitionSpec(*spec[: dims[0]], free, *spec[dims[0] :])
+        return primitive.bind(*args, mesh=mesh, spec=wider), dims[0]
+
+    mlir.register_lowering(primitive, lower)
+    ad.deflinear2(primitive, lambda ct, x, **params: [primitive.bind(ct, **params)])
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _lower_axis_index(ctx: Any, *, axis_name: Any) -> Any:
+    """Where some axes of the mesh are the compiler's, JAX's own rule opens a ``shard_map`` over the mesh of the context, and an
+    equation that was traced without a mesh has none (jax 0.10)."""
+    where = ctx.module_context.axis_context
+    with contextlib.ExitStack() as stack:
+        if isinstance(where, _sharding_impls.SPMDAxisContext) and jax.sharding.get_abstract_mesh().empty:
+            types = dict.fromkeys(where.manual_axes, jax.sharding.AxisType.Manual)
+            mesh = where.mesh.abstract_mesh.update_axis_types(types)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        return _parallel._axis_index_lowering(ctx, axis_name=axis_name)
+
+
+mlir.register_lowering(jax.lax.axis_index_p, _lower_axis_index)
 
 
 def marker_primitive(
@@ -584,9 +636,26 @@ def put(value: Any, sharding: Any) -> jax.Array:
         return jax.device_put(value, sharding)
     with outside_traces():
         array = value if isinstance(value, jax.Array) else np.asarray(value)
+        if isinstance(value, jax.Array) and value.is_fully_replicated:
+            array = value.addressable_data(0)
         places = sharding.addressable_devices_indices_map(array.shape)
         parts = [jax.device_put(array[index], device) for device, index in places.items()]
         return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+def tpu_coordinates(devices: Sequence[Sequence[Any]]) -> np.ndarray:
+    """[tasks, devices of a task, 4]: where each TPU device is, (x, y, z, core); slices stand beside one another in x."""
+    places = np.array([[(*device.coords, device.core_on_chip) for device in task] for task in devices])
+    slices = np.array([[getattr(device, "slice_index", 0) for device in task] for task in devices])
+    places[..., 0] += slices * (places[..., 0].max() + 1)
+    return places
+
+
+def put_all(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
+    """``put`` of several arrays, in one transfer where one process has all devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(list(values), sharding)
+    return [put(value, sharding) for value in values]
 
 
 # --- devices that are not here --------------------------------------------------------------------------

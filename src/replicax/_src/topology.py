@@ -23,6 +23,7 @@ from replicax._src.input.autoshard import WorkerShare
 from replicax._src.jax_compat import Device
 
 REPLICA_AXIS = "replica"
+LOGICAL_AXIS = "logical"
 log = logging.getLogger("replicax")
 
 # XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads; with fewer
@@ -33,14 +34,48 @@ _DEVICE_NAME = re.compile(
 )
 
 
+def replica_mesh(grid: Sequence[Sequence[Device]]) -> Mesh:
+    """The mesh of R replicas of L devices each. Here axes are named, nowhere else.
+
+    The logical devices of a replica are one axis, or, where L is no prime, one for each prime factor, so that an array
+    can be cut along several dims. With one logical device there is no such axis.
+
+    Args:
+      grid: [R][L], R and L at least 1.
+    """
+    num_logical = len(grid[0])
+    factors = _prime_factors(num_logical)
+    names = [LOGICAL_AXIS] if len(factors) == 1 else [f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))]
+    devices = np.empty((len(grid), num_logical), dtype=object)
+    devices[:] = [list(of_replica) for of_replica in grid]
+    return Mesh(devices.reshape(len(grid), *factors), (REPLICA_AXIS, *names))
+
+
+def is_replica_mesh(mesh: Any) -> bool:
+    """Whether a mesh has the axes of one that ``replica_mesh`` makes."""
+    first, *others = mesh.axis_names
+    return first == REPLICA_AXIS and all(name.partition("_")[0] == LOGICAL_AXIS for name in others)
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor:
+            factor += 1
+        factors.append(factor)
+        number //= factor
+    return factors
+
+
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """R devices in a row, one per replica, as a mesh with the axis ``replica``.
+    """The devices of R replicas as a mesh with the axis ``replica``: one for each replica, or L logical ones.
 
     In several processes all have the same topology, and each the devices of some adjacent replicas.
 
     Attributes:
-      devices: The R devices, in replica order; none of those of another process, a worker with variables on servers.
+      devices: R devices, the first one of each replica, in replica order; none of those of another process, a worker with
+        variables on servers.
       peers: The processes that they belong to; None if they are all of this one.
       mesh: The mesh over them.
       replicated: The sharding of an array that every device holds whole.
@@ -62,11 +97,15 @@ class Topology:
     @classmethod
     def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
         """The topology of ``devices``, replica r on the r-th."""
-        mesh = Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,))
-        is_shared = len({device.process_index for device in devices}) > 1 and not is_ahead
+        return cls.of_mesh(replica_mesh([[device] for device in devices]), bytes_per_pack, is_ahead=is_ahead)
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh, bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
+        """The topology of a mesh that ``replica_mesh`` has made."""
+        is_shared = len({device.process_index for device in mesh.devices.flat}) > 1 and not is_ahead
         peers = joined_peers() if is_shared else None
         return cls(
-            tuple(devices),
+            tuple(mesh.devices.reshape(len(mesh.devices), -1)[:, 0]),
             peers,
             mesh,
             NamedSharding(mesh, PartitionSpec()),
@@ -87,7 +126,41 @@ class Topology:
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        return self.mesh.size
+        return self.mesh.shape[REPLICA_AXIS]
+
+    @functools.cached_property
+    def num_logical_devices(self) -> int:
+        """L: how many devices each replica has."""
+        return self.mesh.size // self.num_replicas
+
+    def logical_spec(self, pieces: Sequence[int], otherwise: Any = None) -> PartitionSpec:
+        """How an array is cut into ``pieces`` along its dims, L in all, one for each logical device.
+
+        Args:
+          otherwise: Of dims that are not cut: None (whole on each device), or ``PartitionSpec.UNCONSTRAINED``.
+        """
+        axes = {name: self.mesh.shape[name] for name in self.mesh.axis_names[1:]}
+        dims = []
+        for count in pieces:
+            names = []
+            for name in list(axes):
+                if count % axes[name] == 0:
+                    count //= axes.pop(name)
+                    names.append(name)
+            dims.append(tuple(names) or otherwise)
+        return PartitionSpec(*dims)
+
+    @functools.cached_property
+    def grid(self) -> np.ndarray:
+        """[R, L]: the devices of each replica; none, [R, 0], of those of another process."""
+        if isinstance(self.mesh, AbstractMesh):
+            return np.empty((self.num_replicas, 0), dtype=object)
+        return self.mesh.devices.reshape(self.num_replicas, -1)
+
+    @functools.cached_property
+    def device_set(self) -> frozenset[Device]:
+        """All devices of all replicas."""
+        return frozenset(self.grid.flat)
 
     @functools.cached_property
     def is_cpu(self) -> bool:
@@ -112,13 +185,23 @@ class Topology:
 
     @functools.cached_property
     def local_devices(self) -> tuple[Device, ...]:
-        """The devices of this process's replicas."""
+        """The devices of this process's replicas: of each the first one."""
         return tuple(self.devices[r] for r in self.local_replicas) if self.devices else ()
+
+    @property
+    def all_local_devices(self) -> tuple[Device, ...]:
+        """All devices of this process's replicas."""
+        return tuple(device for _, device in self._placed_parts)
+
+    @functools.cached_property
+    def _placed_parts(self) -> tuple[tuple[int, Device], ...]:
+        """All devices of this process's replicas, in the mesh's order, each with the number of its replica among them."""
+        return tuple((i, device) for i, r in enumerate(self.local_replicas) for device in self.grid[r])
 
     @functools.cached_property
     def needs_token(self) -> bool:
         """Whether programs that meet are to be counted: on CPU too many of them must not wait. See ``in_flight``."""
-        return self.is_cpu and len(self.devices) > 1 and self.peers is None
+        return self.is_cpu and bool(self.devices) and self.mesh.size > 1 and self.peers is None
 
     # --- arrays onto the devices ------------------------------------------------------------------------
 
@@ -157,8 +240,16 @@ class Topology:
         """
         if not self.devices:
             return jax.numpy.concatenate(rows)
-        parts = [jax.device_put(row, device) for row, device in zip(rows, self.local_devices, strict=True)]
+        parts = [jax.device_put(rows[i], device) for i, device in self._placed_parts]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *shape), self.per_replica, parts)
+
+    def put_parts(
+        self, shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: NamedSharding
+    ) -> jax.Array:
+        """The array of a shape of which each replica of this process has one of ``parts``, by ``sharding``."""
+        if self.num_logical_devices > 1:
+            parts = [parts[i] for i, _ in self._placed_parts]
+        return jax_compat.put_parts(shape, parts, sharding)
 
     def put_stacked(self, nest: Any) -> Any:
         """Arrays [steps, rows of this process's replicas, ...] as [steps, R, ...]."""
@@ -168,7 +259,7 @@ class Topology:
 
     def _put_stacked_shared(self, value: Any) -> jax.Array:
         shape = (value.shape[0], self.num_replicas, *value.shape[2:])
-        parts = [jax.device_put(value[:, i : i + 1], d) for i, d in enumerate(self.local_devices)]
+        parts = [jax.device_put(value[:, i : i + 1], device) for i, device in self._placed_parts]
         return jax.make_array_from_single_device_arrays(shape, self.stacked, parts)
 
     def put_leaders(self, value: Any) -> jax.Array:
@@ -221,6 +312,17 @@ class Topology:
         )
 
     # --- programs ---------------------------------------------------------------------------------------
+
+    def on_replicas(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """``jax.shard_map`` of what one replica computes; over its logical devices the compiler divides it."""
+        return jax_compat.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={REPLICA_AXIS},
+            check_vma=False,
+        )
 
     def compile(
         self, function: Callable[..., Any], name: str, *, has_one_form: bool = False, **options: Any

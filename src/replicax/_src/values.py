@@ -174,10 +174,7 @@ class PerReplica(DistributedValues):
         if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
             rows = [array if self.is_equal else array[r] for r in range(self.num_replicas)]
         else:
-            shards = sorted(
-                array.addressable_shards,
-                key=lambda shard: shard.replica_id if self.is_equal else (shard.index[0].start or 0),
-            )
+            shards = shards_of_replicas(array, self.num_replicas, has_rows=not self.is_equal)
             rows = [shard.data if self.is_equal else shard.data[0] for shard in shards]
             if self.shapes is not None:
                 shapes = [self.shapes[shard.index[0].start or 0] for shard in shards]
@@ -216,9 +213,27 @@ def _local_replicas(array: Any, num_replicas: int, is_equal: bool) -> Sequence[i
     """The numbers of the replicas whose components are in this process."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return range(num_replicas)
+    num_logical = len(array.sharding.device_set) // num_replicas
     return sorted(
-        shard.replica_id if is_equal else (shard.index[0].start or 0) for shard in array.addressable_shards
+        {
+            shard.replica_id // num_logical if is_equal else (shard.index[0].start or 0)
+            for shard in array.addressable_shards
+        }
     )
+
+
+def shards_of_replicas(array: jax.Array, num_replicas: int, *, has_rows: bool) -> list[Any]:
+    """What this process's replicas hold of an array: a shard for each replica, in replica order.
+
+    Args:
+      has_rows: Each replica holds one row of it; else all of it.
+    """
+    shards = sorted(
+        array.addressable_shards,
+        key=lambda shard: (shard.index[0].start or 0) if has_rows else shard.replica_id,
+    )
+    # The logical devices of a replica hold the same.
+    return shards[:: max(len(array.sharding.device_set) // num_replicas, 1)]
 
 
 class Mirrored(DistributedValues):
@@ -268,7 +283,7 @@ class Mirrored(DistributedValues):
         self.is_shared = True
         if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
             return (array,) * self.num_replicas
-        return tuple(shard.data for shard in sorted(array.addressable_shards, key=lambda s: s.replica_id))
+        return tuple(shard.data for shard in shards_of_replicas(array, self.num_replicas, has_rows=False))
 
     def as_array(self) -> Any:
         self.is_shared = True

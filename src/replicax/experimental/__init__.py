@@ -8,8 +8,8 @@ from replicax._src.options import (
     ValueContext,
     collective_hints,
 )
+from replicax._src.strategies import multi_worker_mirrored, tpu
 from replicax._src.strategies.central_storage import CentralStorageStrategy
-from replicax._src.strategies.multi_worker_mirrored import of_older_signature
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.table_files import load_table, save_table
 from replicax._src.variables.caching import cache_variable_reads
@@ -18,7 +18,8 @@ from replicax.experimental import partitioners
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = collective_hints
-MultiWorkerMirroredStrategy = of_older_signature
+MultiWorkerMirroredStrategy = multi_worker_mirrored.of_older_signature
+TPUStrategy = tpu.of_older_signature
 
 __all__ = [
     "CentralStorageStrategy",
@@ -30,6 +31,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PerWorkerVariable",
     "ShardedVariable",
+    "TPUStrategy",
     "ValueContext",
     "cache_variable_reads",
     "coordinator",

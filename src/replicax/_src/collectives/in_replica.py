@@ -131,6 +131,8 @@ class TracedCommunicator(Communicator):
         assert capture.num_replicas is not None
         self._capture = capture
         self._topology = topology
+        # XLA's partitioner fails at collectives over an axis of size 1 if their operands are divided (jax 0.10).
+        self._is_alone = topology.num_replicas == 1 and topology.num_logical_devices > 1
 
     @property
     def num_replicas(self) -> int:
@@ -140,10 +142,14 @@ class TracedCommunicator(Communicator):
         return jax.lax.axis_index(REPLICA_AXIS)
 
     def sum(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
+        if self._is_alone:
+            return [jnp.asarray(value) for value in values]
         return packed_sum(values, Packing.on(self._topology, options))
 
     def components(self, value: Any) -> list[Any]:
         value = jnp.asarray(value)
+        if self._is_alone:
+            return [value]
         shapes = self._capture.shapes_of_all_replicas(tuple(value.shape))
         if len({len(shape) for shape in shapes}) > 1:
             raise ReductionError(f"Replicas hold arrays of different ranks: shapes {shapes}.")

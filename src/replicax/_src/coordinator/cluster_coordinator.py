@@ -410,9 +410,7 @@ class _Recipe:
       unused: Names of what has been made and has no iterator.
     """
 
-    def __init__(
-        self, crew: Crew, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str
-    ):
+    def __init__(self, crew: Crew, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str):
         self._crew, self._pickle, self._function = crew, pickle, function
         self._kind: Literal["dataset", "value"] = kind
         self._known: ElementSpec | None = None

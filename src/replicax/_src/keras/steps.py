@@ -147,7 +147,11 @@ class GlobalStepFunction(StepFunction):
 
     def __init__(self, model: Any, phase: Phase, strategy: Any):
         super().__init__(model, phase, strategy)
-        self._held = HeldState(strategy.topology, lambda: [variable.path for variable in self._variables()])
+        self._held = HeldState(
+            strategy.topology,
+            lambda: [variable.path for variable in self._variables()],
+            lambda: [strategy.slots.layout_of(variable) for variable in self._variables()],
+        )
         self._step = GlobalStep(
             self._step_of_model,
             self._name,

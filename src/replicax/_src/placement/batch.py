@@ -124,7 +124,7 @@ class BatchLayout:
         sharding = self.sharding(is_stacked=False)
         if isinstance(leaf, jax.Array):
             return jax_compat.put(self._pad_on_device(leaf), sharding)
-        return jax_compat.put_parts(self._padded, [part[0] for part in self._parts([leaf], 1)], sharding)
+        return self._topology.put_parts(self._padded, [part[0] for part in self._parts([leaf], 1)], sharding)
 
     def put_stacked(self, leaves: Sequence[Any], capacity: int) -> jax.Array:
         """Places the arrays of several batches as one, with the batches as a new first dim."""
@@ -133,10 +133,10 @@ class BatchLayout:
             rows = [self._pad_on_device(leaf) for leaf in leaves]
             rows += [jnp.zeros_like(rows[0])] * (capacity - len(leaves))
             return jax_compat.put(jnp.stack(rows), sharding)
-        return jax_compat.put_parts((capacity, *self._padded), self._parts(leaves, capacity), sharding)
+        return self._topology.put_parts((capacity, *self._padded), self._parts(leaves, capacity), sharding)
 
     def _parts(self, leaves: Sequence[Any], capacity: int) -> list[np.ndarray]:
-        """What each device of this process gets of several batches, and of as many more of zeros: [capacity, ...]."""
+        """What each replica of this process gets of several batches, and of as many more of zeros: [capacity, ...]."""
         replicas = self._topology.local_replicas
         if not self.is_split:
             whole = memory.empty((capacity, *self._shape), self._dtype)

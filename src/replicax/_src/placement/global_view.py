@@ -119,6 +119,7 @@ class _Program:
         self._consts = topology.put_whole(list(consts))
         self._plan = self._plan_by_rows(num_consts + num_state)
         self._needs_token = topology.needs_token
+        self._shardings = state.shardings
         self._compiled = self._compile()
 
     def _trace(self, step: Step, held: HeldState, batch: Batch) -> Any:
@@ -150,7 +151,12 @@ class _Program:
     def _plan_by_rows(self, num_whole: int) -> RowsPlan | None:
         """The program split by rows, where that is faster and can be done."""
         topology = self._topology
-        if topology.peers is None or not topology.is_cpu or self._gives_rows:
+        if (
+            topology.peers is None
+            or not topology.is_cpu
+            or self._gives_rows
+            or topology.num_logical_devices > 1
+        ):
             return None
         rows = [Rows(0) if layout.is_split else Shared.WHOLE for layout in self._layouts]
         try:
@@ -172,22 +178,18 @@ class _Program:
     def _compile(self) -> Any:
         run = self._run_one if self._capacity == 1 else self._run_several
         whole = self._topology.replicated
+        written, read = [[self._shardings[i] for i in some] for some in (self.written, self._read)]
         batch = [layout.sharding(is_stacked=self._capacity > 1) for layout in self._layouts]
-        shardings = (whole, whole, whole, batch, *[whole] * (self._capacity > 1))
+        shardings = (written, read, whole, batch, *[whole] * (self._capacity > 1))
         if self._plan is not None:
-            run = jax_compat.shard_map(
-                run,
-                mesh=self._topology.mesh,
-                in_specs=jax.tree_util.tree_map(lambda sharding: sharding.spec, shardings),
-                out_specs=whole.spec,
-                check_vma=False,
-            )
+            specs = jax.tree_util.tree_map(lambda sharding: sharding.spec, shardings)
+            run = self._topology.on_replicas(run, in_specs=specs, out_specs=whole.spec)
         return self._topology.compile(
             run,
             self._name,
             has_one_form=True,
             in_shardings=shardings,
-            out_shardings=whole,
+            out_shardings=(written, whole, whole),
             donate_argnums=(0,) if self._donates else (),
         )
 

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import jax
 
+from replicax._src import jax_compat
 from replicax._src.program.slots import is_local, own_copies, own_copy_here
 from replicax._src.topology import Topology
 
@@ -44,10 +45,17 @@ class HeldState:
     Args:
       topology: Where it is.
       names: Of the arrays, for messages.
+      layouts: Of the arrays: how each lies over the logical devices of a replica; None where each device holds all of it.
     """
 
-    def __init__(self, topology: Topology, names: Callable[[], Sequence[str]] | None = None):
-        self._topology, self._names = topology, names
+    def __init__(
+        self,
+        topology: Topology,
+        names: Callable[[], Sequence[str]] | None = None,
+        layouts: Callable[[], Sequence[Any]] | None = None,
+    ):
+        self._topology, self._names, self._layouts = topology, names, layouts
+        self._shardings: list[Any] | None = None
         self._groups: tuple[Values, ...] | None = None
         self._owned: set[int] = set()
         self._is_placed = False
@@ -68,8 +76,17 @@ class HeldState:
     def form(self) -> Hashable:
         """Equal where the same program fits: the shapes and dtypes by group, which no step changes."""
         if self._form is None:
-            self._form = tuple(tuple((v.shape, v.dtype) for v in group) for group in self._groups or ())
+            shapes = tuple(tuple((v.shape, v.dtype) for v in group) for group in self._groups or ())
+            self._form = shapes, tuple(self.shardings)
         return self._form
+
+    @property
+    def shardings(self) -> list[Any]:
+        """Of the arrays in ``values()``: how programs take and give them."""
+        if self._shardings is None:
+            layouts = self._layouts() if self._layouts else [None] * sum(self.sizes)
+            self._shardings = [layout or self._topology.replicated for layout in layouts]
+        return self._shardings
 
     def hold(self, state: Sequence[Values] | Sequence[list[Any]]) -> tuple[Values, ...]:
         """Takes over the state that a step is given: the groups again, or new lists of arrays, which are emptied.
@@ -85,7 +102,7 @@ class HeldState:
             group.arrays = list(given)
             if isinstance(given, list):
                 given.clear()  # or its arrays would be held twice, and copied
-        self._owned, self._is_placed, self._ready_for, self._form = set(), False, None, None
+        self._forget()
         return self._groups
 
     def adopt(self, written: Sequence[int], held_by: Callable[[], Sequence[Any]]) -> None:
@@ -107,12 +124,12 @@ class HeldState:
         values = self.values()
         counts = list(map(sys.getrefcount, values))
         limit = _references_of_an_unheld_value()
-        whole = self._topology.replicated
+        shardings = self.shardings
         to_copy, to_place = [], []
         for i, value in enumerate(values):
             if i in self._owned:
                 continue
-            is_ours = _made.get(id(value)) is value and value.sharding == whole
+            is_ours = _made.get(id(value)) is value and value.sharding == shardings[i]
             is_unheld = counts[i] <= limit + 2 * (
                 variables[i] is value
             )  # by its variable, and in the list of them
@@ -122,10 +139,12 @@ class HeldState:
                 to_place.append(i)
         if self._topology.peers is not None:
             self._agree(values, [i for i in to_copy + to_place if is_local(values[i])])
-            to_place = []
-        new = own_copies([values[i] for i in to_copy], whole)
-        new += self._topology.put_whole([values[i] for i in to_place])
-        self.store([*to_copy, *to_place], new)
+            values = self.values()
+            to_place = [i for i in to_place if values[i].sharding != shardings[i]]
+        for sharding in dict.fromkeys(shardings):
+            copied, placed = [[i for i in some if shardings[i] == sharding] for some in (to_copy, to_place)]
+            self.store(copied, own_copies([values[i] for i in copied], sharding))
+            self.store(placed, jax_compat.put_all([values[i] for i in placed], sharding))
 
     def _agree(self, values: list[Any], positions: Sequence[int]) -> None:
         names = self._names() if self._names else [f"array {i} of the state" for i in range(len(values))]
@@ -154,7 +173,11 @@ class HeldState:
     def replace(self, values: Sequence[Any]) -> None:
         """Replaces all arrays by such as no program of ours has made."""
         self.store(range(len(values)), values)
-        self._owned, self._is_placed, self._ready_for, self._form = set(), False, None, None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._owned, self._is_placed, self._ready_for = set(), False, None
+        self._form = self._shardings = None
 
     def release(self) -> None:
         """Lets go of the arrays: they are the variables' now. The groups are empty, whoever holds them."""

@@ -91,7 +91,8 @@ def replica_body(
       A function of (constants by variant, state by slot, arguments) that gives the array outputs, the new
       values of written variables, and the sums shown by SUMMED ones.
     """
-    evaluate_uneven = UnevenEvaluator(program) if len(program.variants) > 1 else None
+    is_divided = topology.num_logical_devices > 1
+    evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
     position = {id(slot): i for i, slot in enumerate(program.slots)}
     orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
 
@@ -341,12 +342,19 @@ class Launcher:
         self._donates_args = any(donated)
         self._donates = not program.has_callbacks
         self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement)
-        self._needs_token = program.has_collectives and topology.needs_token
+        is_divided = topology.num_logical_devices > 1  # by the compiler, with collectives of its own
+        self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
         self.placed = self._place(rows_of_replica)
         donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
         self.compiled = topology.compile(
-            self.placed, name, has_one_form=True, donate_argnums=donate, compiler_options=compiler_options
+            self.placed,
+            name,
+            has_one_form=True,
+            donate_argnums=donate,
+            compiler_options=compiler_options,
+            # The compiler would leave results as they fell, divided over logical devices or not.
+            out_shardings=self._shardings_of_results() if is_divided else None,
         )
 
     @property
@@ -402,9 +410,8 @@ class Launcher:
             [_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots]
             for g in (self.state.written, self.state.read)
         ]
-        return jax_compat.shard_map(
+        return self._topology.on_replicas(
             in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,
-            mesh=self._topology.mesh,
             in_specs=(
                 *state_specs,
                 _WHOLE,
@@ -412,7 +419,16 @@ class Launcher:
                 [_ROW if row else _WHOLE for row in kept],
             ),
             out_specs=(state_specs[0], _WHOLE, [_WHOLE if same else _ROW for same in out_same], _WHOLE),
-            check_vma=False,
+        )
+
+    def _shardings_of_results(self) -> Any:
+        topology, program = self._topology, self.program
+        is_whole = [topology.num_replicas == 1 or same for same in program.same_outputs]
+        return (
+            [slot.placement_on(topology) for slot in self.state.written.slots],
+            topology.replicated,
+            [topology.replicated if whole else topology.per_replica for whole in is_whole],
+            topology.replicated,
         )
 
     def _split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:

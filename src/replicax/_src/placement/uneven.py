@@ -177,10 +177,14 @@ class UnevenEvaluator:
 
     What all variants compute alike (an optimizer's update, after the gradients have been summed) is evaluated
     once, outside of the switch.
+
+    Args:
+      evaluates_all: Every replica evaluates all variants, and takes its own: the compiler may divide what one computes
+        over devices with collectives in which all replicas must meet, such as a permutation, and not in a branch.
     """
 
-    def __init__(self, program: ReplicaProgram):
-        self._program = program
+    def __init__(self, program: ReplicaProgram, evaluates_all: bool = False):
+        self._program, self._evaluates_all = program, evaluates_all
         self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants]
         _check_equal_counts([len(c) for c in self._cuts], "collectives")
         self._shared = _shared_values(program.variants, self._cuts)
@@ -299,7 +303,13 @@ class UnevenEvaluator:
 
             return evaluate
 
-        results = jax.lax.switch(choice, [branch(number) for number in range(len(envs))])
+        branches = [branch(number) for number in range(len(envs))]
+        if self._evaluates_all:
+            results = [
+                jax.lax.select_n(choice, *column) for column in zip(*(b() for b in branches), strict=True)
+            ]
+        else:
+            results = jax.lax.switch(choice, branches)
         carried = results[len(wanted) :]
         for env, own, first in zip(envs, live, firsts, strict=True):
             env.update(zip(own, carried[first : first + len(own)], strict=True))

@@ -71,3 +71,6 @@ seed_unshift_p = jax_compat.identity_primitive("replicax_seed_unshift")
 # A read of a variable that parameter servers hold: an assignment is sent as what it does to the value last read.
 # Params: number.
 read_p = jax_compat.identity_primitive("replicax_read")
+
+# A value laid out over the logical devices of its replica. Params: mesh, spec.
+logical_p = jax_compat.sharding_primitive("replicax_logical")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.errors import TraceError
+from replicax._src.errors import TraceError, VariableError
 from replicax._src.topology import Topology
 
 # Held while a program takes the state and gives it back, so that threads neither donate one array twice nor read
@@ -61,6 +61,7 @@ class Slot:
       num_replicas: R of the strategy.
       placed: The array that a program, or adoption, gave the variable last.
       components: [R, ...] behind ``placed`` where sharing is SUMMED.
+      layout: How the value lies over the logical devices of a replica; None: each device holds all of it.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Slot:
         "accessor",
         "components",
         "dtype",
+        "layout",
         "name",
         "num_replicas",
         "placed",
@@ -88,6 +90,13 @@ class Slot:
         self.num_replicas = 1
         self.placed: Any = None
         self.components: Any = None
+        self.layout: Any = None
+
+    def placement_on(self, topology: Topology) -> Any:
+        """The sharding of the array that programs take for the variable."""
+        if self.layout is not None:
+            return self.layout
+        return topology.per_replica if self.sharing.is_per_replica else topology.replicated
 
     def described(self, topology: Topology) -> Any:
         """The value as programs over a topology take it, without a value: shape, dtype and sharding."""
@@ -115,6 +124,7 @@ class SlotTable:
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
         self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        self._layouts: dict[int, Any] = {}
 
     def slot_of(self, variable: Any) -> Slot:
         """The slot of ``variable``, made when it is first met."""
@@ -123,8 +133,39 @@ class SlotTable:
             made = (make(variable, self._num_replicas) for make in slot_makers)
             slot = next(slot for slot in made if slot is not None)
             slot.num_replicas = self._num_replicas
+            slot.layout = self._layouts.get(id(variable))
             self._slots[id(variable)] = slot
         return slot
+
+    def layout_of(self, variable: Any) -> Any:
+        """How a variable lies over the logical devices of a replica; None: each device holds all of it."""
+        return self._layouts.get(id(variable))
+
+    def lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
+        """Moves a variable, and what programs will write to it, into a layout over the logical devices.
+
+        Raises:
+          VariableError: Each replica has a value of its own, or a program has the variable already.
+        """
+        is_met = id(variable) in self._slots
+        slot = self.slot_of(variable)
+        if slot.layout == layout:
+            return
+        if slot.sharing.is_per_replica:
+            raise VariableError(
+                f"Variable {slot.name!r} has a value for each replica, which stays whole: only variables with one value can "
+                "be divided over logical devices."
+            )
+        if is_met:
+            raise VariableError(
+                f"Variable {slot.name!r} is in a program that was compiled for it as it lies now. Divide variables over "
+                "logical devices right after making them, before the first step."
+            )
+        if id(variable) not in self._layouts:
+            weakref.finalize(variable, self._layouts.pop, id(variable), None)
+        slot.layout = self._layouts[id(variable)] = layout
+        (value,) = slot.accessor.get([variable])
+        adopt(slot, value, topology)
 
 
 def own_copy(value: Any, sharding: Any) -> jax.Array:
@@ -204,8 +245,9 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
     elif topology.peers is not None and (is_local(value) or _uncompared.get(id(value)) is value):
         here = value if is_local(value) else value.addressable_data(0)
         placed = topology.put_agreed([own_copy_here(here)], [slot.name])[0]
+        placed = placed if slot.layout is None else jax_compat.put(placed, slot.layout)
     else:
-        placed = own_copy(value, topology.replicated)
+        placed = own_copy(value, slot.layout or topology.replicated)
     slot.placed = placed
     if slot.sharing is Sharing.SUMMED:
         slot.components = spread_sum(placed, topology)

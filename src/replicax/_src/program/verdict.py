@@ -117,6 +117,7 @@ _KEEPS_REDUCED = frozenset(
         "xor",
         "broadcast_in_dim",
         "replicax_aggregate",
+        "replicax_logical",
     ]
 )
 _DIFFERS_BY_ITSELF = frozenset(["axis_index", "io_callback", "infeed", "replicax_gradient"])

@@ -17,7 +17,7 @@ from replicax._src.program.program import Variant, check_no_leaks, has_callback,
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
 from replicax._src.strategies.extended import owner_of
-from replicax._src.topology import REPLICA_AXIS, Topology
+from replicax._src.topology import Topology, is_replica_mesh
 from replicax._src.values import DistributedValues, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
 
@@ -83,7 +83,7 @@ def mesh_of(arrays: Sequence[Any]) -> Any:
     """The mesh of the strategy whose values are among ``arrays``; None if there is none."""
     for array in arrays:
         sharding = array.sharding if isinstance(array, jax.Array) else None
-        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.axis_names == (REPLICA_AXIS,):
+        if isinstance(sharding, jax.sharding.NamedSharding) and is_replica_mesh(sharding.mesh):
             return sharding.mesh
     return None
 
@@ -124,7 +124,7 @@ def trace_code(
             home_strategy = home.strategy or context.get_strategy()
             mesh = argument_mesh or mesh_of(variant.consts)
             if mesh is not None and home_strategy.is_default:
-                topology = Topology.of(list(mesh.devices.flat))
+                topology = Topology.of_mesh(mesh)
                 home_strategy = _NoStrategy(topology, VariablePlacement(topology, None))
             return TracedCode(variant, home_strategy, kinds, name)
         except _OtherStrategy as other:
@@ -181,10 +181,9 @@ class CodeState:
         self._from_loaded = _positions(self.state.slots, slots)
         self._to_written = _positions(written, self.state.written.slots)
         self._summed = [i for i, s in enumerate(self.state.written.slots) if s.sharing is Sharing.SUMMED]
-        row, whole = topology.per_replica, topology.replicated
         self.shardings = (
-            [row if s.sharing.is_per_replica else whole for s in self.state.written.slots],
-            [whole] * len(self._summed),
+            [s.placement_on(topology) for s in self.state.written.slots],
+            [topology.replicated] * len(self._summed),
         )
         """Of the written variables, and of the sums that SUMMED ones show."""
 
@@ -257,9 +256,10 @@ class PlacedCode:
 
 def on_mesh(args: Sequence[Any], topology: Topology) -> list[Any]:
     """Arguments of a program over all devices: JAX arrays elsewhere are copied to each of them."""
-    mesh_devices = set(topology.devices)
     return [
-        topology.put_whole(a) if isinstance(a, jax.Array) and a.sharding.device_set != mesh_devices else a
+        topology.put_whole(a)
+        if isinstance(a, jax.Array) and a.sharding.device_set != topology.device_set
+        else a
         for a in args
     ]
 

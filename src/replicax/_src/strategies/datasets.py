@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import jax_compat
 from replicax._src.cluster.membership import Membership
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input import memory
@@ -216,17 +215,17 @@ def _put_rows(topology: Topology, array: Any) -> jax.Array:
     rows = [array[replica : replica + 1] for replica in range(len(array))]
     if not isinstance(array, jax.Array):
         shape = (topology.num_replicas, *array.shape[1:])
-        return jax_compat.put_parts(shape, rows, topology.per_replica)
+        return topology.put_parts(shape, rows, topology.per_replica)
     if topology.peers is None:
         return jax.device_put(array, topology.per_replica)
     return topology.join_rows(rows, array.shape[1:])
 
 
 def _put_whole(topology: Topology, array: Any) -> jax.Array:
-    """Puts an array on the one device there is."""
+    """Puts an array on the devices of the one replica there is."""
     if isinstance(array, jax.Array):
         return topology.put_whole(array)
-    return jax_compat.put_parts(array.shape, [array], topology.replicated)
+    return topology.put_parts(array.shape, [array], topology.replicated)
 
 
 def _rows_of_replicas(array: Any, sizes: tuple[int, ...], most: int) -> Any:

@@ -37,7 +37,7 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
-        """The devices of this process that replicas compute on, in replica order.
+        """The devices of this process that replicas compute on, in replica order; of logical devices the first ones.
 
         Raises:
           ContextError: Of the default strategy.
@@ -50,7 +50,7 @@ class StrategyExtended:
         """The devices that hold variables."""
         self._needs_devices("parameter_devices")
         one = self._strategy.variable_placement.parameter_device
-        return (one,) if one is not None else self._strategy.topology.local_devices
+        return (one,) if one is not None else self._strategy.topology.all_local_devices
 
     def _needs_devices(self, what: str) -> None:
         if self._strategy.is_default:

@@ -12,21 +12,16 @@ import jax
 from replicax._src import jax_compat
 from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.failures import ClusterStartError
-from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
-from replicax._src.cluster.spec import UNKNOWN_ADDRESS, split_address
-from replicax._src.cluster.start import compare_devices, join_cluster
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationImplementation, CommunicationOptions
+from replicax._src.strategies.joining import TIMEOUT_S, join_workers
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.topology import Topology, device_name, prepare_backend, resolve_devices
+from replicax._src.topology import Topology, device_name, resolve_devices
 
 log = logging.getLogger("replicax")
-_TIMEOUT_S = 600.0
-# How many processes torchrun and Open MPI have started on this machine.
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 @final
@@ -85,32 +80,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         is_mpi = jax_compat.cpu_collectives() == "mpi"
         if is_mpi:
             check_mpi(os.environ, membership.num_workers)
-        prepare_backend(_num_workers_here(membership))
-        peers = join_cluster(
-            [str(task) for task in membership.workers],
-            membership.addresses,
-            membership.id_in_cluster,
-            options.timeout_seconds or _TIMEOUT_S,
-        )
-        compare_devices(peers, jax.local_devices())
+        devices = join_workers(membership, options.timeout_seconds or TIMEOUT_S)
         if is_mpi:
             _check_devices_for_mpi(jax.local_devices())
-        # The ids of devices have gaps between processes.
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         _say_what_communicates(options.implementation, devices[0].platform)
         return Topology.of(devices, options.bytes_per_pack)
-
-
-def _num_workers_here(membership: Membership) -> int:
-    """How many workers have the host of this one, as far as their addresses or the launcher tell."""
-    addresses = [address for address in membership.addresses if address != UNKNOWN_ADDRESS]
-    hosts = [split_address(address)[0] for address in addresses]
-    is_known = membership.address != UNKNOWN_ADDRESS
-    of_addresses = hosts.count(split_address(membership.address)[0]) if is_known else 1
-    of_launcher = [
-        int(os.environ.get(name, "")) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()
-    ]
-    return max(1, of_addresses, *of_launcher)
 
 
 def _checked(options: Any) -> CommunicationOptions:

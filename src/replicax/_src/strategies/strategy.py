@@ -34,7 +34,7 @@ from replicax._src.placement.eager import run_eagerly
 from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, own_copy
-from replicax._src.strategies import datasets, reduction
+from replicax._src.strategies import datasets, logical_devices, reduction
 from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.planning import PlanRequest, plan_of
@@ -59,6 +59,7 @@ class Strategy:
 
     is_default = False
     has_servers = False
+    partitions_by_spmd = False
     worker_of_own: Membership | None = None
     """Where each worker runs the program by itself, on shared servers: which one this is."""
 
@@ -143,6 +144,11 @@ class Strategy:
     def num_replicas_in_sync(self) -> int:
         """R: over how many replicas gradients are summed."""
         return self.topology.num_replicas
+
+    @property
+    def num_logical_devices(self) -> int:
+        """How many devices each replica has: 1, but for ``TPUStrategy`` with a device assignment."""
+        return self._own_parts.topology.num_logical_devices
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -527,17 +533,57 @@ class Strategy:
     # --- logical devices ------------------------------------------------------------------------------
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Leaves ``tensor`` alone: a replica has one logical device here.
+        """Returns ``tensor``; checks the id.
+
+        TensorFlow would run the operations on ``tensor`` on that device of the replica alone. Here all devices of a replica
+        run one program, and each of them computes what is not divided; with several a warning says so, once.
+
+        Args:
+          tensor: [...] per replica.
+          logical_device_id: Less than the number of logical devices of a replica: 1, but for ``TPUStrategy`` with a device
+            assignment.
 
         Raises:
-          InvalidArgumentError: ``logical_device_id`` is not 0.
+          InvalidArgumentError: There is no such device; or the strategy was made with
+            ``experimental_spmd_xla_partitioning=True``.
+
+        Source: tf.distribute.TPUStrategy.experimental_assign_to_logical_device.
         """
-        if logical_device_id != 0:
-            raise InvalidArgumentError(
-                f"`logical_core_id` to assign must be lower then total number of logical devices per replica, got "
-                f"{logical_device_id}; a replica of {type(self).__name__} has 1."
-            )
-        return tensor
+        return logical_devices.assign(self, tensor, logical_device_id)
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """Divides ``tensor`` over the logical devices of its replica: what is computed from it is computed in pieces.
+
+        The values stay what they are. In traced code (``run``, ``rx.function``, a layer in ``fit``) it asks the compiler, which
+        divides what comes before and after alike, as it sees fit. Of a variable, outside of traced code and before the first
+        step, it moves the variable: each device keeps its piece from then on. Anything else is returned as it is.
+
+        Args:
+          tensor: [...] per replica, or a variable.
+          partition_dimensions: For each dim into how many pieces it is cut; their product is the number of logical devices.
+
+        Returns:
+          The same values; a variable itself.
+
+        Raises:
+          InvalidArgumentError: Another number of dims, one that cannot be divided, or another product.
+          VariableError: The variable is in a compiled program already, or each replica has a value of its own.
+
+        Source: tf.distribute.TPUStrategy.experimental_split_to_logical_devices.
+        """
+        return logical_devices.split(self, tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Gives all of ``tensor`` to each logical device of its replica: the reverse of dividing it.
+
+        The values stay what they are. In ``fit`` it is the compiler's choice.
+
+        Args:
+          tensor: [...] per replica, or a variable.
+
+        Source: tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices.
+        """
+        return logical_devices.replicate(self, tensor)
 
     # --- older names ----------------------------------------------------------------------------------
 
@@ -613,7 +659,7 @@ class Strategy:
         return self  # a strategy is its devices; what refers to it keeps referring to it
 
     def __repr__(self) -> str:
-        names = ", ".join(device_name(d) for d in self.topology.devices)
+        names = ", ".join("+".join(map(device_name, of_replica)) for of_replica in self.topology.grid)
         return f"<{type(self).__name__} on {names}>"
 
 

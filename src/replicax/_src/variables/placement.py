@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from replicax._src.jax_compat import Device
 from replicax._src.program.slots import own_copy, placed_by_each
 from replicax._src.topology import Topology
+from replicax._src.values import shards_of_replicas
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,14 @@ class VariablePlacement:
 
     def replaced(self, stored: jax.Array, value: Any, components: Any | None) -> jax.Array:
         """What a variable keeps once it has been assigned a value; ``stored`` is what it kept before."""
-        del stored
+        if components is None and self._is_divided(stored):
+            return own_copy(value, stored.sharding)
         return self.place(value, components)
+
+    def _is_divided(self, stored: jax.Array) -> bool:
+        """Over the logical devices of a replica. (Between processes values are compared whole, and divided afterwards.)"""
+        topology = self.topology
+        return topology.num_logical_devices > 1 and topology.peers is None and not stored.is_fully_replicated
 
     def current(self, stored: jax.Array) -> jax.Array:
         """The value that is stored."""
@@ -69,9 +76,11 @@ class VariablePlacement:
     def components(self, stored: jax.Array, has_components: bool) -> tuple[jax.Array, ...]:
         """Copies of what each replica's device holds of a stored value, in replica order."""
         if has_components:
-            shards = sorted(stored.addressable_shards, key=lambda s: s.index[0].start or 0)
+            shards = shards_of_replicas(stored, self.num_replicas, has_rows=True)
             return tuple(shard.data[0] for shard in shards)
-        shards = sorted(stored.addressable_shards, key=lambda s: s.replica_id)
+        if self._is_divided(stored):
+            stored = self.topology.put_whole(stored)
+        shards = shards_of_replicas(stored, self.num_replicas, has_rows=False)
         if len(shards) == 1:
             return tuple(jnp.copy(shards[0].data) for _ in self.topology.local_replicas)
         return tuple(jnp.copy(shard.data) for shard in shards)

@@ -1,0 +1,133 @@
+"""The hosts of a TPU, or TPUs that are not there: ``TPUClusterResolver``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, final
+
+from replicax._src.cluster.environ import leader_port, rank_and_size
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.resolver import AddressedResolver
+from replicax._src.cluster.spec import ClusterSpec, join_address
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+
+HOSTS = "TPU_WORKER_HOSTNAMES"
+NUMBER = "TPU_WORKER_ID"
+_LOCAL = "local"
+
+
+@final
+class TPUClusterResolver(AddressedResolver):
+    """The hosts of the TPU that this program runs on, as TPU_WORKER_HOSTNAMES and TPU_WORKER_ID name them.
+
+    JAX computes on the devices of the machine that it runs on: start the program on every host of the TPU. With one host
+    nothing needs to be set. Where there is no TPU, the CPU devices of this process stand for the cores of one:
+    ``rx.config.set_local_devices(8)`` makes eight.
+
+    Args:
+      tpu: ``None`` or ``""``: the TPU of this machine, or else virtual devices. ``"local"``: the devices of this process
+        alone, whatever the environment says. ``"local:2x2x1x2"``: virtual devices in a mesh of this shape: sizes in x, y
+        and z, and the cores of a chip; z and cores may be left out. The name of a TPU: that TPU, no virtual devices.
+      zone: Not needed; and so are the others that say how TensorFlow finds a TPU from outside.
+      project: Not needed.
+      job_name: Of the tasks.
+      coordinator_name: Not needed.
+      coordinator_address: Not needed.
+      credentials: Not needed.
+      service: Not needed.
+      discovery_url: Not needed.
+      environ: In place of ``os.environ``; it is read once.
+
+    Attributes:
+      mesh_shape: That of virtual devices, if ``tpu`` says it; else None.
+      needs_tpu: Virtual devices will not do.
+
+    Raises:
+      UnsupportedError: ``tpu`` is the address of a TPU on another machine.
+      InvalidArgumentError: ``tpu`` is no text, or ``local:`` and no shape.
+      ClusterEnvironmentError: The two variables do not fit.
+
+    Source: tf.distribute.cluster_resolver.TPUClusterResolver.
+
+    >>> resolver = TPUClusterResolver("", environ={"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"})
+    >>> resolver.cluster_spec(), resolver.task_id
+    (ClusterSpec({'worker': ['t0:20480', 't1:20480']}), 1)
+    """
+
+    def __init__(
+        self,
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: Any = "default",
+        service: Any = None,
+        discovery_url: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        del zone, project, coordinator_name, coordinator_address, credentials, service, discovery_url
+        if tpu is not None and not isinstance(tpu, str):
+            raise InvalidArgumentError(f"tpu must be a name, 'local' or '', got {tpu!r}.")
+        if tpu and "://" in tpu:
+            raise UnsupportedError(
+                f"TPUClusterResolver({tpu!r}): TPUs at an address are driven from another machine in TensorFlow; JAX computes on "
+                "the machine that it runs on. Start the program on each host of the TPU, with tpu='' or its name."
+            )
+        self.tpu = tpu or ""
+        is_local = self.tpu.partition(":")[0] == _LOCAL
+        self.mesh_shape = _mesh_shape(self.tpu) if is_local and ":" in self.tpu else None
+        self.needs_tpu = bool(self.tpu) and not is_local
+        self.task_type = self.task_id = None  # alone
+        self._job_name = job_name
+        self.environment = ""
+        self.rpc_layer = None
+        environ = os.environ if environ is None else environ
+        hosts = (
+            [] if is_local else [host.strip() for host in environ.get(HOSTS, "").split(",") if host.strip()]
+        )
+        self._cluster_spec = ClusterSpec({})
+        if len(hosts) > 1:
+            self.task_type = job_name
+            self.task_id, self._cluster_spec = _cluster(environ, hosts, job_name)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the hosts; none, if this one is alone."""
+        return self._cluster_spec
+
+    def get_job_name(self) -> str:
+        """Returns the job of the tasks."""
+        return self._job_name
+
+    def get_master(self) -> str:
+        """Returns ``master()``."""
+        return self.master()
+
+    def __repr__(self) -> str:
+        return f"TPUClusterResolver({self.tpu!r})"
+
+
+def _cluster(environ: Mapping[str, str], hosts: list[str], job_name: str) -> tuple[int, ClusterSpec]:
+    if not environ.get(NUMBER):
+        raise ClusterEnvironmentError(
+            f"{HOSTS} in the environment names {len(hosts)} hosts, and {NUMBER} is not set: which of them is this one? Set it on "
+            "each host, from 0, or use tpu='local' for the devices of this one alone."
+        )
+    number, _ = rank_and_size({**environ, HOSTS: str(len(hosts))}, NUMBER, HOSTS)
+    port = leader_port(environ, 0)
+    addresses = [host if host.rpartition(":")[2].isdigit() else join_address(host, port) for host in hosts]
+    return number, ClusterSpec({job_name: addresses}, source=HOSTS)
+
+
+def _mesh_shape(tpu: str) -> tuple[int, int, int, int]:
+    sizes = tpu.partition(":")[2].split("x")
+    if not 2 <= len(sizes) <= 4 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise InvalidArgumentError(
+            f"TPUClusterResolver({tpu!r}): after 'local:' comes the shape of a mesh of virtual devices, sizes in x and y, and as "
+            "you like in z and the cores of a chip: 'local:2x2x1x2', 'local:4x2'."
+        )
+    x, y, z, cores = [int(size) for size in sizes] + [1] * (4 - len(sizes))
+    return x, y, z, cores

@@ -1,0 +1,54 @@
+"""The devices of several processes: joins those of a cluster."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.spec import UNKNOWN_ADDRESS, split_address
+from replicax._src.cluster.start import compare_devices, join_cluster
+from replicax._src.jax_compat import Device
+from replicax._src.topology import prepare_backend
+
+TIMEOUT_S = 600.0
+# How many processes torchrun and Open MPI have started on this machine.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
+    """Makes this process one of the workers of a cluster. Blocks until all have come.
+
+    Args:
+      timeout_s: How long others may be behind, later.
+
+    Returns:
+      All devices, worker after worker: each has as many.
+
+    Raises:
+      ClusterStartError: A worker is missing, or they do not fit together.
+      BackendStartedError: JAX was used before.
+    """
+    prepare_backend(_num_workers_here(membership))
+    peers = join_cluster(
+        [str(task) for task in membership.workers],
+        membership.addresses,
+        membership.id_in_cluster,
+        timeout_s,
+    )
+    compare_devices(peers, jax.local_devices())
+    # The ids of devices have gaps between processes.
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+def _num_workers_here(membership: Membership) -> int:
+    """How many workers have the host of this one, as far as their addresses or the launcher tell."""
+    addresses = [address for address in membership.addresses if address != UNKNOWN_ADDRESS]
+    hosts = [split_address(address)[0] for address in addresses]
+    is_known = membership.address != UNKNOWN_ADDRESS
+    of_addresses = hosts.count(split_address(membership.address)[0]) if is_known else 1
+    of_launcher = [
+        int(os.environ.get(name, "")) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()
+    ]
+    return max(1, of_addresses, *of_launcher)

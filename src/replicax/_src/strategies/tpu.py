@@ -1,0 +1,81 @@
+"""``TPUStrategy``: the cores of TPUs, one or several for each replica, variables mirrored on all."""
+
+from __future__ import annotations
+
+import logging
+from typing import final
+
+from replicax._src.cluster.resolver import ClusterResolver
+from replicax._src.cluster.tpu import TPUClusterResolver
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.strategies.strategy import Strategy
+from replicax._src.strategies.tpu_system import TPUSystem
+from replicax._src.topology import Topology, replica_mesh
+from replicax._src.tpu.device_assignment import DeviceAssignment
+
+log = logging.getLogger("replicax")
+
+
+@final
+class TPUStrategy(Strategy):
+    """Synchronous training on TPUs, of one host or several: one replica per core, or per group of cores.
+
+    With a device assignment each replica has several cores, its *logical devices*: model parallelism. Its program is
+    divided over them where ``experimental_split_to_logical_devices`` says so, and where the compiler sees fit; the numbers
+    are those of one device. Variables are on all cores whole, but for those that are divided too.
+
+    On a machine without TPUs virtual CPU devices stand for the cores: ``rx.config.set_local_devices(8)``.
+
+    Args:
+      tpu_cluster_resolver: Whose TPUs; default: ``TPUClusterResolver()``, those of this machine, or of the hosts that
+        TPU_WORKER_HOSTNAMES names.
+      experimental_device_assignment: Which cores each replica has; default: each core is a replica.
+      experimental_spmd_xla_partitioning: The logical devices run one program. They do in any case; True makes
+        ``experimental_assign_to_logical_device``, which that leaves without a meaning, an error.
+
+    Raises:
+      DeviceError: There are no TPUs, and no virtual devices either.
+      InvalidArgumentError: The assignment is for other devices.
+      UnsupportedError: A replica has cores of several hosts.
+      ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default).
+
+    Source: tf.distribute.TPUStrategy.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ):
+        assignment = experimental_device_assignment
+        if assignment is not None and not isinstance(assignment, DeviceAssignment):
+            raise InvalidArgumentError(
+                f"experimental_device_assignment must be an rx.tpu.experimental.DeviceAssignment, got {assignment!r}. Make one "
+                "with rx.tpu.experimental.DeviceAssignment.build(topology, computation_shape, num_replicas=…)."
+            )
+        resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
+        system = TPUSystem.of(resolver)
+        topology = Topology.of_mesh(replica_mesh(system.grid(assignment)))
+        super().__init__(
+            lambda: topology,
+            cluster_resolver=resolver,
+            is_chief=system.membership is None or system.membership.is_chief,
+        )
+        self.partitions_by_spmd = bool(experimental_spmd_xla_partitioning)
+        log.info(
+            "Using TPUStrategy with %d replica(s) of %d logical device(s), on %s.",
+            topology.num_replicas,
+            topology.num_logical_devices,
+            system.topology,
+        )
+
+
+def of_older_signature(
+    tpu_cluster_resolver: ClusterResolver | None = None, device_assignment: DeviceAssignment | None = None
+) -> TPUStrategy:
+    """``TPUStrategy`` with the arguments of TensorFlow's older, experimental name.
+
+    Source: tf.distribute.experimental.TPUStrategy.
+    """
+    return TPUStrategy(tpu_cluster_resolver, device_assignment)

@@ -1,0 +1,13 @@
+"""TensorFlow's ``tf.tpu.experimental`` names: ``rx.tpu.experimental``."""
+
+from replicax._src.strategies.tpu_system import initialize_tpu_system, shutdown_tpu_system
+from replicax._src.tpu.device_assignment import DeviceAssignment, DeviceOrderMode
+from replicax._src.tpu.topology import Topology
+
+__all__ = [
+    "DeviceAssignment",
+    "DeviceOrderMode",
+    "Topology",
+    "initialize_tpu_system",
+    "shutdown_tpu_system",
+]

@@ -1,0 +1,87 @@
+"""Which hosts a TPU has, and which mesh virtual devices stand for."""
+
+import jax
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax.cluster_resolver import ClusterSpec, SimpleClusterResolver, TPUClusterResolver
+from replicax.errors import DeviceError, InvalidArgumentError, UnsupportedError
+
+TWO_HOSTS = {"TPU_WORKER_HOSTNAMES": "10.0.0.1, 10.0.0.2", "TPU_WORKER_ID": "1"}
+
+
+@pytest.mark.parametrize("tpu", [None, "", "my-tpu"])
+def test_hosts_of_a_tpu(tpu):
+    resolver = TPUClusterResolver(tpu, environ=TWO_HOSTS)
+    assert resolver.cluster_spec() == ClusterSpec({"worker": ["10.0.0.1:20480", "10.0.0.2:20480"]})
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.master() == "10.0.0.2:20480"
+    assert resolver.needs_tpu is bool(tpu)
+
+
+@pytest.mark.parametrize("environ", [{}, {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}])
+def test_one_host_is_no_cluster(environ):
+    resolver = TPUClusterResolver(environ=environ)
+    assert resolver.cluster_spec() == ClusterSpec({})
+    assert resolver.master() == ""
+    assert TPUClusterResolver("local", environ=TWO_HOSTS).cluster_spec() == ClusterSpec({})
+
+
+def test_the_port_and_addresses_can_be_chosen():
+    environ = {**TWO_HOSTS, "REPLICAX_PORT": "7000"}
+    assert TPUClusterResolver(environ=environ, job_name="tpu").cluster_spec().as_dict() == {
+        "tpu": ["10.0.0.1:7000", "10.0.0.2:7000"]
+    }
+    environ["TPU_WORKER_HOSTNAMES"] = "a:7001,b:7002"
+    assert TPUClusterResolver(environ=environ).cluster_spec().as_dict() == {"worker": ["a:7001", "b:7002"]}
+
+
+@pytest.mark.parametrize(
+    ("tpu", "error", "says"),
+    [
+        ("grpc://10.0.0.1:8470", UnsupportedError, "on each host of the TPU"),
+        (8, InvalidArgumentError, "got 8"),
+        ("local:8", InvalidArgumentError, "'local:2x2x1x2'"),
+        ("local:0x8", InvalidArgumentError, "'local:0x8'"),
+        ("local:axb", InvalidArgumentError, "sizes in x and y"),
+    ],
+)
+def test_no_tpu(tpu, error, says):
+    message(error, lambda: TPUClusterResolver(tpu, environ={}), says)
+
+
+def test_a_host_must_know_its_number():
+    hosts = {"TPU_WORKER_HOSTNAMES": "a,b"}
+    message(ClusterEnvironmentError, lambda: TPUClusterResolver(environ=hosts), "TPU_WORKER_ID is not set")
+    message(
+        ClusterEnvironmentError,
+        lambda: TPUClusterResolver(environ={**hosts, "TPU_WORKER_ID": "2"}),
+        "less than",
+    )
+
+
+def test_virtual_devices_stand_for_cores():
+    initialize = rx.tpu.experimental.initialize_tpu_system
+    assert initialize(TPUClusterResolver("local")).mesh_shape.tolist() == [2, 2, 1, 2]
+    assert initialize().num_tpus_per_task == len(jax.devices()) == 8
+    assert initialize(TPUClusterResolver("local:4x2")).mesh_shape.tolist() == [4, 2, 1, 1]
+    assert initialize(TPUClusterResolver("local:1x2x4")).mesh_shape.tolist() == [1, 2, 4, 1]
+    message(
+        DeviceError,
+        lambda: initialize(TPUClusterResolver("local:4x4")),
+        "16 places",
+        "8 CPU",
+        "set_local_devices(16)",
+    )
+    message(DeviceError, lambda: initialize(TPUClusterResolver("my-tpu")), "jax[tpu]", "tpu='local'")
+    message(InvalidArgumentError, lambda: initialize("local"), "TPUClusterResolver")
+    assert rx.tpu.experimental.shutdown_tpu_system() is None
+
+
+def test_connecting_is_for_tpus():
+    connect = rx.config.experimental_connect_to_cluster
+    assert connect(TPUClusterResolver("local"), job_name="worker") is None
+    spec = ClusterSpec({"worker": ["a:1", "b:1"]})
+    message(UnsupportedError, lambda: connect(SimpleClusterResolver(spec)), "MultiWorkerMirroredStrategy")

@@ -1,0 +1,338 @@
+"""``TPUStrategy`` on virtual devices: replicas of several devices compute what one device would."""
+
+import gc
+import logging
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message, tpu_strategy
+from replicax.errors import InvalidArgumentError, MixedStrategiesError, VariableError
+
+ROWS = np.random.default_rng(0).normal(size=(22, 8)).astype(np.float32)
+LABELS = np.random.default_rng(1).integers(0, 4, 22)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    """Two replicas of two devices."""
+    return tpu_strategy(num_replicas=2, num_logical_devices=2)
+
+
+def assert_equal_to_one_device(fn, batch, strategy):
+    report = rx.testing.check_against_one_device(fn, batch, strategy)
+    report.raise_if_different()
+    assert report.num_compared
+
+
+def compiled(strategy, args=()):
+    """The program that was traced last, as it is on each device."""
+    return strategy.runner.last_launcher.lower(args).compile()
+
+
+# --- making one -----------------------------------------------------------------------------------------
+
+
+def test_the_guides_listing():
+    tpu_address = "local"
+    cluster_resolver = rx.cluster_resolver.TPUClusterResolver(tpu=tpu_address)
+    rx.config.experimental_connect_to_cluster(cluster_resolver)
+    rx.tpu.experimental.initialize_tpu_system(cluster_resolver)
+    tpu_strategy = rx.TPUStrategy(cluster_resolver)
+    assert tpu_strategy.num_replicas_in_sync == 8
+    assert tpu_strategy.num_logical_devices == 1
+    assert tpu_strategy.extended.worker_devices == tuple(jax.devices())
+    assert tpu_strategy.cluster_resolver is cluster_resolver
+
+
+def test_the_listing_of_logical_devices():
+    # Initializing TPU system with 2 logical devices and 4 replicas.
+    resolver = rx.cluster_resolver.TPUClusterResolver(tpu="")
+    rx.config.experimental_connect_to_cluster(resolver)
+    topology = rx.tpu.experimental.initialize_tpu_system(resolver)
+    device_assignment = rx.tpu.experimental.DeviceAssignment.build(
+        topology, computation_shape=[1, 1, 1, 2], num_replicas=4
+    )
+    strategy = rx.TPUStrategy(resolver, experimental_device_assignment=device_assignment)
+    inputs = strategy.experimental_distribute_dataset([np.arange(6.0, dtype=np.float32)])
+    iterator = iter(inputs)
+
+    @rx.function
+    def step_fn(inputs):
+        output = jnp.add(inputs, inputs)
+        output = strategy.experimental_assign_to_logical_device(output, 0)
+        return output
+
+    results = strategy.experimental_local_results(strategy.run(step_fn, args=(next(iterator),)))
+    assert [r.tolist() for r in results] == [[0, 2], [4, 6], [8], [10]]
+
+
+def test_the_older_name_and_its_arguments():
+    topology = rx.tpu.experimental.initialize_tpu_system()
+    assignment = rx.tpu.experimental.DeviceAssignment.build(topology, [2, 2, 1, 2])
+    strategy = rx.experimental.TPUStrategy(device_assignment=assignment)
+    assert isinstance(strategy, rx.TPUStrategy)
+    assert (strategy.num_replicas_in_sync, strategy.num_logical_devices) == (1, 8)
+    assert repr(strategy).count("+") == 7
+
+
+def test_wrong_arguments():
+    message(InvalidArgumentError, lambda: rx.TPUStrategy("local"), "TPUClusterResolver", "'local'")
+    message(InvalidArgumentError, lambda: rx.TPUStrategy(None, [0, 1]), "DeviceAssignment", "[0, 1]")
+    small = rx.tpu.experimental.Topology(mesh_shape=[1, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]]])
+    other = rx.tpu.experimental.DeviceAssignment.build(small)
+    message(
+        InvalidArgumentError, lambda: rx.TPUStrategy(None, other), "is for Topology(mesh_shape=[1, 1, 1, 1]"
+    )
+
+
+# --- what is wrong --------------------------------------------------------------------------------------
+
+
+def test_assigning_leaves_values_alone_and_says_so_once(caplog):
+    strategy = tpu_strategy(1, 2)
+    with caplog.at_level(logging.WARNING, "replicax"):
+        for _ in range(2):
+            (result,) = strategy.experimental_local_results(
+                strategy.run(lambda x: strategy.experimental_assign_to_logical_device(x, 1), (2.0,))
+            )
+            assert float(result) == 2
+    assert ["leaves values alone" in record.getMessage() for record in caplog.records] == [True]
+    for number in (-1, 2, None):
+        message(
+            InvalidArgumentError,
+            lambda number=number: strategy.experimental_assign_to_logical_device(1.0, number),
+            "must be lower then total number of logical devices per replica",
+            f"got {number}",
+            "has 2 (0 to 1)",
+        )
+    spmd = tpu_strategy(1, 2, experimental_spmd_xla_partitioning=True)
+    message(
+        InvalidArgumentError,
+        lambda: spmd.experimental_assign_to_logical_device(1.0, 0),
+        "Cannot assign a tensor to a logical device in SPMD mode",
+        "experimental_spmd_xla_partitioning=False",
+    )
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ([2], ["must equal to the rank of `tensor.shape` (2: (3, 4))"]),
+        ([2, 1], ["`partition_dimensions[0]` must be divisible", "Received: 3", "to 4"]),
+        ([1, 1], ["number of logical devices (=2)", "their product is 1"]),
+        ([1, 4], ["their product is 4"]),
+        ([1, 0], ["of at least 1"]),
+        (2, ["a list of whole numbers"]),
+        ([1, "a"], ["a list of whole numbers"]),
+    ],
+)
+def test_what_cannot_be_split(strategy, pieces, says):
+    split = strategy.experimental_split_to_logical_devices
+    message(InvalidArgumentError, lambda: split(jnp.ones((3, 4)), pieces), *says)
+    message(InvalidArgumentError, lambda: strategy.run(lambda: split(jnp.ones((3, 4)), pieces)), *says)
+
+
+def test_which_variables_cannot_be_divided(strategy):
+    split = strategy.experimental_split_to_logical_devices
+    with strategy.scope():
+        v = rx.Variable(jnp.ones(4))
+        counts = rx.Variable(jnp.ones(4), synchronization="ON_READ", aggregation="SUM")
+    strategy.run(lambda: v.assign_add(jnp.ones(4)))
+    message(VariableError, lambda: split(v, [2]), "before the first step")
+    message(VariableError, lambda: split(counts, [2]), "for each replica")
+    message(
+        MixedStrategiesError,
+        lambda: tpu_strategy(1, 2).experimental_split_to_logical_devices(v, [2]),
+        "in the scope",
+    )
+
+
+# --- the numbers ----------------------------------------------------------------------------------------
+
+
+def made(strategy, *shapes):
+    """Variables of these shapes."""
+    with strategy.scope():
+        return [rx.Variable(np.cos(np.arange(np.prod(s), dtype=np.float32)).reshape(s)) for s in shapes]
+
+
+@pytest.mark.parametrize("num_rows", [16, 11])
+@pytest.mark.parametrize(
+    ("num_replicas", "num_logical", "mark"),
+    [
+        (4, 2, lambda split, h: split(h, [1, 2])),
+        (2, 2, lambda split, h: jax.vmap(lambda row: split(row, [2]))(h)),
+        (1, 8, lambda split, h: split(h.reshape(-1, 2, 4), [1, 2, 4]).reshape(h.shape)),
+    ],
+    ids=["columns", "each_row", "two_dims"],
+)
+def test_marks_change_no_number(num_replicas, num_logical, mark, num_rows):
+    strategy = tpu_strategy(num_replicas, num_logical)
+    w1, w2 = made(strategy, (8, 8), (8, 4))
+
+    def layer(h):
+        return mark(strategy.experimental_split_to_logical_devices, h)
+
+    def step(x):
+        def loss(w1, w2):
+            h, _ = jax.lax.scan(lambda h, _: (layer(jnp.tanh(h @ w1)), None), x, None, length=3)
+            h = jax.lax.cond(jnp.sum(w1) > 99, lambda h: h, lambda h: layer(h * 2), h)
+            logits = strategy.experimental_replicate_to_logical_devices(h @ w1) @ w2
+            return rx.nn.compute_average_loss(jnp.sum(logits**2, axis=1))
+
+        value, gradients = rx.value_and_grad(loss, argnums=(0, 1))(w1.value, w2.value)
+        gradients = rx.get_replica_context().all_reduce("SUM", gradients)
+        w1.assign_sub(0.1 * gradients[0])
+        w2.assign_sub(0.1 * gradients[1])
+        return value
+
+    assert_equal_to_one_device(step, ROWS[:num_rows], strategy)
+
+
+def test_the_work_is_divided(strategy):
+    """Each device multiplies by half of the columns."""
+    split = strategy.experimental_split_to_logical_devices
+    weights = jnp.ones((8, 64))
+    strategy.run(lambda x: jnp.sum(split(jnp.tanh(x @ weights), [1, 2])), (ROWS,))
+    assert "f32[22,32]" in compiled(strategy, (ROWS, weights)).as_text()
+    strategy.run(lambda x: jnp.sum(jnp.tanh(x @ weights)), (ROWS,))
+    assert "f32[22,32]" not in compiled(strategy, (ROWS, weights)).as_text()
+
+
+def test_random_numbers_and_the_replicas_number_in_a_loop(strategy):
+    def step(x):
+        replica = rx.get_replica_context().replica_id_in_sync_group
+
+        def body(carry, key):
+            noise = jax.random.normal(jax.random.fold_in(key, jax.lax.axis_index("replica")), (4,))
+            return carry + noise * replica, None
+
+        return jax.lax.scan(body, jnp.zeros(4), jax.random.split(jax.random.key(0), 3))[0] + x
+
+    ours = strategy.run(step, args=(1.0,))
+    mirrored = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    for a, b in zip(ours.values, mirrored.run(step, args=(1.0,)).values, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+# --- variables over logical devices -----------------------------------------------------------------------
+
+
+def test_a_divided_variable_stays_divided(strategy):
+    (w,) = made(strategy, (8, 6))
+    before = w.numpy()
+    assert strategy.experimental_split_to_logical_devices(w, [1, 2]) is w
+
+    def is_divided():
+        return {shard.data.shape for shard in w.value.addressable_shards} == {(8, 3)}
+
+    assert is_divided()
+    assert len(w.values) == 2
+    np.testing.assert_array_equal(w.values[1], before)
+    w.assign(before + 1)
+    assert is_divided()
+    strategy.run(lambda: w.assign_sub(jnp.ones((8, 6))))
+    assert is_divided()
+    rx.function(lambda: strategy.run(lambda: w.assign(w * 2)))()
+    assert is_divided()
+    strategy.run_steps(lambda x: w.assign_add(0 * jnp.sum(w.value)), _iterator(strategy), steps=3)
+    assert is_divided()
+    np.testing.assert_allclose(w.numpy(), before * 2, atol=1e-6)
+    strategy.extended.update(w, lambda v: v.assign_add(jnp.ones((8, 6))))
+    result = strategy.reduce("MEAN", strategy.run(lambda: w.value), axis=None)
+    np.testing.assert_allclose(result, before * 2 + 1, atol=1e-6)
+
+
+def _iterator(strategy):
+    return iter(strategy.experimental_distribute_dataset([ROWS[:4]] * 3))
+
+
+def test_memory_falls_as_computed():
+    """Two matrices of 256 KiB and what Adam keeps, on one replica of 1, 2 and 4 devices."""
+    used = {}
+    for num_logical in (1, 2, 4):
+        strategy = tpu_strategy(1, num_logical)
+        variables = made(strategy, *[(256, 256)] * 6)
+        for v in variables:
+            strategy.experimental_split_to_logical_devices(v, [1, num_logical])
+
+        def step(x, variables=variables):
+            for v, m, s in zip(variables[:2], variables[2:4], variables[4:], strict=True):
+                m.assign(0.9 * m + 0.1 * jnp.mean(x) * v)
+                s.assign(0.9 * s + 0.1 * v * v)
+                v.assign_sub(0.01 * m / (jnp.sqrt(s) + 1e-3))
+
+        strategy.run(step, (jnp.float32(2),))
+        used[num_logical] = compiled(strategy, (jnp.float32(2),)).memory_analysis().argument_size_in_bytes
+    matrices, number = 6 * 256 * 256 * 4, 4
+    assert used == {n: matrices // n + number for n in used}
+
+
+def test_forgotten_variables_leave_nothing_behind(strategy):
+    (w,) = made(strategy, (8, 6))
+    strategy.experimental_split_to_logical_devices(w, [1, 2])
+    assert strategy.slots.layout_of(w) is not None
+    number = id(w)
+    del w
+    gc.collect()
+    assert number not in strategy.slots._layouts
+
+
+# --- Keras ------------------------------------------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("test_tpu")
+class Divided(keras.layers.Dense):
+    """A dense layer whose output is divided over the logical devices, under a strategy that has such."""
+
+    def call(self, inputs):
+        strategy = rx.get_strategy()
+        outputs = super().call(inputs)
+        return strategy.experimental_split_to_logical_devices(outputs, [1, strategy.num_logical_devices])
+
+
+def model_of(strategy):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                Divided(16, activation="tanh"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(4),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"])
+        model.optimizer.build(model.trainable_variables)
+    if strategy.num_logical_devices > 1:
+        for v in [*model.variables, *model.optimizer.variables]:
+            if v.shape == (8, 16):
+                strategy.experimental_split_to_logical_devices(v, [1, strategy.num_logical_devices])
+    return model
+
+
+def test_fit_equals_one_device_with_divided_variables():
+    one = model_of(rx.OneDeviceStrategy("cpu:0"))
+    expected = one.fit(ROWS, LABELS, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    model = model_of(tpu_strategy(num_replicas=2, num_logical_devices=4))
+    history = model.fit(ROWS, LABELS, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-6)
+    divided = [v for v in [*model.variables, *model.optimizer.variables] if v.shape == (8, 16)]
+    assert len(divided) == 3
+    for v in divided:
+        assert {shard.data.shape for shard in v.value.addressable_shards} == {(8, 4)}
+    for ours, theirs in zip(model.weights, one.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(ours.value), theirs.value, rtol=1e-5, atol=1e-6)
+    # Weights that are set are divided again.
+    for ours, theirs in zip(model.weights, one.weights, strict=True):
+        ours.assign(np.asarray(theirs.value))
+    loss, *_ = model.evaluate(ROWS, LABELS, batch_size=8, verbose=0)
+    np.testing.assert_allclose(loss, one.evaluate(ROWS, LABELS, batch_size=8, verbose=0)[0], rtol=1e-5)
+    assert {shard.data.shape for shard in divided[0].value.addressable_shards} == {(8, 4)}
