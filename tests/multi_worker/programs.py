@@ -440,3 +440,67 @@ def buffers(bytes_per_pack):
         counts=[int(results[-2]), np.asarray(results[-1]).tolist()],
         num_buffers=text.count("stablehlo.all_reduce"),
     )
+
+
+def on_hosts_of_a_tpu():
+    """Steps of replicas of two devices, on the hosts that the environment names as a TPU's, with variables divided or not."""
+    import json
+    import os
+
+    import jax
+    import jax.numpy as jnp
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    config = json.loads(os.environ.pop("TF_CONFIG"))
+    os.environ["TPU_WORKER_HOSTNAMES"] = ",".join(config["cluster"]["worker"])
+    os.environ["TPU_WORKER_ID"] = str(config["task"]["index"])
+    num_hosts = len(config["cluster"]["worker"])
+
+    resolver = rx.cluster_resolver.TPUClusterResolver(tpu="" if num_hosts > 1 else "local:2x1x2x2")
+    rx.config.experimental_connect_to_cluster(resolver)
+    topology = rx.tpu.experimental.initialize_tpu_system(resolver)
+    build = rx.tpu.experimental.DeviceAssignment.build
+    strategy = rx.TPUStrategy(resolver, build(topology, [1, 1, 1, 2], num_replicas=4))
+    report(
+        mesh=topology.mesh_shape.tolist(),
+        num_replicas=strategy.num_replicas_in_sync,
+        here=[device.process_index for device in strategy.extended.worker_devices],
+        checkpoint=strategy.extended.should_checkpoint,
+    )
+    with strategy.scope():
+        w1 = rx.Variable(np.cos(np.arange(48, dtype=np.float32)).reshape(6, 8))
+        w2 = rx.Variable(np.sin(np.arange(32, dtype=np.float32)).reshape(8, 4))
+    strategy.experimental_split_to_logical_devices(w1, [1, 2])
+
+    def step(x):
+        def loss(w1, w2):
+            hidden = strategy.experimental_split_to_logical_devices(jnp.tanh(x @ w1), [1, 2])
+            return rx.nn.compute_average_loss(jnp.sum((hidden @ w2) ** 2, axis=1))
+
+        value, gradients = rx.value_and_grad(loss, argnums=(0, 1))(w1.value, w2.value)
+        gradients = rx.get_replica_context().all_reduce("SUM", gradients)
+        w1.assign_sub(0.1 * gradients[0])
+        w2.assign_sub(0.1 * gradients[1])
+        return value
+
+    rows = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(rows).batch(8))
+    losses = [float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)) for x in dataset]
+    whole = strategy.experimental_local_results(strategy.run(lambda: w1.value))[0]
+    pieces = sorted({shard.data.shape for shard in w1.value.addressable_shards})
+    report(losses=losses, w1=np.asarray(whole).tolist(), w2=w2.numpy().tolist(), pieces=pieces)
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for v in model.trainable_variables[:1]:
+        strategy.experimental_split_to_logical_devices(v, [1, 2])
+    history = model.fit(rows, rows[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    kernel = model.trainable_variables[0].value
+    report(fit=history["loss"], kernel=sorted({shard.data.shape for shard in kernel.addressable_shards}))
+    jax.block_until_ready(kernel)

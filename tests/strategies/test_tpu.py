@@ -296,17 +296,13 @@ class Divided(keras.layers.Dense):
         return strategy.experimental_split_to_logical_devices(outputs, [1, strategy.num_logical_devices])
 
 
-def model_of(strategy):
+def model_of(strategy, with_statistics=True):
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((8,)),
-                Divided(16, activation="tanh"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(4),
-            ]
-        )
+        layers = [keras.Input((8,)), Divided(16, activation="tanh"), keras.layers.Dense(4)]
+        if with_statistics:
+            layers.insert(2, keras.layers.BatchNormalization())
+        model = keras.Sequential(layers)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, metrics=["accuracy"])
         model.optimizer.build(model.trainable_variables)
@@ -336,3 +332,53 @@ def test_fit_equals_one_device_with_divided_variables():
     loss, *_ = model.evaluate(ROWS, LABELS, batch_size=8, verbose=0)
     np.testing.assert_allclose(loss, one.evaluate(ROWS, LABELS, batch_size=8, verbose=0)[0], rtol=1e-5)
     assert {shard.data.shape for shard in divided[0].value.addressable_shards} == {(8, 4)}
+
+
+def test_a_loop_of_ones_own_with_an_optimizer_of_keras():
+    strategy = tpu_strategy(num_replicas=2, num_logical_devices=2)
+    model = model_of(strategy, with_statistics=False)
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    def step(batch):
+        rows, labels = batch
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(losses(labels, model(rows, training=True)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    assert_equal_to_one_device(step, (ROWS[:11], LABELS[:11]), strategy)
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays((ROWS, LABELS)).batch(8))
+    train = rx.function(lambda batch: strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None))
+    assert [float(train(batch)) for batch in dataset][-1] > 0
+    divided = [v for v in [*model.variables, *model.optimizer.variables] if v.shape == (8, 16)]
+    assert {shard.data.shape for v in divided for shard in v.value.addressable_shards} == {(8, 8)}
+
+
+@pytest.mark.parametrize("num_rows", [4, 3])
+def test_images_cut_along_their_height(num_rows):
+    """Devices exchange the rows of pixels at the cut; with an odd number of images replicas have different ones."""
+    strategy = tpu_strategy(num_replicas=2, num_logical_devices=2)
+    kernel = np.cos(np.arange(27, dtype=np.float32)).reshape(3, 3, 1, 3)
+    images = np.random.default_rng(2).normal(size=(num_rows, 8, 6, 1)).astype(np.float32)
+
+    def step(x):
+        x = strategy.experimental_split_to_logical_devices(x, [1, 2, 1, 1])
+        dims = jax.lax.conv_dimension_numbers(x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC"))
+        x = jnp.tanh(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims))
+        return jnp.sum(x, axis=(1, 2))
+
+    assert_equal_to_one_device(step, images, strategy)
+
+
+def test_eager_runs_use_the_first_logical_device(strategy):
+    seen = []
+
+    def step(x):
+        x = strategy.experimental_split_to_logical_devices(x, [2, 1])
+        seen.append((float(x[0, 0]), x.devices()))
+        return x + rx.get_replica_context().replica_id_in_sync_group
+
+    result = strategy.run(step, args=(jnp.ones((2, 3)),), options=rx.RunOptions(eager=True))
+    assert [float(v[0, 0]) for v in result.values] == [1, 2]
+    assert sorted(map(str, seen)) == [str((1.0, {jax.devices()[i]})) for i in (0, 2)]

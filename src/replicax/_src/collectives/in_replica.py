@@ -98,6 +98,8 @@ class Packing:
     @classmethod
     def on(cls, topology: Topology, options: CommunicationOptions | None = None) -> Packing | None:
         """What the options say, or those of the strategy, or what suits the devices; None: XLA's own way."""
+        if topology.num_logical_devices > 1:
+            return None  # what is divided would have to be gathered first
         bytes_per_pack = (options.bytes_per_pack if options else 0) or topology.bytes_per_pack
         if bytes_per_pack:
             return cls(bytes_per_pack)
