@@ -200,8 +200,23 @@ def test_the_work_is_divided(strategy):
     weights = jnp.ones((8, 64))
     strategy.run(lambda x: jnp.sum(split(jnp.tanh(x @ weights), [1, 2])), (ROWS,))
     assert "f32[22,32]" in compiled(strategy, (ROWS, weights)).as_text()
+    strategy.run(lambda x: jnp.sum(jax.vmap(lambda row: split(jnp.tanh(row @ weights), [2]))(x)), (ROWS,))
+    assert "f32[22,32]" in compiled(strategy, (ROWS, weights)).as_text()
     strategy.run(lambda x: jnp.sum(jnp.tanh(x @ weights)), (ROWS,))
     assert "f32[22,32]" not in compiled(strategy, (ROWS, weights)).as_text()
+
+
+def test_results_are_whole(strategy):
+    (v,) = made(strategy, (22, 64))
+
+    def step(x):
+        hidden = strategy.experimental_split_to_logical_devices(jnp.tanh(x @ jnp.ones((8, 64))), [1, 2])
+        v.assign(hidden)
+        return hidden, hidden * rx.get_replica_context().replica_id_in_sync_group
+
+    for result in strategy.run(step, (ROWS,)):
+        assert [part.shape for part in result.values] == [(22, 64)] * 2
+    assert {shard.data.shape for shard in v.value.addressable_shards} == {(22, 64)}
 
 
 def test_random_numbers_and_the_replicas_number_in_a_loop(strategy):
