@@ -13,9 +13,10 @@ from replicax._src.collectives.in_replica import Packing, packed_sum
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 KIB, MIB = 2**10, 2**20
-ONE_PROCESS = SimpleNamespace(is_cpu=True, peers=None, bytes_per_pack=0)
-SEVERAL_PROCESSES = SimpleNamespace(is_cpu=True, peers=object(), bytes_per_pack=0)
-GPUS = SimpleNamespace(is_cpu=False, peers=object(), bytes_per_pack=0)
+ONE_PROCESS = SimpleNamespace(is_cpu=True, peers=None, bytes_per_pack=0, num_logical_devices=1)
+SEVERAL_PROCESSES = SimpleNamespace(is_cpu=True, peers=object(), bytes_per_pack=0, num_logical_devices=1)
+GPUS = SimpleNamespace(is_cpu=False, peers=object(), bytes_per_pack=0, num_logical_devices=1)
+LOGICAL_DEVICES = SimpleNamespace(is_cpu=True, peers=None, bytes_per_pack=1024, num_logical_devices=2)
 
 
 def summed(values, packing):
@@ -80,6 +81,7 @@ def test_every_sum_is_that_of_its_array(packing):
         (SEVERAL_PROCESSES, [MIB, 2 * MIB, MIB, 64 * MIB], [2 * MIB, 2 * MIB, 64 * MIB]),
         (SEVERAL_PROCESSES, [64 * MIB], [64 * MIB]),
         (GPUS, [KIB, 2 * KIB], [KIB, 2 * KIB]),
+        (LOGICAL_DEVICES, [KIB // 2, KIB // 4], [KIB // 2, KIB // 4]),
     ],
 )
 def test_what_suits_the_devices(topology, sizes, expected):
