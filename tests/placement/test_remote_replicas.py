@@ -357,3 +357,30 @@ def test_a_worker_computes_what_servers_do_only_where_the_function_uses_it_after
         coordinator.schedule(looking, args=(np.float32(1),)).fetch() == 2 - 0.5 * 2
     )  # a gradient of 1 on each
     assert w.value == 1
+
+
+def test_a_table_travels_whole_to_replicas_which_is_said_and_is_updated_as_on_one_device(caplog):
+    ids = np.array([[1, 2], [2, 3], [1, 9]], np.int32)
+    shards = rx.experimental.partitioners.FixedShardsPartitioner(2)
+    with in_memory_strategy(ps=2, partitioner=shards, devices_per_worker=2) as strategy:
+        with strategy.scope():
+            table = keras.layers.Embedding(10, 2, embeddings_initializer="ones")
+            table.build()
+            optimizer = keras.optimizers.SGD(0.5)
+        variables = table.trainable_variables
+
+        def replica_step(ids):
+            with rx.GradientTape() as tape:
+                loss = jnp.sum(table(ids) ** 2) / 2
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
+            dataset = strategy.experimental_distribute_dataset([ids])
+            iterator = iter(coordinator.create_per_worker_dataset(dataset))
+            coordinator.schedule(
+                lambda i: strategy.run(replica_step, args=(next(i),)), args=(iterator,)
+            ).fetch()
+        counts = np.bincount(ids.reshape(-1), minlength=10)
+        np.testing.assert_allclose(variables[0].value, 1 - 0.5 * counts[:, None] * np.ones(2))
+    assert "is sent to the workers whole, for more is done" in caplog.text
+    assert "the replicas of a worker take it" in caplog.text

@@ -114,7 +114,8 @@ def trace_function(
             lookups = find_lookups(jaxpr, [t for t in tables if t not in kept_tables], axis_env)
         for whole in lookups.whole:
             if is_looked_up(jaxpr, jaxpr.invars[whole.table]):
-                _say_it_is_needed_whole(entries[whole.table - num_consts].slot.name, str(whole))
+                why = "the replicas of a worker take it" if whole.primitive == "shard_map" else str(whole)
+                _say_it_is_needed_whole(entries[whole.table - num_consts].slot.name, why)
         if not lookups.lookups:
             return jaxpr, []
         found["rows"] = TableRows(lookups, num_consts)
