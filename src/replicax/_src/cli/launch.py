@@ -17,6 +17,7 @@ from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, 
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import (
+    DEVICES_VARIABLE,
     SCRIPT_IN,
     SERVER_COMMAND,
     Layout,
@@ -300,6 +301,7 @@ def _start(
     environment = {**os.environ, "TF_CONFIG": tf_config(cluster, task), "PYTHONUNBUFFERED": "1", **secrets}
     if options.devices_per_worker is not None and task.type != "ps":
         environment |= device_environment(options.devices_per_worker, os.environ)
+        environment[DEVICES_VARIABLE] = str(options.devices_per_worker)
     return Start(task, [sys.executable, *command], environment)
 
 

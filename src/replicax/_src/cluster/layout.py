@@ -142,7 +142,7 @@ def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
 
 def device_environment(num_devices: int, environment: Mapping[str, str]) -> dict[str, str]:
     """What makes ``num_devices`` virtual CPU devices in a process, besides, or instead of, what is in ``environment``."""
-    changes = {"JAX_NUM_CPU_DEVICES": str(num_devices), DEVICES_VARIABLE: str(num_devices)}
+    changes = {"JAX_NUM_CPU_DEVICES": str(num_devices)}
     if "JAX_PLATFORMS" not in environment:
         changes["JAX_PLATFORMS"] = "cpu"
     if num_devices > 1 and "PJRT_NPROC" not in environment:

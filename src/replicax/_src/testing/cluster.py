@@ -210,6 +210,7 @@ class LocalCluster:
             own |= server_environment(self._environment)
         if task.type != "ps":
             own |= device_environment(self._devices_per_worker, self._environment)
+            own[DEVICES_VARIABLE] = str(self._devices_per_worker)
         routes = {
             self._address_of(to): p.address for (source, to), p in self._proxies.items() if source == task
         }
