@@ -1,6 +1,7 @@
 """Gradients that a parameter server holds, and the mean of them that it applies."""
 
 import dataclasses
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from exported import update_program
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps import snapshots, unwritten
 from replicax._src.ps.averages import averaged
 from replicax._src.ps.errors import MessageError, UnknownProgramError
 from replicax._src.ps.messages import Message
@@ -121,6 +123,29 @@ def test_a_server_that_comes_back_applies_those_that_it_has(tmp_path):
     assert server.values() == [-6, 2]
     assert not server.apply(2, [4, 5])  # it has none of them
     assert server.values() == [-6, 2]
+
+
+def test_a_round_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
+    server = Server()
+    server.push(0, 0, 2)
+    applying = threading.Thread(target=server.apply, args=[0, [0]])
+    write_entry = snapshots._write_entry
+
+    def write(file, entry):
+        if entry.key == "w":
+            applying.start()
+            applying.join(timeout=0.5)
+            assert applying.is_alive()
+        elif applying.ident is not None:
+            applying.join(timeout=30)
+            assert not applying.is_alive()
+        return write_entry(file, entry)
+
+    monkeypatch.setattr(snapshots, "_write_entry", write)
+    server.store.snapshot(tmp_path)
+    applying.join(timeout=30)
+    assert server.values() == [-2, 1]
 
 
 def test_what_does_not_fit_is_refused_when_it_comes():
