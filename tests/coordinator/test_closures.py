@@ -240,14 +240,6 @@ def test_close_cancels_all():
     assert queue.lost("a", closure) == []
 
 
-def test_cancel_leaves_what_is_in_flight():
-    queue = queue_with("a", num=3)
-    closure = queue.take("a")
-    assert numbers(queue.cancel()) == [1, 2]
-    assert queue.finished("a", closure)
-    assert queue.collect() is None
-
-
 @pytest.mark.parametrize("options", [{"capacity": 0}, {"max_deaths": 0}, {"max_staleness": -1}])
 def test_options_are_checked(options):
     ((name, value),) = options.items()

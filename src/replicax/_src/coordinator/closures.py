@@ -320,10 +320,6 @@ class ClosureQueue:
         """That is no reason any more."""
         self._paused.discard(why)
 
-    def cancel(self) -> Ended:
-        """Somebody gives up what is queued."""
-        return self._cancel_queued("It was in the queue when the queue was cancelled.")
-
     def broke(self, error: BaseException) -> Ended:
         """Something that all closures need is gone: all end with ``error``, those in flight too."""
         self._breakage = error

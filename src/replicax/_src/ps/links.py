@@ -76,8 +76,8 @@ class NewPiece:
 class PsLinks:
     """Connections to all parameter servers. They are opened at first use, and again after they broke.
 
-    May be used from several threads. What a step gives is only valid until the next one: use it in ``held``, or have links
-    of your own.
+    May be used from several threads. What a step gives of stores of this process is only valid until the next one: use it
+    in ``held``, or have links of your own.
 
     Args:
       clients: One for each parameter server, in order.

@@ -23,7 +23,7 @@ class _Copy:
     """What is known of one piece.
 
     Attributes:
-      value: Its value; of a message that the next one overwrites, unless ``is_kept``. None if that has happened.
+      value: Its value, in the memory of its message unless ``is_kept``; None once that has been given back.
       is_kept: The value is a copy of its own. One is made when a piece came a second time in the same version: a
         variable that is seldom written does not travel again, and one that is written each step is never copied.
       is_fresh: It is as new as it needs to be for the closure that comes.
@@ -64,8 +64,8 @@ class Pulls:
             self.forget()
 
     def forget(self) -> None:
-        """Nothing is fresh any more. What is not kept is dropped: the next message overwrites it, and a server in this
-        process cannot write in place while somebody looks.
+        """Nothing is fresh any more. What is not kept is dropped: its memory is for the next messages, and a server in
+        this process cannot write in place while somebody looks.
         """
         self.moment += 1
         for copy in self._copies.values():
@@ -108,7 +108,7 @@ class Pulls:
                 self._take_one((ps, key), version, value)
 
     def value(self, pieces: Sequence[Piece]) -> Any:
-        """The whole value of a variable, as NumPy's or JAX's array, valid until the next message."""
+        """The whole value of a variable, as NumPy's or JAX's array; to be let go before the next message."""
         copies = [self._copies[piece.ps, piece.key] for piece in pieces]
         for copy in copies:
             copy.last_use = self._num_closures

@@ -90,7 +90,7 @@ class Runner:
     one round trip to each parameter server.
 
     Args:
-      links: If it pulls ahead, its own: what it pulled is valid until their next message.
+      links: If it pulls ahead, its own: what a store of this process gives is valid until their next message.
       pulls_ahead: Whether it does that; not where closures are rare.
     """
 
