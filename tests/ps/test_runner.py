@@ -32,7 +32,7 @@ NO_ELEMENTS = signature_of([])
 
 
 class Overwritten:
-    """A client of a store whose arrays are no good any more when the next answer comes, as a stream's are not."""
+    """A client of a store whose arrays are no good any more when the next answer comes: who needs them later copies them."""
 
     def __init__(self, store, task):
         self.store, self.task = store, task
