@@ -137,6 +137,24 @@ def test_what_cannot_be_split(strategy, pieces, says):
     message(InvalidArgumentError, lambda: strategy.run(lambda: split(jnp.ones((3, 4)), pieces)), *says)
 
 
+def test_values_outside_of_a_program_are_left_alone(strategy):
+    value = strategy.experimental_distribute_values_from_function(lambda context: np.ones((2, 3)))
+    for x in (value, np.ones((2, 3)), jnp.ones((2, 3))):
+        assert strategy.experimental_split_to_logical_devices(x, [2, 1]) is x
+        assert strategy.experimental_replicate_to_logical_devices(x) is x
+    says = ["`partition_dimensions[1]`", "Received: 3"]
+    message(
+        InvalidArgumentError, lambda: strategy.experimental_split_to_logical_devices(value, [1, 2]), *says
+    )
+
+
+def test_a_variable_is_whole_again(strategy):
+    (w,) = made(strategy, (8, 6))
+    strategy.experimental_split_to_logical_devices(w, [2, 1])
+    assert strategy.experimental_replicate_to_logical_devices(w) is w
+    assert w.value.is_fully_replicated
+
+
 def test_which_variables_cannot_be_divided(strategy):
     split = strategy.experimental_split_to_logical_devices
     with strategy.scope():

@@ -17,7 +17,7 @@ from replicax._src.program.capture import current_capture
 from replicax._src.program.markers import logical_p
 from replicax._src.strategies.extended import owner_of
 from replicax._src.topology import Topology
-from replicax._src.values import is_variable
+from replicax._src.values import PerReplica, is_variable
 
 log = logging.getLogger("replicax")
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -66,11 +66,11 @@ def replicate(strategy: Any, tensor: Any) -> Any:
         return tensor
     if is_variable(tensor) and current_capture() is None:
         return _lay_out(strategy, tensor, None)
-    return _marked(topology, tensor, PartitionSpec(*[None] * jnp.ndim(tensor)))
+    return _marked(topology, tensor, PartitionSpec(*[None] * len(_shape(tensor))))
 
 
 def _checked_pieces(tensor: Any, partition_dimensions: Sequence[int], count: int) -> tuple[int, ...]:
-    shape = tuple(tensor.shape) if is_variable(tensor) else jnp.shape(tensor)
+    shape = _shape(tensor)
     try:
         pieces = tuple(int(piece) for piece in partition_dimensions)
     except (TypeError, ValueError):
@@ -98,6 +98,13 @@ def _checked_pieces(tensor: Any, partition_dimensions: Sequence[int], count: int
             f"`partition_dimensions`={list(pieces)}, and their product is {math.prod(pieces)}."
         )
     return pieces
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """As one replica sees it."""
+    if isinstance(tensor, PerReplica):
+        return tensor.component_shape(0)
+    return tuple(tensor.shape) if is_variable(tensor) else jnp.shape(tensor)
 
 
 def _marked(topology: Topology, tensor: Any, spec: PartitionSpec) -> Any:
