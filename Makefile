@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
+PLAN_VENV := .venv-plan
+PLAN_STAMP := $(PLAN_VENV)/.installed
+# The GPU compiler loads without a GPU, and two processes may load the TPU compiler at once.
+PLAN_ENV := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
 # The oldest Keras that is supported; requirements.lock has the newest.
 OLDEST_KERAS := 3.12.0
 KERAS_VENV := .venv-keras
@@ -20,7 +24,7 @@ LINTED := $(wildcard src tests examples benchmarks)
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-keras test-peers lint format bench clean
+.PHONY: help demo test test-long test-keras test-peers test-plan lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -28,10 +32,11 @@ help:
 	@echo "make test-long  run all the tests"
 	@echo "make test-keras run the tests of Keras with Keras $(OLDEST_KERAS), the oldest that is supported"
 	@echo "make test-peers run the tests with TensorFlow, torch and Hugging Face datasets (tests/peers)"
+	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
 	@echo "make lint       check the format, lint, check the types"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
-	@echo "make clean      remove .venv, .venv-keras, .venv-peers and everything that was built or cached"
+	@echo "make clean      remove .venv, .venv-keras, .venv-peers, .venv-plan and everything that was built or cached"
 
 demo: $(STAMP)
 	@echo "demo: examples/digits.py"
@@ -53,6 +58,10 @@ test-peers: $(PEERS_STAMP)
 	@echo "test-peers: pytest tests/peers"
 	@$(PEERS_VENV)/bin/python -m pytest -q tests/peers
 
+test-plan: $(PLAN_STAMP)
+	@echo "test-plan: pytest tests/plan"
+	@$(PLAN_ENV) $(PLAN_VENV)/bin/python -m pytest -q tests/plan
+
 lint: $(STAMP)
 	@echo "lint: ruff format --check, ruff check, pyright"
 	@$(BIN)/ruff format --check $(LINTED)
@@ -69,8 +78,8 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/run.py
 
 clean:
-	@echo "clean: removing .venv, .venv-keras, .venv-peers, build outputs and caches"
-	@rm -rf $(VENV) $(KERAS_VENV) $(PEERS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@echo "clean: removing .venv, .venv-keras, .venv-peers, .venv-plan, build outputs and caches"
+	@rm -rf $(VENV) $(KERAS_VENV) $(PEERS_VENV) $(PLAN_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # $(call install,environment,lock file,package instead of the locked one)
@@ -93,3 +102,6 @@ $(KERAS_STAMP): requirements.lock pyproject.toml
 
 $(PEERS_STAMP): peers.lock pyproject.toml
 	$(call install,$(PEERS_VENV),peers.lock)
+
+$(PLAN_STAMP): plan.lock requirements.lock pyproject.toml
+	$(call install,$(PLAN_VENV),plan.lock)

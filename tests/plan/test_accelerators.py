@@ -1,0 +1,125 @@
+"""Plans for TPUs and GPUs, from 1 device to 4,096. Nothing ran on any: what is checked is what their compilers say."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import replicax as rx
+from replicax import errors
+from replicax._src.placement.ahead import GPU_VARIABLE, topology_ahead
+from replicax._src.plan.hardware import chips, hardware_of
+
+ROWS, IN, HIDDEN = 256, 512, 1024
+F32 = 4
+STATE = IN * HIDDEN * F32
+GIB = 1 << 30
+TPU_SLICES = [f"{chip.key}:{shape}" for chip in chips().values() for shape in chip.topologies]
+
+
+def describe(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def sgd(params, x):
+    gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(params)
+    return params - 0.1 * rx.get_replica_context().all_reduce("sum", gradient)
+
+
+def plan(topology, fn=sgd, rows=ROWS, shape=(IN, HIDDEN)):
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    params = strategy.replicate(describe(*shape))
+    options = rx.RunOptions(donate_args=(0,))
+    return strategy.plan(fn, (params, describe(rows, shape[0])), options=options, topology=topology)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5e:1x1",
+        "v5e:2x4",
+        "v6e:16x16",
+        "v5p:16x16x16",
+        "h100:1x1",
+        "h100:1x8",
+        "a100:2x4",
+        "h200:4x8",
+        "b200:512x8",
+    ],
+)
+def test_a_step_of_data_parallel_training(topology):
+    found = plan(topology)
+    num_devices = hardware_of(topology).num_devices
+    assert found.fits
+    assert found.num_replicas == num_devices
+    assert found.global_batch == ROWS * num_devices
+    assert found.flops == {"float32": 2 * 2 * ROWS * IN * HIDDEN}
+    assert found.memory.arguments == STATE + ROWS * IN * F32
+    assert found.memory.donated == STATE
+    exchanged = [("all-reduce", STATE, num_devices, 1)] if num_devices > 1 else []
+    for collectives in (found.requested, found.compiled):
+        assert [(one.kind, one.bytes, one.group_size, one.count) for one in collectives] == exchanged
+
+
+@pytest.mark.parametrize("topology", TPU_SLICES)
+def test_all_slices_that_are_sold_are_known_to_the_compiler(topology):
+    hardware = hardware_of(topology)
+    assert len(topology_ahead(hardware).devices) == hardware.num_devices
+
+
+@pytest.mark.parametrize(("topology", "has_cycles"), [("v5p:2x2x1", True), ("h100:1x4", False)])
+def test_collectives_in_loops_count_as_often_as_they_run(topology, has_cycles):
+    def step(w, x):
+        def body(w, _):
+            gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+            return w - 0.1 * rx.get_replica_context().all_reduce("sum", gradient), None
+
+        return jax.lax.scan(body, w, length=7)[0]
+
+    found = plan(topology, step)
+    assert [(one.bytes, one.count) for one in found.requested] == [(STATE, 7)]
+    assert [(one.bytes, one.count) for one in found.compiled] == [(STATE, 7)]
+    once = plan(topology)
+    assert found.flops["float32"] == 7 * once.flops["float32"]
+    assert bool(found.estimated_cycles) == has_cycles
+    if has_cycles:
+        assert 3 < found.estimated_cycles / once.estimated_cycles < 12
+
+
+def test_the_roofline_and_its_parts():
+    found = plan("h100:16x8")
+    chip = found.hardware.chip
+    parts = {bound.name: bound for bound in found.bounds}
+    assert parts["multiplications"].seconds == found.flops["float32"] / chip.flops_of("float32")
+    sent = 2 * 127 / 128 * STATE
+    assert parts["links"].seconds == pytest.approx(sent / chip.link_bytes_per_s)
+    assert parts["network"].seconds == pytest.approx(sent / chip.host_bytes_per_s)
+    assert found.at_least_s == max(bound.seconds for bound in found.bounds)
+    assert all(bound.source.startswith("https://") for bound in found.bounds)
+    assert "network" not in {bound.name for bound in plan("v5p:4x4x4").bounds}
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "a100:1x8"])
+def test_what_does_not_fit_by_how_much_and_what_would(topology):
+    limit = hardware_of(topology).chip.memory_bytes
+    rows = 2 * limit // (64 * F32)  # the rows alone are twice the memory
+    found = plan(topology, rows=rows, shape=(64, 64))
+    assert not found.fits
+    assert found.memory.peak > 2 * 0.9 * limit
+    assert found.remedies
+    assert found.remedies[-1].fits
+    assert found.remedies[-1].peak < limit
+    assert "too much" in str(found)
+
+
+def test_variables_that_are_too_large_by_themselves():
+    found = plan("v5e:2x2", shape=(1 << 17, 1 << 16), rows=8)  # 32 GiB
+    assert not found.fits
+    assert found.memory.limit < 16 * GIB
+    assert not found.memory.is_exact
+    assert found.memory.peak >= 32 * GIB
+
+
+def test_a_process_that_was_not_started_for_gpus_is_told(monkeypatch):
+    monkeypatch.delenv(GPU_VARIABLE)
+    with pytest.raises(errors.PlanError, match=f"{GPU_VARIABLE}=1"):
+        plan("h100:3x8")
