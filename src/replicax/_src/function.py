@@ -27,7 +27,7 @@ from replicax._src.program.cache import (
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
 from replicax._src.strategies.code import PlacedCode, RunsOnServers, mesh_of, trace_code
-from replicax._src.strategies.planning import Unrun, of_slots, on_plan, placers
+from replicax._src.strategies.planning import PlanRequest, Unrun, arguments_on, of_slots, on_plan, placers
 from replicax._src.values import is_variable
 
 log = logging.getLogger("replicax")
@@ -169,13 +169,14 @@ def _placer(fn: Any) -> Any:
     if not isinstance(fn, Function):
         return None
 
-    def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], options: Any) -> Unrun:
-        del options
+    def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest) -> Unrun:
         topology = strategy.topology
-        placed, arrays = fn.ahead(args, kwargs, topology.mesh)
+        given = arguments_on(topology, args, kwargs, request.global_batch)
+        placed, arrays = fn.ahead(given.args, given.kwargs, topology.mesh)
         compiled, operands = placed.ahead(on_plan(arrays, topology))
-        written, read = placed.state.written.slots, placed.state.read.slots
-        return Unrun(key.name_of(fn.python_function), compiled, operands, of_slots(written, read, topology))
+        variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
+        name = key.name_of(fn.python_function)
+        return Unrun(name, compiled, operands, [*variables, *given.arrays], given.rows)
 
     return place
 

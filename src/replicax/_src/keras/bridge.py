@@ -15,19 +15,21 @@ import keras
 from replicax._src import context, jax_compat
 from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import losses, metric_results, models, replica_steps, servers
+from replicax._src.keras import losses, metric_results, models, planned_steps, replica_steps, servers
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax._src.keras.threads import carry_state
 from replicax._src.placement.eager import thread_states
-from replicax._src.program.capture import current_capture
+from replicax._src.program.capture import current_capture, planning
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import is_local, slot_makers
+from replicax._src.strategies.planning import placers
 from replicax._src.values import variable_types
 from replicax._src.variables.server_placement import ServerPlacement
 
 _originals: list[tuple[type, str, Any]] = []
+_placer = planned_steps.placer(models.PHASES)
 
 
 class _Alone(threading.local):
@@ -70,6 +72,7 @@ def install() -> None:
         _replace_in_models(phase.step_name, replica_steps.wrapped_step(phase))
     for name in models.PHASES:
         _replace_in_models(name, models.wrapped_method(name))
+    placers.append(_placer)
     slot_makers.insert(0, keras_capture.make_slot)
     variable_types.append(keras.Variable)
     trace_scopes.append(_scope)
@@ -97,6 +100,7 @@ def uninstall() -> None:
         else:
             setattr(owner, name, original)
     if keras_capture.make_slot in slot_makers:
+        placers.remove(_placer)
         slot_makers.remove(keras_capture.make_slot)
         variable_types.remove(keras.Variable)
         trace_scopes.remove(_scope)
@@ -158,6 +162,9 @@ def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[...,
         placement = getattr(context.owners.get(id(self)), "variable_placement", None)
         if isinstance(placement, ServerPlacement):
             servers.keep(self, placement)
+            return
+        if planning.get():
+            keras_capture.without_values.append(self)
             return
         original(self)
         _take_leaders_value(self)

@@ -137,5 +137,18 @@ class CaptureScope(keras.StatelessScope):
 def capture_scope(capture: Capture) -> Iterator[None]:
     """Entered around each trace: on leaving it Keras initialises variables that the trace has met unbuilt, but for a plan."""
     del capture
+    give_values()
     with CaptureScope():
         yield
+
+
+# Variables that Keras would have given values while a plan was made, which needs none.
+without_values: list[Any] = []
+
+
+def give_values() -> None:
+    """Gives variables their first values that a plan left without; inside of a plan it does nothing."""
+    while without_values and not planning.get():
+        variable = without_values.pop()
+        if not accessor.is_built(variable):
+            variable._deferred_initialize()

@@ -21,13 +21,15 @@ from replicax._src.errors import (
     MixedStrategiesError,
     UnsupportedError,
 )
+from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
+from replicax._src.keras.planned_steps import PlannedSteps
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style
 from replicax._src.keras.server_steps import ServerStepFunction
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
 from replicax._src.keras.worker_datasets import WorkerInput, as_worker_input
 from replicax._src.keras.workers import start_together
-from replicax._src.program.capture import current_capture
+from replicax._src.program.capture import current_capture, planning
 from replicax._src.variables.server_placement import ServerPlacement
 
 Method = Callable[..., Any]
@@ -84,6 +86,7 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             _check_not_in_a_function(self, name)
+            give_values()
             strategy = _strategy_of(self, name)
             if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
                 strategy = context.get_strategy()  # Keras on JAX cannot run it
@@ -187,6 +190,8 @@ def _placed_steps(
     if is_loop:
         function.begin()
     with contextlib.ExitStack() as stack:
+        if isinstance(function, PlannedSteps):
+            stack.enter_context(function.in_place_of_state())
         if isinstance(function, ServerStepFunction):
             stack.enter_context(function.in_place_of_state())
             if is_loop:
@@ -212,11 +217,13 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
             f"keras.distribution.set_distribution(None) takes away Keras's."
         )
     function = getattr(model, phase.function_name, None)
-    if _has_servers(strategy):
+    if planning.get():
+        kind = PlannedSteps
+    elif _has_servers(strategy):
         kind = ServerStepFunction
     else:
         kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
-    if not isinstance(function, kind) or function.strategy is not strategy:
+    if kind is PlannedSteps or not isinstance(function, kind) or function.strategy is not strategy:
         function = kind(model, phase, strategy)
         setattr(model, phase.function_name, function)  # compile() takes it away again
     return function

@@ -153,14 +153,15 @@ class GlobalStepFunction(StepFunction):
             lambda: [strategy.slots.layout_of(variable) for variable in self._variables()],
         )
         self._step = GlobalStep(
-            self._step_of_model,
+            self.step_of_model,
             self._name,
             strategy.topology,
             donates=not phase.is_predict,  # Keras uses the state of a prediction again
             keeps_all=phase.is_predict,
         )
 
-    def _step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
+    def step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
+        """The model's own step, pure."""
         result = getattr(self._model, self._phase.step_name)(state, data)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong_result(f"returned {type(result).__name__}")
@@ -214,7 +215,7 @@ class GlobalStepFunction(StepFunction):
         self._held.adopt((), self._held_by_variables)
         whole = self._strategy.topology.replicated
         leaves = [jax.device_put(v, whole) if isinstance(v, jax.Array) else v for v in batch.leaves]
-        outputs, new = self._step_of_model(
+        outputs, new = self.step_of_model(
             tuple(map(list, self._held.groups or ())), batch.tree.unflatten(leaves)
         )
         self._held.replace(list(itertools.chain.from_iterable(new)))

@@ -111,6 +111,10 @@ class BatchLayout:
             return self._topology.replicated
         return self._topology.stacked if is_stacked else self._topology.per_replica
 
+    def described(self) -> Any:
+        """The array as programs take it, without a value: shape, dtype and sharding."""
+        return jax.ShapeDtypeStruct(self._padded, self._dtype, sharding=self.sharding(is_stacked=False))
+
     def without_padding(self, leaf: Any) -> Any:
         """In a program that sees the whole array: the rows that there are."""
         if self._padded == self._shape:

@@ -38,11 +38,16 @@ components_of_one: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDict
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of a plan; see ``Strategy.plan``."""
+    """What is asked of a plan; see ``Strategy.plan``.
+
+    Attributes:
+      num_replicas_here: R of the strategy as it is, for which the arguments are.
+    """
 
     topology: str | None = None
     global_batch: int | None = None
     options: RunOptions = dataclasses.field(default_factory=RunOptions)
+    num_replicas_here: int = 1
 
 
 @dataclass
@@ -52,18 +57,18 @@ class Unrun:
     Attributes:
       name: Of the function, for people.
       compiled: As ``jax.jit`` gave it.
-      operands: What it takes, described.
-      arrays: Its variables, and where they are.
+      operands: What it takes, described: the variables that it writes, and reads, its constants, then the arguments.
+      arrays: Its variables and arguments, and where they are.
+      rows: Of a replica's batch; None where no argument is split.
       is_split: It is the program of all replicas together, which the partitioner splits.
-      rows: Of a replica's batch, where the placer knows better than the arguments.
     """
 
     name: str
     compiled: Any
     operands: Sequence[Any]
-    arrays: list[PlannedArray]
+    arrays: Sequence[PlannedArray]
+    rows: int | None
     is_split: bool = False
-    rows: int | None = None
 
 
 Placer = Callable[[Any, Sequence[Any], dict[str, Any], PlanRequest], Unrun]
@@ -77,6 +82,7 @@ def plan_of(
 ) -> Plan:
     """The plan of a step; see ``Strategy.plan``."""
     _check(strategy, fn, args, request)
+    request = dataclasses.replace(request, num_replicas_here=strategy.num_replicas_in_sync)
     hardware, topology = _target(strategy, request.topology)
     plan = _plan(strategy, fn, args, kwargs, request, hardware, topology)
     if plan.fits or not plan.rows:
@@ -146,7 +152,7 @@ def _placed_on(strategy: Any, topology: Topology) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     """The arguments of a step on other devices than they are for.
 
     Attributes:
@@ -157,10 +163,21 @@ class _Arguments:
     kwargs: dict[str, Any]
     rows: int | None
 
+    @property
+    def arrays(self) -> list[PlannedArray]:
+        """Those that are on the devices, under their names."""
+        return [
+            planned_array("argument", f"args{jax.tree_util.keystr(path[1:])}", leaf.stored)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(
+                (self.args, self.kwargs), is_leaf=is_value
+            )[0]
+            if isinstance(leaf, (PerReplica, Mirrored))
+        ]
 
-def _on_hardware(
-    args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology, global_batch: int | None
-) -> _Arguments:
+
+def arguments_on(
+    topology: Topology, args: Sequence[Any], kwargs: Mapping[str, Any], global_batch: int | None
+) -> Arguments:
     """Describes arguments as the planned devices have them: as many rows for each replica, or those of a global batch."""
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)), is_leaf=is_value)
     components = [_component(leaf) for leaf in leaves]
@@ -183,7 +200,7 @@ def _on_hardware(
         else:
             placed.append(leaf)
     new_args, new_kwargs = jax.tree_util.tree_unflatten(tree, placed)
-    return _Arguments(new_args, new_kwargs, rows)
+    return Arguments(new_args, new_kwargs, rows)
 
 
 def _component(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
@@ -234,19 +251,24 @@ def planned_array(role: str, name: str, described: Any, *, is_written: bool = Fa
 def _place_replica_function(
     strategy: Any, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
 ) -> Unrun:
-    placed, arrays = strategy.runner.place(fn, args, kwargs, request.options)
-    launcher, topology = placed.launcher, strategy.topology
-    written, read = launcher.state_slots
+    topology = strategy.topology
+    given = arguments_on(topology, args, kwargs, request.global_batch)
+    placed, arrays = strategy.runner.place(fn, given.args, given.kwargs, request.options)
+    launcher = placed.launcher
     operands = launcher.ahead(on_plan(arrays, topology))
-    return Unrun(key.name_of(fn), launcher.compiled, operands, of_slots(written, read, topology))
+    written, read = launcher.state_slots
+    variables = of_slots(written, read, topology)
+    return Unrun(key.name_of(fn), launcher.compiled, operands, [*variables, *given.arrays], given.rows)
 
 
-def _placed(strategy: Any, fn: Any, arguments: _Arguments, request: PlanRequest) -> Unrun:
+def _placed(
+    strategy: Any, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
+) -> Unrun:
     for find in placers:
         place = find(fn)
         if place is not None:
-            return place(strategy, arguments.args, arguments.kwargs, request)
-    return _place_replica_function(strategy, fn, arguments.args, arguments.kwargs, request)
+            return place(strategy, args, kwargs, request)
+    return _place_replica_function(strategy, fn, args, kwargs, request)
 
 
 # --- the plan -------------------------------------------------------------------------------------------
@@ -263,26 +285,10 @@ def _plan(
 ) -> Plan:
     start = time.monotonic()
     with _placed_on(strategy, topology):
-        arguments = _on_hardware(args, kwargs, topology, request.global_batch)
-        unrun = _placed(strategy, fn, arguments, request)
+        unrun = _placed(strategy, fn, args, dict(kwargs), request)
         trace_s = time.monotonic() - start
         compilation = compile_ahead(unrun.compiled, unrun.operands, hardware)
-    arrays = [*unrun.arrays, *_argument_arrays(unrun, arguments)]
-    rows = arguments.rows if unrun.rows is None else unrun.rows
-    return _assembled(unrun, compilation, hardware, topology.num_replicas, rows, arrays, trace_s)
-
-
-def _argument_arrays(unrun: Unrun, arguments: _Arguments) -> list[PlannedArray]:
-    """The operands that are no variables, under the names of the arguments."""
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(
-        (arguments.args, arguments.kwargs), is_leaf=is_value
-    )[0]:
-        if isinstance(leaf, (PerReplica, Mirrored)):
-            position, *rest = path[1:]
-            name = f"args{jax.tree_util.keystr((position, *rest))}"
-            found.append(planned_array("argument", name, leaf.stored))
-    return found
+    return _assembled(unrun, compilation, hardware, topology.num_replicas, trace_s)
 
 
 def _assembled(
@@ -290,8 +296,6 @@ def _assembled(
     compilation: Compilation,
     hardware: Hardware,
     num_replicas: int,
-    rows: int | None,
-    arrays: Sequence[PlannedArray],
     trace_s: float,
 ) -> Plan:
     costs = costs_of(compilation.jaxpr, hardware.num_devices, is_split=unrun.is_split)
@@ -301,9 +305,9 @@ def _assembled(
         name=unrun.name,
         hardware=hardware,
         num_replicas=num_replicas,
-        rows=rows,
+        rows=unrun.rows,
         memory=compilation.memory,
-        arrays=arrays,
+        arrays=[*unrun.arrays, *_constants(unrun)],
         flops=costs.flops,
         requested=costs.collectives,
         compiled=compiled.collectives,
@@ -312,6 +316,12 @@ def _assembled(
         seconds={"tracing": trace_s, "lowering": compilation.lower_s, "compiling": compilation.compile_s},
         notes=_notes(costs),
     )
+
+
+def _constants(unrun: Unrun) -> list[PlannedArray]:
+    """The arrays that the step closes over."""
+    leaves = jax.tree_util.tree_leaves(unrun.operands[2])
+    return [planned_array("argument", f"constant {i}", leaf) for i, leaf in enumerate(leaves)]
 
 
 def _notes(costs: Costs) -> list[str]:

@@ -1,0 +1,149 @@
+"""The steps of ``fit`` and its kin for a plan: Keras's loop is run up to its first batch, and the step placed, not run."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import keras
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.keras.replica_steps import is_replica_style
+from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
+from replicax._src.placement.batch import Batch
+from replicax._src.placement.global_view import GlobalStep
+from replicax._src.placement.held_state import HeldState
+from replicax._src.strategies.planning import PlanRequest, Unrun, planned_array
+
+_asked: contextvars.ContextVar[PlanRequest] = contextvars.ContextVar("replicax_plan_request")
+
+
+class _StepPlaced(BaseException):
+    """The first step of a loop has been placed: the loop is left. Users' ``except`` must miss it."""
+
+    def __init__(self, unrun: Unrun):
+        self.unrun = unrun
+
+
+@final
+class PlannedSteps(StepFunction):
+    """Places the step for the first batch, and leaves the loop.
+
+    The model's state is only described: no variable is read, those without values stay so.
+    """
+
+    def __init__(self, model: Any, phase: Phase, strategy: Any):
+        super().__init__(model, phase, strategy)
+        if is_replica_style(model, phase):
+            raise UnsupportedError(
+                f"{type(model).__name__}.{phase.step_name} is in TensorFlow's style, which fit runs with strategy.run. Plan what it "
+                f"does as a replica function: strategy.plan(step, args=(batch,))."
+            )
+        self._one_step = GlobalStepFunction(model, phase, strategy)
+
+    @contextlib.contextmanager
+    def in_place_of_state(self) -> Iterator[None]:
+        """Inside, Keras finds descriptions of the model's variables for their values."""
+        described = [[self._described(v) for v in group] for group in self._phase.variables_of(self._model)]
+
+        def get_state(purge_model_variables: bool = False, **groups: bool) -> tuple[list[Any], ...]:
+            del purge_model_variables, groups
+            return tuple(map(list, described))
+
+        own = vars(self._model)
+        own["_get_jax_state"] = get_state
+        try:
+            yield
+        finally:
+            del own["_get_jax_state"]
+
+    def _described(self, variable: Any) -> jax.ShapeDtypeStruct:
+        sharding = self._strategy.topology.replicated
+        dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
+        return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)
+
+    def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+        del state
+        batch = next(self._take(iterator, is_kept=False), None)
+        if batch is None:
+            raise StopIteration
+        raise _StepPlaced(self._placed(batch))
+
+    def _placed(self, here: Batch) -> Unrun:
+        topology, request = self._strategy.topology, _asked.get()
+        rows = math.ceil((request.global_batch or here.num_rows) / topology.num_replicas)
+        if request.global_batch is None:
+            rows = math.ceil(here.num_rows / request.num_replicas_here)
+        num_rows = rows * topology.num_replicas
+        leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
+        batch = Batch(here.tree.unflatten(leaves))
+        held = HeldState(topology)
+        groups = self._phase.variables_of(self._model)
+        held.hold([[self._described(v) for v in group] for group in groups])
+        step = GlobalStep(
+            self._one_step.step_of_model,
+            self._name,
+            topology,
+            donates=not self._phase.is_predict,
+            keeps_all=self._phase.is_predict,
+        )
+        program = step.program(held, batch, 1)
+        compiled, operands = program.ahead(held)
+        written, names = set(program.written), [v.path for v in itertools.chain.from_iterable(groups)]
+        arrays = [
+            planned_array("variable", name, value, is_written=i in written)
+            for i, (name, value) in enumerate(zip(names, held.values(), strict=True))
+        ]
+        arrays += [planned_array("argument", f"batch[{i}]", leaf) for i, leaf in enumerate(operands[-1])]
+        return Unrun(self._name, compiled, operands, arrays, rows, is_split=True)
+
+    def finish(self) -> None:
+        """Nothing was held."""
+
+
+def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:
+    """An array of another number of rows, without memory behind it."""
+    shape = tuple(leaf.shape)
+    if shape and shape[0] == have:
+        shape = (wanted, *shape[1:])
+    return np.broadcast_to(np.zeros((), leaf.dtype), shape)
+
+
+def placer(phases: dict[str, Phase]) -> Callable[[Any], Any]:
+    """What places ``model.fit`` and its kin, for ``strategies.planning.placers``."""
+
+    def find(fn: Any) -> Any:
+        model = getattr(fn, "__self__", None)
+        if not isinstance(model, keras.Model) or getattr(fn, "__name__", "") not in phases:
+            return None
+
+        def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest) -> Unrun:
+            del strategy
+            token = _asked.set(request)
+            args, kwargs = jax.tree_util.tree_map(_standing_for, (tuple(args), kwargs))
+            try:
+                fn(*args, **kwargs)
+            except _StepPlaced as placed:
+                return placed.unrun
+            finally:
+                _asked.reset(token)
+            raise InvalidArgumentError(
+                f"{fn.__name__}() of model {model.name!r} has no batch to plan a step for."
+            )
+
+        return place
+
+    return find
+
+
+def _standing_for(leaf: Any) -> Any:
+    """An array without memory behind it for one that is only described."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return leaf

@@ -1,0 +1,114 @@
+"""Plans of Keras's ``fit``: the step that it would run, in the global view."""
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax import errors
+from replicax._src.keras.capture import without_values
+
+ROWS, IN, HIDDEN, OUT = 12, 16, 64, 4
+F32 = 4
+WEIGHTS = (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT) * F32
+
+
+def make_model(strategy):
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((IN,)), keras.layers.Dense(HIDDEN, activation="relu"), keras.layers.Dense(OUT)]
+        )
+        model.compile("adam", keras.losses.MeanSquaredError())
+    return model
+
+
+def weights_of(model):
+    return [np.asarray(variable.value) for variable in model.variables]
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(3 * ROWS, IN)).astype("float32"), np.ones((3 * ROWS, OUT), "float32")
+
+
+def test_a_step_of_fit_is_planned_and_fit_goes_on(strategy, data):
+    model = make_model(strategy)
+    old = weights_of(model)
+    plan = strategy.plan(model.fit, data, {"batch_size": ROWS, "verbose": 0})
+    for before, after in zip(old, weights_of(model), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert plan.global_batch == ROWS
+    variables = {array.name: array.device_bytes for array in plan.arrays if array.role == "variable"}
+    assert sum(variables.values()) == pytest.approx(3 * WEIGHTS, abs=64)
+    assert plan.memory.arguments == sum(array.device_bytes for array in plan.arrays)
+    products = 2 * (ROWS // 2) * (IN * HIDDEN * 2 + HIDDEN * OUT * 3)  # of the input there is no gradient
+    assert plan.flops == {"float32": products}
+    exchanged = sum(one.bytes * one.count for one in plan.compiled if one.kind == "all-reduce")
+    assert WEIGHTS <= exchanged <= WEIGHTS + 64
+    assert not plan.requested
+
+    model.fit(*data, batch_size=ROWS, epochs=1, verbose=0)
+    program = next(iter(model.train_function._step._programs.values()))
+    ran = program._compiled.lower(*program.ahead(_held(model, strategy))[1]).compile().memory_analysis()
+    assert plan.memory.arguments == ran.argument_size_in_bytes
+    assert plan.memory.temporaries == ran.temp_size_in_bytes
+    assert np.isfinite(weights_of(model)[0]).all()
+
+
+def _held(model, strategy):
+    from replicax._src.keras.steps import TRAIN
+    from replicax._src.placement.held_state import HeldState
+
+    held = HeldState(strategy.topology)
+    held.hold([[variable.value for variable in group] for group in TRAIN.variables_of(model)])
+    return held
+
+
+def test_rows_are_kept_on_more_replicas_and_may_be_given(strategy, data):
+    model = make_model(strategy)
+    arguments = (model.fit, data, {"batch_size": ROWS, "verbose": 0})
+    kept = strategy.plan(*arguments, topology="cpu:4")
+    assert (kept.rows, kept.global_batch) == (ROWS // 2, 2 * ROWS)
+    given = strategy.plan(*arguments, topology="cpu:4", global_batch=10)
+    assert (given.rows, given.global_batch) == (3, 12)
+
+
+@pytest.fixture
+def forgotten():
+    """Whatever is traced next would give variables without values some: nobody shall."""
+    yield
+    without_values.clear()
+    keras.utils.clear_session()
+
+
+def test_a_model_without_values_stays_so(strategy, forgotten):
+    with strategy.scope(), keras.StatelessScope(initialize_variables=False):
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(1_000_000), keras.layers.Dense(4_000)]
+        )
+    with strategy.scope():
+        model.compile(loss="mse")
+    x, y = np.zeros((4, 4), "float32"), np.zeros((4, 4000), "float32")
+    with strategy.scope(), keras.StatelessScope(initialize_variables=False):
+        model.optimizer.build(model.trainable_variables)
+    plan = strategy.plan(model.fit, (x, y), {"batch_size": 4, "verbose": 0})
+    assert plan.memory.arguments > 32_000_000_000
+    assert all(variable._value is None for variable in model.variables)
+
+
+def test_a_step_in_tensorflow_style_is_told_how(strategy, data):
+    class Model(keras.Model):
+        def train_step(self, data):
+            return {}
+
+    with strategy.scope():
+        model = Model()
+        model.compile("sgd", "mse")
+    with pytest.raises(errors.UnsupportedError, match=r"strategy\.plan"):
+        strategy.plan(model.fit, data)
