@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from replicax._src.cli import doctor, launch, server, top
+from replicax._src.cli import doctor, launch, plan, server, top
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
-COMMANDS = (launch, server, top, doctor)
+COMMANDS = (launch, server, top, plan, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ GPU_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 _PLUGINS = {"tpu": ("libtpu", "plan-tpu"), "gpu": ("jax_plugins.xla_cuda12", "plan-gpu")}
 # libtpu asks the environment which machine this is, and complains on one that is none of its own.
-_QUIET_TPU = {
+QUIET_TPU = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -120,7 +120,7 @@ def _quieten_tpu() -> None:
     if not jax_compat.backend_started():
         jax.devices()  # with a TPU of its own this process must see the environment as it is
     if jax.default_backend() != "tpu":
-        for name, value in _QUIET_TPU.items():
+        for name, value in QUIET_TPU.items():
             os.environ.setdefault(name, value)
 
 

@@ -1,0 +1,115 @@
+"""``replicax plan``: what the first step of a script would need on hardware that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from replicax._src.cli.arguments import positive, seconds
+from replicax._src.errors import ReplicaxError
+from replicax._src.placement.ahead import GPU_VARIABLE, QUIET_TPU
+from replicax._src.plan.hardware import Hardware, hardware_of
+
+_DESCRIPTION: Final = """\
+Runs a script up to its first program (strategy.run, an rx.function, a Keras fit), and compiles that for other hardware in
+place of running it: does it fit, what does it exchange, what does it take at least. The script is run as it is, with the
+devices that are here; each replica gets as many rows as it has here, or its part of --global-batch. Keras's variables of a
+megabyte and more are not made, so that models larger than this machine's memory can be planned.
+"""
+_EPILOG: Final = """\
+The script's own output goes to stderr. The exit code is 0 if it fits, 3 if it does not, 1 if there is no plan.
+"""
+_NOT_FITTING: Final = 3
+_LINE_EVERY_S: Final = 10.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command ``plan``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="say what a script's step would need on TPUs or GPUs that are not here",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="NAME",
+        help="v5p:16x16x16 (a TPU slice), h100:16x8 (hosts and GPUs of each), cpu:8 (virtual devices of this machine)",
+    )
+    parser.add_argument("--global-batch", type=positive, metavar="ROWS", help="rows of all replicas together")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.add_argument(
+        "--limit", type=seconds, default=600.0, metavar="S", help="how long it may take, in seconds (600)"
+    )
+    parser.add_argument("script", help="the Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit code."""
+    try:
+        hardware = hardware_of(options.topology)
+    except ReplicaxError as error:
+        options.parser.error(str(error))
+    if not Path(options.script).is_file():
+        options.parser.error(f"there is no file {options.script}")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "plan"
+        asked = {"topology": hardware.name, "global_batch": options.global_batch, "result": str(result)}
+        command = [
+            sys.executable,
+            "-m",
+            "replicax._src.cli.planned_script",
+            json.dumps(asked),
+            options.script,
+        ]
+        ended = _run_child([*command, *options.arguments], _environment(os.environ, hardware), options.limit)
+        if not ended:
+            print(f"replicax plan: not finished after {options.limit:g} s (--limit).", file=sys.stderr)
+            return 1
+        if not result.exists():
+            return 1
+        found = json.loads(result.read_text(encoding="utf-8"))
+    print(json.dumps(found["facts"], indent=2) if options.json else found["text"])
+    return 0 if found["facts"]["fits"] else _NOT_FITTING
+
+
+def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, str]:
+    """Of the process that plans: JAX starts on the CPU, with the compilers for TPUs and GPUs beside it."""
+    new = dict(environ) | QUIET_TPU | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    new.setdefault("KERAS_BACKEND", "jax")
+    if hardware.chip.kind == "gpu":
+        new[GPU_VARIABLE] = "1"
+    return new
+
+
+def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -> bool:
+    """Runs the script until it has been planned; says so now and then; whether it ended in time."""
+    start = time.monotonic()
+    child = subprocess.Popen(command, env=environ, stdout=sys.stderr)
+    try:
+        while True:
+            passed = time.monotonic() - start
+            if passed >= limit_s:
+                return False
+            try:
+                child.wait(min(_LINE_EVERY_S, limit_s - passed))
+                return True
+            except subprocess.TimeoutExpired:
+                print(f"replicax plan: planning for {time.monotonic() - start:.0f} s …", file=sys.stderr)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()

@@ -1,0 +1,179 @@
+"""The process of ``replicax plan``: runs a script whose first program is planned in place of being run.
+
+It replaces methods of strategies, functions and Keras models, which nothing but this process sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from replicax._src import context
+from replicax._src.bridges import ensure_bridges
+from replicax._src.errors import PlanError, ReplicaxError
+from replicax._src.function import Function
+from replicax._src.input.dataset import DistributedIterator
+from replicax._src.plan.plan import Plan
+from replicax._src.program.capture import current_capture, planning
+from replicax._src.strategies.planning import components_of_one
+from replicax._src.strategies.strategy import Strategy
+
+_DEFERRED_BYTES = 1 << 20
+_LOOPS = ("fit", "train_on_batch", "evaluate", "test_on_batch", "predict", "predict_on_batch")
+
+
+class _Planned(BaseException):
+    """The script's first program has been planned: the script is left. Its ``except`` must miss this."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+
+class _FirstProgram:
+    """Plans whatever the script runs first."""
+
+    def __init__(self, topology: str, global_batch: int | None):
+        self._topology, self._global_batch = topology, global_batch
+        self._strategies: list[Strategy] = []
+
+    def install(self) -> None:
+        """Replaces what runs programs."""
+        self._replace(Strategy, "__init__", self._init)
+        self._replace(Strategy, "run", self._run)
+        self._replace(Strategy, "run_steps", self._run_steps)
+        self._replace(Function, "__call__", self._call)
+        self._replace(DistributedIterator, "__next__", self._next)
+        if importlib.util.find_spec("keras") is not None:
+            self._install_keras()
+
+    def _install_keras(self) -> None:
+        import keras
+
+        ensure_bridges()
+        for name in _LOOPS:
+            self._replace(keras.Model, name, functools.partial(self._loop, name=name))
+        self._replace(keras.Variable, "__init__", functools.partial(_variable, scope=keras.StatelessScope))
+        self._replace(keras.Variable, "_deferred_initialize", _deferred)
+
+    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            return replacement(original, instance, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+    def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
+        raise _Planned(
+            strategy.plan(fn, args, kwargs, options, topology=self._topology, global_batch=self._global_batch)
+        )
+
+    def _init(self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
+        original(strategy, *args, **kwargs)
+        self._strategies.append(strategy)
+
+    def _run(
+        self,
+        original: Any,
+        strategy: Strategy,
+        fn: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:
+        if _is_inside():
+            return original(strategy, fn, args, kwargs, options)
+        return self._plan(strategy, fn, args, kwargs, options)
+
+    def _run_steps(self, original: Any, strategy: Strategy, fn: Any, iterator: Any, steps: int) -> Any:
+        del original, steps
+        return self._plan(strategy, fn, (next(iterator),))
+
+    def _call(self, original: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
+        if _is_inside():
+            return original(function, *args, **kwargs)
+        return self._plan(self._strategy(), function, args, kwargs)
+
+    def _loop(self, original: Any, model: Any, *args: Any, name: str, **kwargs: Any) -> Any:
+        if _is_inside():
+            return original(model, *args, **kwargs)
+        return self._plan(
+            context.owners.get(id(model)) or self._strategy(), getattr(model, name), args, kwargs
+        )
+
+    def _next(self, original: Any, iterator: Any) -> Any:
+        element = original(iterator)
+        for leaf in jax.tree_util.tree_leaves(element):
+            if isinstance(leaf, jax.Array):  # of one replica: more give a PerReplica
+                components_of_one[id(leaf)] = leaf
+        return element
+
+    def _strategy(self) -> Strategy:
+        """The strategy whose scope this is, or the one that the script has made last."""
+        if context.has_strategy():
+            return context.get_strategy()
+        return self._strategies[-1] if self._strategies else context.get_strategy()
+
+
+def _is_inside() -> bool:
+    return planning.get() or current_capture() is not None or context.in_replica_function()
+
+
+def _is_large(shape: Any) -> bool:
+    return shape is not None and 4 * math.prod(shape) >= _DEFERRED_BYTES
+
+
+def _variable(
+    original: Any, variable: Any, initializer: Any, shape: Any = None, *args: Any, scope: Any, **kwargs: Any
+) -> None:
+    """A large Keras variable is left without a value: its shape is enough."""
+    if (callable(initializer) or isinstance(initializer, str)) and _is_large(shape):
+        with scope(initialize_variables=False):
+            original(variable, initializer, shape, *args, **kwargs)
+    else:
+        original(variable, initializer, shape, *args, **kwargs)
+
+
+def _deferred(original: Any, variable: Any) -> None:
+    if not _is_large(variable.shape):
+        original(variable)
+
+
+def main() -> int:
+    """Runs the script that the command line names; writes the plan to a file. Returns the exit code."""
+    asked, script = json.loads(sys.argv[1]), sys.argv[2]
+    sys.argv = sys.argv[2:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    _FirstProgram(asked["topology"], asked["global_batch"]).install()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except _Planned as planned:
+        found = {"facts": planned.plan.to_dict(), "text": str(planned.plan)}
+        Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    except ReplicaxError as error:
+        print(f"replicax plan: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    error = PlanError(
+        f"{script} ended without a program: it called no strategy.run, no rx.function and no fit."
+    )
+    print(f"replicax plan: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # the script's threads (its datasets') wait for batches that nobody takes

@@ -1,0 +1,89 @@
+"""``replicax plan``: scripts as users write them, run up to their first program."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from replicax.__main__ import main
+
+pytestmark = pytest.mark.timeout(240)
+
+# 4 TB of weights: nobody has so much memory, so none of them is made. One replica, whose batches are plain arrays.
+HUGE = """
+import sys
+import keras, numpy as np, replicax as rx
+
+print("arguments", sys.argv[1:])
+strategy = rx.MirroredStrategy(["cpu:0"])
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1_000_000), keras.layers.Dense(1_000_000)])
+    optimizer = keras.optimizers.SGD()
+
+def train_step(x):
+    with rx.GradientTape() as tape:
+        loss = rx.nn.compute_average_loss(keras.ops.mean(model(x), axis=1))
+    optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+    return loss
+
+@rx.function
+def step(x):
+    return strategy.reduce("sum", strategy.run(train_step, args=(x,)), axis=None)
+
+dataset = rx.data.from_arrays(np.ones((64, 8), "float32")).batch(16)
+for x in strategy.experimental_distribute_dataset(dataset):
+    step(x)
+    print("this was run")
+"""
+
+
+def plan(tmp_path, source, *options, arguments=()):
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    command = [sys.executable, "-m", "replicax", "plan", *options, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_a_model_larger_than_any_machine(tmp_path):
+    done = plan(tmp_path, HUGE, "--topology", "cpu:4", "--json", arguments=["--fast"])
+    assert done.returncode == 3, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["name"] == "step"
+    assert (facts["num_replicas"], facts["rows_per_replica"], facts["global_batch"]) == (4, 16, 64)
+    weights = 4 * (8 * 1_000_000 + 1_000_000 + 1_000_000 * 1_000_000 + 1_000_000)
+    assert not facts["fits"]
+    assert weights <= facts["memory"]["arguments"] <= weights + 4096
+    assert facts["flops"]["float32"] > 2 * 16 * 1e12
+    assert "arguments ['--fast']" in done.stderr
+    assert "this was run" not in done.stderr
+
+
+@pytest.mark.long
+def test_a_script_without_a_program(tmp_path):
+    done = plan(tmp_path, "print('nothing to do')", "--topology", "cpu:2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ended without a program" in done.stderr
+
+
+@pytest.mark.long
+def test_the_time_limit(tmp_path):
+    done = plan(tmp_path, "import time; time.sleep(600)", "--topology", "cpu:2", "--limit", "2")
+    assert done.returncode == 1
+    assert "not finished after 2 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--topology", "v5p:16x16x17", "train.py"], "v5p:16x16x16"),
+        (["--topology", "cpu:4", "missing.py"], "there is no file missing.py"),
+        (["--topology", "cpu:4", "--global-batch", "0", "train.py"], "at least 1"),
+        (["train.py"], "--topology"),
+    ],
+)
+def test_bad_input(options, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *options])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
