@@ -239,6 +239,14 @@ def test_functional_jax_learns_and_ends_with_one_state():
     assert float(lines[-1].split()[-1]) < 0.01
 
 
+def test_plan_ahead_plans_for_this_machine_at_least():
+    lines = output_of("plan_ahead.py").splitlines()
+    assert lines[0].startswith("cpu:8: 4,096 rows, ")
+    assert "8.25e+11 FLOP" in lines[0]  # 48 layers: forward, again, and two products backward
+    assert [line.split(":")[0] for line in lines[1:4]] == ["v5e", "v5p", "h100"]
+    assert "  1 × all-reduce  384.0 MiB  groups of 8  a device sends 672.0 MiB" in lines
+
+
 # --- fit ----------------------------------------------------------------------------------------------
 
 FIT_EPOCH = re.compile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,7 @@ def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, st
 def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -> bool:
     """Runs the script until it has been planned; says so now and then; whether it ended in time."""
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the child too
     child = subprocess.Popen(command, env=environ, stdout=sys.stderr)
     try:
         while True:

@@ -136,6 +136,11 @@ class Plan:
         return None if self.rows is None else self.rows * self.num_replicas
 
     @property
+    def state_bytes(self) -> int:
+        """Of a device: variables, and the arguments that are not split, which no smaller batch makes less."""
+        return sum(a.device_bytes for a in self.arrays if a.role == "variable" or not any(a.split))
+
+    @property
     def at_least_s(self) -> float | None:
         """The largest of ``bounds``, in seconds: no step is faster."""
         return max((bound.seconds for bound in self.bounds), default=None)

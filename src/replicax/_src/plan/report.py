@@ -26,9 +26,8 @@ def _heading(plan: Plan) -> Iterator[str]:
         yield f"a batch of {plan.rows:,} rows for each replica, {plan.global_batch:,} in all"
     answer = "It fits" if plan.fits else "It does not fit"
     yield f"{answer}: {size(memory.peak)} of the {size(memory.limit)} of a device{_by_how_much(plan)}."
-    of_variables = sum(a.device_bytes for a in plan.arrays if a.role == "variable")
-    if of_variables > memory.limit:
-        yield f"  the variables alone are {size(of_variables)}: no batch is small enough"
+    if plan.state_bytes > memory.limit:
+        yield f"  what each device holds whole is {size(plan.state_bytes)}: no batch is small enough"
     for remedy in plan.remedies:
         yield f"  {remedy.change}: {size(remedy.peak)}, which {'fits' if remedy.fits else 'does not fit either'}"
 

@@ -340,8 +340,7 @@ def _remedies(
     topology: Topology,
 ) -> Iterator[Remedy]:
     """Compiles it with half as many rows for each replica, until it fits or the rows end."""
-    of_variables = sum(array.device_bytes for array in plan.arrays if array.role == "variable")
-    if of_variables > plan.memory.limit:
+    if plan.state_bytes > plan.memory.limit:
         return  # no batch is small enough
     rows = plan.rows or 0
     for _ in range(_MAX_REMEDIES):
