@@ -2,6 +2,7 @@
 
 import gc
 import json
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,16 @@ def test_text_and_json_have_the_same_facts(plan):
     assert "no roofline" in text
     for array in plan.arrays:
         assert array.name in text
+
+
+def test_the_picture_has_every_array(plan):
+    root = ElementTree.fromstring(plan.to_svg())
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    bars = [int(bar.get("width")) for bar in root.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    assert {array.name for array in plan.arrays} <= set(texts)
+    assert len(bars) == len(plan.arrays)
+    assert bars == sorted(bars, reverse=True)
+    assert any("dim 0 over replica" in text for text in texts)
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])

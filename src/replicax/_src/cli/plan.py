@@ -49,6 +49,7 @@ def add_parser(subparsers: Any) -> None:
         help="v5p:16x16x16 (a TPU slice), h100:16x8 (hosts and GPUs of each), cpu:8 (virtual devices of this machine)",
     )
     parser.add_argument("--global-batch", type=positive, metavar="ROWS", help="rows of all replicas together")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture of where the variables are")
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     parser.add_argument(
         "--limit", type=seconds, default=600.0, metavar="S", help="how long it may take, in seconds (600)"
@@ -83,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
         if not result.exists():
             return 1
         found = json.loads(result.read_text(encoding="utf-8"))
+    if options.svg:
+        Path(options.svg).write_text(found["svg"], encoding="utf-8")
     print(json.dumps(found["facts"], indent=2) if options.json else found["text"])
     return 0 if found["facts"]["fits"] else _NOT_FITTING
 

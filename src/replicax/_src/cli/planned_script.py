@@ -159,7 +159,8 @@ def main() -> int:
     try:
         runpy.run_path(script, run_name="__main__")
     except _Planned as planned:
-        found = {"facts": planned.plan.to_dict(), "text": str(planned.plan)}
+        plan = planned.plan
+        found = {"facts": plan.to_dict(), "text": str(plan), "svg": plan.to_svg()}
         Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
         return 0
     except ReplicaxError as error:

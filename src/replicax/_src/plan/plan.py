@@ -9,6 +9,7 @@ from typing import Any, final
 
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.hardware import Hardware
+from replicax._src.plan.picture import svg
 from replicax._src.plan.report import text
 
 
@@ -192,6 +193,10 @@ class Plan:
     def to_json(self) -> str:
         """``to_dict`` as text."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def to_svg(self) -> str:
+        """A picture: what one device holds of each variable and argument, whole or a part."""
+        return svg(self)
 
     def __str__(self) -> str:
         return text(self)

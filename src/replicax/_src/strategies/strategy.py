@@ -309,7 +309,7 @@ class Strategy:
           global_batch: Rows of all replicas together, instead of those that ``args`` have.
 
         Returns:
-          A ``Plan``: ``print`` it, or use ``fits``, ``memory``, ``to_json()``.
+          A ``Plan``: ``print`` it, or use ``fits``, ``memory``, ``to_json()``, ``to_svg()``.
 
         Raises:
           TopologyError: No such hardware is sold; the text lists what is.
