@@ -1,5 +1,7 @@
 """Plans for TPUs and GPUs, from 1 device to 4,096. Nothing ran on any: what is checked is what their compilers say."""
 
+import resource
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -117,6 +119,33 @@ def test_variables_that_are_too_large_by_themselves():
     assert found.memory.limit < 16 * GIB
     assert not found.memory.is_exact
     assert found.memory.peak >= 32 * GIB
+
+
+@pytest.mark.parametrize("topology", ["v5p:16x16x16", "h100:512x8"])
+def test_seventy_billion_parameters_take_no_memory_here(topology):
+    def step(weights, rows):
+        def loss(weights):
+            def layer(h, w):
+                return h + jnp.tanh(h @ w[0]) @ w[1], None
+
+            return jnp.sum(jax.lax.scan(jax.checkpoint(layer), rows, weights)[0] ** 2)
+
+        gradients = rx.get_replica_context().all_reduce("sum", jax.grad(loss)(weights))
+        return jax.tree_util.tree_map(lambda w, g: w - 1e-4 * g, weights, gradients)
+
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    shapes = (80, 8192, 53248), (80, 53248, 8192)
+    weights = strategy.replicate(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    rows = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16)
+    found = strategy.plan(step, (weights, rows), options=rx.RunOptions(donate_args=(0,)), topology=topology)
+    num_weights = 2 * 80 * 8192 * 53248
+    assert found.state_bytes == 2 * num_weights
+    products = 2 + 1 + 4  # of a layer's two: forward, the first of them again, and for each two backward
+    assert found.flops == {"bfloat16": products * 2 * 4096 * num_weights / 2}
+    assert not found.fits
+    assert "no batch is small enough" in str(found)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert used < 8 * GIB
 
 
 def test_a_process_that_was_not_started_for_gpus_is_told(monkeypatch):
