@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from replicax._src.cli.arguments import positive, seconds
 from replicax._src.errors import ReplicaxError
-from replicax._src.placement.ahead import GPU_VARIABLE, QUIET_TPU
-from replicax._src.plan.hardware import Hardware, hardware_of
+from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Hardware, hardware_of
 
 _DESCRIPTION: Final = """\
 Runs a script up to its first program (strategy.run, an rx.function, a Keras fit), and compiles that for other hardware in

@@ -18,24 +18,11 @@ import jax
 
 from replicax._src import jax_compat
 from replicax._src.errors import MissingExtraError, PlanError
-from replicax._src.plan.hardware import Chip, Hardware
+from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware
 from replicax._src.plan.plan import Memory
 from replicax._src.topology import Topology
 
-GPU_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-"""With it JAX loads its GPU compiler on a machine without a GPU; it is read when JAX is imported."""
-
 _PLUGINS = {"tpu": ("libtpu", "plan-tpu"), "gpu": ("jax_plugins.xla_cuda12", "plan-gpu")}
-# libtpu asks the environment which machine this is, and complains on one that is none of its own.
-QUIET_TPU = {
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_TOPOLOGY": "2x4",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_SKIP_MDS_QUERY": "1",
-}
 _OUT_OF_MEMORY = re.compile(
     r"\((?P<needed>[\d.]+)(?P<unit>[KMGT]?)\) exceeds available HBM \((?P<limit>[\d.]+)(?P<of>[KMGT]?)\)"
 )

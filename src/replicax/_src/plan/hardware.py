@@ -14,6 +14,20 @@ from typing import Any
 
 from replicax._src.errors import TopologyError
 
+GPU_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+"""With it JAX loads its GPU compiler on a machine without a GPU; it is read when JAX is imported."""
+
+QUIET_TPU = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_TOPOLOGY": "2x4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
+"""libtpu asks the environment which machine this is, and complains on one that is none of its own."""
+
 _NAME = re.compile(r"^(?P<chip>[a-z0-9]+)[:=](?P<shape>[0-9]+(?:x[0-9]+)*)$")
 _MAX_CPU_DEVICES = 2048  # XLA's CPU client takes those beyond for another process's (jax 0.10)
 
