@@ -18,10 +18,11 @@ from replicax._src import jax_compat
 from replicax._src.placement.remote.events import Assigned
 from replicax._src.program import flat
 from replicax._src.program.flat import Atom, FlatProgram, Operation
+from replicax._src.program.markers import read_p, seed_shift_p, seed_unshift_p
 from replicax._src.program.rows.rules import ELEMENTWISE
 
 log = logging.getLogger("replicax")
-_READ = "replicax_read"
+_MARKS = frozenset(mark.name for mark in (read_p, seed_shift_p, seed_unshift_p))
 _SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 
 
@@ -147,7 +148,7 @@ def given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
     return {
         operation.results[0]
         for operation in program.operations
-        if operation.eqn.primitive.name == _READ and operation.eqn.params["number"] in reads
+        if operation.eqn.primitive is read_p and operation.eqn.params["number"] in reads
     }
 
 
@@ -164,7 +165,7 @@ def path_to(value: Atom, sources: set[int], program: FlatProgram) -> list[Operat
 
 def _is_elementwise(operation: Operation, shape: Sequence[int]) -> bool:
     eqn = operation.eqn
-    if eqn.primitive.name not in ELEMENTWISE and eqn.primitive.name != _READ:
+    if eqn.primitive.name not in ELEMENTWISE and eqn.primitive.name not in _MARKS:
         return False
     return all(tuple(var.aval.shape) == tuple(shape) for var in eqn.outvars)
 
