@@ -556,7 +556,7 @@ def test_a_dataset_function_that_kills_each_worker_is_an_error(cluster, coordina
     cluster.deadly = deadly
     iterator = iter(coordinator.create_per_worker_dataset(ByName("deadly")))
     value = coordinator.schedule(count_up, (iterator,))
-    says = "function 'ByName' of dataset 'dataset 0' is what kills workers: [34] of them died"
+    says = r"function 'ByName' of dataset 'dataset \d+' is what kills workers: [34] of them died"
     with pytest.raises(ClosureInputError, match=says):
         coordinator.join(JOIN_S)
     with pytest.raises(ClosureInputError, match=says):
