@@ -8,12 +8,13 @@ import pytest
 
 from exported import update_program
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps import links as links_module
+from replicax._src.ps import server_stream
 from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
-from replicax._src.ps.links import NewPiece, PsLinks, StoreClient, StoreLink
+from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Piece
 from replicax._src.ps.steps import Ask
 from replicax._src.ps.store import Store
+from replicax._src.ps.store_link import StoreClient, StoreLink
 
 ME = "me"
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
@@ -88,7 +89,7 @@ def links(clients):
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr(links_module, "_PAUSES_S", (0.0, 0.01, 0.01))
+    monkeypatch.setattr(server_stream, "_PAUSES_S", (0.0, 0.01, 0.01))
 
 
 def add_one(links, key="w", ps=1):
@@ -210,7 +211,7 @@ def test_a_stream_that_broke_is_opened_again_and_nothing_happens_twice(links, cl
 
 
 def test_a_server_that_comes_back_is_waited_for(links, clients, monkeypatch):
-    monkeypatch.setattr(links_module, "_PAUSES_S", (0.0, 0.01))
+    monkeypatch.setattr(server_stream, "_PAUSES_S", (0.0, 0.01))
     links.wait_for([1])
     clients[1].breaks = ["receive"] + ["open"] * 10
     np.testing.assert_array_equal(links.read([WHOLE])[0], links.read([WHOLE])[0])

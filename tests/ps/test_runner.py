@@ -15,17 +15,18 @@ from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input import memory
 from replicax._src.input.dataset import OutOfRangeError
-from replicax._src.ps import links as links_module
 from replicax._src.ps import pulls as pulls_module
 from replicax._src.ps import runner as runner_module
+from replicax._src.ps import server_stream
 from replicax._src.ps.elements import ElementQueue
 from replicax._src.ps.errors import UnavailableError, UnknownProgramError
-from replicax._src.ps.links import NewPiece, PsLinks, StoreLink
+from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import Input, Lookup, Operand, Piece, Push, WorkerProgram, signature_of
 from replicax._src.ps.runner import ClosureCall, Runner
 from replicax._src.ps.steps import Ask
 from replicax._src.ps.store import Store
+from replicax._src.ps.store_link import StoreLink
 
 ME = "me"
 NO_ELEMENTS = signature_of([])
@@ -540,7 +541,7 @@ def test_a_program_of_more_replicas_than_there_are_devices_is_refused(runner):
 
 
 def test_after_a_server_was_gone_all_is_pulled_again(stores, links, runner, counting, monkeypatch):
-    monkeypatch.setattr(links_module, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(server_stream, "_PAUSES_S", (0.0,))
     runner.run(call(0, counting, np.float32(1)))
     answer, stores[0].answer = stores[0].answer, gone
     with pytest.raises(UnavailableError):

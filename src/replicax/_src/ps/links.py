@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self, TypeVar, final
+from typing import Any, Self, TypeVar, final
 
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.buffers import aligned_empty
-from replicax._src.ps.errors import (
-    MessageError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnknownProgramError,
-    described,
-    of_answer,
-)
+from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.lookups import RowsWanted
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import Piece, UpdateProgram
+from replicax._src.ps.server_stream import PsClient, ServerStream
 from replicax._src.ps.steps import Answered, Ask, Closure, answered_of, row_asks, rows_of
+from replicax._src.ps.store_link import Answering, StoreClient
 
 _Item = TypeVar("_Item")
-
-_PAUSES_S: Final = (0.0, 0.2, 1.0)
-"""Before each time that a broken stream is opened again; the last one as often as there is time, if the server comes back."""
-
-
-class PsLink(Protocol):
-    """A stream of messages to one parameter server, as ``transport.Link``.
-
-    A dead peer raises UnavailableError, within the timeout, and the link is of no more use then.
-    """
-
-    def send(self, message: Message) -> None: ...
-    def receive(self, timeout_s: float) -> Message: ...
-    def close(self) -> None: ...
-
-
-class PsClient(Protocol):
-    """What opens links to one parameter server, as ``transport.TaskClient``."""
-
-    def open(self) -> PsLink: ...
-    def close(self) -> None: ...
-
-
-class Answering(Protocol):
-    """What answers messages in this process: a ``Store``."""
-
-    def answer(self, message: Message) -> Message: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +51,7 @@ class PsLinks:
     """
 
     def __init__(self, clients: Sequence[PsClient], incarnation: Any, timeout_s: float = 60.0):
-        self._servers = [_Server(f"ps {i}", client) for i, client in enumerate(clients)]
+        self._servers = [ServerStream(f"ps {i}", client) for i, client in enumerate(clients)]
         self._incarnation = incarnation
         self._timeout_s = timeout_s
 
@@ -335,130 +300,6 @@ class PsLinks:
             return {
                 ps: self._servers[ps].end(message, deadline, may_repeat) for ps, message in messages.items()
             }
-
-
-class _Server:
-    """The stream to one parameter server, and what it has been sent. Used under its lock.
-
-    Attributes:
-      programs: By digest, what may be sent to it.
-      sent: Digests of those that were sent.
-      comes_back: Whether it does after it died, with what it had.
-    """
-
-    def __init__(self, name: str, client: PsClient):
-        self.name = name
-        self.lock = threading.RLock()
-        self.programs: dict[str, UpdateProgram] = {}
-        self.sent: set[str] = set()
-        self.num_messages = self.num_opened = 0
-        self._client = client
-        self._link: PsLink | None = None
-        self._failed: Exception | None = None
-        self._is_closed = self.comes_back = False
-
-    def begin(self, message: Message) -> None:
-        """Sends a message. What goes wrong is told by ``end``, after the others have got theirs."""
-        self._failed = None
-        try:
-            self._send(message)
-        except Exception as error:
-            self._failed = error
-
-    def end(self, message: Message, deadline: float, may_repeat: bool) -> Message | Exception:
-        """The answer to the message that was begun, or the error that it tells of."""
-        pauses = iter(_PAUSES_S if may_repeat else ())
-        if may_repeat and self.comes_back:
-            pauses = itertools.chain(pauses, itertools.repeat(_PAUSES_S[-1]))
-        while True:
-            try:
-                return self._receive(deadline)
-            except UnavailableError as error:
-                self.give_up_link()
-                pause = next(pauses, None)
-                if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
-                    return self._named(error)
-                time.sleep(pause)
-                self.begin(message)
-            except (MessageError, UnauthenticatedError) as error:  # the stream may have ended with it
-                self.give_up_link()
-                return error
-            except Exception as error:  # what the answer says: the stream goes on
-                return error
-
-    def close(self) -> None:
-        self._is_closed = True
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-        self._client.close()
-
-    def _send(self, message: Message) -> None:
-        if self._is_closed:
-            raise UnavailableError(f"The links to {self.name} have been closed.", self.name)
-        if self._link is None:
-            self._link = self._client.open()
-            self.num_opened += 1
-        self._link.send(message)
-        self.num_messages += 1
-
-    def _receive(self, deadline: float) -> Message:
-        if self._failed is not None:
-            raise self._failed
-        assert self._link is not None
-        return self._link.receive(max(deadline - time.monotonic(), 0.0))
-
-    def give_up_link(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-
-    def _named(self, error: UnavailableError) -> UnavailableError:
-        return error if error.task else UnavailableError(f"{self.name}: {error}", self.name)
-
-
-# --- in one process -----------------------------------------------------------------------------------
-
-
-@final
-class StoreClient:
-    """Opens links to a store of this process."""
-
-    def __init__(self, store: Answering, task: str):
-        self._store, self._task = store, task
-
-    def open(self) -> StoreLink:
-        return StoreLink(self._store, self._task)
-
-    def close(self) -> None:
-        pass
-
-
-@final
-class StoreLink:
-    """A link to a store of this process. Arrays and errors come as they come from another one."""
-
-    def __init__(self, store: Answering, task: str):
-        self._store, self._task = store, task
-        self._answers: deque[Message | Exception] = deque()
-
-    def send(self, message: Message) -> None:
-        try:
-            answer = self._store.answer(message)
-            self._answers.append(Message(answer.header, [np.array(array) for array in answer.arrays]))
-        except Exception as error:
-            self._answers.append(of_answer(described(error), self._task))
-
-    def receive(self, timeout_s: float) -> Message:
-        del timeout_s
-        return _checked(self._answers.popleft())
-
-    def call(self, message: Message, timeout_s: float) -> Message:
-        self.send(message)
-        return self.receive(timeout_s)
-
-    def close(self) -> None:
-        self._answers.clear()
 
 
 # --- arrays -------------------------------------------------------------------------------------------

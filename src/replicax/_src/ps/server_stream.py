@@ -1,0 +1,114 @@
+"""``ServerStream``: a client's messages to one parameter server, and what it was sent. A stream that broke is opened again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Final, Protocol, final
+
+from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
+from replicax._src.ps.messages import Message
+from replicax._src.ps.programs import UpdateProgram
+
+_PAUSES_S: Final = (0.0, 0.2, 1.0)
+"""Before each time that a broken stream is opened again; the last one as often as there is time, if the server comes back."""
+
+
+class PsLink(Protocol):
+    """A stream of messages to one parameter server, as ``transport.Link``.
+
+    A dead peer raises UnavailableError, within the timeout, and the link is of no more use then.
+    """
+
+    def send(self, message: Message) -> None: ...
+    def receive(self, timeout_s: float) -> Message: ...
+    def close(self) -> None: ...
+
+
+class PsClient(Protocol):
+    """What opens links to one parameter server, as ``transport.TaskClient``."""
+
+    def open(self) -> PsLink: ...
+    def close(self) -> None: ...
+
+
+@final
+class ServerStream:
+    """The stream to one parameter server, and what it has been sent. Use it under its lock.
+
+    Attributes:
+      programs: By digest, what may be sent to it.
+      sent: Digests of those that were sent.
+      comes_back: Whether it does after it died, with what it had.
+    """
+
+    def __init__(self, name: str, client: PsClient):
+        self.name = name
+        self.lock = threading.RLock()
+        self.programs: dict[str, UpdateProgram] = {}
+        self.sent: set[str] = set()
+        self.num_messages = self.num_opened = 0
+        self._client = client
+        self._link: PsLink | None = None
+        self._failed: Exception | None = None
+        self._is_closed = self.comes_back = False
+
+    def begin(self, message: Message) -> None:
+        """Sends a message. What goes wrong is told by ``end``, after the others have got theirs."""
+        self._failed = None
+        try:
+            self._send(message)
+        except Exception as error:
+            self._failed = error
+
+    def end(self, message: Message, deadline: float, may_repeat: bool) -> Message | Exception:
+        """The answer to the message that was begun, or the error that it tells of."""
+        pauses = iter(_PAUSES_S if may_repeat else ())
+        if may_repeat and self.comes_back:
+            pauses = itertools.chain(pauses, itertools.repeat(_PAUSES_S[-1]))
+        while True:
+            try:
+                return self._receive(deadline)
+            except UnavailableError as error:
+                self.give_up_link()
+                pause = next(pauses, None)
+                if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
+                    return self._named(error)
+                time.sleep(pause)
+                self.begin(message)
+            except (MessageError, UnauthenticatedError) as error:  # the stream may have ended with it
+                self.give_up_link()
+                return error
+            except Exception as error:  # what the answer says: the stream goes on
+                return error
+
+    def close(self) -> None:
+        self._is_closed = True
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        self._client.close()
+
+    def _send(self, message: Message) -> None:
+        if self._is_closed:
+            raise UnavailableError(f"The links to {self.name} have been closed.", self.name)
+        if self._link is None:
+            self._link = self._client.open()
+            self.num_opened += 1
+        self._link.send(message)
+        self.num_messages += 1
+
+    def _receive(self, deadline: float) -> Message:
+        if self._failed is not None:
+            raise self._failed
+        assert self._link is not None
+        return self._link.receive(max(deadline - time.monotonic(), 0.0))
+
+    def give_up_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _named(self, error: UnavailableError) -> UnavailableError:
+        return error if error.task else UnavailableError(f"{self.name}: {error}", self.name)
