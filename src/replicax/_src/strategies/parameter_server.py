@@ -36,7 +36,8 @@ from replicax._src.ps.tasks import Tasks
 from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.strategies import datasets
 from replicax._src.strategies.parts import Parts
-from replicax._src.strategies.remote_running import Closures, PreparedClosure, RemoteRunner, run_as_one
+from replicax._src.strategies.remote_closures import Closures, PreparedClosure
+from replicax._src.strategies.remote_running import RemoteRunner, run_as_one
 from replicax._src.strategies.shared_servers import (
     addresses,
     shared_session,
