@@ -11,6 +11,7 @@ from jax import export
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import store as store_module
 from replicax._src.ps import updates as updates_module
+from replicax._src.ps import window
 from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
 from replicax._src.ps.held_pieces import MAX_COPIED_BYTES
 from replicax._src.ps.held_values import BYTES_PER_BLOCK, copied
@@ -371,7 +372,7 @@ def test_a_closure_is_applied_once(client, store):
 
 
 def test_closures_of_several_clients(client, monkeypatch):
-    monkeypatch.setattr(store_module, "MAX_WINDOWS", 2)
+    monkeypatch.setattr(window, "MAX_WINDOWS", 2)
     client.create(w=ZERO)
     digest = adder(client)
     for who in ("a", "b", "a"):  # b is silent for longest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.held_values import Spec
+from replicax._src.ps.requests import Version
 from replicax._src.ps.updates import CompiledUpdate
 
 MAX_COPIED_BYTES: Final = 4_000_000
@@ -70,6 +71,14 @@ def rows_of(piece: HeldPiece, numbers: np.ndarray) -> np.ndarray:
     return np.take(piece.view(), numbers, axis=0, mode="clip")
 
 
+def staleness_of(used: Iterable[tuple[HeldPiece, Version | None]], instance: str) -> int | None:
+    """How often one has changed since its version was used, the most often; None if no version is one of this store."""
+    ages = [
+        piece.number - version[1] for piece, version in used if version is not None and version[0] == instance
+    ]
+    return max(0, *ages) if ages else None
+
+
 def check_tables(tables: Sequence[HeldPiece]) -> None:
     """Raises InvalidArgumentError for a piece without rows."""
     for piece in tables:
@@ -89,6 +98,16 @@ def check_state(update: CompiledUpdate, state: Sequence[HeldPiece]) -> None:
                 f'Program {update.program.digest} takes piece "{piece.key}" as {text(*spec)}, and it is '
                 f"{text(*piece.spec)}. Export the program for the piece as it is."
             )
+
+
+def check_makes(update: CompiledUpdate, key: str, spec: Spec) -> None:
+    """Raises InvalidArgumentError unless the program takes nothing and gives the value of such a piece."""
+    if update.state or update.operands or update.results != [spec]:
+        raise InvalidArgumentError(
+            f'Program {update.program.digest} cannot make piece "{key}", {text(*spec)}: it takes '
+            f"{len(update.state)} pieces and {len(update.operands)} operands, and gives "
+            f"{', '.join(text(*spec) for spec in update.results)}. Give one that takes nothing and gives this."
+        )
 
 
 def check_assigned(piece: HeldPiece, array: np.ndarray) -> None:

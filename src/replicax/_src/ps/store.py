@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
@@ -16,23 +16,25 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import snapshots
-from replicax._src.ps.errors import MessageError, UnavailableError, UnknownProgramError, stale
+from replicax._src.ps.errors import MessageError, UnknownProgramError
 from replicax._src.ps.held_gradients import HeldGradients
 from replicax._src.ps.held_pieces import (
     HeldPiece,
     check_assigned,
+    check_makes,
     check_state,
     check_tables,
     few,
     rows_of,
     shown,
+    staleness_of,
     text,
 )
 from replicax._src.ps.held_values import copied, is_overwritten, overwritten
+from replicax._src.ps.incarnations import Incarnations
 from replicax._src.ps.messages import Message
 from replicax._src.ps.requests import (
     ApplyRound,
-    Closure,
     NewPiece,
     Step,
     field_of,
@@ -43,10 +45,8 @@ from replicax._src.ps.requests import (
 from replicax._src.ps.store_statistics import StoreStatistics
 from replicax._src.ps.unwritten import Unwritten
 from replicax._src.ps.updates import CompiledUpdate
-from replicax._src.ps.window import Window
+from replicax._src.ps.window import Windows
 
-MAX_WINDOWS: Final = 1024
-_MAX_PAST_INCARNATIONS: Final = 64
 _LONGEST_WAIT_S: Final = 20.0
 """For a snapshot: a client gives a call up after 60 s."""
 
@@ -74,9 +74,7 @@ class Store:
         self._snapshot_lock = threading.Lock()
         self._has_room = threading.Condition(self._lock)
         self._unwritten: Unwritten | None = None
-        self._incarnation: str | None = None
-        self._taken_over: deque[str] = deque(maxlen=_MAX_PAST_INCARNATIONS)
-        self._left: str | None = None
+        self._incarnations = Incarnations()
         self._highest_number = self._num_created = 0
         self._clear()
         self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
@@ -113,20 +111,13 @@ class Store:
           StaleCoordinatorError: Another one has taken over from it since.
         """
         with self._lock:
-            if incarnation == self._incarnation:
-                return
-            if incarnation in self._taken_over:
-                raise stale(incarnation, self._incarnation)
-            if self._incarnation is not None:
-                self._taken_over.append(self._incarnation)
-            self._incarnation = incarnation
-            self._clear()
+            if self._incarnations.hello(incarnation):
+                self._clear()
 
     def leave(self, incarnation: str) -> None:
         """A coordinator ends its session: all that it made is dropped. It may say hello again."""
         with self._lock:
-            self._check_incarnation(incarnation)
-            self._incarnation, self._left = None, incarnation
+            self._incarnations.leave(incarnation)
             self._clear()
 
     def statistics(self) -> dict[str, Any]:
@@ -207,7 +198,7 @@ class Store:
             snapshot, refused = found
             with contextlib.closing(snapshot):
                 with self._lock:
-                    self._incarnation = None
+                    self._incarnations.now = None
                     self._clear()  # first: there may be no room for both
                 pieces = {
                     piece["key"]: HeldPiece(
@@ -241,10 +232,10 @@ class Store:
         return {
             "epoch": epoch,
             "instance": self.instance,
-            "incarnation": self._incarnation,
+            "incarnation": self._incarnations.now,
             "updates": self._statistics.updates,
             "highest_number": self._highest_number,
-            "windows": {name: window.described() for name, window in self._windows.items()},
+            "windows": self._windows.described(),
             "programs": [
                 {"digest": digest, **compiled.program.described()}
                 for digest, compiled in self._programs.items()
@@ -253,16 +244,16 @@ class Store:
 
     def _take(self, content: Mapping[str, Any], pieces: dict[str, HeldPiece]) -> None:
         self.instance = uuid.uuid4().hex  # versions go back: what has this number now may be another value
-        self._incarnation, self._highest_number = content["incarnation"], content["highest_number"]
+        self._incarnations.now, self._highest_number = content["incarnation"], content["highest_number"]
         self._clear()
         self._pieces = pieces
-        self._windows.update((name, Window.of(window)) for name, window in content["windows"].items())
+        self._windows = Windows.of(content["windows"])
         self._statistics.updates = content["updates"]
 
     def _clear(self) -> None:
         self._pieces: dict[str, HeldPiece] = {}
         self._programs: dict[str, CompiledUpdate] = {}
-        self._windows: OrderedDict[str, Window] = OrderedDict()
+        self._windows = Windows()
         self._gradients = HeldGradients()
         self._statistics = StoreStatistics()
 
@@ -272,12 +263,12 @@ class Store:
         incarnation, if_absent = header.get("incarnation"), bool(header.get("if_absent"))
         asked = new_pieces(header, arrays)
         with self._lock:
-            self._check_incarnation(incarnation)
+            self._incarnations.check(incarnation)
             new = [piece for piece in asked if not self._is_there(piece, if_absent)]
             programs = [self._initial_program(piece) for piece in new]
         values = [self._initial_value(piece, program) for piece, program in zip(new, programs)]
         with self._lock:
-            self._check_incarnation(incarnation)
+            self._incarnations.check(incarnation)
             absent = [not self._is_there(piece, if_absent) for piece in new]
             for piece, value, is_new in zip(new, values, absent):
                 if is_new:
@@ -292,11 +283,11 @@ class Store:
         digest = program.digest
         with self._compile_lock:  # several workers send one program: one of them waits for the compiler
             with self._lock:
-                self._check_incarnation(incarnation)
+                self._incarnations.check(incarnation)
                 is_known = digest in self._programs
             compiled = None if is_known else CompiledUpdate(program, self.device)
             with self._lock:
-                self._check_incarnation(incarnation)
+                self._incarnations.check(incarnation)
                 if compiled is not None:
                     self._programs[digest] = compiled
         return Message({})
@@ -304,17 +295,17 @@ class Store:
     def _step(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         step = Step.of(header, arrays)
         with self._lock:
-            self._check_incarnation(header.get("incarnation"))
+            self._incarnations.check(header.get("incarnation"))
             update = None if step.program is None else self._known_program(step.program)
             averaged = None if step.gradients is None else self._known_program(step.gradients.program)
             if update is not None and self._unwritten is not None:
                 self._wait_for_room([update.program.state[at] for at in update.program.written])
-                self._check_incarnation(header.get("incarnation"))
+                self._incarnations.check(header.get("incarnation"))
             pulled = [self._piece(key) for key, _ in step.pull]
             tables = [self._piece(key) for key in step.rows]
             check_tables(tables)
             if step.closure is not None:
-                self._window(step.closure).raise_low(step.low)
+                self._windows.of_client(step.closure.incarnation).raise_low(step.low)
             if averaged is not None:
                 self._hold(step, averaged)
             is_duplicate = self._update(step, update)
@@ -324,10 +315,10 @@ class Store:
         asked = ApplyRound.of(header)
         number = asked.number.number
         with self._lock:
-            self._check_incarnation(header.get("incarnation"))
+            self._incarnations.check(header.get("incarnation"))
             self._wait_for_room(self._gradients.keys_of(number))
-            self._check_incarnation(header.get("incarnation"))
-            window = self._window(asked.number)
+            self._incarnations.check(header.get("incarnation"))
+            window = self._windows.of_client(asked.number.incarnation)
             window.raise_low(asked.low)
             self._gradients.end_below(asked.low)
             is_duplicate = number in window
@@ -348,13 +339,14 @@ class Store:
             )
         with self._lock:
             self._wait_for_room(keys)
-            self._check_incarnation(header.get("incarnation"))
+            self._incarnations.check(header.get("incarnation"))
             pieces = [self._piece(key) for key in keys]
             for piece, array in zip(pieces, arrays):
                 check_assigned(piece, array)
             # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
             fresh = [
-                None if self._is_in_place(p, a) else copied(a, self.device) for p, a in zip(pieces, arrays)
+                None if p.value is not None and is_overwritten(a) else copied(a, self.device)
+                for p, a in zip(pieces, arrays)
             ]
             for piece, array, value in zip(pieces, arrays, fresh):
                 if value is None:
@@ -367,7 +359,7 @@ class Store:
     def _drop(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         keys, programs = keys_of(header, "keys"), keys_of(header, "programs", [])
         with self._lock:
-            self._check_incarnation(header.get("incarnation"))
+            self._incarnations.check(header.get("incarnation"))
             for key in keys:
                 self._pieces.pop(key, None)  # one that was dropped before is not there either
             self._gradients.forget(keys)
@@ -378,21 +370,11 @@ class Store:
     def _find(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         keys = keys_of(header, "keys")
         with self._lock:
-            self._check_incarnation(header.get("incarnation"))
+            self._incarnations.check(header.get("incarnation"))
             specs = [(key, self._pieces[key].spec) for key in keys if key in self._pieces]
         return Message({"found": [[key, list(shape), str(dtype)] for key, (shape, dtype) in specs]})
 
     # Under the lock.
-
-    def _check_incarnation(self, incarnation: Any) -> None:
-        if incarnation == self._incarnation and incarnation is not None:
-            return
-        if self._incarnation is None and incarnation != self._left and incarnation not in self._taken_over:
-            raise UnavailableError(
-                f"The parameter server has started anew: it knows nothing of coordinator {incarnation}, which has not "
-                "said hello, and what it held before is gone."
-            )
-        raise stale(incarnation, self._incarnation)
 
     def _piece(self, key: Any) -> HeldPiece:
         piece = self._pieces.get(key)
@@ -425,12 +407,7 @@ class Store:
         if new.value is not None:
             return None
         program = self._known_program(new.initial)
-        if program.state or program.operands or program.results != [new.spec]:
-            raise InvalidArgumentError(
-                f'Program {new.initial} cannot make piece "{new.key}", {text(*new.spec)}: it takes '
-                f"{len(program.state)} pieces and {len(program.operands)} operands, and gives "
-                f"{', '.join(text(*spec) for spec in program.results)}. Give one that takes nothing and gives this."
-            )
+        check_makes(program, new.key, new.spec)
         return program
 
     def _initial_value(self, new: NewPiece, program: CompiledUpdate | None) -> jax.Array:
@@ -439,33 +416,25 @@ class Store:
         assert new.value is not None
         return copied(new.value, self.device)
 
-    def _window(self, closure: Closure) -> Window:
-        window = self._windows.get(closure.incarnation)
-        if window is None:
-            window = self._windows[closure.incarnation] = Window()
-            while len(self._windows) > MAX_WINDOWS:
-                self._windows.popitem(last=False)  # of the client that has been silent for longest
-        self._windows.move_to_end(closure.incarnation)
-        return window
-
     def _update(self, step: Step, update: CompiledUpdate | None) -> bool:
         """Runs the update of a step, if its closure has not been applied. Returns whether it had been."""
         if update is None:
             return False
         closure = step.closure
         if closure is not None:
-            window = self._window(closure)
+            window = self._windows.of_client(closure.incarnation)
             if closure.number in window:
                 self._statistics.duplicates += 1
                 return True
             window.check_room(closure.number)
-        state = [self._piece(key) for key in update.program.state]
-        check_state(update, state)
+        state = self._state(update)
         update.check_operands(step.operands)
-        staleness = self._staleness(step, update)
+        written = {update.program.state[position] for position in update.program.written}
+        used = [(self._pieces[key], version) for key, version in step.used if key in written]
+        staleness = staleness_of(used, self.instance)
         self._apply(update, state, step.operands)
         if closure is not None:
-            self._window(closure).add(closure.number)
+            self._windows.of_client(closure.incarnation).add(closure.number)
         if staleness is not None:
             self._statistics.staleness.count(staleness)
         self._statistics.updates += 1
@@ -477,17 +446,20 @@ class Store:
         assert step.closure is not None
         assert step.gradients is not None
         number, gradients = step.gradients.round_number, step.gradients.operands
-        if number in self._window(step.closure.of_rounds):
+        if number in self._windows.of_client(step.closure.of_rounds.incarnation):
             return
-        check_state(update, [self._piece(key) for key in update.program.state])
+        self._state(update)
         self._gradients.hold(number, step.closure.number, update, gradients)
         self._statistics.bytes_received += sum(array.nbytes for array in gradients)
 
     def _apply_gradients(self, update: CompiledUpdate, operands: Sequence[np.ndarray]) -> None:
+        self._apply(update, self._state(update), operands)
+        self._statistics.updates += 1
+
+    def _state(self, update: CompiledUpdate) -> list[HeldPiece]:
         state = [self._piece(key) for key in update.program.state]
         check_state(update, state)
-        self._apply(update, state, operands)
-        self._statistics.updates += 1
+        return state
 
     def _apply(
         self, update: CompiledUpdate, state: Sequence[HeldPiece], operands: Sequence[np.ndarray]
@@ -517,19 +489,6 @@ class Store:
             if left_s <= 0 or not self._has_room.wait(left_s):
                 return
 
-    def _staleness(self, step: Step, update: CompiledUpdate) -> int | None:
-        """How often what the update writes has changed since its closure pulled it; None if that is not known."""
-        keys = {update.program.state[position] for position in update.program.written}
-        ages = [
-            self._pieces[key].number - version[1]
-            for key, version in step.used
-            if key in keys and version is not None and version[0] == self.instance
-        ]
-        return max(0, *ages) if ages else None
-
-    def _is_in_place(self, piece: HeldPiece, array: np.ndarray) -> bool:
-        return piece.value is not None and is_overwritten(array)
-
     def _read(
         self, step: Step, pulled: Sequence[HeldPiece], tables: Sequence[HeldPiece], is_duplicate: bool
     ) -> Message:
@@ -541,9 +500,6 @@ class Store:
         values = shown(changed)
         rows = [rows_of(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]
         if pulled or tables:
-            self._statistics.pulls += 1
-            self._statistics.pieces_sent += len(values)
-            self._statistics.rows_sent += sum(map(len, rows))
-            self._statistics.bytes_sent += sum(array.nbytes for array in (*values, *rows))
+            self._statistics.count_pull(values, rows)
         versions = [[self.instance, piece.number] for piece in pulled]
         return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])

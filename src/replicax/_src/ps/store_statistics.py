@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 
 @dataclass
@@ -56,6 +59,13 @@ class StoreStatistics:
     bytes_sent: int = 0
     bytes_received: int = 0
     staleness: Staleness = field(default_factory=Staleness)
+
+    def count_pull(self, values: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
+        """An answer has these."""
+        self.pulls += 1
+        self.pieces_sent += len(values)
+        self.rows_sent += sum(map(len, rows))
+        self.bytes_sent += sum(array.nbytes for array in (*values, *rows))
 
     def described(self) -> dict[str, Any]:
         """As JSON."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, Self, final
 
 from replicax._src.errors import InvalidArgumentError
 
 MAX_RUNS: Final = 65_536
+MAX_WINDOWS: Final = 1024
 
 
 @final
@@ -102,3 +104,32 @@ class Window:
         window._starts = [start for start, _ in described["runs"]]
         window._stops = [stop for _, stop in described["runs"]]
         return window
+
+
+@final
+class Windows:
+    """Those of several clients; of more than ``MAX_WINDOWS`` that of the one that has been silent for longest is forgotten."""
+
+    def __init__(self) -> None:
+        self._windows: OrderedDict[str, Window] = OrderedDict()
+
+    def of_client(self, incarnation: str) -> Window:
+        """One client's; a new one if it has not been asked for before."""
+        window = self._windows.get(incarnation)
+        if window is None:
+            window = self._windows[incarnation] = Window()
+            while len(self._windows) > MAX_WINDOWS:
+                self._windows.popitem(last=False)
+        self._windows.move_to_end(incarnation)
+        return window
+
+    def described(self) -> dict[str, Any]:
+        """All of them, as JSON."""
+        return {name: window.described() for name, window in self._windows.items()}
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Self:
+        """Those that ``described`` came from."""
+        windows = cls()
+        windows._windows.update((name, Window.of(window)) for name, window in described.items())
+        return windows
