@@ -76,7 +76,8 @@ class ClusterCoordinator:
         ``REPLICAX_STATUS_ADDRESS`` says, which is nowhere if it is not set.
 
     Raises:
-      InvalidArgumentError: Of another strategy; or both max_staleness and replicas_to_aggregate; or the strategy has a coordinator with other options; or other machines
+      InvalidArgumentError: Of another strategy; or both max_staleness and replicas_to_aggregate; or the strategy has a
+        coordinator with other options; or other machines
         reach the status address, and there is no ``REPLICAX_TOKEN``.
       UnavailableError: The status cannot be served at its address.
     """

@@ -23,9 +23,8 @@ from replicax._src.ps.resources import WORKER_INDEX
 
 Kind = Literal["closure", "program", "constant", "resource", "release"]
 
-_FOREVER_S = (
-    10.0 * 365 * 24 * 3600
-)  # a closure may take as long as it takes: who is silent is found by the beats
+# A closure may take as long as it takes: who is silent is found by the beats.
+_FOREVER_S = 10.0 * 365 * 24 * 3600
 _SMALL_BYTES = 4096  # so much, some times over, a connection takes without its peer reading
 
 
@@ -174,9 +173,8 @@ class WorkerStream:
     def _send(self, kind: Kind, what: Any, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
         header["op"] = kind
         header["incarnation"] = self._session.incarnation
-        self._awaited.append(
-            (kind, what, time.monotonic())
-        )  # before: the answer may be here sooner than this line is left
+        # Before it is sent: the answer may be here sooner than the call is left.
+        self._awaited.append((kind, what, time.monotonic()))
         try:
             self._link.send(Message(header, arrays), _FOREVER_S)
         except BaseException:

@@ -38,9 +38,8 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
             self.build(trainable_variables)
         variables = list(trainable_variables or self._trainable_variables)
         if capture.is_replica:
-            grads = aggregated(
-                capture, grads, variables
-            )  # before the finite check, so that all replicas decide alike
+            # Before the finite check, so that all replicas decide alike.
+            grads = aggregated(capture, grads, variables)
         if isinstance(capture.observer, Events):
             return servers.apply(_apply_as_values, self, grads, variables, capture.observer)
         return _apply_as_values(self, grads, variables)

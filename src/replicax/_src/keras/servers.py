@@ -90,9 +90,8 @@ def wrapped_add_variable_from_reference(original: Callable[..., Any]) -> Callabl
         owner = context.owners.get(id(reference_variable))
         with contextlib.ExitStack() as stack:
             if owner is not None and owner.has_servers and not context.has_strategy():
-                stack.enter_context(
-                    context.Scope(owner)
-                )  # build() outside of the scope: a slot is where its variable is
+                # build() outside of the scope: a slot is where its variable is.
+                stack.enter_context(context.Scope(owner))
             slot = original(self, reference_variable, *args, **kwargs)
         if isinstance(reference_variable, keras.Variable):
             _references[id(slot)] = weakref.ref(reference_variable)

@@ -130,9 +130,8 @@ class HeldState:
             if i in self._owned:
                 continue
             is_ours = _made.get(id(value)) is value and value.sharding == shardings[i]
-            is_unheld = counts[i] <= limit + 2 * (
-                variables[i] is value
-            )  # by its variable, and in the list of them
+            # Two references more if the variable has it: its own, and that of the list.
+            is_unheld = counts[i] <= limit + 2 * (variables[i] is value)
             if i in to_own and not (is_ours and is_unheld):
                 to_copy.append(i)
             elif not is_ours:

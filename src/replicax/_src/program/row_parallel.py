@@ -251,9 +251,8 @@ def _keeps_rows(eqn: Any, kinds: Sequence[_Kind]) -> bool:
 
 
 def _cond(eqn: Any, kinds: Sequence[_Kind], line: str) -> list[_Kind]:
-    branches = map(
-        jax_compat.inner_jaxpr, eqn.params["branches"]
-    )  # of operands after the predicate, a scalar
+    # Their operands are those after the predicate, a scalar.
+    branches = map(jax_compat.inner_jaxpr, eqn.params["branches"])
     columns = zip(*(_kinds_of_results(*branch, kinds[1:]) for branch in branches), strict=True)
     return [_either(eqn, set(column), line) for column in columns]
 

@@ -149,9 +149,8 @@ class ServerArray:
 
     def read(self) -> Any:
         """The value now, as an array of JAX. Communicates, and waits."""
-        return jax.device_put(
-            self.holder.read([self])[0]
-        )  # which takes over memory that is aligned, and nobody else's
+        # device_put takes over memory that is aligned, and nobody else's.
+        return jax.device_put(self.holder.read([self])[0])
 
     def read_rows(self, ids: np.ndarray) -> np.ndarray:
         """[*ids.shape, ...]: rows that it has, as they are now; only they travel. Waits."""

@@ -35,9 +35,8 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._idle: deque[np.ndarray] = deque(
-            maxlen=_MOST_IDLE
-        )  # that which has been idle longest goes first
+        # That which has been idle longest goes first.
+        self._idle: deque[np.ndarray] = deque(maxlen=_MOST_IDLE)
 
     def take(self, num_bytes: int) -> np.ndarray:
         """uint8 memory of that size or up to twice as much, at a multiple of 64, with anything in it."""

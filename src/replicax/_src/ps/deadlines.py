@@ -73,9 +73,8 @@ class Deadlines:
             with self._changed:
                 if self._is_closed:
                     return
-                self._wakes_at = (
-                    math.inf
-                )  # so that who sets one now waits for the lock, and wakes this thread
+                # So that who sets one now waits for the lock, and wakes this thread.
+                self._wakes_at = math.inf
                 now = time.monotonic()
                 passed = [deadline for deadline in self._deadlines if deadline.at <= now]
                 if not passed:

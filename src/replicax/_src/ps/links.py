@@ -234,9 +234,8 @@ class PsLinks:
     def held(self, servers: Iterable[int] | None = None) -> Iterator[None]:
         """Inside, no other thread uses the links to these servers, or to all."""
         with contextlib.ExitStack() as held:
-            for ps in sorted(
-                range(self.num_servers) if servers is None else servers
-            ):  # the same order in all threads
+            # In the same order in all threads.
+            for ps in sorted(range(self.num_servers) if servers is None else servers):
                 held.enter_context(self._servers[ps].lock)
             yield
 

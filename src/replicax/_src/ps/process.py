@@ -38,9 +38,8 @@ def prepare_process(cluster: ClusterSpec, task: Task) -> None:
         return
     if task.type == "ps" and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
-    if (
-        task.type == "ps"
-    ):  # who runs an update waits for it, under a lock: another thread would only begin later
+    if task.type == "ps":
+        # Who runs an update waits for it, under a lock: another thread would only begin later.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     prepare_backend(num_tasks_beside(cluster, task), has_callbacks=False)
     folder = program_cache(os.environ)

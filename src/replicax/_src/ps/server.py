@@ -167,9 +167,8 @@ class TaskServer:
             )
         try:
             self._server = self._flight.Server(self._address, self._credentials, self)
-            atexit.register(
-                self.shutdown
-            )  # later, a thread of gRPC that calls Python would abort the process
+            # Later, a thread of gRPC that calls Python would abort the process.
+            atexit.register(self.shutdown)
         except self._flight.ERRORS as error:
             raise UnavailableError(
                 f"The task cannot listen at {self._address}: {error}. Is the port in use, or the host of another machine?"
@@ -308,7 +307,6 @@ class _Stream:
 
     def _write(self, message: Encoded) -> None:
         self.counts.messages += 1
-        self.counts.bytes_out += (
-            message.num_bytes
-        )  # before it arrives, so that who has the answer finds it counted
+        # Before it arrives, so that who has the answer finds it counted.
+        self.counts.bytes_out += message.num_bytes
         self._pipe.write(message)

@@ -150,9 +150,8 @@ class Server:
             raise ContextError("Server.join: it has not been started. Call start() first.")
         with _at_sigterm(self._service.is_to_stop.set):
             try:
-                while not self._is_over.wait(
-                    _TICK_S
-                ):  # a signal may come to another thread, and wakes only that one
+                # In ticks: a signal may come to another thread, and wakes only that one.
+                while not self._is_over.wait(_TICK_S):
                     pass
             except BaseException:  # Ctrl-C
                 self.stop()

@@ -178,11 +178,8 @@ class Shard(Step):
 @final
 class _ShardCursor(Cursor):
     def __init__(self, parent: Cursor, step: int, skip: int):
-        self._parent, self._step, self._skip = (
-            parent,
-            step,
-            skip,
-        )  # skip: rows of others before the next of ours
+        self._parent, self._step = parent, step
+        self._skip = skip  # rows of others before the next of ours
 
     def read(self, num_rows: int) -> Chunk:
         if not num_rows:

@@ -371,10 +371,8 @@ class OptimizerUpdate:
         mixed = self._mixed(own)
         by_server = _computable(traced.program, at_server, without=mixed)
         largest = math.prod(self._arrays[own].shape) if own is not None else 1
-        for given in (
-            set(traced.consts),
-            shared,
-        ):  # what is shared has changed on the server since the worker read it
+        # First without what is shared: that has changed on the server since the worker read it.
+        for given in (set(traced.consts), shared):
             by_worker = _computable(traced.program, given | set(traced.gradients))
             for limit in (1, largest):
                 cuts = _latest_cuts(traced.program, wanted, by_server, by_worker, producer, mixed, limit)

@@ -222,9 +222,8 @@ class PlacedReplicas:
         sums = list(operands)
         weight, total = self._weights()
         for i, combining in enumerate(self._combining):
-            if (
-                combining is Combining.MEAN
-            ):  # (Where a replica has no rows its statistics may be nan: never 0 * nan.)
+            if combining is Combining.MEAN:
+                # Where a replica has no rows its statistics may be nan: never 0 * nan.
                 sums[i] = jnp.where(weight > 0, operands[i] * weight.astype(operands[i].dtype), 0)
         combined = list(operands)
         summed = [
