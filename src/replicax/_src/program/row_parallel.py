@@ -1,4 +1,4 @@
-"""Row-parallel: may an optimizer's update of a table be run on some of its rows only? And the program that does so.
+"""Row-parallel: may an optimizer's update of a table be run on some of its rows, or on a shard, only?
 
 Every value of the update either has the table's rows on axis 0, row i of it computed from row i of others, or is
 independent of them. An operation that fits neither mixes rows, and the update is not row-parallel.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,40 +18,6 @@ from replicax._src import jax_compat
 from replicax._src.program.flat import FlatProgram
 from replicax._src.program.rows.rules import ELEMENTWISE
 from replicax._src.program.verdict import is_call
-from replicax._src.user_code import UNKNOWN
-
-_STEPS = (0, 1, 7, 1000)
-
-
-@dataclass(frozen=True)
-class TableUpdate:
-    """An optimizer's update of one table, traced for some rows of it.
-
-    What Python made of the number of rows while tracing (``value.shape[0]``) is that of the trace.
-
-    Attributes:
-      closed: The closed jaxpr. What has rows has them on axis 0, all as many.
-      has_rows: For each operand, whether it has the table's rows: the table, its slots, the gradient.
-      table: Position of the table among the operands.
-      gradient: Position of the gradient.
-      written: For each result, the position of the operand whose new value it is.
-    """
-
-    closed: Any
-    has_rows: Sequence[bool]
-    table: int
-    gradient: int
-    written: Sequence[int]
-
-    @property
-    def state(self) -> list[int]:
-        """Positions of the operands that are not the gradient."""
-        return [i for i in range(len(self.has_rows)) if i != self.gradient]
-
-    def evaluate(self, operands: Sequence[Any]) -> list[Any]:
-        """The results."""
-        jaxpr, consts = jax_compat.open_jaxpr(self.closed)
-        return jax_compat.eval_jaxpr(jaxpr, [*consts, *operands])
 
 
 @dataclass(frozen=True)
@@ -60,17 +25,17 @@ class Mixing:
     """Why an update is not row-parallel.
 
     Attributes:
-      primitive: The operation that mixes rows; None if it is a result.
+      primitive: The operation that mixes rows.
       line: Of the user's code.
       why: What it does, for people.
     """
 
-    primitive: str | None
+    primitive: str
     line: str
     why: str
 
     def __str__(self) -> str:
-        return f"{self.primitive or 'a result'} {self.why} ({self.line})"
+        return f"{self.primitive} {self.why} ({self.line})"
 
 
 class _Kind(enum.Enum):
@@ -87,25 +52,6 @@ class _MixesRows(Exception):
         self.mixing = mixing
 
 
-def find_mixing(update: TableUpdate) -> Mixing | None:
-    """What keeps the update from being run on some rows only; None: nothing, it is row-parallel."""
-    jaxpr, consts = jax_compat.inner_jaxpr(update.closed)
-    kinds = [
-        _Kind.ROWS if has_rows else _of_shape(var.aval.shape)
-        for var, has_rows in zip(jaxpr.invars, update.has_rows, strict=True)
-    ]
-    try:
-        results = _kinds_of_results(jaxpr, consts, kinds)
-    except _MixesRows as found:
-        return found.mixing
-    for position, kind in zip(update.written, results, strict=True):
-        if update.has_rows[position] and kind is _Kind.FIXED:
-            return Mixing(None, UNKNOWN, "with rows is the same whatever the rows are")
-        if not update.has_rows[position] and kind is _Kind.ROWS:
-            return Mixing(None, UNKNOWN, "that all rows share depends on the rows")
-    return None
-
-
 def mixed_values(program: FlatProgram, with_rows: Collection[int]) -> dict[int, Mixing]:
     """The values of a program that come of several rows of one, at the operation that mixes them; none further on.
 
@@ -113,12 +59,14 @@ def mixed_values(program: FlatProgram, with_rows: Collection[int]) -> dict[int, 
       with_rows: The numbers of its inputs that have rows.
     """
     kinds = {number: _of_shape(np.shape(value)) for number, value in program.consts.items()}
-    kinds.update((number, _Kind.ROWS if number in with_rows else _Kind.EVEN) for number in program.inputs)
+    kinds.update((number, _Kind.ROWS) for number in with_rows)
     mixed: dict[int, Mixing] = {}
     for operation in program.operations:
         given = [
-            _of_shape(np.shape(atom.val)) if isinstance(atom, jax_compat.Literal) else kinds[atom]
-            for atom in operation.operands
+            _of_shape(var.aval.shape)  # of an input that has no rows
+            if isinstance(atom, jax_compat.Literal) or atom not in kinds
+            else kinds[atom]
+            for var, atom in zip(operation.eqn.invars, operation.operands, strict=True)
         ]
         try:
             found = _apply(operation.eqn, given, operation.line)
@@ -127,51 +75,6 @@ def mixed_values(program: FlatProgram, with_rows: Collection[int]) -> dict[int, 
             mixed.update(dict.fromkeys(operation.results, error.mixing))
         kinds.update(zip(operation.results, found, strict=True))
     return mixed
-
-
-def is_lazy_equal_dense(update: TableUpdate, shared: Sequence[Any]) -> bool:
-    """Whether rows without a gradient stay as they are, so that leaving them out changes nothing.
-
-    It is tried: on random rows with a gradient of 0, at several step counts.
-
-    Args:
-      update: It is evaluated; a few rows of a few columns are enough.
-      shared: Values of the operands that have no rows. Integers among them count steps, and are varied.
-    """
-    with jax_compat.outside_traces():
-        evaluate = jax.jit(update.evaluate)
-        for step in _STEPS:
-            operands = _resting(update, shared, step)
-            for position, result in zip(update.written, evaluate(operands), strict=True):
-                if update.has_rows[position] and not np.array_equal(result, operands[position]):
-                    return False
-    return True
-
-
-RowProgram = Callable[[Sequence[Any], Any, Any], list[Any]]
-
-
-def row_program(update: TableUpdate) -> RowProgram:
-    """The update of some rows of a shard, for an update that is row-parallel.
-
-    Returns:
-      A function of the state (the operands but the gradient, in order, with all rows of the shard), the rows' numbers
-      in the shard (int32, as many as rows were traced, none twice) and their gradients. It gives what the update
-      gives, with all rows of the shard. Numbers that no row has are padding: they change nothing.
-    """
-
-    def run(state: Sequence[Any], ids: Any, gradient: Any) -> list[Any]:
-        operands = dict(zip(update.state, state, strict=True))
-        chosen = {
-            i: rows_of(value, ids) if update.has_rows[i] else value for i, value in operands.items()
-        } | {update.gradient: gradient}
-        results = update.evaluate([chosen[i] for i in range(len(update.has_rows))])
-        return [
-            with_rows(operands[position], ids, result) if update.has_rows[position] else result
-            for position, result in zip(update.written, results, strict=True)
-        ]
-
-    return run
 
 
 def rows_of(value: Any, ids: Any) -> Any:
@@ -183,27 +86,6 @@ def with_rows(value: Any, ids: Any, rows: Any) -> Any:
     """A table with other rows; those of numbers that it does not have are left out."""
     ids = jnp.where(ids < 0, value.shape[0], ids)  # NumPy's -1 is the last row
     return value.at[ids].set(rows, mode="drop")
-
-
-def _resting(update: TableUpdate, shared: Sequence[Any], step: int) -> list[Any]:
-    """Operands with a gradient of 0. Slots are positive, for some are sums of squares."""
-    rng = np.random.default_rng(step)
-    remaining = iter(shared)
-    operands: list[Any] = []
-    for position, (var, has_rows) in enumerate(
-        zip(jax_compat.inner_jaxpr(update.closed)[0].invars, update.has_rows, strict=True)
-    ):
-        shape, dtype = var.aval.shape, var.aval.dtype
-        if position == update.gradient:
-            operands.append(jnp.zeros(shape, dtype))
-        elif has_rows:
-            low = -1.0 if position == update.table else 0.1
-            operands.append(jnp.asarray(rng.uniform(low, 1.0, shape)).astype(dtype))
-        else:
-            value = next(remaining)
-            is_count = jnp.issubdtype(dtype, jnp.integer)
-            operands.append(jnp.full(shape, step, dtype) if is_count else jnp.asarray(value, dtype))
-    return operands
 
 
 # --- operation by operation ---------------------------------------------------------------------------
