@@ -25,7 +25,8 @@ class Ps:
         self.asked = []
 
     def ask(self, what, header, timeout_s):
-        self.asked.append((what, header.get("epoch")))
+        if what != "status":
+            self.asked.append((what, header.get("epoch")))
         if what in self.fails:
             raise RemoteError("No room.", "SnapshotError", f"ps {self.index}")
         if what == "restore":
@@ -63,13 +64,16 @@ def dispatch():
 
 
 def watching(session, recovery, comes_back_s=10.0):
-    """The watch of ps 0, and that it is another process now."""
+    """The watch of ps 0, which is another process from ``started_again`` on."""
     watches = [PsWatch(n, session, Limits(), None, comes_back_s) for n in range(2)]
     for watch in watches:
         watch.accept("first")
     recovery._watches = watches
-    session.ps[0].instance = "second"
     return watches[0]
+
+
+def started_again(session):
+    session.ps[0].instance = "second"
 
 
 def kept(**what):
@@ -90,6 +94,7 @@ def test_how_it_goes_on(session, dispatch):
 def test_one_goes_on_with_what_it_has(session, dispatch, caplog):
     recovery = Recovery(session, dispatch, "continue")
     watch = watching(session, recovery)
+    started_again(session)
     session.ps[0].restored, watch.num_updates = kept(), 8
     assert recovery.restarted(watch, session.ps[0]) is None
     assert session.was_restored == [(0, ["w"])]
@@ -110,6 +115,7 @@ def test_one_goes_on_with_what_it_has(session, dispatch, caplog):
 def test_who_comes_back_without_the_variables_is_lost(session, dispatch, restored, missing, says):
     recovery = Recovery(session, dispatch, "continue")
     watch = watching(session, recovery)
+    started_again(session)
     session.ps[0].restored, session.missing = restored, missing
     error = recovery.restarted(watch, session.ps[0])
     assert isinstance(error, UnavailableError)
@@ -123,16 +129,29 @@ def test_all_go_back_to_the_last_epoch_that_all_have(session, dispatch, caplog):
     watch = watching(session, recovery)
     for ps in session.ps:
         ps.restored = kept()
-    assert "no snapshot of all parameter servers" in str(recovery.restarted(watch, session.ps[0]))
     recovery._epochs._take()
     recovery._epochs._take()
     session.ps[1].fails.add("snapshot")
     recovery._epochs._take()
+    session.ps[1].fails.clear()
+    started_again(session)
+    recovery._epochs._take()  # sooner than the beat that finds it: what is older than the others is no epoch with them
+    assert recovery._epochs.last == 2
     assert recovery.restarted(watch, session.ps[0]) is None
     assert [ps.asked[-1] for ps in session.ps] == [("restore", 2), ("restore", 2)]
     assert session.was_restored == [(0, ["w"]), (1, ["w"])]
     assert all(each.knows(ps.instance) for each, ps in zip(recovery._watches, session.ps))
     assert "went back to the snapshots of epoch 2" in caplog.text
+    recovery._epochs._take()
+    assert recovery._epochs.last == 3
+
+
+def test_without_an_epoch_nothing_can_go_back(session, dispatch):
+    recovery = Recovery(session, dispatch, "rewind")
+    watch = watching(session, recovery)
+    started_again(session)
+    session.ps[0].restored = kept()
+    assert "no snapshot of all parameter servers" in str(recovery.restarted(watch, session.ps[0]))
 
 
 def test_who_cannot_go_back_with_the_others_is_lost(session, dispatch):
@@ -141,6 +160,7 @@ def test_who_cannot_go_back_with_the_others_is_lost(session, dispatch):
     for ps in session.ps:
         ps.restored = kept()
     recovery._epochs._take()
+    started_again(session)
     session.ps[1].fails.add("restore")
     error = recovery.restarted(watch, session.ps[0])
     assert error.task == "ps 1"
@@ -148,7 +168,7 @@ def test_who_cannot_go_back_with_the_others_is_lost(session, dispatch):
 
 
 def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(session, dispatch, caplog):
-    epochs = Epochs(session, dispatch, threading.Lock())
+    epochs = Epochs(session, dispatch, threading.Lock(), lambda index, instance: True)
     first, second = session.ps
     second.fails.add("snapshot")
     for _ in range(3):

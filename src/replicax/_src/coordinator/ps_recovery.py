@@ -45,8 +45,8 @@ class Recovery:
             )
         self._session, self._dispatch = session, dispatch
         self._lock = threading.Lock()
-        self._epochs = Epochs(session, dispatch, self._lock) if how == "rewind" else None
         self._watches: Sequence[PsWatch] = ()
+        self._epochs = Epochs(session, dispatch, self._lock, self._knows) if how == "rewind" else None
 
     def start(self, watches: Sequence[PsWatch]) -> None:
         self._watches = watches
@@ -60,6 +60,9 @@ class Recovery:
     def join(self, timeout_s: float) -> None:
         if self._epochs is not None:
             self._epochs.join(timeout_s)
+
+    def _knows(self, index: int, instance: Any) -> bool:
+        return self._watches[index].knows(instance)
 
     def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
         """Goes on with one, if it is another than before. Returns why that cannot be.
@@ -140,13 +143,17 @@ class Epochs:
 
     Args:
       lock: Held meanwhile.
+      knows: Whether a parameter server, by its number, is that instance. One that was started again is as old as its last
+        snapshot until all have gone back.
 
     Attributes:
       last: The last epoch of which all have a snapshot; 0: none.
     """
 
-    def __init__(self, session: Session, dispatch: Dispatch, lock: threading.Lock):
-        self._session, self._dispatch, self._lock = session, dispatch, lock
+    def __init__(
+        self, session: Session, dispatch: Dispatch, lock: threading.Lock, knows: Callable[[int, Any], bool]
+    ):
+        self._session, self._dispatch, self._lock, self._knows = session, dispatch, lock, knows
         self._interval_s = min(s for s in session.snapshot_intervals_s if s is not None)
         self.last = 0
         self._num_finished = 0
@@ -187,6 +194,10 @@ class Epochs:
         for index in self._order:
             try:
                 with contextlib.closing(self._session.connect("ps", index)) as client:
+                    if not self._knows(index, client.ask("status", {}, _STATUS_S)["instance"]):
+                        raise UnavailableError(
+                            "It was started again, and is older than the others.", f"ps {index}"
+                        )
                     client.ask("snapshot", header, _FILES_S)
             except Exception as error:
                 self._fail(index, error)
