@@ -27,7 +27,8 @@ def test_each_worker_has_its_own(strategy, caplog):
 
     def step(x):
         def replica_fn(x):
-            steps.assign_add(1)
+            steps.assign_add(3)
+            steps.assign_sub(2)
             mean.assign(mean * 0.5 + x)
             return rx.coordinator.experimental_get_current_worker_index(), steps.value, mean + 0
 

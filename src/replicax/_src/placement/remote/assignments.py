@@ -23,7 +23,7 @@ from replicax._src.program.rows.rules import ELEMENTWISE
 
 log = logging.getLogger("replicax")
 _MARKS = frozenset(mark.name for mark in (read_p, seed_shift_p, seed_unshift_p))
-_SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
+_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 
 
 @dataclass(frozen=True)
