@@ -57,6 +57,11 @@ class Everything:
         self.seen.assign_add(x.shape[0])
         self.scale.assign(self.scale * 0.5 + jnp.sum(x))
         self.first.assign_add(x[0, :2])
+
+        def count_again():
+            self.on_read.assign(self.on_read + jnp.sum(x**2))  # this replica's part, and what is new
+
+        rx.cond(self.same.value > 0, count_again, lambda: None)
         self.on_read.assign_add(jnp.sum(x))
         self.same.assign_add(context.all_reduce("SUM", jnp.sum(x)))
         after = self.seen.value + context.replica_id_in_sync_group
@@ -135,6 +140,24 @@ def test_what_replicas_do_to_variables_adds_up_on_the_servers_with_one_push_to_e
     np.testing.assert_allclose(ours.norm.moving_mean.value, (before[0] + 100) * 0.75 + 0.25 * mean, rtol=1e-5)
     np.testing.assert_allclose(ours.scale.numpy(), before[1] + 100 - ROWS[0, 0], rtol=1e-5)
     assert ours.seen.numpy() == 2
+
+
+def test_what_replicas_do_to_their_parts_is_done_to_the_total_in_branches_too(on_servers, caplog):
+    strategy, coordinator = on_servers
+    with strategy.scope():
+        total = rx.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
+
+    def step(x):
+        def replica_step(x):
+            total.assign(total * 2.0 + x * (1.0 + rx.get_replica_context().replica_id_in_sync_group))
+            rx.cond(x > 1, lambda: total.assign(total * x) is None, lambda: total.assign(jnp.ones(2)) is None)
+
+        strategy.run(replica_step, args=(x,))
+
+    values = [coordinator.schedule(step, args=(np.float32(x),)) for x in (0.0, 2.0, 3.0)]
+    coordinator.fetch(values)
+    np.testing.assert_array_equal(total.numpy(), [147.0, 147.0])
+    assert "a parameter server does not do" not in caplog.text
 
 
 def test_each_replica_gets_an_element_of_a_dataset_from_a_function_and_the_last_ones_none(on_servers):

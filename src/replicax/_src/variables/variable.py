@@ -101,6 +101,13 @@ class Variable(ArrayLike):
         self._has_components = (
             self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1
         )
+        # One value on parameter servers, of which the replicas of a worker have parts while they run.
+        self._is_summed = (
+            self.synchronization is VariableSynchronization.ON_READ
+            and self.aggregation is VariableAggregation.SUM
+            and not self._has_components
+            and self._placement.topology.num_replicas > 1
+        )
         with jax_compat.outside_traces():
             parts = self._initial_components(value) if self._has_components else None
             self._value = self._placement.place_initial(value, parts, self.name)
@@ -245,7 +252,8 @@ class Variable(ArrayLike):
         value = self._incoming(method, value)
         if context.in_replica_function():
             communicator = _communicator()
-            if not self._has_components and communicator is not None:
+            is_own = self._has_components or self._is_summed
+            if not is_own and communicator is not None:
                 value = self._combine_replicas(communicator, method, value)
             return self._write(combine(raw, value))
         if self._has_components and not context.in_update():
@@ -363,7 +371,7 @@ class Variable(ArrayLike):
             raise VariableError(
                 f"{method} takes rx.IndexedSlices(values, indices), got {type(delta).__name__}."
             )
-        if self.synchronization is VariableSynchronization.ON_READ and self._placement.num_replicas > 1:
+        if self._has_components or self._is_summed:
             raise UnsupportedError(f"{method} is not supported for variable {self.name!r}: it is ON_READ.")
         allowed = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
         if current_capture() is None and self._placement.update(_ON_SERVERS[method], self, delta):
@@ -464,10 +472,11 @@ _accessor = _VariableAccessor()
 
 
 def _make_slot(variable: Any, num_replicas: int) -> Slot | None:
-    del num_replicas  # the variable's own strategy has decided
     if not isinstance(variable, Variable):
         return None
     sharing = Sharing.COMPONENTS if variable._has_components else Sharing.MIRRORED
+    if variable._is_summed and num_replicas > 1:  # elsewhere it is one value
+        sharing = Sharing.SUMMED
     return Slot(variable, _accessor, variable.name, variable.shape, variable.dtype, sharing)
 
 

@@ -144,8 +144,8 @@ class _Walk:
     """Goes through a path.
 
     Attributes:
-      nonlinear: The first operation that is none of sums, and products with a factor.
-      factors: Of the products.
+      nonlinear: The first operation that is none of sums, products with a factor, and selections.
+      factors: Of the products; and what selects.
     """
 
     def __init__(self, sources: set[int], path: Sequence[Operation], combining: Combining):
@@ -169,10 +169,9 @@ class _Walk:
         if name in _ALONG:
             given = operands
         elif name in _SUMS and len(operands) == 2:
-            given = [
-                atom if is_own else self._operand(atom, operation, self._combining)
-                for atom, is_own in zip(operands, own, strict=True)
-            ]
+            given = self._terms(operands, own, operation)
+        elif name == "select_n" and not own[0]:
+            given = [self._factor(operands[0], operation), *self._terms(operands[1:], own[1:], operation)]
         elif own == [True, False] and name in ("mul", "div"):
             given = [operands[0], self._factor(operands[1], operation)]
         elif own == [False, True] and name == "mul":
@@ -186,6 +185,12 @@ class _Walk:
         self._path.append(dataclasses.replace(operation, operands=given))
         self._described.append((name, own))
         return True
+
+    def _terms(self, atoms: Sequence[Atom], own: Sequence[bool], operation: Operation) -> list[Atom]:
+        return [
+            atom if is_own else self._operand(atom, operation, self._combining)
+            for atom, is_own in zip(atoms, own, strict=True)
+        ]
 
     def _factor(self, atom: Atom, operation: Operation) -> Atom:
         if isinstance(atom, jax_compat.Literal):
