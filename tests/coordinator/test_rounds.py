@@ -309,6 +309,27 @@ def test_what_couples_variables_is_of_each_gradient(partitioner):
         np.testing.assert_allclose(job.w.value, np.full(3, -0.5), rtol=1e-5)
 
 
+def test_what_one_function_takes_twice_is_averaged_with_what_another_has_two_of(strategy):
+    with strategy.scope():
+        variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(3)]
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(variables)
+
+    def one(x):
+        first, second = jnp.full(2, x), jnp.full(2, 10 * x)
+        optimizer.apply([first, first, second], variables)
+
+    def other(x):
+        first, second = jnp.full(2, x), jnp.full(2, 10 * x)
+        optimizer.apply([first, second, second], variables)
+
+    with ClusterCoordinator(strategy, replicas_to_aggregate=2) as coordinator:
+        coordinator.schedule(one, (np.float32(1),))
+        coordinator.schedule(other, (np.float32(1),))
+        coordinator.join(JOIN_S)
+    assert [float(variable.value[0]) for variable in variables] == [-1.0, -5.5, -10.0]
+
+
 def test_a_gradient_that_is_not_finite_skips_its_round(strategy):
     def scaling():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)

@@ -54,11 +54,12 @@ class UpdateBuilder:
     def take(self, operand: Any, *avals: tuple[Sequence[int], Any]) -> int:
         """The program takes an operand, of one array or several. Returns the position of the first."""
         position = self._positions.get(operand)
-        if position is None:
+        is_condition = avals[0][1] == np.dtype(bool)
+        # What is the same here for two variables need not be so in another function of the round.
+        if position is None or (self.is_averaged and not is_condition):
             position = self._positions[operand] = len(self._avals)
             self.operands.append(operand)
             if self.is_averaged:
-                is_condition = avals[0][1] == np.dtype(bool)
                 self._averaged.append("rows" if len(avals) == 2 else "all" if is_condition else "mean")
             self._avals += [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in avals]
         return position
