@@ -169,8 +169,9 @@ class Session:
                 return
             made: list[ServerArray] = []
             try:
-                for array in chosen:
-                    self._place(array, made)
+                for array in _with_those_beside(chosen):
+                    self._place(array)
+                    made.append(array)
                 self._create(made)
             except BaseException:
                 for array in made:  # it is tried again when they are needed again
@@ -180,9 +181,7 @@ class Session:
 
     def _make_shared(self, arrays: Sequence[ServerArray], shared: SharedArrays) -> None:
         """What is gone here stays on the servers: others may have it."""
-        wanted: list[ServerArray] = []
-        for array in arrays:
-            _add_with_those_beside(array, wanted)
+        wanted = _with_those_beside(arrays)
         absent = shared.place(wanted, self._balance)
         try:
             self._create_pieces(absent)
@@ -203,17 +202,13 @@ class Session:
     def _forget_made(self) -> None:
         self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
 
-    def _place(self, array: ServerArray, made: list[ServerArray]) -> None:
-        if array.is_made:
-            return
+    def _place(self, array: ServerArray) -> None:
         array.key = f"{self._num_keys}:{array.name}"
         self._num_keys += 1
         if array.beside is not None:
-            self._place(array.beside, made)
             array.place_beside(array.beside, self._balance)
         else:
             array.place(self._balance)
-        made.append(array)
 
     def _create(self, arrays: Sequence[ServerArray]) -> None:
         self._create_pieces([(array, piece) for array in arrays for piece in array.pieces])
@@ -377,12 +372,20 @@ class Session:
             self.epoch += 1
 
 
-def _add_with_those_beside(array: ServerArray, arrays: list[ServerArray]) -> None:
-    """Adds an array that is to be made, after the one that it stands beside."""
-    if not array.is_made and array not in arrays:
+def _with_those_beside(arrays: Sequence[ServerArray]) -> list[ServerArray]:
+    """Arrays that are to be made, each after the one that it stands beside, if that is to be made too."""
+    found: dict[ServerArray, None] = {}
+
+    def add(array: ServerArray) -> None:
+        if array.is_made or array in found:
+            return
         if array.beside is not None:
-            _add_with_those_beside(array.beside, arrays)
-        arrays.append(array)
+            add(array.beside)
+        found[array] = None
+
+    for array in arrays:
+        add(array)
+    return list(found)
 
 
 @dataclass(frozen=True)

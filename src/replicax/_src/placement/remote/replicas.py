@@ -244,9 +244,8 @@ class PlacedReplicas:
     def _weights(self) -> tuple[Any, float]:
         if self._rows is None:
             return jnp.float32(1), float(self._topology.num_replicas)
-        return jnp.asarray(self._rows, jnp.float32)[jax.lax.axis_index(REPLICA_AXIS)], float(
-            sum(self._rows) or 1
-        )
+        weights = jnp.asarray(self._rows, jnp.float32)
+        return weights[jax.lax.axis_index(REPLICA_AXIS)], float(sum(self._rows) or 1)
 
     # --- what it is outside -------------------------------------------------------------------------------
 
@@ -306,10 +305,7 @@ def _giving(
         variant,
         jaxpr=jaxpr,
         consts=consts + variant.consts,
-        outputs=[
-            *kept,
-            *(Output(True) for _ in operands),
-        ],
+        outputs=[*kept, *(Output(True) for _ in operands)],
         out_verdicts=[*variant.out_verdicts[:num_results], *(Verdict.DIFFERS for _ in operands)],
         input_verdicts=[Verdict.SAME] * len(consts) + list(variant.input_verdicts),
     )
