@@ -1,5 +1,6 @@
 """Tables on parameter servers that are saved, loaded and looked up in blocks of rows."""
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -61,6 +62,17 @@ def test_what_was_saved_is_loaded_into_other_shards(strategy, make, tmp_path, ca
     np.testing.assert_array_equal(rx.nn.embedding_lookup(loaded, ids), values[ids])
     np.testing.assert_array_equal(np.asarray(loaded.value), values)
     assert not caplog.records
+
+
+def test_bfloat16_is_loaded_too_and_as_nothing_else(strategy, tmp_path):
+    values = jnp.arange(101 * 8, dtype=jnp.bfloat16).reshape(SHAPE)
+    with strategy.scope():
+        table, loaded, half = (rx.Variable(v) for v in (values, 0 * values, values.astype(jnp.float16)))
+    path = tmp_path / "table.npy"
+    save_table(table, path)
+    load_table(loaded, path)
+    np.testing.assert_array_equal(rx.nn.embedding_lookup(loaded, range(101)), values)
+    message(InvalidArgumentError, lambda: load_table(half, path), "float16")
 
 
 def test_rows_are_looked_up_outside_of_functions(strategy):
