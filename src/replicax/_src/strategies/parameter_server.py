@@ -317,6 +317,7 @@ class ParameterServerStrategy(Strategy):
 
 
 def devices_of_worker(given: int | None) -> int:
+    """How many devices of each worker are used: what the program says, or the launcher, or 1."""
     if given is None:
         return optional_number(os.environ, DEVICES_VARIABLE) or 1
     return whole_number("ParameterServerStrategy(devices_per_worker=…)", given, least=1)
