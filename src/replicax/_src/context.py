@@ -471,6 +471,11 @@ def _as_local(leaf: Any) -> Any:
 owners: dict[int, Any] = {}
 
 
+def owner_of(variable: Any) -> Any:
+    """The strategy in whose scope a variable was made; None if it was in none."""
+    return getattr(variable, "distribute_strategy", None) or owners.get(id(variable))
+
+
 def remember_owner(made: Any) -> None:
     """Notes in whose scope a variable or a model of another library is made, if in any."""
     if has_strategy():

@@ -16,7 +16,6 @@ from replicax._src.program import key
 from replicax._src.program.program import Variant, check_no_leaks, has_callback, trace_variant
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
-from replicax._src.strategies.extended import owner_of
 from replicax._src.topology import Topology, is_replica_mesh
 from replicax._src.values import DistributedValues, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
@@ -57,7 +56,7 @@ class _Home:
             )
 
     def slot_of(self, variable: Any) -> Slot:
-        self.use(owner_of(variable) or context.get_strategy())
+        self.use(context.owner_of(variable) or context.get_strategy())
         return self.strategy.slots.slot_of(variable)
 
 

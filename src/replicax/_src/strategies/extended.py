@@ -237,7 +237,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether ``v`` was made in this strategy's scope."""
-        return owner_of(v) is self._strategy
+        return context.owner_of(v) is self._strategy
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
@@ -265,11 +265,6 @@ class StrategyExtended:
         """Devices for state that belongs to no variable."""
         del var_list
         return self.parameter_devices
-
-
-def owner_of(variable: Any) -> Any:
-    """The strategy in whose scope a variable was made."""
-    return getattr(variable, "distribute_strategy", None) or context.owners.get(id(variable))
 
 
 def _check_is_of_this_worker(device: str, worker: Membership | None) -> None:

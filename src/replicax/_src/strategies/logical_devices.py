@@ -11,11 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax._src import jax_compat
+from replicax._src import context, jax_compat
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError
 from replicax._src.program.capture import current_capture
 from replicax._src.program.markers import logical_p
-from replicax._src.strategies.extended import owner_of
 from replicax._src.topology import Topology
 from replicax._src.values import PerReplica, is_variable
 
@@ -116,7 +115,7 @@ def _marked(topology: Topology, tensor: Any, spec: PartitionSpec) -> Any:
 
 
 def _lay_out(strategy: Any, variable: Any, layout: NamedSharding | None) -> Any:
-    owner = owner_of(variable)
+    owner = context.owner_of(variable)
     if owner is not None and owner is not strategy:
         raise MixedStrategiesError(
             f"The variable was made under {owner!r}, and is to be divided over the logical devices of {strategy!r}. Make it in "

@@ -122,4 +122,4 @@ def owner_of_table(variable: Any) -> tuple[Any, Any]:
             return None, None
     if not is_variable(variable):
         return None, None
-    return getattr(variable, "distribute_strategy", None) or context.owners.get(id(variable)), variable
+    return context.owner_of(variable), variable
