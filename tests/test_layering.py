@@ -38,6 +38,7 @@ LAYERS = {
     "input/order": 1,
     "input/autoshard": 1,
     "variables/partitioners": 1,
+    "variables/state_shards": 1,
     "coordinator/closures": 1,
     "coordinator/rounds": 1,
     "coordinator/status": 1,

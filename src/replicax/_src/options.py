@@ -79,6 +79,14 @@ class VariableAggregation(_NamedOption):
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
 
 
+class ShardState(_NamedOption):
+    """What replicas divide among them instead of holding it all: the optimizer's variables (ZeRO 1), or the trainable ones too
+    (ZeRO 3)."""
+
+    OPTIMIZER = "OPTIMIZER"
+    ALL = "ALL"
+
+
 class UnconnectedGradients(_NamedOption):
     """What a tape answers for a source that the target does not depend on."""
 
