@@ -24,6 +24,7 @@ from replicax._src.jax_compat import Device
 
 REPLICA_AXIS = "replica"
 LOGICAL_AXIS = "logical"
+GROUP_AXIS, SHARD_AXIS = "group", "shard"
 log = logging.getLogger("replicax")
 
 # XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads; with fewer
@@ -149,6 +150,15 @@ class Topology:
                     names.append(name)
             dims.append(tuple(names) or otherwise)
         return PartitionSpec(*dims)
+
+    def in_shards(self, dim: int, num_shards: int) -> NamedSharding:
+        """The sharding of an array that is cut along ``dim``, a piece for each of ``num_shards`` adjacent replicas.
+
+        The mesh has the same devices in the same order, with the replica axis in two: programs take arrays of both.
+        """
+        devices = np.array(self.devices, dtype=object).reshape(-1, num_shards)
+        spec = PartitionSpec(*[None] * dim, SHARD_AXIS)
+        return NamedSharding(Mesh(devices, (GROUP_AXIS, SHARD_AXIS)), spec)
 
     @functools.cached_property
     def grid(self) -> np.ndarray:

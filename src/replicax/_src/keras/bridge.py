@@ -15,7 +15,15 @@ import keras
 from replicax._src import context, jax_compat
 from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
-from replicax._src.keras import losses, metric_results, models, planned_steps, replica_steps, servers
+from replicax._src.keras import (
+    divided_state,
+    losses,
+    metric_results,
+    models,
+    planned_steps,
+    replica_steps,
+    servers,
+)
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
@@ -59,7 +67,10 @@ def install() -> None:
         _replace(keras.Variable, "_deferred_initialize", _wrapped_deferred_initialize)
     _replace(keras.optimizers.Optimizer, "__init__", _wrapped_optimizer_init)
     _replace(keras.StatelessScope, "get_current_value", _wrapped_get_current_value)
+    _replace(keras.optimizers.Optimizer, "add_variable", divided_state.wrapped_add_variable)
     _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
+    for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        _replace(optimizer, "stateless_apply", divided_state.wrapped_stateless_apply)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
     _replace(keras.losses.Loss, "__call__", losses.wrapped_call)
     if losses.adds_sums():
@@ -146,7 +157,7 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
             install_servers()
             servers.make(original, self, placement, args, kwargs)
         else:
-            original(self, *args, **kwargs)
+            divided_state.make(original, self, args, kwargs)
         context.remember_owner(self)
         _take_leaders_value(self)
 
@@ -166,7 +177,8 @@ def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[...,
         if planning.get():
             keras_capture.without_values.append(self)
             return
-        original(self)
+        with divided_state.laid_out(context.owners.get(id(self))):
+            original(self)
         _take_leaders_value(self)
 
     return _deferred_initialize

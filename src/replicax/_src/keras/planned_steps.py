@@ -64,9 +64,12 @@ class PlannedSteps(StepFunction):
             del own["_get_jax_state"]
 
     def _described(self, variable: Any) -> jax.ShapeDtypeStruct:
-        sharding = self._strategy.topology.replicated
+        sharding = self._layout_of(variable) or self._strategy.topology.replicated
         dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
         return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)
+
+    def _layout_of(self, variable: Any) -> Any:
+        return self._strategy.slots.layout_of(variable)
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         del state
@@ -83,8 +86,9 @@ class PlannedSteps(StepFunction):
         num_rows = rows * topology.num_replicas
         leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
         batch = Batch(here.tree.unflatten(leaves))
-        held = HeldState(topology)
         groups = self._phase.variables_of(self._model)
+        variables = list(itertools.chain.from_iterable(groups))
+        held = HeldState(topology, layouts=lambda: list(map(self._layout_of, variables)))
         held.hold([[self._described(v) for v in group] for group in groups])
         step = GlobalStep(
             self._one_step.step_of_model,
@@ -95,7 +99,7 @@ class PlannedSteps(StepFunction):
         )
         program = step.program(held, batch, 1)
         compiled, operands = program.ahead(held)
-        written, names = set(program.written), [v.path for v in itertools.chain.from_iterable(groups)]
+        written, names = set(program.written), [v.path for v in variables]
         arrays = [
             planned_array("variable", name, value, is_written=i in written)
             for i, (name, value) in enumerate(zip(names, held.values(), strict=True))

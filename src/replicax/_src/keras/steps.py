@@ -19,6 +19,7 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.datasets import is_end
+from replicax._src.keras.divided_state import with_divided_state
 from replicax._src.keras.workers import SameBatches
 from replicax._src.placement.batch import Batch
 from replicax._src.placement.global_view import GlobalStep
@@ -161,7 +162,13 @@ class GlobalStepFunction(StepFunction):
         )
 
     def step_of_model(self, state: State, data: Any) -> tuple[Any, State]:
-        """The model's own step, pure."""
+        """The model's own step, pure. State that is divided is so in the results too."""
+        layouts = self._strategy.variable_placement.layouts
+        if layouts is None:
+            return self._step_of_whole_state(state, data)
+        return with_divided_state(self._step_of_whole_state, layouts, state, data)
+
+    def _step_of_whole_state(self, state: State, data: Any) -> tuple[Any, State]:
         result = getattr(self._model, self._phase.step_name)(state, data)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong_result(f"returned {type(result).__name__}")

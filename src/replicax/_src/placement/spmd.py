@@ -342,7 +342,8 @@ class Launcher:
         self._donates_args = any(donated)
         self._donates = not program.has_callbacks
         self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement)
-        is_divided = topology.num_logical_devices > 1  # by the compiler, with collectives of its own
+        # By the compiler, with collectives of its own.
+        is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
         self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
         self.placed = self._place(rows_of_replica)
@@ -353,7 +354,7 @@ class Launcher:
             has_one_form=True,
             donate_argnums=donate,
             compiler_options=compiler_options,
-            # The compiler would leave results as they fell, divided over logical devices or not.
+            # The compiler would leave results as they fell, divided or not.
             out_shardings=self._shardings_of_results() if is_divided else None,
         )
 

@@ -61,7 +61,8 @@ class Slot:
       num_replicas: R of the strategy.
       placed: The array that a program, or adoption, gave the variable last.
       components: [R, ...] behind ``placed`` where sharing is SUMMED.
-      layout: How the value lies over the logical devices of a replica; None: each device holds all of it.
+      layout: How the value lies over the devices, where it is divided over the logical devices of a replica or over
+        replicas; None: each device holds all of it.
     """
 
     __slots__ = (
@@ -100,11 +101,8 @@ class Slot:
 
     def described(self, topology: Topology) -> Any:
         """The value as programs over a topology take it, without a value: shape, dtype and sharding."""
-        if self.sharing.is_per_replica:
-            shape, sharding = (topology.num_replicas, *self.shape), topology.per_replica
-        else:
-            shape, sharding = self.shape, topology.replicated
-        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
+        shape = (topology.num_replicas, *self.shape) if self.sharing.is_per_replica else self.shape
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.placement_on(topology))
 
     def __repr__(self) -> str:
         return f"Slot({self.name!r}, {self.sharing.name})"
@@ -119,10 +117,15 @@ class SlotTable:
     """The slots of the variables that one strategy's programs have met.
 
     A slot lives as long as a program that uses it.
+
+    Args:
+      num_replicas: R of the strategy.
+      layout_by_rule: How a variable lies over the devices, where nobody has said it; None, or giving it: each holds all.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, layout_by_rule: Callable[[Any], Any] | None = None) -> None:
         self._num_replicas = num_replicas
+        self._layout_by_rule = layout_by_rule
         self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         self._layouts: dict[int, Any] = {}
 
@@ -133,13 +136,16 @@ class SlotTable:
             made = (make(variable, self._num_replicas) for make in slot_makers)
             slot = next(slot for slot in made if slot is not None)
             slot.num_replicas = self._num_replicas
-            slot.layout = self._layouts.get(id(variable))
+            slot.layout = None if slot.sharing.is_per_replica else self.layout_of(variable)
             self._slots[id(variable)] = slot
         return slot
 
     def layout_of(self, variable: Any) -> Any:
-        """How a variable lies over the logical devices of a replica; None: each device holds all of it."""
-        return self._layouts.get(id(variable))
+        """How a variable lies over the devices; None: each holds all of it."""
+        layout = self._layouts.get(id(variable))
+        if layout is None and self._layout_by_rule is not None:
+            return self._layout_by_rule(variable)
+        return layout
 
     def lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
         """Moves a variable, and what programs will write to it, into a layout over the logical devices.

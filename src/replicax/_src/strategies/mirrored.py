@@ -8,6 +8,7 @@ from typing import final
 
 from replicax._src.collectives.cross_device import CrossDeviceOps
 from replicax._src.jax_compat import Device
+from replicax._src.options import ShardState
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology, device_name, resolve_devices
 
@@ -25,9 +26,14 @@ class MirroredStrategy(Strategy):
       devices: Names (``"gpu:0"``, ``"/gpu:0"``, ``"cpu:1"``, …) or ``jax.Device``; default: all of JAX's default
         backend. ``rx.config.set_local_devices(n)`` makes n virtual CPU devices.
       cross_device_ops: How to reduce; default: XLA's all-reduce.
+      shard_state: What replicas divide among them instead of each holding all of it: "optimizer", the variables of Keras
+        optimizers (ZeRO 1), or "all", the trainable variables too (ZeRO 3). The numbers stay what they are.
+      shard_size: Over how many replicas, adjacent ones; the next ones hold the same again. A divisor of their number;
+        default: the largest up to 256.
 
     Raises:
       DeviceError: A device does not exist, or repeats.
+      InvalidArgumentError: ``shard_size`` does not divide the number of replicas, or nothing is divided.
 
     Source: tf.distribute.MirroredStrategy.
     """
@@ -36,7 +42,16 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[str | Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        shard_state: ShardState | str | None = None,
+        shard_size: int | None = None,
     ):
         topology = Topology.of(resolve_devices(devices))
-        super().__init__(lambda: topology, cross_device_ops=cross_device_ops)
+        super().__init__(
+            lambda: topology,
+            cross_device_ops=cross_device_ops,
+            shard_state=shard_state,
+            shard_size=shard_size,
+        )
+        self.layouts_on(topology)  # checks
         log.info("Using MirroredStrategy with devices (%s)", ", ".join(map(device_name, topology.devices)))

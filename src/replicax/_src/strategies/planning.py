@@ -134,10 +134,11 @@ def _own_hardware(devices: Sequence[Any]) -> Hardware:
 @contextlib.contextmanager
 def _placed_on(strategy: Any, topology: Topology) -> Iterator[None]:
     """Inside, the strategy has the devices of a plan, and variables without values are taken as they will be."""
+    layouts = strategy.layouts_on(topology)
     parts = Parts(
         topology,
-        VariablePlacement(topology),
-        SlotTable(topology.num_replicas),
+        VariablePlacement(topology, layouts=layouts),
+        SlotTable(topology.num_replicas, layouts and layouts.of),
         Runner(strategy, topology),
     )
     token = planning.set(True)

@@ -29,7 +29,7 @@ from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.jax_compat import Device
-from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ValueContext
+from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
 from replicax._src.placement.eager import run_eagerly
 from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture
@@ -43,6 +43,8 @@ from replicax._src.strategies.steps import StepsRunner
 from replicax._src.topology import Topology, device_name
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 from replicax._src.variables.placement import VariablePlacement
+from replicax._src.variables.state_layouts import StateLayouts
+from replicax._src.variables.state_shards import StateShards
 
 
 class Strategy:
@@ -73,6 +75,8 @@ class Strategy:
         is_chief: bool = True,
         communication_options: CommunicationOptions | None = None,
         make_parts: Callable[[Any], Parts] | None = None,
+        shard_state: ShardState | str | None = None,
+        shard_size: int | None = None,
     ):
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise InvalidArgumentError(
@@ -83,6 +87,7 @@ class Strategy:
         self._parameter_device = parameter_device
         self._cluster_resolver, self._is_chief = cluster_resolver, is_chief
         self._communication_options = communication_options
+        self._shard_state, self._shard_size = shard_state, shard_size
         self._ops = cross_device_ops or NcclAllReduce()
         self._extended = StrategyExtended(self)
 
@@ -93,8 +98,15 @@ class Strategy:
         if self._make_parts is not None:
             return self._make_parts(self)
         topology = self._make_topology()
-        placement = VariablePlacement(topology, self._parameter_device)
-        return Parts(topology, placement, SlotTable(topology.num_replicas), Runner(self, topology))
+        layouts = self.layouts_on(topology)
+        placement = VariablePlacement(topology, self._parameter_device, layouts)
+        slots = SlotTable(topology.num_replicas, layouts and layouts.of)
+        return Parts(topology, placement, slots, Runner(self, topology))
+
+    def layouts_on(self, topology: Topology) -> StateLayouts | None:
+        """How this strategy's variables lie over devices, its own or those of a plan; None: each device holds all of them."""
+        shards = StateShards.of(self._shard_state, self._shard_size, topology.num_replicas)
+        return None if shards is None else StateLayouts(shards, topology)
 
     @property
     def parts(self) -> Parts:

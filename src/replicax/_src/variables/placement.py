@@ -13,6 +13,7 @@ from replicax._src.jax_compat import Device
 from replicax._src.program.slots import own_copy, placed_by_each
 from replicax._src.topology import Topology
 from replicax._src.values import shards_of_replicas
+from replicax._src.variables.state_layouts import StateLayouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +23,12 @@ class VariablePlacement:
     Attributes:
       topology: The replicas' devices.
       parameter_device: One device that holds all variables (central storage), or None: every replica's does.
+      layouts: Which variables are divided over replicas, and how; None: none are.
     """
 
     topology: Topology
     parameter_device: Device | None = None
+    layouts: StateLayouts | None = None
     partitioner = None
 
     @property
@@ -54,9 +57,9 @@ class VariablePlacement:
         return self.place(value, components)
 
     def _is_divided(self, stored: jax.Array) -> bool:
-        """Over the logical devices of a replica. (Between processes values are compared whole, and divided afterwards.)"""
-        topology = self.topology
-        return topology.num_logical_devices > 1 and topology.peers is None and not stored.is_fully_replicated
+        """Over logical devices or replicas. (Between processes values are compared whole, and divided afterwards.)"""
+        may_be = self.topology.num_logical_devices > 1 or self.layouts is not None
+        return may_be and self.topology.peers is None and not stored.is_fully_replicated
 
     def current(self, stored: jax.Array) -> jax.Array:
         """The value that is stored."""

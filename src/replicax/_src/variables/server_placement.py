@@ -38,6 +38,7 @@ class ServerPlacement:
     run_here: RunHere
     partitioner: Callable[..., Sequence[int]] | None = None
     parameter_device: Any = None
+    layouts = None
 
     @property
     def num_replicas(self) -> int:

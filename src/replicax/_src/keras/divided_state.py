@@ -1,0 +1,167 @@
+"""Keras variables that are divided over replicas: how they are made, read in a step, and updated by optimizers.
+
+A step of ``fit`` is one program over the whole batch, which the partitioner divides (``placement/global_view.py``). Left alone it
+may as well divide layers as batches. So what a step reads is gathered first, and the gradients, with the variables that an
+optimizer updates, are cut into the pieces in which its state lies. All else follows: its update is of pieces, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import keras
+import numpy as np
+
+from replicax._src import context
+from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
+
+_Init = Callable[..., None]
+_Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+# --- how variables are made ----------------------------------------------------------------------------
+
+
+class _Making(threading.local):
+    """Whether this thread makes a variable for an optimizer."""
+
+    is_for_optimizer = False
+
+
+_making = _Making()
+
+
+def wrapped_add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes that the variable that is made is an optimizer's."""
+
+    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _making.is_for_optimizer
+        _making.is_for_optimizer = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _making.is_for_optimizer = before
+
+    return add_variable
+
+
+def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Initialises a variable, in pieces where the current strategy divides it."""
+    if _making.is_for_optimizer:
+        note_of_optimizer(variable)
+    with laid_out(context.strategy_for_new_variable() if context.has_strategy() else None):
+        original(variable, *args, **kwargs)
+
+
+def laid_out(strategy: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, Keras gives variables their first values in the layouts of a strategy. Keras's own loops see none of it."""
+    layouts = None if strategy is None else strategy.variable_placement.layouts
+    if layouts is None or layouts.topology.is_ahead:
+        return contextlib.nullcontext()
+    return _Layouts(layouts).scope()
+
+
+@final
+class _Layouts(keras.distribution.DataParallel):
+    """Asked by Keras where a new variable lies."""
+
+    def __init__(self, layouts: StateLayouts):
+        devices = np.array(layouts.topology.devices)
+        mesh = keras.distribution.DeviceMesh(devices.shape, ["replica"], devices)
+        super().__init__(device_mesh=mesh, auto_shard_dataset=False)
+        self._layouts = layouts
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        return self._layouts.of(variable)
+
+
+# --- how steps read and update them -----------------------------------------------------------------------
+
+
+@final
+class _DividedRead:
+    """The trainable variables of a step, gathered, while an optimizer still gets their pieces.
+
+    Args:
+      layouts: Of the strategy.
+      pieces: The values as the step is given them.
+    """
+
+    def __init__(self, layouts: StateLayouts, pieces: Sequence[Any]):
+        self._layouts = layouts
+        whole = layouts.topology.replicated
+        is_divided = layouts.shards.divides(is_trainable=True, is_of_optimizer=False)
+        self.values = [
+            jax.lax.with_sharding_constraint(piece, whole)
+            if is_divided and layouts.of_shape(piece.shape) is not None
+            else piece
+            for piece in pieces
+        ]
+        """Whole."""
+        self._pieces = {id(value): piece for value, piece in zip(self.values, pieces, strict=True)}
+
+    def piece_of(self, value: Any) -> Any:
+        """What the step was given for one of ``values``; of anything else the value itself."""
+        return self._pieces.get(id(value), value)
+
+    def in_pieces(self, value: Any) -> Any:
+        """An array cut as the optimizer's state for it is."""
+        layout = self._layouts.of_shape(value.shape)
+        return value if layout is None else jax.lax.with_sharding_constraint(value, layout)
+
+    def gradient_in_pieces(self, gradient: Any) -> Any:
+        """A gradient, first summed over the replicas: the partitioner would rather gather what it is made of."""
+        if gradient is None or self._layouts.of_shape(gradient.shape) is None:
+            return gradient
+        whole = self._layouts.topology.replicated
+        return self.in_pieces(jax.lax.with_sharding_constraint(gradient, whole))
+
+
+_read: contextvars.ContextVar[_DividedRead | None] = contextvars.ContextVar(
+    "replicax_divided_read", default=None
+)
+
+
+@contextlib.contextmanager
+def _reading(read: _DividedRead | None) -> Iterator[None]:
+    token = _read.set(read)
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+def with_divided_state(step: _Step, layouts: StateLayouts, state: Sequence[Any], data: Any) -> Any:
+    """Calls a model's step, whose state is divided.
+
+    Args:
+      step: (state, batch) -> (outputs, new state).
+      layouts: Of the strategy.
+      state: By lists, the first one that of the trainable variables.
+    """
+    read = _DividedRead(layouts, state[0])
+    with _reading(read):
+        outputs, new = step((read.values, *state[1:]), data)
+    return outputs, (list(map(read.piece_of, new[0])), *new[1:])
+
+
+def wrapped_stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Optimizer.stateless_apply`` of pieces, in a step whose state is divided."""
+
+    def stateless_apply(
+        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[Any, Any]:
+        read = _read.get()
+        if read is None:
+            return original(self, optimizer_variables, grads, trainable_variables)
+        grads = list(map(read.gradient_in_pieces, grads))
+        pieces = [read.in_pieces(read.piece_of(value)) for value in trainable_variables]
+        with _reading(None):  # an optimizer in this one gets them as they are
+            return original(self, optimizer_variables, grads, pieces)
+
+    return stateless_apply

@@ -1,0 +1,93 @@
+"""Loops that call ``run`` with state that replicas divide among them: the numbers of one device, and less memory on each."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import assert_close, message
+
+ROWS = 61
+CPUS = [f"cpu:{i}" for i in range(8)]
+
+
+def trained(how, strategy):
+    """Trains with batches of 24, 24 and 13 rows: 4 replicas have 4, 3, 3 and 3 of the last.
+
+    Returns:
+      The variables, the losses and the values.
+    """
+    random = np.random.default_rng(0)
+    features = random.normal(size=(ROWS, 12)).astype(np.float32)
+    targets = random.normal(size=(ROWS, 1)).astype(np.float32)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(24, "tanh"), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.AdamW(1e-2, global_clipnorm=0.5)
+        scale = rx.Variable(np.ones((8, 4), np.float32))
+
+    def step(batch):
+        inputs, wanted = batch
+        with rx.GradientTape() as tape:
+            errors = (model(inputs) * scale.value.mean() - wanted)[:, 0] ** 2
+            loss = rx.nn.compute_average_loss(errors)
+        *of_model, of_scale = tape.gradient(loss, [*model.trainable_variables, scale])
+        optimizer.apply(of_model, model.trainable_variables)
+        scale.assign_sub(0.1 * rx.get_replica_context().all_reduce("SUM", of_scale))
+        return loss
+
+    def total(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+
+    call = rx.function(total) if how == "function" else total
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays((features, targets)).batch(24))
+    losses = [float(call(batch)) for batch in dataset]
+    variables = [*model.variables, *optimizer.variables, scale]
+    return variables, losses, [np.asarray(v.value) for v in variables]
+
+
+@functools.cache
+def on_one_device():
+    return trained("run", rx.MirroredStrategy(CPUS[:1]))[1:]
+
+
+@pytest.mark.parametrize("how", ["run", pytest.param("function", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("state", "size"),
+    [
+        pytest.param("optimizer", 4, marks=pytest.mark.long),
+        pytest.param("all", 4, marks=pytest.mark.long),
+        ("all", 2),
+    ],
+)
+def test_training_equals_one_device_and_divides_memory(how, state, size):
+    variables, *got = trained(how, rx.MirroredStrategy(CPUS[:4], shard_state=state, shard_size=size))
+    assert_close(got, list(on_one_device()), 1e-5, 1e-6)
+    for variable in variables:
+        is_divided = state == "all" or variable not in variables[:4] + variables[-1:]
+        fits = is_divided and any(n % size == 0 for n in variable.shape)
+        held = [shard.data.nbytes for shard in variable.value.addressable_shards]
+        assert held == [variable.value.nbytes // (size if fits else 1)] * 4, variable
+
+
+def test_a_variable_that_is_assigned_stays_divided():
+    strategy = rx.MirroredStrategy(CPUS[:2], shard_state="all")
+    with strategy.scope():
+        variable = rx.Variable(np.zeros((6, 3), np.float32))
+    strategy.run(lambda: variable.assign_add(np.ones((6, 3), np.float32)))
+    variable.assign(np.arange(18, dtype=np.float32).reshape(6, 3))
+    assert [shard.data.shape for shard in variable.value.addressable_shards] == [(3, 3)] * 2
+    assert [np.asarray(part).shape for part in strategy.experimental_local_results(variable)] == [(6, 3)] * 2
+    result = strategy.run(lambda: variable.value.sum())
+    assert float(strategy.reduce("MEAN", result, axis=None)) == 153
+
+
+def test_what_cannot_be_asked_for():
+    def strategy(**options):
+        return lambda: rx.MirroredStrategy(CPUS[:4], **options)
+
+    message(rx.errors.InvalidArgumentError, strategy(shard_state="weights"), "'weights'", "OPTIMIZER, ALL")
+    message(rx.errors.InvalidArgumentError, strategy(shard_state="all", shard_size=3), "3", "4", "1, 2, 4")
+    message(rx.errors.InvalidArgumentError, strategy(shard_size=2), "shard_state")
