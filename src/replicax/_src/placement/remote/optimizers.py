@@ -183,22 +183,22 @@ class OptimizerUpdate:
           take_gradient: What stands for the gradient of a variable, or its rows, among the operands.
           take_cut: The same for a value that the worker computes.
         """
-        rounds = self._rounds(builder.ps) or [{}]
-        for number, pieces in enumerate(rounds):
-            is_last = number == len(rounds) - 1
-            self._add_round(builder, pieces, take_gradient, take_cut, is_last=is_last)
+        turns = self._turns(builder.ps) or [{}]
+        for number, pieces in enumerate(turns):
+            is_last = number == len(turns) - 1
+            self._add_turn(builder, pieces, take_gradient, take_cut, is_last=is_last)
 
-    def _rounds(self, ps: int) -> list[dict[int, Piece]]:
-        """The pieces on one server, by variable; those of one variable in a round each. The last one changes what is shared."""
-        rounds: list[dict[int, Piece]] = []
+    def _turns(self, ps: int) -> list[dict[int, Piece]]:
+        """The pieces on one server, by variable; those of one variable in a turn each. The last one changes what is shared."""
+        turns: list[dict[int, Piece]] = []
         for i, array in enumerate(self._arrays):
             for number, piece in enumerate(piece for piece in array.pieces if piece.ps == ps):
-                if number == len(rounds):
-                    rounds.append({})
-                rounds[number][i] = piece
-        return rounds
+                if number == len(turns):
+                    turns.append({})
+                turns[number][i] = piece
+        return turns
 
-    def _add_round(
+    def _add_turn(
         self,
         builder: UpdateBuilder,
         pieces: dict[int, Piece],
