@@ -367,6 +367,35 @@ def test_what_a_worker_needs_of_an_optimizer_is_not_changed_before_in_the_same_f
     )
 
 
+class NumberedRows(O.SGD):
+    """What it does to a row depends on the row's number: the gradients', or it writes the number itself."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        numbers = jnp.arange(variable.shape[0], dtype=jnp.float32)[:, None]
+        if self.name == "scales":
+            self.assign_sub(variable, numbers * gradient)
+        else:
+            self.assign(variable, jnp.broadcast_to(numbers, tuple(variable.shape)))
+
+
+@pytest.mark.parametrize("name", ["writes", "scales"])
+def test_an_optimizer_that_numbers_the_rows_means_those_of_the_whole_variable(name):
+    strategy = servers(2, FixedShardsPartitioner(2))
+    with strategy.scope():
+        v = keras.Variable(jnp.zeros((6, 2)))
+        optimizer = NumberedRows(0.1, name=name)
+
+    def step(gradient):
+        strategy.run(lambda: optimizer.apply([gradient], [v]))
+
+    run = lambda: strategy.run_here(step, np.full((6, 2), -1, np.float32))  # noqa: E731
+    if name == "scales":
+        message(UnsupportedError, run, "in 2 shards", "'scales' updates each row of it from others: mul")
+    else:
+        run()
+        np.testing.assert_array_equal(np.asarray(v.value)[:, 0], np.arange(6))
+
+
 def test_an_optimizer_in_a_condition_is_refused():
     strategy = servers(1)
     with strategy.scope():

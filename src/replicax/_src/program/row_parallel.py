@@ -52,11 +52,14 @@ class _MixesRows(Exception):
         self.mixing = mixing
 
 
-def mixed_values(program: FlatProgram, with_rows: Collection[int]) -> dict[int, Mixing]:
+def mixed_values(
+    program: FlatProgram, with_rows: Collection[int], wanted: Collection[Any] = ()
+) -> dict[int, Mixing]:
     """The values of a program that come of several rows of one, at the operation that mixes them; none further on.
 
     Args:
       with_rows: The numbers of its inputs that have rows.
+      wanted: Results that have rows: those are among them that come of none, and are not the same for all.
     """
     kinds = {number: _of_shape(np.shape(value)) for number, value in program.consts.items()}
     kinds.update((number, _Kind.ROWS) for number in with_rows)
@@ -74,6 +77,8 @@ def mixed_values(program: FlatProgram, with_rows: Collection[int]) -> dict[int, 
             found = [_of_shape(var.aval.shape) for var in operation.eqn.outvars]
             mixed.update(dict.fromkeys(operation.results, error.mixing))
         kinds.update(zip(operation.results, found, strict=True))
+        numbering = Mixing(operation.eqn.primitive.name, operation.line, "tells rows apart by their number")
+        mixed.update((n, numbering) for n in operation.results if n in wanted and kinds[n] is _Kind.FIXED)
     return mixed
 
 

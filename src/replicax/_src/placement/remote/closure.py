@@ -13,7 +13,7 @@ from replicax._src.errors import UnsupportedError, VariableError
 from replicax._src.placement.remote.assignments import assignment_program
 from replicax._src.placement.remote.elements import Elements, joined_parts
 from replicax._src.placement.remote.events import Applied, Assigned
-from replicax._src.placement.remote.optimizers import OptimizerUpdate
+from replicax._src.placement.remote.optimizers import OptimizerUpdate, Rows
 from replicax._src.placement.remote.tracing import trace_function
 from replicax._src.placement.remote.updates import UpdateBuilder
 from replicax._src.placement.remote.worker import WorkerBuilder
@@ -296,8 +296,8 @@ class _ServerSide:
             )
             return result, piece.rows, of_lookups.get(i)
 
-        def take_cut(atom: Atom, piece: Piece | None) -> Any:
-            return self._worker.output(atom, number), None
+        def take_cut(atom: Atom, rows: Rows | None) -> Any:
+            return self._worker.output(atom, number), rows
 
         for ps in self._places(update):
             update.add_to(builders[ps], take_gradient, take_cut)

@@ -25,6 +25,9 @@ from replicax._src.program.row_parallel import Mixing, mixed_values, rows_of, wi
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import Piece
 
+Rows = tuple[int, int]
+"""From which row on, and up to which, of a variable."""
+
 
 @dataclass(frozen=True)
 class TracedUpdate:
@@ -175,13 +178,13 @@ class OptimizerUpdate:
         self,
         builder: UpdateBuilder,
         take_gradient: Callable[[int, Piece], Any],
-        take_cut: Callable[[Atom, Piece | None], Any],
+        take_cut: Callable[[Atom, Rows | None], Any],
     ) -> None:
         """Adds what one server does, once all arrays have been placed.
 
         Args:
           take_gradient: What stands for the gradient of a variable, or its rows, among the operands.
-          take_cut: The same for a value that the worker computes.
+          take_cut: The same for a value that the worker computes, or for some rows of it.
         """
         turns = self._turns(builder.ps) or [{}]
         for number, pieces in enumerate(turns):
@@ -203,7 +206,7 @@ class OptimizerUpdate:
         builder: UpdateBuilder,
         pieces: dict[int, Piece],
         take_gradient: Callable[[int, Piece], Any],
-        take_cut: Callable[[Atom, Piece | None], Any],
+        take_cut: Callable[[Atom, Rows | None], Any],
         *,
         is_last: bool,
     ) -> None:
@@ -225,7 +228,8 @@ class OptimizerUpdate:
         for atom, piece in cut_of.items():
             if atom in used:
                 shape, dtype = _aval_of(traced.program, atom)
-                given[atom] = builder.take(take_cut(atom, piece), (shape, dtype))
+                rows = self._rows_of_cut(atom, piece, shape)
+                given[atom] = builder.take(take_cut(atom, rows), (shape, dtype))
         for i, piece in pieces.items():
             if self._gradients[i] in used:
                 array = self._arrays[i]
@@ -287,6 +291,18 @@ class OptimizerUpdate:
                 meet(array, Piece(builder.ps, array.key_on(builder.ps)), number, new)
         return reads, writes
 
+    def _rows_of_cut(self, atom: Atom, piece: Piece | None, shape: Sequence[int]) -> Rows | None:
+        """Which rows of a value that the worker computes a piece needs, in whose update it has ``shape``; None: all."""
+        whole, _ = _aval_of(self._full.program, atom)
+        if tuple(shape) == tuple(whole):
+            return None
+        if piece is None or piece.rows is None or (piece.rows[1] - piece.rows[0], *whole[1:]) != tuple(shape):
+            raise UnsupportedError(
+                f"{self._call.name} needs a value of shape {tuple(whole)} from the workers, and a parameter server one of shape "
+                f"{tuple(shape)} (at {self.line}). Use another optimizer, or no variable_partitioner."
+            )
+        return piece.rows
+
     def _note_rows(self, rows_at: dict[int, int], traced: TracedUpdate, i: int, position: int) -> None:
         rows_at[traced.values[i]] = position
         rows_at.update((traced.state[n], position) for n in self._slots[i])
@@ -331,7 +347,7 @@ class OptimizerUpdate:
             return {}
         traced = self._full
         with_rows = {traced.values[own], traced.gradients[own], *(traced.state[n] for n in self._slots[own])}
-        return mixed_values(traced.program, with_rows)
+        return mixed_values(traced.program, with_rows, flat.numbers_in([], self._wanted(traced, own)))
 
     def _at_server(self, own: int | None) -> set[int]:
         """What a server has without gradients."""
