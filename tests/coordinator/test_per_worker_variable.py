@@ -1,5 +1,7 @@
 """Variables of which each worker has a value of its own."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
 from replicax.coordinator import ClusterCoordinator
-from replicax.errors import VariableError
+from replicax.errors import TraceError, VariableError
 from replicax.experimental import PerWorkerVariable
 from replicax.experimental.partitioners import FixedShardsPartitioner
 
@@ -54,6 +56,30 @@ def test_each_worker_has_its_own(strategy, caplog):
         mean.assign([4, 5])
         np.testing.assert_array_equal(mean.read_all(), [[4, 5]] * NUM_WORKERS)
     assert not caplog.records  # no server gets a whole new value, of which another worker's might be lost
+
+
+def test_inside_of_what_jax_traces_it_is_the_worker_s_too(strategy):
+    with strategy.scope():
+        v = PerWorkerVariable(2.0)
+
+    def step(x):
+        slope = jax.grad(lambda x: x**2 * v.value)(x)
+        total, _ = jax.lax.scan(lambda total, n: (total + v.value * n, None), jnp.float32(0), jnp.arange(3.0))
+        return slope, total
+
+    with ClusterCoordinator(strategy) as coordinator:
+        assert tuple(map(float, coordinator.schedule(step, args=(np.float32(3),)).fetch())) == (12.0, 6.0)
+
+
+def test_replicas_of_one_worker_do_not_assign_it():
+    with in_memory_strategy(devices_per_worker=2) as strategy, ClusterCoordinator(strategy) as coordinator:
+        with strategy.scope():
+            v = PerWorkerVariable(0.0)
+
+        def step():
+            strategy.run(lambda: v.assign_add(1.0))
+
+        message(TraceError, lambda: coordinator.schedule(step), "on 2 replicas", "after run")
 
 
 def test_what_it_is_not(strategy):

@@ -108,20 +108,26 @@ class Elements:
         self._slots: dict[int, Slot] = {}
 
     def take(self, source: PerWorkerInput) -> Any:
-        """The next element, in the function that is being traced.
+        """The next element, or the value, in the function that is being traced.
 
         Raises:
-          TraceError: In a scan, condition or other inner trace, which is traced once for all its turns; or in a function of
-            several replicas, which each get their part.
+          TraceError: An element in a scan, condition or other inner trace, which is traced once for all its turns; or either in a
+            function of several replicas, which each get their part.
         """
         capture = current_capture()
         assert capture is not None
+        if capture.is_replica and not source.is_iterator:
+            raise TraceError(
+                f"What each worker has of its own (its index, a per-worker value or variable) is taken at {user_line()}, inside the "
+                f"function that strategy.run runs on {self._num_replicas} replicas, which are of one worker. Take it outside, and "
+                "pass it in: strategy.run(fn, args=(value,)); assign a per-worker variable after run."
+            )
         if capture.is_replica:
             raise TraceError(
                 f"next(iterator) at {user_line()} is called inside the function that strategy.run runs on {self._num_replicas} "
                 "replicas: each would need an element of its own. Call it outside: strategy.run(fn, args=(next(iterator),))."
             )
-        if capture.is_in_inner_trace():
+        if source.is_iterator and capture.is_in_inner_trace():
             raise TraceError(
                 f"next(iterator) at {user_line()} is called inside a function that JAX traces on its own (a scan, loop, "
                 "condition, jax.grad, jax.vmap or jax.jit): it would be one element for all turns. Call it outside and pass "
