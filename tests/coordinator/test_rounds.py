@@ -341,6 +341,40 @@ def test_a_gradient_that_is_not_finite_skips_its_round(strategy):
         assert job.counts() == (3, 0)
 
 
+def test_a_round_without_an_update_that_has_room_for_all_rows_says_what_helps():
+    with in_memory_strategy(2, 2, FixedShardsPartitioner(2)) as strategy:
+        with strategy.scope():
+            tables = [keras.Variable(np.zeros((50, 4), np.float32)) for _ in range(2)]
+            optimizer = keras.optimizers.SGD(1.0)
+
+        def step(*ids):
+            with rx.GradientTape() as tape:
+                loss = sum(
+                    jnp.sum(rx.nn.embedding_lookup(table, i)) for table, i in zip(tables, ids, strict=True)
+                )
+            optimizer.apply(tape.gradient(loss, tables), tables)
+
+        many, few = np.arange(10), np.arange(2)
+        with ClusterCoordinator(strategy, replicas_to_aggregate=2) as coordinator:
+            coordinator.schedule(step, (many, few))
+            coordinator.schedule(step, (few, many))
+            message(InvalidArgumentError, lambda: coordinator.join(JOIN_S), "elements of the same shapes")
+            for _ in range(2):
+                coordinator.schedule(step, (many, few))
+            coordinator.join(JOIN_S)
+        assert [float(np.asarray(table)[:, 0].sum()) for table in tables] == [-10.0, -2.0]
+
+
+@pytest.mark.parametrize("number", [0, 2.0, True])
+def test_how_many_gradients_are_averaged_is_a_whole_number(strategy, number):
+    message(
+        InvalidArgumentError,
+        lambda: ClusterCoordinator(strategy, replicas_to_aggregate=number),
+        "at least 1",
+        repr(number),
+    )
+
+
 def test_one_mode_at_a_time(strategy):
     message(
         InvalidArgumentError,
@@ -348,11 +382,6 @@ def test_one_mode_at_a_time(strategy):
         "max_staleness=1",
         "replicas_to_aggregate=2",
         "Give one of them",
-    )
-    message(
-        InvalidArgumentError,
-        lambda: ClusterCoordinator(strategy, replicas_to_aggregate=0),
-        "replicas_to_aggregate must be at least 1, got 0",
     )
 
 

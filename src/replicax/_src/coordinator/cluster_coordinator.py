@@ -106,7 +106,7 @@ class ClusterCoordinator:
                 "ClusterCoordinator: every worker runs this program by itself, and none waits for functions: call strategy.run. "
                 "In a chief make ParameterServerStrategy(is_coordinator=True), and let the workers run `replicax server`."
             )
-        _check_options(max_staleness, reconnect_timeout_s, status_address)
+        _check_options(max_staleness, replicas_to_aggregate, reconnect_timeout_s, status_address)
         options = {
             "max_staleness": max_staleness,
             "replicas_to_aggregate": replicas_to_aggregate,
@@ -356,10 +356,19 @@ def _name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _check_options(max_staleness: Any, reconnect_timeout_s: Any, status_address: Any) -> None:
+def _check_options(
+    max_staleness: Any, replicas_to_aggregate: Any, reconnect_timeout_s: Any, status_address: Any
+) -> None:
     if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
         raise InvalidArgumentError(
             f"max_staleness must be a whole number of at least 0, or None for no limit; got {max_staleness!r}."
+        )
+    if replicas_to_aggregate is not None and (
+        type(replicas_to_aggregate) is not int or replicas_to_aggregate < 1
+    ):
+        raise InvalidArgumentError(
+            "replicas_to_aggregate must be a whole number of at least 1, or None to train asynchronously; got "
+            f"{replicas_to_aggregate!r}."
         )
     if not isinstance(reconnect_timeout_s, int | float) or not reconnect_timeout_s >= 0:
         raise InvalidArgumentError(

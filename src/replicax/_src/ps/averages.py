@@ -21,16 +21,20 @@ def check_gradients(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: S
     Args:
       specs: Shapes and dtypes of the operands of the update. Of rows there is room for those of several closures.
     """
-    got = [(array.shape, array.dtype) for array in arrays]
-    have_rows = [kind == "rows" for kind in kinds for _ in range(2 if kind == "rows" else 1)]
-    fits = len(got) == len(specs) == len(have_rows) and all(
-        dtype == wanted_dtype and (shape == wanted or (rows and _is_part(shape, wanted)))
-        for (shape, dtype), (wanted, wanted_dtype), rows in zip(got, specs, have_rows)
-    )
-    if not fits:
+    if not takes(kinds, specs, arrays):
+        got = [(array.shape, array.dtype) for array in arrays]
         raise InvalidArgumentError(
             f"An update of averaged gradients takes {list(specs)}, got {got}. Send what its program was exported for."
         )
+
+
+def takes(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> bool:
+    """Whether it takes them."""
+    have_rows = [kind == "rows" for kind in kinds for _ in range(2 if kind == "rows" else 1)]
+    return len(arrays) == len(specs) == len(have_rows) and all(
+        array.dtype == dtype and (array.shape == shape or (rows and _is_part(array.shape, shape)))
+        for array, (shape, dtype), rows in zip(arrays, specs, have_rows)
+    )
 
 
 def averaged(

@@ -8,7 +8,8 @@ from typing import final
 
 import numpy as np
 
-from replicax._src.ps.averages import averaged, check_gradients
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.averages import averaged, check_gradients, takes
 from replicax._src.ps.updates import CompiledUpdate
 
 
@@ -55,7 +56,11 @@ class HeldGradients:
     def mean(
         self, number: int, closures: Sequence[int]
     ) -> tuple[CompiledUpdate, Sequence[np.ndarray]] | None:
-        """The update of a round and its operands, of those of the closures that are here; None if none is."""
+        """The update of a round and its operands, of those of the closures that are here; None if none is.
+
+        Raises:
+          InvalidArgumentError: None of their updates takes the gradients of all.
+        """
         held_of = self._rounds.get(number, {})
         held = [held_of[closure] for closure in closures if closure in held_of]
         if not held:
@@ -63,8 +68,11 @@ class HeldGradients:
         # Closures with fewer rows of a table have a program with less room.
         update = max((each.update for each in held), key=_room)
         kinds = update.program.averaged
-        for each in held:
-            check_gradients(kinds, update.operands, each.arrays)
+        if not all(takes(kinds, update.operands, each.arrays) for each in held):
+            raise InvalidArgumentError(
+                "Some functions of a round look up more rows of one table than the others, and fewer of another table: no update "
+                "of theirs has room for all. Give the functions of a round elements of the same shapes."
+            )
         return update, averaged(kinds, update.operands, [each.arrays for each in held])
 
     def end(self, number: int) -> None:
