@@ -120,7 +120,8 @@ def test_training_equals_one_device_and_divides_memory(optimizer, state):
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state=state)
     model, history, values = trained(optimizer, strategy)
     assert_same_training(history, values, optimizer)
-    assert_divided(model, range(4), 4, state)
+    # At the end Keras gives the variables the averages that the optimizer keeps, as they lie.
+    assert_divided(model, range(4), 4, "all" if model.optimizer.use_ema else state)
 
 
 def test_groups_have_all_of_the_state_each():

@@ -111,8 +111,7 @@ class _DividedRead:
 
     def in_pieces(self, value: Any) -> Any:
         """An array cut as the optimizer's state for it is."""
-        layout = self._layouts.of_shape(value.shape)
-        return value if layout is None else jax.lax.with_sharding_constraint(value, layout)
+        return self._layouts.in_pieces(value)
 
     def gradient_in_pieces(self, gradient: Any) -> Any:
         """A gradient, first summed over the replicas: the partitioner would rather gather what it is made of."""

@@ -33,6 +33,7 @@ from replicax._src.program.slots import (
     spread_sum,
     state_lock,
 )
+from replicax._src.program.updates import Updates, cut_before_updates
 from replicax._src.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
 from replicax._src.variables.placement import VariablePlacement
 
@@ -313,6 +314,31 @@ class ProgramState:
         return outs
 
 
+def followed_by_updates(
+    placed: Callable[..., Any], before: ProgramState, whole: ProgramState, updates: Updates, layouts: Any
+) -> Callable[..., Any]:
+    """A placed program, then its updates, of the pieces of variables.
+
+    Args:
+      placed: The program before the updates, as ``Launcher`` places it.
+      before, whole: Its variables; and those of the whole program.
+      layouts: A ``StateLayouts``.
+    """
+
+    def run(written: Sequence[Any], read: Sequence[Any], *others: Any) -> tuple[Any, Any, Any, Any]:
+        values = {id(s): v for s, v in zip(whole.slots, [*written, *read], strict=True)}
+        state = [[values[id(s)] for s in group.slots] for group in (before.written, before.read)]
+        early, sums, outs, token = placed(*state, *others)
+        num_outs = len(outs) - updates.num_handed
+        pieces = [layouts.in_pieces(values[id(s)]) for s in updates.read]
+        late = jax_compat.eval_jaxpr(updates.jaxpr, [*pieces, *outs[num_outs:]])
+        values.update((id(s), v) for s, v in zip(before.written.slots, early, strict=True))
+        values.update((id(s), v) for s, v in zip(updates.written, late, strict=True))
+        return [values[id(s)] for s in whole.written.slots], sums, outs[:num_outs], token
+
+    return run
+
+
 class Launcher:
     """A compiled program with the state that it reads and writes.
 
@@ -346,7 +372,11 @@ class Launcher:
         is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
         self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
-        self.placed = self._place(rows_of_replica)
+        cut = cut_before_updates(program) if placement.layouts is not None and is_divided else None
+        if cut is None:
+            self.placed = self._place(program, self.state, rows_of_replica)
+        else:
+            self.placed = self._place_cut(*cut, placement, rows_of_replica)
         donate = ((0,) if self._donates else ()) + ((3,) if any(self._donated_args) else ())
         self.compiled = topology.compile(
             self.placed,
@@ -374,12 +404,27 @@ class Launcher:
         given, kept = self._split(args)
         return [*self.state.described(self._topology), self.consts, given, kept]
 
-    def _place(self, rows: Sequence[int] | None) -> Callable[..., Any]:
-        """The program over the mesh: (written state, read state, constants, donated arguments, other
+    def _place_cut(
+        self,
+        before: ReplicaProgram,
+        updates: Updates,
+        placement: VariablePlacement,
+        rows: Sequence[int] | None,
+    ) -> Callable[..., Any]:
+        """The program as ``_place`` gives it, with its updates behind the ``shard_map``: of the pieces that devices have."""
+        written = [before.slots[i] for i in before.written]
+        state = ProgramState(before.slots, written, placement)
+        placed = self._place(before, state, rows)
+        return followed_by_updates(placed, state, self.state, updates, placement.layouts)
+
+    def _place(
+        self, program: ReplicaProgram, program_state: ProgramState, rows: Sequence[int] | None
+    ) -> Callable[..., Any]:
+        """A program over the mesh: (written state, read state, constants, donated arguments, other
         arguments) -> (written state, sums shown by SUMMED variables, array outputs, token)."""
-        program, single = self.program, self._topology.num_replicas == 1
+        single = self._topology.num_replicas == 1
         body = replica_body(program, self._topology, rows)
-        loaded, written_slots = self.state.slots, self.state.written.slots
+        loaded, written_slots = program_state.slots, program_state.written.slots
         position = {id(s): i for i, s in enumerate(loaded)}
         from_loaded = [position[id(s)] for s in program.slots]
         order = {id(program.slots[i]): n for n, i in enumerate(program.written)}
@@ -409,7 +454,7 @@ class Launcher:
         out_same = [single or same for same in program.same_outputs]
         state_specs = [
             [_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots]
-            for g in (self.state.written, self.state.read)
+            for g in (program_state.written, program_state.read)
         ]
         return self._topology.on_replicas(
             in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,

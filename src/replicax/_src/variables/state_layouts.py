@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
+import jax
 from jax.sharding import NamedSharding
 
 from replicax._src.topology import Topology
@@ -54,3 +55,8 @@ class StateLayouts:
             count = self.shards.num_shards
             self._of_shapes[shape] = None if dim is None else self.topology.in_shards(dim, count)
         return self._of_shapes[shape]
+
+    def in_pieces(self, value: Any) -> Any:
+        """A traced array, to be computed with in the pieces in which a divided one of its shape lies."""
+        layout = self.of_shape(value.shape)
+        return value if layout is None else jax.lax.with_sharding_constraint(value, layout)
