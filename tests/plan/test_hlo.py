@@ -108,5 +108,19 @@ def test_cpu_by_its_compiler():
     assert found.collectives == [Collective("all-reduce", 1024, 4, 6), Collective("all-gather", 4096, 4, 1)]
 
 
+def test_two_of_one_channel_in_one_computation():
+    """As CPU's compiler leaves two sums, one of which waits for the other."""
+    text = """\
+ENTRY %main (x: f32[86], y: f32[]) -> f32[86] {
+  %x = f32[86]{0} parameter(0)
+  %y = f32[] parameter(1)
+  %all-reduce.1 = f32[] all-reduce(%y), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+  ROOT %all-reduce.2 = f32[86]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    found = sorted(read_hlo(text, 2).collectives, key=lambda one: one.bytes)
+    assert found == [Collective("all-reduce", 4, 2, 1), Collective("all-reduce", 86 * 4, 2, 1)]
+
+
 def test_a_program_without_collectives():
     assert read_hlo(jax.jit(jnp.sin).lower(jnp.zeros(3)).compile().as_text(), 1).collectives == []

@@ -115,7 +115,9 @@ class _Reader:
 
     def read(self, root: str, times: int) -> None:
         """Adds what the entry, or a loop body, does, with all that it calls."""
-        seen: set[str] = set()
+        seen: dict[
+            str, str
+        ] = {}  # by channel, the computation: others repeat it; two in one computation are two
         for name, instruction, depth in self._called(root, 0):
             loop = _LOOP.search(instruction.rest) if instruction.opcode == "while" else None
             if loop:
@@ -127,8 +129,7 @@ class _Reader:
             if kind:
                 channel = _CHANNEL.search(instruction.rest)
                 key = channel[1] if channel else f"{name}/{instruction.name}"
-                if key not in seen:
-                    seen.add(key)
+                if seen.setdefault(key, name) == name:
                     self._add(kind["kind"], name, instruction, times)
 
     def _called(self, name: str, depth: int) -> Iterator[tuple[str, _Instruction, int]]:
