@@ -516,6 +516,7 @@ def test_arrays_that_are_given_are_copied():
 # --- what is gone --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_models_made_in_a_loop_leave_nothing_on_the_servers():
     stores = [Store(), Store()]
     strategy = servers(stores=stores)
