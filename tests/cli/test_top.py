@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from checks import closure_statistics
 from replicax.__main__ import main
 from replicax._src.cli import top
 from replicax._src.coordinator.status import status_of
@@ -30,16 +31,6 @@ class Cluster:
 
     def look(self):
         self.num_finished += 1
-        counts = (
-            "scheduled",
-            "failed",
-            "cancelled",
-            "retried",
-            "queued",
-            "in_flight",
-            "rounds",
-            "gradients_dropped",
-        )
         worker = {
             "connected": True,
             "given_up": False,
@@ -50,7 +41,7 @@ class Cluster:
             "statistics": {"process": {"pid": 4321, "uptime_s": 65.0, "resident_bytes": 300 << 20}},
         }
         statistics = {
-            "closures": {**dict.fromkeys(counts, 0), "finished": self.num_finished},
+            "closures": closure_statistics(finished=self.num_finished),
             "workers": {"worker 0": worker},
             "ps": {},
         }

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from checks import closure_statistics
 from replicax._src.coordinator import status_server
 from replicax._src.coordinator.status import status_of, with_rates
 from replicax._src.coordinator.status_page import page_of
@@ -24,16 +25,6 @@ pytestmark = [
 
 def status(num_asked):
     """One more closure has finished each time, and has an ugly name."""
-    counts = (
-        "scheduled",
-        "failed",
-        "cancelled",
-        "retried",
-        "queued",
-        "in_flight",
-        "rounds",
-        "gradients_dropped",
-    )
     worker = {
         "connected": True,
         "given_up": False,
@@ -50,7 +41,7 @@ def status(num_asked):
         "statistics": {"staleness": {"num": 4, "mean": 0.25, "max": 1, "histogram": histogram}},
     }
     statistics = {
-        "closures": {**dict.fromkeys(counts, 0), "finished": 1000 + num_asked},
+        "closures": closure_statistics(finished=1000 + num_asked),
         "workers": {"worker 0": worker},
         "ps": {"ps 0": ps, "ps 1": {**ps, "connected": True}},
     }
