@@ -12,6 +12,7 @@ from replicax import (
     experimental,
     nn,
     optax,
+    summary,
     testing,
     tpu,
 )
@@ -57,6 +58,7 @@ from replicax._src.strategies.one_device import OneDeviceStrategy
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.strategies.tpu import TPUStrategy
+from replicax._src.summaries.writer import SummaryWriter
 from replicax._src.values import DistributedValues, Mirrored, PerReplica
 from replicax._src.variables.variable import Variable
 
@@ -90,6 +92,7 @@ __all__ = [
     "ServerOptions",
     "Strategy",
     "StrategyExtended",
+    "SummaryWriter",
     "TPUStrategy",
     "UnconnectedGradients",
     "ValueContext",
@@ -112,6 +115,7 @@ __all__ = [
     "in_cross_replica_context",
     "nn",
     "optax",
+    "summary",
     "testing",
     "tpu",
     "value_and_grad",

@@ -504,3 +504,39 @@ def on_hosts_of_a_tpu():
     kernel = model.trainable_variables[0].value
     report(fit=history["loss"], kernel=sorted({shard.data.shape for shard in kernel.addressable_shards}))
     jax.block_until_ready(kernel)
+
+
+def summaries(folder):
+    """Every worker writes the same; one writer was made before the cluster was joined."""
+    import os
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    early = rx.SummaryWriter(os.path.join(folder, "early"))
+    strategy = rx.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        writer = rx.summary.create_file_writer(os.path.join(folder, "run"))
+        total = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        weights = rx.Variable(np.arange(4.0, dtype=np.float32))
+
+    def step(x):
+        total.assign_add(x)
+        return x + rx.get_replica_context().replica_id_in_sync_group
+
+    with writer.as_default():
+        for number in range(3):
+            result = strategy.run(step, args=(jnp.float32(2),))
+            rx.summary.scalar("loss", strategy.reduce("MEAN", result, axis=None), number)
+            rx.summary.scalar("total", total, number)  # combined by all workers when it is read
+            rx.summary.histogram("weights", weights, number)
+            early.scalar("loss", 1.0, number)
+    try:
+        writer.scalar("loss", result, 3)
+    except rx.errors.PerReplicaUseError:
+        report(refused=True)
+    report(is_writing=[writer.is_writing, early.is_writing])
+    writer.close()

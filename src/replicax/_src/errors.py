@@ -28,6 +28,7 @@ Callers catch types, never texts. ``docs/errors.md`` has an entry for each class
     ├── KerasScopeError (ValueError)           a model, or metrics of it, made outside the scope
     ├── DonatedError (RuntimeError)            a value that was given away
     ├── PlanError (RuntimeError)               a plan that cannot be made in this process
+    ├── SummaryError (OSError)                 summaries that could not be written
     ├── OneDeviceDifferenceError (AssertionError)  a step differs from the same step on one device
     └── MissingExtraError (ImportError)        an optional dependency is not installed
 """
@@ -139,6 +140,10 @@ class OneDeviceDifferenceError(ReplicaxError, AssertionError):
 
 class PlanError(ReplicaxError, RuntimeError):
     """A plan that cannot be made, or not in this process."""
+
+
+class SummaryError(ReplicaxError, OSError):
+    """Summaries that could not be written, noticed by the thread that writes them."""
 
 
 class MissingExtraError(ReplicaxError, ImportError):

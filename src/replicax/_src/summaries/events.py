@@ -1,0 +1,133 @@
+"""Summaries as TensorBoard's records, of the form that TensorFlow 2 writes: from host values; no devices, no threads.
+
+The records and the file are tensorboardX's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src.errors import MissingExtraError
+
+_file_numbers = itertools.count()
+
+
+def check_installed() -> None:
+    """Raises MissingExtraError if tensorboardX is not installed."""
+    _part("event_file_writer")
+
+
+def _part(name: str) -> Any:
+    try:
+        return importlib.import_module(f"tensorboardX.{name}")
+    except ImportError as error:
+        raise MissingExtraError(
+            "Writing summaries needs tensorboardX, which is not installed: pip install 'replicax[summaries]'."
+        ) from error
+
+
+@final
+class EventFile:
+    """One file of a run, in a folder that is made if need be.
+
+    Args:
+      logdir: Of the run.
+      purge_step: TensorBoard forgets what earlier files of the run have from this step on.
+    """
+
+    def __init__(self, logdir: str, purge_step: int | None = None):
+        _part("record_writer").directory_check(logdir)
+        suffix = f".{os.getpid()}.{next(_file_numbers)}.v2"
+        self._file = _part("event_file_writer").EventsWriter(os.path.join(logdir, "events"), suffix)
+        if purge_step is not None:
+            events = _part("proto.event_pb2")
+            begins = events.SessionLog(status=events.SessionLog.START)
+            self._write(step=purge_step, session_log=begins)
+        self._file.flush()
+
+    def add(self, value: Any, step: int, wall_time: float) -> None:
+        """Appends a summary, one of those below."""
+        summary = _part("proto.summary_pb2").Summary(value=[value])
+        self._write(step=step, wall_time=wall_time, summary=summary)
+
+    def flush(self) -> None:
+        """All that was appended is on the disk."""
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        event = _part("proto.event_pb2").Event(**{"wall_time": time.time(), **fields})
+        self._file.write_event(event)
+
+
+def scalar(name: str, data: np.ndarray, description: str | None) -> Any:
+    """One number."""
+    return _summary("scalars", name, _tensor("DT_FLOAT", (), float_val=[float(data)]), description)
+
+
+def histogram(name: str, data: np.ndarray, buckets: int, description: str | None) -> Any:
+    """How many of the finite numbers are in each of equal intervals: rows of left end, right end, count."""
+    numbers = data.astype(np.float64).reshape(-1)
+    numbers = numbers[np.isfinite(numbers)]
+    table = np.zeros((buckets, 3))
+    if numbers.size and numbers.min() == numbers.max():  # TensorFlow's form of a single value
+        table[:, :2] = numbers[0]
+        table[-1, 2] = numbers.size
+    elif numbers.size:
+        counts, edges = np.histogram(numbers, buckets)
+        table = np.stack([edges[:-1], edges[1:], counts], axis=1)
+    tensor = _tensor("DT_DOUBLE", table.shape, tensor_content=table.tobytes())
+    return _summary("histograms", name, tensor, description)
+
+
+def image(name: str, data: np.ndarray, max_outputs: int, description: str | None) -> Any:
+    """The first pictures of [n, height, width, channels]; floating ones are within 0 and 1."""
+    pictures = [_png(picture) for picture in data[:max_outputs]]
+    parts = [str(data.shape[2]).encode(), str(data.shape[1]).encode(), *pictures]
+    return _summary("images", name, _tensor("DT_STRING", (len(parts),), string_val=parts), description)
+
+
+def text(name: str, data: np.ndarray, description: str | None) -> Any:
+    """One text, or an array of such, in Markdown."""
+    parts = [str(one).encode() for one in data.reshape(-1)]
+    return _summary("text", name, _tensor("DT_STRING", data.shape, string_val=parts), description)
+
+
+def _summary(plugin: str, name: str, tensor: Any, description: str | None) -> Any:
+    parts = _part("proto.summary_pb2")
+    metadata = parts.SummaryMetadata(
+        plugin_data=parts.SummaryMetadata.PluginData(plugin_name=plugin),
+        summary_description=description or "",
+    )
+    return parts.Summary.Value(tag=name, metadata=metadata, tensor=tensor)
+
+
+def _tensor(dtype: str, shape: Sequence[int], **content: Any) -> Any:
+    shapes = _part("proto.tensor_shape_pb2").TensorShapeProto
+    dims = [shapes.Dim(size=size) for size in shape]
+    return _part("proto.tensor_pb2").TensorProto(dtype=dtype, tensor_shape=shapes(dim=dims), **content)
+
+
+def _png(picture: np.ndarray) -> bytes:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError(
+            "Summaries of images need pillow, which is not installed: pip install 'replicax[summaries]'."
+        ) from error
+    if picture.dtype != np.uint8:
+        # TensorFlow's rounding.
+        picture = np.clip(np.nan_to_num(picture.astype(np.float32)) * 255.5, 0, 255).astype(np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(content, "png")
+    return content.getvalue()

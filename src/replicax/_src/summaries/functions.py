@@ -1,0 +1,70 @@
+"""TensorFlow's functions of summaries, which write to the default writer: ``rx.summary.scalar`` and its kin."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from replicax._src.summaries.current import default_writer
+from replicax._src.summaries.writer import SummaryWriter
+
+
+def create_file_writer(
+    logdir: str | os.PathLike[str],
+    max_queue: int | None = None,
+    flush_millis: int | None = None,
+    filename_suffix: str | None = None,
+    name: str | None = None,
+) -> SummaryWriter:
+    """A ``SummaryWriter``, with the arguments of TensorFlow's function.
+
+    Args:
+      logdir: The folder of the run.
+      max_queue: How many summaries may wait for the thread that writes them; 256 by default.
+      flush_millis: After how many milliseconds what has been written is on the disk; 10,000 by default.
+      filename_suffix, name: Are accepted, and change nothing.
+
+    Source: tf.summary.create_file_writer.
+    """
+    del filename_suffix, name
+    given: dict[str, Any] = {}
+    if max_queue is not None:
+        given["max_in_flight"] = max_queue
+    if flush_millis is not None:
+        given["flush_every_s"] = flush_millis / 1000
+    return SummaryWriter(logdir, **given)
+
+
+def scalar(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
+    """``SummaryWriter.scalar`` of the default writer; False without one. Source: tf.summary.scalar."""
+    writer = default_writer()
+    return writer is not None and writer.scalar(name, data, step, description)
+
+
+def histogram(
+    name: str, data: Any, step: Any = None, buckets: int = 30, description: str | None = None
+) -> bool:
+    """``SummaryWriter.histogram`` of the default writer; False without one. Source: tf.summary.histogram."""
+    writer = default_writer()
+    return writer is not None and writer.histogram(name, data, step, buckets, description)
+
+
+def image(
+    name: str, data: Any, step: Any = None, max_outputs: int = 3, description: str | None = None
+) -> bool:
+    """``SummaryWriter.image`` of the default writer; False without one. Source: tf.summary.image."""
+    writer = default_writer()
+    return writer is not None and writer.image(name, data, step, max_outputs, description)
+
+
+def text(name: str, data: Any, step: Any = None, description: str | None = None) -> bool:
+    """``SummaryWriter.text`` of the default writer; False without one. Source: tf.summary.text."""
+    writer = default_writer()
+    return writer is not None and writer.text(name, data, step, description)
+
+
+def flush(writer: SummaryWriter | None = None) -> None:
+    """``SummaryWriter.flush`` of ``writer``, or of the default one. Source: tf.summary.flush."""
+    writer = writer or default_writer()
+    if writer is not None:
+        writer.flush()

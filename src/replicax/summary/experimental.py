@@ -1,0 +1,5 @@
+"""The step of summaries that name none: ``rx.summary.experimental``."""
+
+from replicax._src.summaries.current import get_step, set_step
+
+__all__ = ["get_step", "set_step"]

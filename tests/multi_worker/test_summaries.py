@@ -1,0 +1,27 @@
+"""Summaries in real processes: one of them writes."""
+
+import numpy as np
+import pytest
+from programs import summaries
+
+from event_files import files_in, scalars_in, summaries_in
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.mark.parametrize("chief", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_of_two_processes_the_chief_writes(reports_of, tmp_path, chief):
+    first, second = reports_of(summaries, str(tmp_path), workers=1 if chief else 2, chief=chief)
+    assert first == {"refused": True, "is_writing": [True, True]}
+    assert second == {"refused": True, "is_writing": [False, False]}
+    assert (
+        len(files_in(tmp_path / "run")) == len(files_in(tmp_path / "early")) == 1
+    )  # also of who did not close it
+    assert scalars_in(tmp_path / "run") == {
+        "loss": dict.fromkeys(range(3), 2.5),
+        "total": {0: 4.0, 1: 8.0, 2: 12.0},
+    }
+    assert scalars_in(tmp_path / "early") == {"loss": dict.fromkeys(range(3), 1.0)}
+    tables = [value for plugin, *_, value in summaries_in(tmp_path / "run") if plugin == "histograms"]
+    assert [table[:, 2].sum() for table in tables] == [4, 4, 4]
+    np.testing.assert_allclose(tables[0][[0, -1], [0, 1]], [0, 3])
