@@ -21,8 +21,8 @@ F32 = 4
 class Training:
     """Two replicas, a layer with momentum, and a counter of each replica's own."""
 
-    def __init__(self):
-        self.strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    def __init__(self, strategy=None):
+        self.strategy = strategy or rx.MirroredStrategy(["cpu:0", "cpu:1"])
         with self.strategy.scope():
             self.w = rx.Variable(np.ones((IN, OUT), np.float32), name="w")
             self.momentum = rx.Variable(np.zeros((IN, OUT), np.float32), name="momentum")
@@ -226,22 +226,37 @@ def test_what_does_not_fit_and_what_would(training, plan, machine_of):
         training.step, args=training.batch(), topology="cpu:2", global_batch=2 * 4 * ROWS
     )
     assert not large.fits
-    not_enough, enough = large.remedies
+    not_enough, enough, *divided = large.remedies
     assert not not_enough.fits
     assert enough.fits
     assert enough.peak == plan.memory.peak < not_enough.peak < large.memory.peak
-    assert enough.change.startswith(f"{ROWS} rows for each replica")
-    assert "the same on 8 devices" in enough.change
+    assert enough.change == f"{ROWS} rows for each replica (a global batch of {2 * ROWS})"
+    assert {remedy.shard_state for remedy in divided} == {"all"}  # these variables are no optimizer's
     assert "It does not fit" in str(large)
     assert enough.change in str(large)
 
 
-def test_where_the_variables_alone_are_too_large_no_batch_is_proposed(training, machine_of):
+def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan, machine_of):
+    machine_of(2 * plan.memory.peak - 2 * 64)
+    found = training.strategy.plan(training.step, args=training.batch(), topology="cpu:2")
+    assert not found.fits
+    everything = found.remedies[-1]
+    assert (everything.shard_state, everything.shard_size, everything.is_compiled) == ("all", 2, True)
+    divided = Training(rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_state="all"))
+    same = divided.strategy.plan(divided.step, args=divided.batch())
+    assert same.shard_size == 2
+    assert everything.peak == same.memory.peak
+    assert same.memory.arguments == plan.memory.arguments - IN * OUT * F32  # of w and of momentum a half
+
+
+def test_no_time_for_remedies(training, machine_of):
     machine_of(STATE)
-    plan = training.strategy.plan(training.step, args=training.batch(), topology="cpu:2")
-    assert not plan.fits
-    assert "no batch is small enough" in str(plan)
-    assert not plan.remedies
+    found = training.strategy.plan(
+        training.step, args=training.batch(), topology="cpu:2", global_batch=4 * ROWS, remedy_limit_s=0
+    )
+    assert "no batch is small enough" in str(found)
+    assert not any(remedy.is_compiled for remedy in found.remedies)
+    assert "of arguments alone, which do not fit either" in str(found)
 
 
 def test_text_and_json_have_the_same_facts(plan):
@@ -278,6 +293,7 @@ def test_without_the_extra(training, topology, monkeypatch):
     [
         ({"topology": "v5p:16x16x17"}, errors.TopologyError, "v5p:16x16x16"),
         ({"global_batch": 0}, errors.InvalidArgumentError, "at least 1"),
+        ({"remedy_limit_s": -1}, errors.InvalidArgumentError, "remedy_limit_s"),
         ({"args": 3}, errors.InvalidArgumentError, "list or tuple"),
         ({"fn": 3}, errors.InvalidArgumentError, "needs a function"),
     ],

@@ -53,6 +53,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--limit", type=seconds, default=600.0, metavar="S", help="how long it may take, in seconds (600)"
     )
+    parser.add_argument(
+        "--remedy-limit",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="for how long something is compiled that would make it fit (120)",
+    )
     parser.add_argument("script", help="the Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(run=run, parser=parser)
@@ -68,7 +75,12 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error(f"there is no file {options.script}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "plan"
-        asked = {"topology": hardware.name, "global_batch": options.global_batch, "result": str(result)}
+        asked = {
+            "topology": hardware.name,
+            "global_batch": options.global_batch,
+            "remedy_limit_s": options.remedy_limit,
+            "result": str(result),
+        }
         command = [
             sys.executable,
             "-m",
@@ -78,8 +90,10 @@ def run(options: argparse.Namespace) -> int:
         ]
         ended = _run_child([*command, *options.arguments], _environment(os.environ, hardware), options.limit)
         if not ended:
-            print(f"replicax plan: not finished after {options.limit:g} s (--limit).", file=sys.stderr)
-            return 1
+            of_what = "remedies were" if result.exists() else "it was"
+            print(
+                f"replicax plan: {of_what} not finished after {options.limit:g} s (--limit).", file=sys.stderr
+            )
         if not result.exists():
             return 1
         found = json.loads(result.read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
 from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture, planning
-from replicax._src.strategies.planning import components_of_one
+from replicax._src.strategies.planning import components_of_one, listeners
 from replicax._src.strategies.strategy import Strategy
 
 _DEFERRED_BYTES = 1 << 20
@@ -42,8 +42,8 @@ class _Planned(BaseException):
 class _FirstProgram:
     """Plans whatever the script runs first."""
 
-    def __init__(self, topology: str, global_batch: int | None):
-        self._topology, self._global_batch = topology, global_batch
+    def __init__(self, how: dict[str, Any]):
+        self._how = how
         self._strategies: list[Strategy] = []
 
     def install(self) -> None:
@@ -75,9 +75,7 @@ class _FirstProgram:
         setattr(owner, name, method)
 
     def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
-        raise _Planned(
-            strategy.plan(fn, args, kwargs, options, topology=self._topology, global_batch=self._global_batch)
-        )
+        raise _Planned(strategy.plan(fn, args, kwargs, options, **self._how))
 
     def _init(self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
         original(strategy, *args, **kwargs)
@@ -150,18 +148,32 @@ def _deferred(original: Any, variable: Any) -> None:
         original(variable)
 
 
+def _heard(result: Path, text: str, plan: Plan | None) -> None:
+    """Says how far it is; a plan is written down before its remedies are computed, which may take longer than there is."""
+    print(f"replicax plan: {text}", file=sys.stderr, flush=True)
+    if plan is not None:
+        _write(result, plan)
+
+
+def _write(result: Path, plan: Plan) -> None:
+    found = {"facts": plan.to_dict(), "text": str(plan), "svg": plan.to_svg()}
+    whole = result.with_suffix(".whole")
+    whole.write_text(json.dumps(found), encoding="utf-8")
+    whole.replace(result)
+
+
 def main() -> int:
     """Runs the script that the command line names; writes the plan to a file. Returns the exit code."""
     asked, script = json.loads(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    _FirstProgram(asked["topology"], asked["global_batch"]).install()
+    result = Path(asked.pop("result"))
+    listeners.append(functools.partial(_heard, result))
+    _FirstProgram(asked).install()
     try:
         runpy.run_path(script, run_name="__main__")
     except _Planned as planned:
-        plan = planned.plan
-        found = {"facts": plan.to_dict(), "text": str(plan), "svg": plan.to_svg()}
-        Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
+        _write(result, planned.plan)
         return 0
     except ReplicaxError as error:
         print(f"replicax plan: {type(error).__name__}: {error}", file=sys.stderr)

@@ -92,6 +92,19 @@ class Hardware:
         """Hosts of GPUs, which are slower to reach than GPUs of the same host; a TPU slice is one."""
         return self.shape[0] if self.chip.kind == "gpu" else 1
 
+    def at_least(self, num_devices: int) -> Hardware | None:
+        """The smallest of the same chip with so many devices that exists; None: there is none, or, of virtual ones, they would
+        share the same memory."""
+        if self.chip.per_host:
+            per_host = self.chip.per_host
+            shape = -(-num_devices // per_host), per_host
+            return Hardware(f"{self.chip.key}:{shape[0]}x{shape[1]}", self.chip, shape)
+        if self.chip.key not in chips():
+            return None
+        slices = [hardware_of(f"{self.chip.key}:{shape}") for shape in self.chip.topologies]
+        enough = [one for one in slices if one.num_devices >= num_devices]
+        return min(enough, key=lambda one: one.num_devices, default=None)
+
 
 @functools.cache
 def chips() -> Mapping[str, Chip]:

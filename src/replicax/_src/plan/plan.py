@@ -10,6 +10,7 @@ from typing import Any, final
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.hardware import Hardware
 from replicax._src.plan.picture import svg
+from replicax._src.plan.remedies import Remedy
 from replicax._src.plan.report import text
 
 
@@ -76,21 +77,6 @@ class Bound:
         return self.amount / self.rate
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """Something that was computed to make a program fit.
-
-    Attributes:
-      change: In words.
-      peak: Of a device then.
-      fits: Whether it is enough.
-    """
-
-    change: str
-    peak: int
-    fits: bool
-
-
 @final
 @dataclass(frozen=True)
 class Plan:
@@ -106,7 +92,8 @@ class Plan:
       compiled: Collectives as the compiler left them.
       bounds: The roofline, in parts; empty where nothing is published.
       estimated_cycles: The compiler's own estimate; 0 where it makes none.
-      remedies: What would make it fit, computed; empty where it does.
+      remedies: What was computed to make it fit; empty where it does.
+      shard_size: Over how many replicas the strategy divides state; None: over none.
       seconds: How long tracing, lowering and compiling took.
       notes: What to know when reading it.
     """
@@ -124,6 +111,7 @@ class Plan:
     estimated_cycles: float
     seconds: dict[str, float]
     remedies: Sequence[Remedy] = ()
+    shard_size: int | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
     @property
@@ -166,6 +154,7 @@ class Plan:
             },
             "num_devices": self.hardware.num_devices,
             "num_replicas": self.num_replicas,
+            "shard_size": self.shard_size,
             "rows_per_replica": self.rows,
             "global_batch": self.global_batch,
             "fits": self.fits,

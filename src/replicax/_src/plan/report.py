@@ -9,6 +9,7 @@ from replicax._src.plan.costs import Collective
 
 if TYPE_CHECKING:
     from replicax._src.plan.plan import Bound, Plan, PlannedArray
+    from replicax._src.plan.remedies import Remedy
 
 _MAX_ROWS = 20
 
@@ -20,21 +21,32 @@ def text(plan: Plan) -> str:
 
 
 def _heading(plan: Plan) -> Iterator[str]:
-    chip, memory = plan.hardware.chip, plan.memory
+    chip = plan.hardware.chip
     yield f"{plan.name} on {plan.hardware.name}: {plan.hardware.num_devices:,} × {chip.name}, {plan.num_replicas:,} replicas"
     if plan.rows is not None:
         yield f"a batch of {plan.rows:,} rows for each replica, {plan.global_batch:,} in all"
-    answer = "It fits" if plan.fits else "It does not fit"
-    yield f"{answer}: {size(memory.peak)} of the {size(memory.limit)} of a device{_by_how_much(plan)}."
-    if plan.state_bytes > memory.limit:
-        yield f"  what each device holds whole is {size(plan.state_bytes)}: no batch is small enough"
+    yield f"{answer(plan)}."
+    if plan.state_bytes > plan.memory.limit:
+        yield f"  what a device holds of the variables, and of what is not split, is {size(plan.state_bytes)}: no batch is small enough"
     for remedy in plan.remedies:
-        yield f"  {remedy.change}: {size(remedy.peak)}, which {'fits' if remedy.fits else 'does not fit either'}"
+        yield f"  {remedy.change}: {outcome(remedy)}"
 
 
-def _by_how_much(plan: Plan) -> str:
-    over = plan.memory.peak - plan.memory.limit
-    return f", {size(over)} too much" if over > 0 else ""
+def answer(plan: Plan) -> str:
+    """Whether it fits, and by how much not."""
+    memory = plan.memory
+    over = memory.peak - memory.limit
+    word, by_how_much = ("It does not fit", f", {size(over)} too much") if over > 0 else ("It fits", "")
+    return f"{word}: {size(memory.peak)} of the {size(memory.limit)} of a device{by_how_much}"
+
+
+def outcome(remedy: Remedy) -> str:
+    """Whether a change would make it fit, and how that is known."""
+    if remedy.is_compiled:
+        return f"{size(remedy.peak)}, which {'fits' if remedy.fits else 'does not fit either'}"
+    if remedy.fits is False:
+        return f"{size(remedy.peak)} of arguments alone, which do not fit either"
+    return f"{size(remedy.peak)} of arguments; whether temporaries fit beside them was not compiled: there was no time"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

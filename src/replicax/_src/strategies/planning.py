@@ -14,13 +14,15 @@ from typing import Any
 import jax
 
 from replicax._src import context
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.options import RunOptions
+from replicax._src.errors import InvalidArgumentError, ReplicaxError, UnsupportedError
+from replicax._src.options import RunOptions, ShardState
 from replicax._src.placement.ahead import Compilation, bytes_on_device, compile_ahead, topology_ahead
 from replicax._src.plan.costs import Costs, costs_of
 from replicax._src.plan.hardware import Chip, Hardware, chips, hardware_of, this_machine
 from replicax._src.plan.hlo import read_hlo
-from replicax._src.plan.plan import Plan, PlannedArray, Remedy, bounds_of, memory_traffic
+from replicax._src.plan.plan import Plan, PlannedArray, bounds_of, memory_traffic
+from replicax._src.plan.remedies import Attempt, Change, Search
+from replicax._src.plan.report import answer, outcome, size
 from replicax._src.program import key
 from replicax._src.program.capture import planning
 from replicax._src.program.slots import Slot, SlotTable
@@ -29,8 +31,8 @@ from replicax._src.strategies.running import Runner
 from replicax._src.topology import Topology
 from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
 from replicax._src.variables.placement import VariablePlacement
-
-_MAX_REMEDIES = 6
+from replicax._src.variables.state_layouts import StateLayouts
+from replicax._src.variables.state_shards import StateShards
 
 # Arrays that stand for the components of a single replica, by id: what distributed datasets yield there are plain arrays.
 components_of_one: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -41,13 +43,17 @@ class PlanRequest:
     """What is asked of a plan; see ``Strategy.plan``.
 
     Attributes:
+      remedy_limit_s: For how long something is compiled that would make it fit.
       num_replicas_here: R of the strategy as it is, for which the arguments are.
+      shard_state: What replicas divide in place of what the strategy says; None: what it says.
     """
 
     topology: str | None = None
     global_batch: int | None = None
     options: RunOptions = dataclasses.field(default_factory=RunOptions)
+    remedy_limit_s: float = 120.0
     num_replicas_here: int = 1
+    shard_state: ShardState | None = None
 
 
 @dataclass
@@ -71,6 +77,15 @@ class Unrun:
     is_split: bool = False
 
 
+# Told of what a plan has come to: in words, and the plan when there is one. Remedies come afterwards.
+listeners: list[Callable[[str, Plan | None], None]] = []
+
+
+def _tell(text: str, plan: Plan | None = None) -> None:
+    for listener in listeners:
+        listener(text, plan)
+
+
 Placer = Callable[[Any, Sequence[Any], dict[str, Any], PlanRequest], Unrun]
 
 # What places other things than replica functions: each gives a placer for its kind, or None.
@@ -84,11 +99,10 @@ def plan_of(
     _check(strategy, fn, args, request)
     request = dataclasses.replace(request, num_replicas_here=strategy.num_replicas_in_sync)
     hardware, topology = _target(strategy, request.topology)
-    plan = _plan(strategy, fn, args, kwargs, request, hardware, topology)
-    if plan.fits or not plan.rows:
-        return plan
-    remedies = list(_remedies(strategy, fn, args, kwargs, request, plan, topology))
-    return dataclasses.replace(plan, remedies=remedies)
+    step = _Step(strategy, fn, args, dict(kwargs), request, hardware, topology)
+    plan = step.plan()
+    _tell(answer(plan), plan)
+    return plan if plan.fits else _with_remedies(plan, step)
 
 
 def _check(strategy: Any, fn: Any, args: Any, request: PlanRequest) -> None:
@@ -99,6 +113,9 @@ def _check(strategy: Any, fn: Any, args: Any, request: PlanRequest) -> None:
     rows = request.global_batch
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise InvalidArgumentError(f"global_batch is a number of rows of at least 1, got {rows!r}.")
+    limit = request.remedy_limit_s
+    if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit >= 0:
+        raise InvalidArgumentError(f"remedy_limit_s is a number of seconds, 0 or more, got {limit!r}.")
     placement = strategy.variable_placement
     if strategy.has_servers or getattr(placement, "parameter_device", None) is not None:
         raise UnsupportedError(
@@ -131,10 +148,17 @@ def _own_hardware(devices: Sequence[Any]) -> Hardware:
     return Hardware(f"{chip.key}:{hosts}x{count // hosts}", chip, (hosts, count // hosts))
 
 
+def _layouts(strategy: Any, topology: Topology, state: ShardState | None) -> StateLayouts | None:
+    """How variables lie over the devices: as the strategy says, or as a remedy would have it."""
+    if state is None:
+        return strategy.layouts_on(topology)
+    shards = StateShards.of(state, None, topology.num_replicas)
+    return shards and StateLayouts(shards, topology)
+
+
 @contextlib.contextmanager
-def _placed_on(strategy: Any, topology: Topology) -> Iterator[None]:
+def _placed_on(strategy: Any, topology: Topology, layouts: StateLayouts | None) -> Iterator[None]:
     """Inside, the strategy has the devices of a plan, and variables without values are taken as they will be."""
-    layouts = strategy.layouts_on(topology)
     parts = Parts(
         topology,
         VariablePlacement(topology, layouts=layouts),
@@ -275,21 +299,74 @@ def _placed(
 # --- the plan -------------------------------------------------------------------------------------------
 
 
-def _plan(
-    strategy: Any,
-    fn: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    request: PlanRequest,
-    hardware: Hardware,
-    topology: Topology,
-) -> Plan:
-    start = time.monotonic()
-    with _placed_on(strategy, topology):
-        unrun = _placed(strategy, fn, args, dict(kwargs), request)
-        trace_s = time.monotonic() - start
-        compilation = compile_ahead(unrun.compiled, unrun.operands, hardware)
-    return _assembled(unrun, compilation, hardware, topology.num_replicas, trace_s)
+@dataclass(frozen=True)
+class _Step:
+    """What is planned, perhaps again with changes."""
+
+    strategy: Any
+    fn: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    request: PlanRequest
+    hardware: Hardware
+    topology: Topology
+
+    def plan(self) -> Plan:
+        """Compiled, as it was asked for."""
+        start = time.monotonic()
+        with self._placed(self.request, self.topology) as (unrun, shard_size):
+            trace_s = time.monotonic() - start
+            arguments = size(_argument_bytes(unrun))
+            _tell(
+                f"traced in {trace_s:.1f} s, {arguments} of arguments on a device; compiling for {self.hardware.name}"
+            )
+            compilation = compile_ahead(unrun.compiled, unrun.operands, self.hardware)
+        plan = _assembled(unrun, compilation, self.hardware, self.topology.num_replicas, trace_s)
+        return dataclasses.replace(plan, shard_size=shard_size)
+
+    def attempt(self, change: Change, may_compile: bool) -> Attempt:
+        """With a change, and compiled if it may be and its arguments fit."""
+        hardware, memory = change.hardware, None
+        topology = self.topology if hardware == self.hardware else topology_ahead(hardware)
+        request = dataclasses.replace(
+            self.request, global_batch=change.global_batch, shard_state=change.shard_state
+        )
+        with self._placed(request, topology) as (unrun, shard_size):
+            arguments = _argument_bytes(unrun)
+            if may_compile and arguments <= hardware.chip.memory_bytes:
+                memory = compile_ahead(unrun.compiled, unrun.operands, hardware).memory
+        limit = memory.limit if memory else hardware.chip.memory_bytes
+        peak = memory.peak if memory else None
+        return Attempt(topology.num_replicas, unrun.rows, shard_size, arguments, peak, limit)
+
+    @contextlib.contextmanager
+    def _placed(self, request: PlanRequest, topology: Topology) -> Iterator[tuple[Unrun, int | None]]:
+        """The program, and over how many replicas its state is divided."""
+        layouts = _layouts(self.strategy, topology, request.shard_state)
+        with _placed_on(self.strategy, topology, layouts):
+            unrun = _placed(self.strategy, self.fn, self.args, self.kwargs, request)
+            yield unrun, layouts.shards.num_shards if layouts else None
+
+
+def _argument_bytes(unrun: Unrun) -> int:
+    """What a device holds of the arguments, variables among them, from their shapes."""
+    return sum(bytes_on_device(leaf) for leaf in jax.tree_util.tree_leaves(unrun.operands))
+
+
+def _with_remedies(plan: Plan, step: _Step) -> Plan:
+    topology = step.topology
+    end = time.monotonic() + step.request.remedy_limit_s
+    may_divide = topology.num_replicas > 1 and topology.num_logical_devices == 1
+    search = Search(plan, step.attempt, may_divide=may_divide, time_left=lambda: end - time.monotonic())
+    found, notes = [], list(plan.notes)
+    try:
+        for remedy in search.remedies():
+            found.append(remedy)
+            _tell(f"{remedy.change}: {outcome(remedy)}")
+    except ReplicaxError as error:
+        # The plan stands. A dataset that gives one batch only cannot be planned a second time, for example.
+        notes.append(f"Further remedies could not be computed: {error}")
+    return dataclasses.replace(plan, remedies=found, notes=notes)
 
 
 def _assembled(
@@ -329,31 +406,3 @@ def _notes(costs: Costs) -> list[str]:
     if not costs.has_open_loops:
         return []
     return ["It has loops whose length is known only when they run: their operations are counted once."]
-
-
-def _remedies(
-    strategy: Any,
-    fn: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    request: PlanRequest,
-    plan: Plan,
-    topology: Topology,
-) -> Iterator[Remedy]:
-    """Compiles it with half as many rows for each replica, until it fits or the rows end."""
-    if plan.state_bytes > plan.memory.limit:
-        return  # no batch is small enough
-    rows = plan.rows or 0
-    for _ in range(_MAX_REMEDIES):
-        rows //= 2
-        if not rows:
-            return
-        smaller = dataclasses.replace(request, global_batch=rows * topology.num_replicas)
-        found = _plan(strategy, fn, args, kwargs, smaller, plan.hardware, topology)
-        change = (
-            f"{rows:,} rows for each replica (a global batch of {found.global_batch:,}; or the same on "
-            f"{math.ceil((plan.global_batch or 0) / rows):,} devices)"
-        )
-        yield Remedy(change, found.memory.peak, found.fits)
-        if found.fits:
-            return

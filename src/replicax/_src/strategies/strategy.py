@@ -306,6 +306,7 @@ class Strategy:
         *,
         topology: str | None = None,
         global_batch: int | None = None,
+        remedy_limit_s: float = 120.0,
     ) -> Plan:
         """Compiles a step for hardware that is not here, and says what it needs; nothing is run, no array is made.
 
@@ -319,6 +320,8 @@ class Strategy:
           topology: ``"v5p:16x16x16"`` (a TPU slice), ``"h100:16x8"`` (hosts × GPUs), ``"cpu:8"`` (virtual devices of this
             machine); None: the strategy's own devices.
           global_batch: Rows of all replicas together, instead of those that ``args`` have.
+          remedy_limit_s: What does not fit is planned again with fewer rows, more devices, divided state. After so many
+            seconds nothing further is compiled: of the rest only arguments are known, from their shapes.
 
         Returns:
           A ``Plan``: ``print`` it, or use ``fits``, ``memory``, ``to_json()``, ``to_svg()``.
@@ -337,7 +340,7 @@ class Strategy:
         (True, 256, 8192)
         """
         context.check_may_enter(self)
-        request = PlanRequest(topology, global_batch, options or DEFAULT_OPTIONS)
+        request = PlanRequest(topology, global_batch, options or DEFAULT_OPTIONS, remedy_limit_s)
         return plan_of(self, fn, args, kwargs or {}, request)
 
     # --- combining ------------------------------------------------------------------------------------

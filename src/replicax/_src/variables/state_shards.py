@@ -14,7 +14,8 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import ShardState, whole_number
 
 # With more shards the pieces get so thin that TPUs gather them by an all-reduce, at twice the traffic.
-_MOST_SHARDS = 256
+MOST_SHARDS = 256
+"""Into how many pieces state is divided, unless a user says so."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class StateShards:
             return None
         state = ShardState.parse(shard_state)
         if shard_size is None:
-            return cls(state, next(n for n in range(_MOST_SHARDS, 0, -1) if num_replicas % n == 0))
+            return cls(state, next(n for n in range(MOST_SHARDS, 0, -1) if num_replicas % n == 0))
         size = whole_number("shard_size", shard_size, least=1)
         if num_replicas % size:
             allowed = ", ".join(str(n) for n in range(1, num_replicas + 1) if num_replicas % n == 0)

@@ -1,0 +1,227 @@
+"""What would make a program fit that does not: which changes are tried, in which order, for how long. Pure.
+
+Nothing is guessed: the program is planned again with each change, or its arguments alone are too many already, which their
+shapes say without compiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from replicax._src.options import ShardState
+from replicax._src.plan.hardware import Hardware
+from replicax._src.variables.state_shards import MOST_SHARDS
+
+_MOST_HALVINGS = 6
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is planned otherwise than it was asked for.
+
+    Attributes:
+      hardware: Where.
+      global_batch: Rows of all replicas together; None where no argument is split.
+      shard_state: What replicas divide; None: what they do anyway.
+    """
+
+    hardware: Hardware
+    global_batch: int | None
+    shard_state: ShardState | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A program with a change.
+
+    Attributes:
+      rows: Of a replica's batch.
+      shard_size: Over how many replicas the state is divided; None: it is not.
+      arguments: Their bytes on a device, from their shapes.
+      peak: Bytes of a device at the worst moment; None: it was not compiled.
+      limit: What a device has.
+    """
+
+    num_replicas: int
+    rows: int | None
+    shard_size: int | None
+    arguments: int
+    peak: int | None
+    limit: int
+
+    @property
+    def fits(self) -> bool | None:
+        """None where it depends on temporaries, which were not compiled."""
+        if self.peak is not None:
+            return self.peak <= self.limit
+        return False if self.arguments > self.limit else None
+
+    @property
+    def global_batch(self) -> int | None:
+        return None if self.rows is None else self.rows * self.num_replicas
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something that was computed to make a program fit.
+
+    Attributes:
+      change: In words.
+      topology: Where it was planned.
+      rows, global_batch: Of a replica, and of all together; None where no argument is split.
+      shard_state, shard_size: What replicas divide, "optimizer" or "all", and over how many; None: it is no part of the change.
+      peak: Bytes of a device then; of the arguments alone, where it was not compiled.
+      fits: Whether it is enough; None where that depends on temporaries, which were not compiled.
+      is_compiled: Whether the program was compiled so.
+    """
+
+    change: str
+    topology: str
+    rows: int | None
+    global_batch: int | None
+    shard_state: str | None
+    shard_size: int | None
+    peak: int
+    fits: bool | None
+    is_compiled: bool
+
+
+@final
+class Search:
+    """Tries changes: fewer rows, more devices, divided state, and these together.
+
+    Args:
+      plan: A ``Plan``, which does not fit.
+      attempt: Makes the program with a change: traced, and compiled too if its arguments fit and the second argument says so.
+      may_divide: Whether replicas may divide state.
+      time_left: Seconds until nothing further is compiled.
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        attempt: Callable[[Change, bool], Attempt],
+        *,
+        may_divide: bool,
+        time_left: Callable[[], float],
+    ):
+        self._plan, self._attempt, self._may_divide = plan, attempt, may_divide
+        self._time_left, self._one_takes_s = time_left, sum(plan.seconds.values())
+        self._asked = Change(plan.hardware, plan.global_batch)
+        self._devices_of_replica = plan.hardware.num_devices // plan.num_replicas
+
+    def remedies(self) -> Iterator[Remedy]:
+        """What was tried, each when it has been computed."""
+        plan = self._plan
+        if plan.state_bytes <= plan.memory.limit:
+            yield from self._smaller(self._asked, plan.state_bytes, plan.memory.peak)
+        elif plan.shard_size is not None:
+            yield from self._in_more_pieces(self._asked, plan.memory.arguments, plan.shard_size)
+        if self._may_divide:
+            yield from self._divided()
+
+    def _divided(self) -> Iterator[Remedy]:
+        of_batch = self._plan.memory.arguments - self._plan.state_bytes
+        least = self._plan.memory.arguments
+        for state in (ShardState.OPTIMIZER, ShardState.ALL):
+            change = replace(self._asked, shard_state=state)
+            found = self._try(change)
+            if found.arguments >= least:
+                continue  # there is nothing that it would divide
+            least = found.arguments
+            yield self._remedy(change, found)
+            if found.peak is not None and not found.fits:
+                yield from self._smaller(change, found.arguments - of_batch, found.peak)
+            elif found.fits is False and state is ShardState.ALL:
+                yield from self._in_more_pieces(change, found.arguments, found.shard_size or 1)
+
+    def _smaller(self, change: Change, state: int, peak: int) -> Iterator[Remedy]:
+        """Fewer rows until it fits, and then the same batch on as many devices as have so few.
+
+        Rows that would be too many even if a step's memory were a line through what is known are left out, and nothing is
+        tried where that line says that no rows are few enough.
+        """
+        rows, limit, num_tried = self._plan.rows or 0, self._plan.memory.limit, 0
+        line = _Line.through(0, state, rows, peak)
+        while rows > 1 and num_tried < _MOST_HALVINGS and line.at(0) <= limit:
+            rows //= 2
+            if line.at(rows) > limit:
+                continue
+            fewer = replace(change, global_batch=rows * self._plan.num_replicas)
+            found = self._try(fewer)
+            num_tried += 1
+            yield self._remedy(fewer, found)
+            if found.fits:
+                replicas = -(-(self._plan.global_batch or 0) // rows)
+                yield from self._on(replicas * self._devices_of_replica, change)
+            if found.fits is not False or found.peak is None:
+                return
+            line = _Line.through(rows, found.peak, self._plan.rows, peak)
+
+    def _in_more_pieces(self, change: Change, arguments: int, shard_size: int) -> Iterator[Remedy]:
+        """Where even the pieces are too large: over as many devices as make them small enough, each with its rows."""
+        times = -(-arguments // self._plan.memory.limit)
+        if shard_size * times > MOST_SHARDS:
+            return
+        yield from self._on(self._plan.hardware.num_devices * times, change, rows=self._plan.rows)
+
+    def _on(self, num_devices: int, change: Change, *, rows: int | None = None) -> Iterator[Remedy]:
+        """On more devices, if there are so many: the same batch, or one of as many rows for each replica."""
+        hardware = change.hardware.at_least(num_devices)
+        if hardware is None:
+            return
+        more = replace(change, hardware=hardware)
+        if rows is not None:
+            more = replace(more, global_batch=rows * (hardware.num_devices // self._devices_of_replica))
+        yield self._remedy(more, self._try(more))
+
+    def _try(self, change: Change) -> Attempt:
+        return self._attempt(change, self._time_left() >= self._one_takes_s)
+
+    def _remedy(self, change: Change, found: Attempt) -> Remedy:
+        state = change.shard_state and change.shard_state.value.lower()
+        return Remedy(
+            self._in_words(change, found),
+            change.hardware.name,
+            found.rows,
+            found.global_batch,
+            state,
+            found.shard_size if state else None,
+            found.arguments if found.peak is None else found.peak,
+            found.fits,
+            found.peak is not None,
+        )
+
+    def _in_words(self, change: Change, found: Attempt) -> str:
+        parts = []
+        if change.shard_state is not None:
+            parts.append(f'shard_state="{change.shard_state.value.lower()}" over {found.shard_size} replicas')
+        if change.hardware != self._plan.hardware:
+            parts.append(f"on {change.hardware.name} ({change.hardware.num_devices:,} devices)")
+        if found.rows is not None and (
+            found.rows != self._plan.rows or change.hardware != self._plan.hardware
+        ):
+            parts.append(f"{_rows(found.rows)} for each replica (a global batch of {found.global_batch:,})")
+        return ", ".join(parts)
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Memory by rows, if it is a line."""
+
+    none: float
+    each: float
+
+    @classmethod
+    def through(cls, rows: int, peak: int, more_rows: int, larger_peak: int) -> _Line:
+        each = (larger_peak - peak) / max(1, more_rows - rows)
+        return cls(peak - each * rows, each)
+
+    def at(self, rows: int) -> float:
+        return self.none + self.each * rows

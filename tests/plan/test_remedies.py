@@ -1,0 +1,138 @@
+"""What is tried to make a program fit, on a program whose memory is a formula."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax._src.options import ShardState
+from replicax._src.plan.hardware import hardware_of
+from replicax._src.plan.plan import Memory, Plan, PlannedArray
+from replicax._src.plan.remedies import Attempt, Search
+
+LIMIT = hardware_of("v5e:2x4").chip.memory_bytes
+
+
+@dataclass
+class Program:
+    """Of each device: variables, a half of them an optimizer's, and rows, with temporaries of ten times the rows."""
+
+    variables: int
+    row: int
+    rows: int = 64
+    fixed: int = 0
+    hardware: object = hardware_of("v5e:2x4")
+    num_compiled: int = 0
+
+    def state(self, shards, state):
+        of_optimizer = self.variables // 2
+        rest = self.variables - of_optimizer
+        if state is None:
+            return self.variables
+        return of_optimizer // shards + (rest // shards if state is ShardState.ALL else rest)
+
+    def attempt(self, change, may_compile):
+        replicas = change.hardware.num_devices
+        rows = -(-change.global_batch // replicas)
+        arguments = self.state(replicas, change.shard_state) + rows * self.row
+        peak = None
+        if may_compile and arguments <= LIMIT:
+            self.num_compiled += 1
+            peak = arguments + 10 * rows * self.row + self.fixed
+        return Attempt(replicas, rows, change.shard_state and replicas, arguments, peak, LIMIT)
+
+    def plan(self):
+        arguments = self.variables + self.rows * self.row
+        peak = arguments + 10 * self.rows * self.row + self.fixed
+        memory = Memory(arguments, 0, 0, 0, peak, LIMIT)
+        whole = PlannedArray("variable", "w", (1,), "float32", self.variables, (None,))
+        rows = PlannedArray("argument", "x", (1,), "float32", self.rows * self.row, ("replica",))
+        replicas = self.hardware.num_devices
+        return Plan(
+            "step",
+            self.hardware,
+            replicas,
+            self.rows,
+            memory,
+            [whole, rows],
+            {},
+            [],
+            [],
+            [],
+            0,
+            {"compiling": 1},
+        )
+
+    def remedies(self, *, may_divide=True, time_left=lambda: 100.0):
+        return list(Search(self.plan(), self.attempt, may_divide=may_divide, time_left=time_left).remedies())
+
+
+def test_rows_are_halved_until_it_fits_and_the_same_batch_is_planned_on_more_devices():
+    program = Program(variables=LIMIT // 2, row=LIMIT // 11 // 40)  # 64 rows are 1.6 of the limit, 16 are 0.4
+    fewer, more = program.remedies(may_divide=False)
+    assert (fewer.rows, fewer.global_batch, fewer.topology, fewer.fits) == (16, 8 * 16, "v5e:2x4", True)
+    assert (more.rows, more.global_batch, more.topology, more.fits) == (16, 8 * 64, "v5e:4x8", True)
+    assert program.num_compiled == 2  # 32 rows are too many whatever the temporaries are
+
+
+def test_temporaries_that_no_batch_makes_less_end_the_halving():
+    program = Program(variables=LIMIT // 2, row=LIMIT // 100_000, fixed=LIMIT)
+    remedies = program.remedies(may_divide=False)
+    assert len(remedies) == 1
+    assert not remedies[0].fits
+
+
+def test_state_that_is_too_large_is_divided_and_only_what_may_fit_is_compiled():
+    program = Program(variables=3 * LIMIT, row=1)
+    optimizer, everything = program.remedies()
+    assert (optimizer.shard_state, optimizer.fits, optimizer.is_compiled) == ("optimizer", False, False)
+    assert (everything.shard_state, everything.shard_size, everything.fits) == ("all", 8, True)
+    assert program.num_compiled == 1
+
+
+def test_pieces_that_are_too_large_are_divided_over_more_devices():
+    program = Program(variables=20 * LIMIT, row=1)
+    optimizer, everything, more = program.remedies()
+    assert (optimizer.fits, everything.fits) == (False, False)
+    assert (more.topology, more.shard_size, more.rows, more.fits) == ("v5e:4x8", 32, 64, True)
+
+
+def test_without_time_nothing_is_compiled_and_that_is_said():
+    program = Program(variables=LIMIT // 2, row=LIMIT // 11 // 40)
+    remedies = program.remedies(time_left=lambda: 0.5)  # less than the plan took
+    assert program.num_compiled == 0
+    assert {(remedy.fits, remedy.is_compiled) for remedy in remedies} == {(None, False)}
+
+
+@given(
+    variables=st.floats(0.01, 40), row=st.floats(1e-6, 0.1), rows=st.integers(1, 300), fixed=st.floats(0, 1.5)
+)
+def test_what_is_said_to_fit_does(variables, row, rows, fixed):
+    program = Program(int(variables * LIMIT), int(row * LIMIT), rows, int(fixed * LIMIT))
+    if program.plan().fits:
+        return
+    remedies = program.remedies()
+    assert program.num_compiled <= 3 * 8
+    for remedy in remedies:
+        state = remedy.shard_state and ShardState.parse(remedy.shard_state)
+        replicas = hardware_of(remedy.topology).num_devices
+        needed = program.state(replicas, state) + remedy.rows * program.row * 11 + program.fixed
+        assert remedy.fits == (needed <= LIMIT)
+        assert remedy.peak <= needed
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "larger"),
+    [
+        ("v5e:2x4", 9, "v5e:4x4"),
+        ("v5e:16x16", 257, None),
+        ("v5p:4x4x4", 65, "v5p:4x4x8"),
+        ("h100:1x4", 5, "h100:1x8"),
+        ("h100:2x8", 100, "h100:13x8"),
+        ("cpu:8", 9, None),
+    ],
+)
+def test_more_devices_of_the_same_kind(name, num_devices, larger):
+    found = hardware_of(name).at_least(num_devices)
+    assert (found and found.name) == larger
