@@ -37,6 +37,7 @@ LAYERS = {
     "input/split": 1,
     "input/order": 1,
     "input/autoshard": 1,
+    "variables/layout_map": 1,
     "variables/partitioners": 1,
     "variables/state_shards": 1,
     "coordinator/closures": 1,

@@ -13,6 +13,7 @@ from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.table_files import load_table, save_table
 from replicax._src.variables.caching import cache_variable_reads
+from replicax._src.variables.layout_map import LayoutMap
 from replicax._src.variables.sharded import ShardedVariable
 from replicax.experimental import partitioners
 
@@ -27,6 +28,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "LayoutMap",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PerWorkerVariable",

@@ -68,6 +68,11 @@ def install() -> None:
     _replace(keras.optimizers.Optimizer, "__init__", _wrapped_optimizer_init)
     _replace(keras.StatelessScope, "get_current_value", _wrapped_get_current_value)
     _replace(keras.optimizers.Optimizer, "add_variable", divided_state.wrapped_add_variable)
+    _replace(
+        keras.optimizers.Optimizer,
+        "add_variable_from_reference",
+        divided_state.wrapped_add_variable_from_reference,
+    )
     _replace(keras.optimizers.Optimizer, "apply", wrapped_apply)
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _replace(optimizer, "stateless_apply", divided_state.wrapped_stateless_apply)

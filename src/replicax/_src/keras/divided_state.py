@@ -18,6 +18,8 @@ import keras
 import numpy as np
 
 from replicax._src import context
+from replicax._src.program.companions import note_companion
+from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
 
 _Init = Callable[..., None]
@@ -28,9 +30,10 @@ _Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class _Making(threading.local):
-    """Whether this thread makes a variable for an optimizer."""
+    """Whether this thread makes a variable for an optimizer, and for which one of the model's."""
 
     is_for_optimizer = False
+    reference: Any = None
 
 
 _making = _Making()
@@ -50,27 +53,49 @@ def wrapped_add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_variable
 
 
+def wrapped_add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes for which variable of the model an optimizer's is made."""
+
+    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _making.reference
+        _making.reference = reference_variable
+        try:
+            return original(self, reference_variable, *args, **kwargs)
+        finally:
+            _making.reference = before
+
+    return add_variable_from_reference
+
+
 def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Initialises a variable, in pieces where the current strategy divides it."""
     if _making.is_for_optimizer:
         note_of_optimizer(variable)
+        if isinstance(_making.reference, keras.Variable):
+            note_companion(variable, _making.reference)
     with laid_out(context.strategy_for_new_variable() if context.has_strategy() else None):
         original(variable, *args, **kwargs)
 
 
 def laid_out(strategy: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside, Keras gives variables their first values in the layouts of a strategy. Keras's own loops see none of it."""
-    layouts = None if strategy is None else strategy.variable_placement.layouts
+    placement = None if strategy is None else strategy.variable_placement
+    layouts = None if placement is None else placement.layouts or _logical_layouts(placement)
     if layouts is None or layouts.topology.is_ahead:
         return contextlib.nullcontext()
     return _Layouts(layouts).scope()
+
+
+def _logical_layouts(placement: Any) -> LogicalLayouts | None:
+    """Those by which variables are made; None in several processes, where they are divided when a program first meets them."""
+    return placement.logical_layouts if placement.topology.peers is None else None
 
 
 @final
 class _Layouts(keras.distribution.DataParallel):
     """Asked by Keras where a new variable lies."""
 
-    def __init__(self, layouts: StateLayouts):
+    def __init__(self, layouts: StateLayouts | LogicalLayouts):
         devices = np.array(layouts.topology.devices)
         mesh = keras.distribution.DeviceMesh(devices.shape, ["replica"], devices)
         super().__init__(device_mesh=mesh, auto_shard_dataset=False)

@@ -151,7 +151,7 @@ class GlobalStepFunction(StepFunction):
         self._held = HeldState(
             strategy.topology,
             lambda: [variable.path for variable in self._variables()],
-            lambda: [strategy.slots.layout_of(variable) for variable in self._variables()],
+            self._layouts,
         )
         self._step = GlobalStep(
             self.step_of_model,
@@ -233,6 +233,13 @@ class GlobalStepFunction(StepFunction):
 
     def _variables(self) -> list[Any]:
         return list(itertools.chain.from_iterable(self._phase.variables_of(self._model)))
+
+    def _layouts(self) -> list[Any]:
+        layouts = [self._strategy.slots.layout_of(variable) for variable in self._variables()]
+        by_map = self._strategy.variable_placement.logical_layouts
+        if by_map is not None:
+            by_map.tell_unused()
+        return layouts
 
     def finish(self) -> None:
         if self._held.groups is None:

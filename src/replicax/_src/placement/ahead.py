@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 from replicax._src import jax_compat
-from replicax._src.errors import MissingExtraError, PlanError
+from replicax._src.errors import MissingExtraError, PlanError, TopologyError
 from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware
 from replicax._src.plan.plan import Memory
-from replicax._src.topology import Topology
+from replicax._src.topology import Topology, replica_mesh
 
 _PLUGINS = {"tpu": ("libtpu", "plan-tpu"), "gpu": ("jax_plugins.xla_cuda12", "plan-gpu")}
 _OUT_OF_MEMORY = re.compile(
@@ -59,14 +59,24 @@ class Compilation:
     compile_s: float
 
 
-def topology_ahead(hardware: Hardware) -> Topology:
-    """Its devices as a topology of one replica each.
+def topology_ahead(hardware: Hardware, num_logical_devices: int = 1) -> Topology:
+    """Its devices as a topology of replicas of so many devices each: neighbours, of one host if it has as many.
 
     Raises:
       MissingExtraError: What compiles for them is not installed.
       PlanError: This process cannot compile for GPUs: the environment variable is not set.
+      TopologyError: The devices are no multiple of those of a replica.
     """
-    return Topology.of(_devices(hardware), is_ahead=True)
+    count = hardware.num_devices
+    if count % num_logical_devices:
+        raise TopologyError(
+            f"{hardware.name!r} has {count} device(s), and a replica of this strategy has {num_logical_devices} logical devices: "
+            f"the number of devices must be a multiple of {num_logical_devices}. Name another topology, or plan with another "
+            "device assignment."
+        )
+    devices = _devices(hardware)  # host after host
+    grid = [devices[i : i + num_logical_devices] for i in range(0, count, num_logical_devices)]
+    return Topology.of_mesh(replica_mesh(grid), is_ahead=True)
 
 
 @functools.lru_cache(maxsize=4)

@@ -262,6 +262,9 @@ class ProgramState:
         changed = {id(s) for s in written}
         self.written = SlotGroup(written, placement)
         self.read = SlotGroup([s for s in slots if id(s) not in changed], placement)
+        layouts = placement.logical_layouts
+        if layouts is not None and any(s.variable.trainable for s in written):
+            layouts.tell_unused()  # it trains, so what it trains has been made
 
     @property
     def slots(self) -> list[Slot]:

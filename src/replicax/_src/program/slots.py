@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
 from replicax._src.errors import TraceError, VariableError
+from replicax._src.program.companions import accompanied_by, companions_of
 from replicax._src.topology import Topology
 
 # Held while a program takes the state and gives it back, so that threads neither donate one array twice nor read
@@ -128,6 +130,13 @@ class SlotTable:
         self._layout_by_rule = layout_by_rule
         self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         self._layouts: dict[int, Any] = {}
+        self._mesh: Any = None
+
+    def on(self, topology: Topology, layout_by_rule: Callable[[Any], Any] | None) -> SlotTable:
+        """A table for other devices, as many for each replica, over which variables lie as they were laid out here."""
+        table = SlotTable(topology.num_replicas, layout_by_rule)
+        table._layouts, table._mesh = self._layouts, topology.mesh
+        return table
 
     def slot_of(self, variable: Any) -> Slot:
         """The slot of ``variable``, made when it is first met."""
@@ -142,17 +151,23 @@ class SlotTable:
 
     def layout_of(self, variable: Any) -> Any:
         """How a variable lies over the devices; None: each holds all of it."""
-        layout = self._layouts.get(id(variable))
-        if layout is None and self._layout_by_rule is not None:
-            return self._layout_by_rule(variable)
-        return layout
+        laid_out = variable if id(variable) in self._layouts else accompanied_by(variable)
+        if id(laid_out) in self._layouts:
+            layout = self._layouts[id(laid_out)]
+            return layout if layout is None or self._mesh is None else NamedSharding(self._mesh, layout.spec)
+        return None if self._layout_by_rule is None else self._layout_by_rule(variable)
 
     def lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
-        """Moves a variable, and what programs will write to it, into a layout over the logical devices.
+        """Moves a variable, and what programs will write to it, into a layout over the logical devices; and with it what
+        optimizers keep for it.
 
         Raises:
           VariableError: Each replica has a value of its own, or a program has the variable already.
         """
+        for each in [*companions_of(variable), variable]:  # which are laid out as it is, as soon as it is
+            self._lay_out(each, layout, topology)
+
+    def _lay_out(self, variable: Any, layout: Any, topology: Topology) -> None:
         is_met = id(variable) in self._slots
         slot = self.slot_of(variable)
         if slot.layout == layout:

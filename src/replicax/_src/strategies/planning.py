@@ -25,12 +25,9 @@ from replicax._src.plan.remedies import Attempt, Change, Search
 from replicax._src.plan.report import answer, outcome, size
 from replicax._src.program import key
 from replicax._src.program.capture import planning
-from replicax._src.program.slots import Slot, SlotTable
-from replicax._src.strategies.parts import Parts
-from replicax._src.strategies.running import Runner
+from replicax._src.program.slots import Slot
 from replicax._src.topology import Topology
 from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
-from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
 
@@ -131,9 +128,9 @@ def _target(strategy: Any, name: str | None) -> tuple[Hardware, Topology]:
     """The hardware to plan for, and its devices as a topology on which arrays are only described."""
     if name is not None:
         hardware = hardware_of(name)
-        return hardware, topology_ahead(hardware)
-    devices = strategy.topology.devices
-    return _own_hardware(devices), Topology.of(devices, is_ahead=True)
+        return hardware, topology_ahead(hardware, strategy.num_logical_devices)
+    own = strategy.topology
+    return _own_hardware(list(own.grid.flat)), Topology.of_mesh(own.mesh, is_ahead=True)
 
 
 def _own_hardware(devices: Sequence[Any]) -> Hardware:
@@ -159,15 +156,9 @@ def _layouts(strategy: Any, topology: Topology, state: ShardState | None) -> Sta
 @contextlib.contextmanager
 def _placed_on(strategy: Any, topology: Topology, layouts: StateLayouts | None) -> Iterator[None]:
     """Inside, the strategy has the devices of a plan, and variables without values are taken as they will be."""
-    parts = Parts(
-        topology,
-        VariablePlacement(topology, layouts=layouts),
-        SlotTable(topology.num_replicas, layouts and layouts.of),
-        Runner(strategy, topology),
-    )
     token = planning.set(True)
     try:
-        with context.standing_in(strategy, parts):
+        with context.standing_in(strategy, strategy.parts_on(topology, layouts)):
             yield
     finally:
         planning.reset(token)
@@ -261,7 +252,8 @@ def of_slots(written: Sequence[Slot], read: Sequence[Slot], topology: Topology) 
 def planned_array(role: str, name: str, described: Any, *, is_written: bool = False) -> PlannedArray:
     """One array, and where it is."""
     spec = tuple(described.sharding.spec) if described.sharding is not None else ()
-    split = (*spec, *[None] * (len(described.shape) - len(spec)))
+    axes = ["+".join(axis) if isinstance(axis, tuple) else axis for axis in spec]
+    split = (*axes, *[None] * (len(described.shape) - len(spec)))
     return PlannedArray(
         role,
         name,

@@ -42,6 +42,8 @@ from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
 from replicax._src.topology import Topology, device_name
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
+from replicax._src.variables.layout_map import LayoutMap
+from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
@@ -77,17 +79,24 @@ class Strategy:
         make_parts: Callable[[Any], Parts] | None = None,
         shard_state: ShardState | str | None = None,
         shard_size: int | None = None,
+        layout_map: LayoutMap | None = None,
     ):
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise InvalidArgumentError(
                 f"cross_device_ops must be an rx.CrossDeviceOps, such as rx.ReductionToOneDevice(), got "
                 f"{cross_device_ops!r}."
             )
+        if layout_map is not None and shard_state is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__}(layout_map=…, shard_state={shard_state!r}): variables are divided over the logical devices of "
+                "each replica, or over the replicas, not over both. Leave one of them out."
+            )
         self._make_topology, self._make_parts = make_topology, make_parts
         self._parameter_device = parameter_device
         self._cluster_resolver, self._is_chief = cluster_resolver, is_chief
         self._communication_options = communication_options
         self._shard_state, self._shard_size = shard_state, shard_size
+        self._layout_map = layout_map
         self._ops = cross_device_ops or NcclAllReduce()
         self._extended = StrategyExtended(self)
 
@@ -98,9 +107,17 @@ class Strategy:
         if self._make_parts is not None:
             return self._make_parts(self)
         topology = self._make_topology()
-        layouts = self.layouts_on(topology)
-        placement = VariablePlacement(topology, self._parameter_device, layouts)
-        slots = SlotTable(topology.num_replicas, layouts and layouts.of)
+        logical = None if self._layout_map is None else LogicalLayouts(self._layout_map, topology)
+        placement = VariablePlacement(topology, self._parameter_device, self.layouts_on(topology), logical)
+        slots = SlotTable(topology.num_replicas, placement.layout_rule)
+        return Parts(topology, placement, slots, Runner(self, topology))
+
+    def parts_on(self, topology: Topology, layouts: StateLayouts | None) -> Parts:
+        """What the strategy is composed of on other devices, those of a plan, as many for each replica; ``layouts`` divide its state."""
+        own = self._own_parts
+        logical = own.variable_placement.logical_layouts
+        placement = VariablePlacement(topology, None, layouts, logical and logical.on(topology))
+        slots = own.slots.on(topology, placement.layout_rule)
         return Parts(topology, placement, slots, Runner(self, topology))
 
     def layouts_on(self, topology: Topology) -> StateLayouts | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.tpu import TPUClusterResolver
@@ -12,6 +13,7 @@ from replicax._src.strategies.strategy import Strategy
 from replicax._src.strategies.tpu_system import TPUSystem
 from replicax._src.topology import Topology, replica_mesh
 from replicax._src.tpu.device_assignment import DeviceAssignment
+from replicax._src.variables.layout_map import LayoutMap
 
 log = logging.getLogger("replicax")
 
@@ -32,10 +34,12 @@ class TPUStrategy(Strategy):
       experimental_device_assignment: Which cores each replica has; default: each core is a replica.
       experimental_spmd_xla_partitioning: The logical devices run one program. They do in any case; True makes
         ``experimental_assign_to_logical_device``, which that leaves without a meaning, an error.
+      layout_map: Which variables the logical devices of a replica divide, by patterns of their paths: an
+        ``rx.experimental.LayoutMap``, or a dict of its entries. Default: each device holds all of all.
 
     Raises:
       DeviceError: There are no TPUs, and no virtual devices either.
-      InvalidArgumentError: The assignment is for other devices.
+      InvalidArgumentError: The assignment is for other devices; ``layout_map`` names an axis that there is not.
       UnsupportedError: A replica has cores of several hosts.
       ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default).
 
@@ -47,6 +51,8 @@ class TPUStrategy(Strategy):
         tpu_cluster_resolver: ClusterResolver | None = None,
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
+        *,
+        layout_map: LayoutMap | Mapping[str, Any] | None = None,
     ):
         assignment = experimental_device_assignment
         if assignment is not None and not isinstance(assignment, DeviceAssignment):
@@ -61,7 +67,9 @@ class TPUStrategy(Strategy):
             lambda: topology,
             cluster_resolver=resolver,
             is_chief=system.membership is None or system.membership.is_chief,
+            layout_map=None if layout_map is None else LayoutMap.of(layout_map),
         )
+        self.parts  # checks the layout map  # noqa: B018
         self.partitions_by_spmd = bool(experimental_spmd_xla_partitioning)
         log.info(
             "Using TPUStrategy with %d replica(s) of %d logical device(s), on %s.",

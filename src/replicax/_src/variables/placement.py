@@ -13,6 +13,7 @@ from replicax._src.jax_compat import Device
 from replicax._src.program.slots import own_copy, placed_by_each
 from replicax._src.topology import Topology
 from replicax._src.values import shards_of_replicas
+from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts
 
 
@@ -24,16 +25,24 @@ class VariablePlacement:
       topology: The replicas' devices.
       parameter_device: One device that holds all variables (central storage), or None: every replica's does.
       layouts: Which variables are divided over replicas, and how; None: none are.
+      logical_layouts: Which ones are divided over the logical devices of replicas, and how; None: nothing is said of it.
     """
 
     topology: Topology
     parameter_device: Device | None = None
     layouts: StateLayouts | None = None
+    logical_layouts: LogicalLayouts | None = None
     partitioner = None
 
     @property
     def num_replicas(self) -> int:
         return self.topology.num_replicas
+
+    @property
+    def layout_rule(self) -> Callable[[Any], Any] | None:
+        """How a variable lies over the devices where nobody has said it of this one; None: each device holds all of all."""
+        layouts = self.layouts or self.logical_layouts
+        return None if layouts is None else layouts.of
 
     def place(self, value: Any, components: Any | None) -> jax.Array:
         """A copy of ``value``, or of ``components`` [R, ...] if there is one per replica, in its place."""
@@ -45,10 +54,12 @@ class VariablePlacement:
 
     def place_initial(self, value: Any, components: Any | None, name: str) -> jax.Array:
         """As ``place``, for a new variable: in several processes the first one's value is taken."""
-        del name
+        layout = None
+        if components is None and self.logical_layouts is not None:
+            layout = self.logical_layouts.of_path(name, value.shape)
         if components is None and self.topology.peers is not None:
-            return self.topology.put_leaders(value)
-        return self.place(value, components)
+            return self.topology.put_leaders(value)  # it is divided when a program first meets it
+        return self.place(value, components) if layout is None else own_copy(value, layout)
 
     def replaced(self, stored: jax.Array, value: Any, components: Any | None) -> jax.Array:
         """What a variable keeps once it has been assigned a value; ``stored`` is what it kept before."""

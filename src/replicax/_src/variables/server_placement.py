@@ -39,6 +39,7 @@ class ServerPlacement:
     partitioner: Callable[..., Sequence[int]] | None = None
     parameter_device: Any = None
     layouts = None
+    logical_layouts = None
 
     @property
     def num_replicas(self) -> int:

@@ -25,6 +25,11 @@ def note_of_optimizer(variable: Any) -> None:
     weakref.finalize(variable, _of_optimizers.discard, id(variable))
 
 
+def is_of_optimizer(variable: Any) -> bool:
+    """Whether a variable is one that an optimizer keeps."""
+    return id(variable) in _of_optimizers
+
+
 @final
 class StateLayouts:
     """The layouts of one strategy's variables.
@@ -41,9 +46,8 @@ class StateLayouts:
 
     def of(self, variable: Any) -> NamedSharding | None:
         """Where the pieces of a variable are; None: every device holds all of it."""
-        is_of_optimizer = id(variable) in _of_optimizers
         is_trainable = bool(variable.trainable)
-        if not self.shards.divides(is_trainable=is_trainable, is_of_optimizer=is_of_optimizer):
+        if not self.shards.divides(is_trainable=is_trainable, is_of_optimizer=is_of_optimizer(variable)):
             return None
         return self.of_shape(variable.shape)
 

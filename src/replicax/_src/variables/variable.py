@@ -155,6 +155,11 @@ class Variable(ArrayLike):
         return self._has_components
 
     @property
+    def path(self) -> str:
+        """As ``name``: what a ``LayoutMap`` goes by."""
+        return self.name
+
+    @property
     def ndim(self) -> int:
         return len(self.shape)
 

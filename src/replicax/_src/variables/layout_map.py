@@ -1,0 +1,152 @@
+"""``LayoutMap``: how variables are divided over the logical devices of a replica, by patterns of their paths. Pure: no jax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, final
+
+from replicax._src.errors import InvalidArgumentError
+
+Layout = tuple[tuple[str, ...], ...]
+"""For each dim the axes that it is divided over; none, where it is whole."""
+
+
+@final
+class LayoutMap(MutableMapping[str, Layout]):
+    """Says once which dims of which variables a replica's logical devices divide among them.
+
+    Keys are regular expressions for the paths of variables (Keras's ``variable.path``, the ``name`` of an ``rx.Variable``).
+    A variable takes the entry whose key is its path; else the one whose pattern matches all of its path; else the one whose
+    pattern is found in it. What no pattern matches is on each device whole. What optimizers keep for a variable follows it.
+
+    Values have an entry for each dim: None where it stays whole, ``"logical"`` where the logical devices divide it. Where
+    their number is no prime, ``"logical_0"``, ``"logical_1"``, ... are its prime factors, the smallest first: 4 devices divide
+    two dims as ``("logical_0", "logical_1")``. Several axes may share a dim: ``(None, ("logical_0", "logical_1"))``. Dims at
+    the end may be left out.
+
+    Give it to ``TPUStrategy``; a dict does as well.
+
+    Args:
+      layouts: A mapping of such entries; further ones can be set one by one.
+
+    Raises:
+      InvalidArgumentError: A key is no regular expression, or is there already; a value is no such tuple. When a path is looked
+        up: several patterns match it alike, and say different things.
+
+    Source: keras.distribution.LayoutMap, which has a mesh's axes of any names.
+
+    >>> import replicax as rx
+    >>> layout_map = rx.experimental.LayoutMap({"up/kernel": (None, "logical")})
+    >>> layout_map["down/kernel"] = ("logical", None)
+    >>> layout_map["block_1/up/kernel"]
+    ((), ('logical',))
+    """
+
+    def __init__(self, layouts: Mapping[str, Any] | None = None):
+        self._layouts: dict[str, Layout] = {}
+        self._patterns: dict[str, re.Pattern[str]] = {}
+        for pattern, layout in ({} if layouts is None else layouts).items():
+            self[pattern] = layout
+
+    @classmethod
+    def of(cls, given: Any) -> LayoutMap:
+        """A copy of a map, or of a dict of its entries."""
+        if isinstance(given, LayoutMap):
+            return cls(given._layouts)
+        if isinstance(given, Mapping):
+            return cls(given)
+        raise InvalidArgumentError(
+            f"layout_map must be an rx.experimental.LayoutMap, or a dict such as {{'up/kernel': (None, 'logical')}}; got "
+            f"{given!r}."
+        )
+
+    def __setitem__(self, pattern: str, layout: Any) -> None:
+        if pattern in self._layouts:
+            raise InvalidArgumentError(
+                f"The layout map has {pattern!r} already, as {shown(self._layouts[pattern])}. Delete that entry first, or leave "
+                "one of them out."
+            )
+        if not isinstance(pattern, str):
+            raise InvalidArgumentError(f"The keys of a layout map are regular expressions, got {pattern!r}.")
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise InvalidArgumentError(
+                f"The layout map's {pattern!r} is no regular expression ({error})."
+            ) from None
+        self._layouts[pattern] = _checked(pattern, layout)
+        self._patterns[pattern] = compiled
+
+    def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
+        """The layout for a path; None where no pattern matches."""
+        pattern = self.pattern_of(path)
+        return None if pattern is None else self._layouts[pattern]
+
+    def pattern_of(self, path: str) -> str | None:
+        """The key of the entry for a path; None where there is none."""
+        if path in self._layouts:
+            return path
+        for matches in (re.Pattern.fullmatch, re.Pattern.search):
+            found = [key for key, pattern in self._patterns.items() if matches(pattern, path)]
+            if len({self._layouts[key] for key in found}) > 1:
+                several = ", ".join(f"{key!r}: {shown(self._layouts[key])}" for key in found)
+                raise InvalidArgumentError(
+                    f"Variable {path!r} is matched by several patterns of the layout map: {several}. Make them so that one "
+                    "matches, or add an entry for this path: it comes first."
+                )
+            if found:
+                return found[0]
+        return None
+
+    def __delitem__(self, pattern: str) -> None:
+        del self._layouts[pattern], self._patterns[pattern]
+
+    def __contains__(self, pattern: object) -> bool:
+        return pattern in self._layouts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def entries(self) -> Iterator[tuple[str, Layout]]:
+        """The patterns, and what each says."""
+        return iter(self._layouts.items())
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{pattern!r}: {shown(layout)}" for pattern, layout in self.entries())
+        return f"LayoutMap({{{inner}}})"
+
+
+def _checked(pattern: str, layout: Any) -> Layout:
+    if isinstance(layout, (tuple, list)):
+        dims = [_axes(dim) for dim in layout]
+        if all(dim is not None for dim in dims):
+            axes = [axis for dim in dims for axis in dim or ()]
+            repeated = sorted({axis for axis in axes if axes.count(axis) > 1})
+            if repeated:
+                raise InvalidArgumentError(
+                    f"The layout map's {pattern!r} divides several dims over {repeated[0]!r}: {layout!r}. Each axis divides one dim."
+                )
+            return tuple(dim or () for dim in dims)
+    raise InvalidArgumentError(
+        f"The layout map's {pattern!r} must have an entry for each dim, None or 'logical', such as (None, 'logical'); got "
+        f"{layout!r}."
+    )
+
+
+def _axes(dim: Any) -> tuple[str, ...] | None:
+    """The axes that one dim is divided over; None where that is not said properly."""
+    if dim is None:
+        return ()
+    names = (dim,) if isinstance(dim, str) else dim
+    is_names = isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
+    return tuple(names) if is_names else None
+
+
+def shown(layout: Layout) -> str:
+    """A layout as it is written."""
+    dims = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout]
+    return repr(tuple(dims))

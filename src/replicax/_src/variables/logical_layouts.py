@@ -1,0 +1,127 @@
+"""How variables lie over the logical devices of a replica: a ``LayoutMap`` on the devices of one strategy."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.program.companions import accompanied_by
+from replicax._src.topology import LOGICAL_AXIS, REPLICA_AXIS, Topology
+from replicax._src.variables.layout_map import Layout, LayoutMap, shown
+from replicax._src.variables.state_layouts import is_of_optimizer
+
+log = logging.getLogger("replicax")
+_MAX_SHOWN = 8
+
+
+@final
+class LogicalLayouts:
+    """The layouts of one strategy's variables.
+
+    Args:
+      layout_map: What the user says.
+      topology: Over which devices.
+
+    Raises:
+      InvalidArgumentError: The map names an axis that the logical devices have not.
+    """
+
+    def __init__(self, layout_map: LayoutMap, topology: Topology):
+        self._map, self.topology = layout_map, topology
+        self._unused = dict.fromkeys(layout_map)
+        self._unmatched: dict[str, None] = {}
+        self._sizes = {name: topology.mesh.shape[name] for name in topology.mesh.axis_names[1:]}
+        for pattern, layout in layout_map.entries():
+            self._check_axes(pattern, layout)
+
+    def on(self, topology: Topology) -> LogicalLayouts:
+        """The same over other devices. Both know which patterns have matched a variable."""
+        layouts = LogicalLayouts(self._map, topology)
+        layouts._unused, layouts._unmatched = self._unused, self._unmatched
+        return layouts
+
+    def _check_axes(self, pattern: str, layout: Layout) -> None:
+        known = [LOGICAL_AXIS, *(name for name in self._sizes if name != LOGICAL_AXIS)]
+        for axis in (axis for axes in layout for axis in axes):
+            if axis == REPLICA_AXIS:
+                raise InvalidArgumentError(
+                    f"The layout map's {pattern!r}: {shown(layout)} divides variables over {axis!r}. A layout map divides them over "
+                    f"the logical devices of each replica: {_any_of(known)}. Over replicas shard_state does."
+                )
+            if axis not in known:
+                raise InvalidArgumentError(
+                    f"The layout map's {pattern!r}: {shown(layout)} names the axis {axis!r}. A replica has "
+                    f"{self.topology.num_logical_devices} logical device(s), which are {_any_of(known)}."
+                )
+        axes = [axis for dim in layout for axis in self._resolved(dim)]
+        if len(set(axes)) < len(axes):
+            raise InvalidArgumentError(
+                f"The layout map's {pattern!r}: {shown(layout)} divides by an axis twice: {LOGICAL_AXIS!r} is all of "
+                f"{_any_of(list(self._sizes))}."
+            )
+
+    def _resolved(self, axes: Sequence[str]) -> list[str]:
+        """Axes of the mesh."""
+        return [name for axis in axes for name in ([*self._sizes] if axis == LOGICAL_AXIS else [axis])]
+
+    def of(self, variable: Any) -> NamedSharding | None:
+        """Where the pieces of a variable are; None: every device holds all of it."""
+        owner = accompanied_by(variable)
+        if owner is not None:
+            return self.of(owner)
+        return None if is_of_optimizer(variable) else self.of_path(variable.path, variable.shape)
+
+    def of_path(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
+        """Where the pieces of a variable of this path are; None: every device holds all of it.
+
+        Raises:
+          InvalidArgumentError: The layout does not fit the shape.
+        """
+        pattern = self._map.pattern_of(path)
+        if pattern is None:
+            self._unmatched[path] = None
+            return None
+        self._unused.pop(pattern, None)
+        layout = self._map[pattern] or ()
+        dims = [tuple(self._resolved(axes)) for axes in layout]
+        what = f"Variable {path!r} of shape {tuple(shape)} has the layout {shown(layout)} of the layout map's {pattern!r}"
+        if len(dims) > len(shape):
+            raise InvalidArgumentError(
+                f"{what}, which is for {len(dims)} dims, and it has {len(shape)}. Give one entry for each dim, or make the pattern "
+                "match fewer variables."
+            )
+        for dim, (size, axes) in enumerate(zip(shape, dims, strict=False)):
+            count = math.prod(self._sizes[axis] for axis in axes)
+            if size % count:
+                raise InvalidArgumentError(
+                    f"{what}: dim {dim}, {size} long, is not divisible by its {count} logical devices. Divide another dim, or make "
+                    f"this one {math.ceil(size / count) * count} long."
+                )
+        if not any(dims):
+            return None
+        rest = [None] * (len(shape) - len(dims))
+        return NamedSharding(self.topology.mesh, PartitionSpec(*[axes or None for axes in dims], *rest))
+
+    def tell_unused(self) -> None:
+        """Warns of patterns that have matched no variable, once. Call it when variables have been met."""
+        if not self._unused:
+            return
+        patterns, paths = ", ".join(map(repr, self._unused)), list(self._unmatched)
+        self._unused.clear()
+        more = f", and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
+        whole = f"{', '.join(map(repr, paths[:_MAX_SHOWN]))}{more}" if paths else "none"
+        log.warning(
+            "The layout map's %s matched no variable, and divide(s) none. Variables that are whole on each device because no "
+            "pattern matches: %s.",
+            patterns,
+            whole,
+        )
+
+
+def _any_of(names: Sequence[str]) -> str:
+    return " or ".join(map(repr, names))
