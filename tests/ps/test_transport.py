@@ -1,4 +1,7 @@
-"""Servers and clients in one process: answers, errors, bounds, credentials, TLS, and how it ends."""
+"""Servers and clients in one process: answers, errors, bounds, credentials, TLS, and how it ends.
+
+Streams are on sockets of their own, or Arrow Flight's: both keep the same promises.
+"""
 
 import gc
 import logging
@@ -32,9 +35,10 @@ pytestmark = pytest.mark.timeout(180)
 TOKEN = Credentials(token="secret")
 
 
-@pytest.fixture
-def server():
-    with echo_server(max_message_bytes=2**27, max_streams=8) as server:
+@pytest.fixture(params=["sockets", "flight"])
+def server(request):
+    uses_sockets = request.param == "sockets"
+    with echo_server(max_message_bytes=2**27, max_streams=8, uses_sockets=uses_sockets) as server:
         yield server
         server._service.may_go_on.set()
 
@@ -252,7 +256,7 @@ def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
         from replicax._src.ps import server as of_tasks
 
         of_tasks.cut_accepted = lambda *_: 0  # a system on which connections cannot be cut
-        server = echo_server()
+        server = echo_server(uses_sockets=False)
         server.start()
         print(server.address, flush=True)
         sys.stdin.readline()

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
-from replicax._src.ps.messages import LARGEST_HEADER, LARGEST_PIECE, Encoded
+from replicax._src.ps.messages import LARGEST_HEADER, LARGEST_PIECE, Decoder, Encoded, Message
 
 _UINT8 = pa.uint8()
 _SCHEMA = pa.schema([pa.field("bytes", _UINT8, nullable=False)])
@@ -49,7 +49,9 @@ class Answering(Protocol):
 
 @final
 class Pipe:
-    """One end of a stream of heads and pieces. One thread may read while another one writes."""
+    """One end of a stream of heads and pieces. One thread may receive while another one writes."""
+
+    cancel_wakes_writers: Final = False
 
     def __init__(self, reader: Any, writer: Any):
         self._reader = reader
@@ -58,6 +60,17 @@ class Pipe:
     def begin(self) -> None:
         """To be called before anything is written."""
         self._writer.begin(_SCHEMA)
+
+    def receive(self, decoder: Decoder) -> Message:
+        """The next message.
+
+        Raises:
+          EOFError: The peer has ended the stream.
+          MessageError: Something else came.
+        """
+        while True:
+            if (message := decoder.feed(*self.read())) is not None:
+                return message
 
     def read(self) -> tuple[memoryview | None, np.ndarray | None]:
         """The next head, or piece, or both.
@@ -86,7 +99,7 @@ class Pipe:
             self._writer.write_batch(_batch_of(piece))
 
     def cancel(self) -> None:
-        """Ends the stream, from any thread: a client's only. What blocks in ``read`` and ``write`` there raises."""
+        """Ends the stream, from any thread: a client's only. What blocks in ``receive`` there raises."""
         self._reader.cancel()
 
     def close(self) -> None:

@@ -65,14 +65,29 @@ class Encoded(NamedTuple):
     """A message as bytes.
 
     Attributes:
-      head: Sent first; all of it where there are no pieces.
-      pieces: Of the body, as uint8, in order. Large arrays are not copied.
-      num_bytes: Of both.
+      head: Sent first; all of it where there is nothing else of the body.
+      outside: Arrays that are not in the head, in order.
+      num_bytes: Of all.
     """
 
     head: bytes
-    pieces: Sequence[np.ndarray]
+    outside: Sequence[np.ndarray]
     num_bytes: int
+
+    @property
+    def pieces(self) -> Sequence[np.ndarray]:
+        """The body behind the head in pieces, as uint8, in order. Large arrays are not copied."""
+        return tuple(_pieces(self.outside)) if self.outside else ()
+
+    def body_parts(self) -> list[memoryview | bytes]:
+        """The body behind the head, as it lies in memory: no array is copied."""
+        parts: list[memoryview | bytes] = []
+        for array in self.outside:
+            if array.nbytes:
+                parts.append(_bytes_of(array).data)
+                if padding := aligned(array.nbytes) - array.nbytes:
+                    parts.append(bytes(padding))
+        return parts
 
 
 # --- to bytes -----------------------------------------------------------------------------------------
@@ -92,7 +107,7 @@ def encode(message: Message) -> Encoded:
     head += [_padded(a) for a, at in zip(arrays, body.offsets) if at < body.inline_bytes]
     others = [a for a, at in zip(arrays, body.offsets) if at >= body.inline_bytes]
     num_bytes = _PREFIX.size + len(header) + body.num_bytes
-    return Encoded(b"".join(head), tuple(_pieces(others)) if others else (), num_bytes)
+    return Encoded(b"".join(head), others, num_bytes)
 
 
 def header_bytes(fields: Mapping[str, Any]) -> bytes:
@@ -206,6 +221,9 @@ class Decoder:
     Args:
       buffers: Where bodies come to lie, unless they are small.
       most_bytes: Of the body of one message.
+
+    Attributes:
+      num_bytes: Of all that has come.
     """
 
     def __init__(self, buffers: Buffers, most_bytes: int = LARGEST_BODY):
@@ -214,6 +232,7 @@ class Decoder:
         self._announced: _Announced | None = None
         self._memory = np.empty(0, np.uint8)
         self._at = 0
+        self.num_bytes = 0
 
     def feed(self, head: memoryview | bytes | None, piece: np.ndarray | None) -> Message | None:
         """Takes the next head, or piece, or a head and its first piece.
@@ -228,6 +247,7 @@ class Decoder:
           MessageError: This is no message.
         """
         if head is not None:
+            self.num_bytes += len(head)
             if self._announced is not None:
                 raise MessageError("A message began before the one before it had ended.")
             if (message := self._begin(head)) is not None:
@@ -235,6 +255,18 @@ class Decoder:
                     raise MessageError("Bytes follow a message that is complete.")
                 return message
         return None if piece is None else self._add(piece)
+
+    @property
+    def room(self) -> memoryview:
+        """For what is missing of the message whose head was fed last, to be written there; then call ``filled``."""
+        assert self._announced is not None
+        return self._memory[self._at : self._announced.body.num_bytes].data
+
+    def filled(self) -> Message:
+        """The message that is whole since ``room`` has been filled."""
+        assert self._announced is not None
+        self.num_bytes += self._announced.body.num_bytes - self._at
+        return self._whole()
 
     def _begin(self, head: memoryview | bytes) -> Message | None:
         announced, inline = decoded_head(head, self._most_bytes)
@@ -251,6 +283,7 @@ class Decoder:
         return None
 
     def _add(self, piece: np.ndarray) -> Message | None:
+        self.num_bytes += len(piece)
         announced = self._announced
         if announced is None:
             raise MessageError(f"A piece of {len(piece)} bytes came without the head of a message.")
@@ -264,8 +297,12 @@ class Decoder:
         self._at = aligned(after)
         if self._at < num_bytes:
             return None
-        memory, self._memory = self._memory, np.empty(0, np.uint8)
-        self._announced = None
+        return self._whole()
+
+    def _whole(self) -> Message:
+        announced, memory = self._announced, self._memory
+        assert announced is not None
+        self._announced, self._memory = None, np.empty(0, np.uint8)
         return Message(announced.header, _views(announced, self._buffers.lend(memory)))
 
 

@@ -28,6 +28,7 @@ from replicax._src.ps.messages import (
     encode,
     header_bytes,
 )
+from replicax._src.ps.sockets import Listener
 
 log = logging.getLogger("replicax")
 
@@ -64,10 +65,6 @@ class Counts:
         self.messages += other.messages
         self.bytes_in += other.bytes_in
         self.bytes_out += other.bytes_out
-
-
-def num_bytes(head: Any, piece: Any) -> int:
-    return (0 if head is None else len(head)) + (0 if piece is None else len(piece))
 
 
 @dataclass(eq=False)
@@ -112,6 +109,7 @@ class TaskServer:
       max_message_bytes: Of one message; a peer that announces more is told so and its stream ended, before memory
         is allocated for it.
       max_streams: How many may be open; each has a thread.
+      uses_sockets: Whether streams may have sockets of their own (``sockets.py``); with TLS they have none.
 
     Raises:
       InvalidArgumentError: It would be open to everybody on the network, or a file of the credentials is wrong.
@@ -126,6 +124,7 @@ class TaskServer:
         *,
         max_message_bytes: int = LARGEST_BODY,
         max_streams: int = 256,
+        uses_sockets: bool = True,
     ):
         credentials.check_server(address)
         self._address = address
@@ -135,6 +134,8 @@ class TaskServer:
         self._max_streams = max_streams
         self._flight = load_flight()
         self._server: Any = None
+        self._listener: Listener | None = None
+        self._uses_sockets = uses_sockets and not credentials.uses_tls
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._streams: dict[Session, _Stream] = {}
@@ -167,6 +168,8 @@ class TaskServer:
             )
         try:
             self._server = self._flight.Server(self._address, self._credentials, self)
+            if self._uses_sockets:
+                self._listener = Listener(self._address, self.stream, self.rejected)
             # Later, a thread of gRPC that calls Python would abort the process.
             atexit.register(self.shutdown)
         except self._flight.ERRORS as error:
@@ -196,16 +199,16 @@ class TaskServer:
             return
         self._is_shut_down = True
         atexit.unregister(self.shutdown)
+        if self._listener is not None:
+            self._listener.close()
         # A daemon: should it wait for ever, it keeps the server, which would wait too when it is collected.
         ending = threading.Thread(target=server.shutdown, name="replicax shutdown", daemon=True)
         ending.start()
         while self._is_answering() and time.monotonic() < deadline - timeout_s / 2:
             time.sleep(0.005)
         ending.join(0.01)
-        while ending.is_alive() and time.monotonic() < deadline:
-            with self._lock:
-                peers = [port_of_peer(session.peer) for session in self._streams]
-            cut_accepted(server.port, {port for port in peers if port is not None})
+        while (ending.is_alive() or self._streams) and time.monotonic() < deadline:
+            self._cut_streams(server.port)
             ending.join(0.05)
         if ending.is_alive():
             log.warning(
@@ -218,6 +221,14 @@ class TaskServer:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _cut_streams(self, port: int) -> None:
+        with self._lock:
+            streams = dict(self._streams)
+        for stream in streams.values():
+            stream.cut()
+        peers = [port_of_peer(session.peer) for session in streams]
+        cut_accepted(port, {port for port in peers if port is not None})
 
     def _is_answering(self) -> bool:
         with self._lock:
@@ -232,7 +243,7 @@ class TaskServer:
     def action(self, what: str, body: bytes) -> bytes:
         try:
             if what == PING:
-                return b"{}"
+                return header_bytes(self._way_in())
             if len(body) > LARGEST_HEADER:
                 raise MessageError(
                     f"{what!r} was asked with {len(body)} bytes, at most {LARGEST_HEADER} are taken."
@@ -240,6 +251,12 @@ class TaskServer:
             return header_bytes(self._service.ask(what, decoded_header(body), None))
         except Exception as error:
             return header_bytes(self._failure(error, what))
+
+    def _way_in(self) -> dict[str, Any]:
+        """Where streams have sockets of their own, with a ticket for one; nothing if they have none."""
+        if self._listener is None:
+            return {}
+        return {"at": self.port, "port": self._listener.port, "ticket": self._listener.ticket()}
 
     def stream(self, pipe: Any, peer: str) -> None:
         session = Session(next(self._numbers), peer)
@@ -288,16 +305,19 @@ class _Stream:
         self.counts = Counts()
         self.is_answering = False
 
+    def cut(self) -> None:
+        """Ends it, from any thread, where that can be done from here."""
+        if self._pipe.cancel_wakes_writers:
+            self._pipe.cancel()
+
     def turn(self, answer: Callable[[Message], Encoded]) -> bool:
         """Takes a message and sends the answer; False when the peer has ended the stream."""
-        message = None
-        while message is None:
-            try:
-                head, piece = self._pipe.read()
-            except EOFError:
-                return False
-            self.counts.bytes_in += num_bytes(head, piece)
-            message = self._decoder.feed(head, piece)
+        try:
+            message = self._pipe.receive(self._decoder)
+        except EOFError:
+            return False
+        finally:
+            self.counts.bytes_in = self._decoder.num_bytes
         self.is_answering = True
         try:
             self._write(answer(message))

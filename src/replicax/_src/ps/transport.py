@@ -8,6 +8,7 @@ call is read. An authenticated peer is trusted with memory: a compressed batch, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,9 +31,12 @@ from replicax._src.ps.messages import (
     encode,
     header_bytes,
 )
-from replicax._src.ps.server import PING, Counts, Service, Session, TaskServer, load_flight, num_bytes
+from replicax._src.ps.server import PING, Counts, Service, Session, TaskServer, load_flight
+from replicax._src.ps.sockets import connected
 
 __all__ = ["Link", "Service", "Session", "TaskClient", "TaskServer"]
+
+log = logging.getLogger("replicax")
 
 _T = TypeVar("_T")
 
@@ -91,12 +95,8 @@ class TaskClient:
           UnauthenticatedError: It refused the credentials.
         """
         deadline = time.monotonic() + timeout_s
-        self._action(PING, b"{}", timeout_s)
-        self._peers = self._peers or resolved(*split_address(self._address))
-        try:
-            pipe = self._client.stream()
-        except self._flight.ERRORS as error:
-            raise self._error(error, "open a stream") from error
+        way_in = decoded_header(self._action(PING, b"{}", timeout_s))
+        pipe = self._socket(way_in, deadline) or self._stream()
         link = Link(self, pipe, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             self._links.add(link)
@@ -133,6 +133,25 @@ class TaskClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _socket(self, way_in: Mapping[str, Any], deadline: float) -> Any:
+        """A stream on a socket of its own, if the task has these, and is where it is thought to be."""
+        host, port = split_address(self._address)
+        if way_in.get("at") != port:  # it is behind something that passes connections on, or uses TLS
+            return None
+        try:
+            left_s = max(0.001, deadline - time.monotonic())
+            return connected(host, way_in["port"], way_in["ticket"], left_s)
+        except OSError as error:
+            log.info("%s is not reached at port %s, for streams: %s.", self._name, way_in["port"], error)
+            return None
+
+    def _stream(self) -> Any:
+        self._peers = self._peers or resolved(*split_address(self._address))
+        try:
+            return self._client.stream()
+        except self._flight.ERRORS as error:
+            raise self._error(error, "open a stream") from error
 
     def _action(self, what: str, body: bytes, timeout_s: float) -> bytes:
         asked = f"answer {what!r}" if what else "take a connection"
@@ -237,7 +256,8 @@ class Link:
                 try:
                     return do()
                 except EOFError:
-                    raise UnavailableError(f"{client._name} has ended the stream.", client._task) from None
+                    why = self._why_closed or f"{client._name} has ended the stream."
+                    raise UnavailableError(why, client._task) from None
                 except client._flight.ERRORS as error:
                     if self._why_closed:
                         raise UnavailableError(self._why_closed, client._task) from None
@@ -254,12 +274,12 @@ class Link:
         self._pipe.write(message)
 
     def _read(self) -> Message:
-        while True:
-            head, piece = self._pipe.read()
-            self.counts.bytes_in += num_bytes(head, piece)
-            if (message := self._decoder.feed(head, piece)) is not None:
-                self.counts.messages += 1
-                return message
+        try:
+            message = self._pipe.receive(self._decoder)
+        finally:
+            self.counts.bytes_in = self._decoder.num_bytes
+        self.counts.messages += 1
+        return message
 
     def _expire(self, what: str, timeout_s: float) -> None:
         self._end(
@@ -281,7 +301,9 @@ class Link:
 
         So the connections to that task are cut, with all links on them: it takes nothing of any of them.
         """
-        if self._sending.acquire(timeout=_CANCEL_S):
+        if self._pipe.cancel_wakes_writers:
+            self._pipe.cancel()
+        elif self._sending.acquire(timeout=_CANCEL_S):
             self._pipe.cancel()
             self._sending.release()
         else:

@@ -1,0 +1,280 @@
+"""Streams of messages on TCP sockets of their own: what ``flight.py`` has streams for, in half of the CPU time.
+
+A task listens at a second port. Who has shown its credentials to Arrow Flight is told of it, with a *ticket*: 32 random
+bytes, good for one stream. They come first; before, nothing is allocated for a peer. Then come frames, in both directions:
+a kind, a length, so many bytes, which are a message's head or say why the stream ends, and the rest of the message's body.
+
+Not encrypted: with TLS, streams are Arrow Flight's. No rules of messages here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, final
+
+from replicax._src.cluster.frames import listen
+from replicax._src.cluster.spec import join_address, split_address
+from replicax._src.ps.errors import MessageError, UnavailableError
+from replicax._src.ps.messages import INLINE_BYTES, LARGEST_HEADER, Decoder, Encoded, Message
+
+_FRAME: Final = struct.Struct("<cI")
+_MESSAGE, _REFUSED, _UNAVAILABLE = b"m", b"r", b"u"
+_WELCOME: Final = b"replicax"
+_TICKET_BYTES: Final = 32
+_LARGEST_HEAD: Final = LARGEST_HEADER + INLINE_BYTES
+_BUFFER_BYTES: Final = 128 * 1024
+_FIRST_BYTES: Final = 16 * 1024
+"""What is read at once when a frame begins: enough for a small message, and little of a large one, which is copied."""
+_MOST_PARTS: Final = 512  # of one call; a system takes 1024
+_CONNECT_S: Final = 2.0
+_HANDSHAKE_S: Final = 5.0
+_LAST_WORDS_S: Final = 2.0
+_MOST_STRANGERS: Final = 64
+_MOST_TICKETS: Final = 1024
+_TICKET_S: Final = 60.0
+
+
+@final
+class SocketPipe:
+    """One end of a stream. One thread may receive while another one writes."""
+
+    cancel_wakes_writers: Final = True
+
+    def __init__(self, connection: socket.socket):
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._connection = connection
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+
+    def begin(self) -> None:
+        """Nothing is to be said first."""
+
+    def receive(self, decoder: Decoder) -> Message:
+        """The next message.
+
+        Raises:
+          EOFError: The peer has ended the stream.
+          UnavailableError: So it has, and says why.
+          MessageError: Something else came, or the peer says that it got something else.
+        """
+        kind, size = _FRAME.unpack(self._taken(_FRAME.size))
+        if kind not in (_MESSAGE, _REFUSED, _UNAVAILABLE) or size > _LARGEST_HEAD:
+            raise MessageError(f"A frame of kind {kind!r} with {size} bytes came: that is none.")
+        head = self._taken(size)
+        if kind != _MESSAGE:
+            text = bytes(head).decode(errors="replace")
+            raise MessageError(text) if kind == _REFUSED else UnavailableError(text)
+        message = decoder.feed(head, None)
+        if message is None:
+            self._fill(decoder.room)
+            message = decoder.filled()
+        return message
+
+    def write(self, message: Encoded) -> None:
+        """Hands a message to the connection; it blocks while the peer takes nothing."""
+        parts = [_FRAME.pack(_MESSAGE, len(message.head)) + message.head, *message.body_parts()]
+        for at in range(0, len(parts), _MOST_PARTS):
+            self._send(parts[at : at + _MOST_PARTS])
+
+    def refuse(self, error: MessageError | UnavailableError) -> None:
+        """Says why the stream ends, and takes what the peer still writes, or it would not read that."""
+        kind = _REFUSED if isinstance(error, MessageError) else _UNAVAILABLE
+        text = str(error).encode()[:_FIRST_BYTES]
+        until = time.monotonic() + _LAST_WORDS_S
+        with contextlib.suppress(OSError):
+            self._connection.settimeout(_LAST_WORDS_S)
+            self._connection.sendall(_FRAME.pack(kind, len(text)) + text)
+            self._connection.shutdown(socket.SHUT_WR)
+            while time.monotonic() < until and self._connection.recv_into(self._buffer):
+                pass
+
+    def cancel(self) -> None:
+        """Ends the stream, from any thread. What blocks in ``receive`` and ``write`` there raises."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Gives up what belongs to the stream; nobody uses it any more."""
+        self._connection.close()
+
+    def _taken(self, size: int) -> memoryview:
+        """The next bytes, until the next call."""
+        if size > len(self._buffer):
+            memory = memoryview(bytearray(size))
+            self._fill(memory)
+            return memory
+        buffered = self._end - self._start
+        if buffered < size:
+            if self._start + size > len(self._buffer):
+                self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
+                self._start, self._end = 0, buffered
+            elif not buffered:
+                self._start = self._end = 0
+            while self._end - self._start < size:
+                stop = max(self._start + size, min(self._end + _FIRST_BYTES, len(self._buffer)))
+                self._end += self._received(self._buffer[self._end : stop])
+        start, self._start = self._start, self._start + size
+        return self._buffer[start : self._start]
+
+    def _fill(self, memory: memoryview) -> None:
+        at = min(self._end - self._start, len(memory))
+        memory[:at] = self._buffer[self._start : self._start + at]
+        self._start += at
+        while at < len(memory):
+            at += self._received(memory[at:], socket.MSG_WAITALL)
+
+    def _received(self, memory: memoryview, flags: int = 0) -> int:
+        size = self._connection.recv_into(memory, 0, flags)
+        if not size:
+            raise EOFError
+        return size
+
+    def _send(self, parts: list[bytes | memoryview]) -> None:
+        left = sum(map(len, parts)) - self._connection.sendmsg(parts)
+        while left:  # a signal came
+            rest = memoryview(b"".join(parts))[-left:]
+            self._connection.sendall(rest)
+            left = 0
+
+
+# --- servers ------------------------------------------------------------------------------------------
+
+
+@final
+class Tickets:
+    """What lets a peer open one stream, for a minute."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def issue(self, now: float) -> bytes:
+        """A new one."""
+        ticket = secrets.token_bytes(_TICKET_BYTES)
+        with self._lock:
+            self._until[ticket] = now + _TICKET_S
+            while len(self._until) > _MOST_TICKETS:
+                self._until.popitem(last=False)
+        return ticket
+
+    def take(self, ticket: bytes, now: float) -> bool:
+        """Whether that is one. It is none afterwards."""
+        with self._lock:
+            return self._until.pop(ticket, 0.0) > now
+
+
+@final
+class Listener:
+    """Listens beside the server of ``flight.py``, at any free port, from when it is made.
+
+    Args:
+      address: Of the task; the port does not matter.
+      stream: Is called for each stream, on a thread of its own, and may raise UnavailableError and MessageError.
+      rejected: Is called for each peer without a ticket.
+
+    Raises:
+      OSError: It cannot listen.
+    """
+
+    def __init__(self, address: str, stream: Callable[[SocketPipe, str], None], rejected: Callable[[], None]):
+        self._stream, self._rejected = stream, rejected
+        self._tickets = Tickets()
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._listening = listen(join_address(split_address(address)[0], 0), _MOST_STRANGERS)
+        self.port: int = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, name="replicax links", daemon=True).start()
+
+    def ticket(self) -> str:
+        """For a peer that has shown its credentials."""
+        return self._tickets.issue(time.monotonic()).hex()
+
+    def close(self) -> None:
+        """Listens no more. Streams go on."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listening.accept()
+            except ConnectionError:
+                continue
+            except OSError:
+                return
+            if self._strangers.acquire(blocking=False):
+                thread = threading.Thread(
+                    target=self._serve, args=(connection, peer), name="replicax link", daemon=True
+                )
+                thread.start()
+            else:
+                self._rejected()
+                connection.close()
+
+    def _serve(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        with connection:
+            try:
+                is_known = self._is_known(connection)
+            finally:
+                self._strangers.release()
+            if not is_known:
+                self._rejected()
+                return
+            pipe = SocketPipe(connection)
+            try:
+                self._stream(pipe, join_address(*peer[:2]))
+            except (MessageError, UnavailableError) as error:
+                pipe.refuse(error)
+            except OSError:
+                pass  # the peer is gone
+
+    def _is_known(self, connection: socket.socket) -> bool:
+        try:
+            connection.settimeout(_HANDSHAKE_S)
+            ticket = _received_exactly(connection, _TICKET_BYTES)
+            if not self._tickets.take(ticket, time.monotonic()):
+                return False
+            connection.sendall(_WELCOME)
+            return True
+        except OSError:
+            return False
+
+
+# --- clients ------------------------------------------------------------------------------------------
+
+
+def connected(host: str, port: int, ticket: str, timeout_s: float) -> SocketPipe:
+    """A stream to a task that listens there.
+
+    Raises:
+      OSError: It cannot be reached there, or another one answers.
+    """
+    connection = socket.create_connection((host, port), min(_CONNECT_S, timeout_s))
+    try:
+        connection.settimeout(timeout_s)
+        connection.sendall(bytes.fromhex(ticket))
+        if _received_exactly(connection, len(_WELCOME)) != _WELCOME:
+            raise ConnectionError(f"another program answers at {join_address(host, port)}")
+        return SocketPipe(connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _received_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            break
+        data += part
+    return data
