@@ -48,6 +48,7 @@ LAYERS = {
     "coordinator/status_page": 2,
     "ps/buffers": 1,
     "ps/messages": 1,
+    "ps/layouts": 1,
     "ps/window": 1,
     "ps/credentials": 1,
     "jax_compat": 2,

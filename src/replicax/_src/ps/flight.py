@@ -20,14 +20,14 @@ from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
-from replicax._src.ps.messages import LARGEST_HEADER, LARGEST_PIECE, Decoder, Encoded, Message
+from replicax._src.ps.messages import LARGEST_HEAD, LARGEST_PIECE, Decoder, Encoded, Message
 
 _UINT8 = pa.uint8()
 _SCHEMA = pa.schema([pa.field("bytes", _UINT8, nullable=False)])
 _AUTHORIZATION = "authorization"
 
 # What one frame may hold that a client is sent; the server has no such setting in Python.
-_LARGEST_FRAME = max(LARGEST_HEADER, LARGEST_PIECE) + 2**20
+_LARGEST_FRAME = max(LARGEST_HEAD, LARGEST_PIECE) + 2**20
 _CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # the tasks of a cluster reach each other directly
     ("grpc.max_receive_message_length", _LARGEST_FRAME),

@@ -1,50 +1,36 @@
 """Messages between tasks: a header and arrays. Pure: how they become bytes, and what may come from a stranger.
 
-A message is a *head*, bytes, and a *body*, its arrays at multiples of 64 bytes. A head is: ``RPX``, the version, the
-length of the header, that of the body, the header, and as many of the arrays, each taken if it fits, as make it 64 KB at
-most: they are the first of the body. The others follow in *pieces* of at most 8 MB, each from a multiple of 64 on: large
-arrays are cut, smaller ones are put together.
+A message is a *head*, bytes, and a *body*, its arrays at multiples of 64 bytes (``layouts.py``). A head is: ``RPX``, the
+version, the lengths of the header, of what tells of the arrays, and of the body; the two, as JSON; and those of the arrays
+that are small: they are the first of the body. The others follow as they lie in memory, or in *pieces* of at most 8 MB, each
+from a multiple of 64 on: large arrays are cut, smaller ones are put together.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-import ml_dtypes
 import numpy as np
 
 from replicax._src.ps.buffers import ALIGNMENT, Buffers, aligned, aligned_empty
 from replicax._src.ps.errors import MessageError
+from replicax._src.ps.layouts import INLINE_BYTES, Layout, announced_layout, layout_of, sendable
 
-VERSION = 2
-INLINE_BYTES = 64 * 1024
+VERSION = 3
 PIECE_BYTES = 4 * 2**20
 LARGEST_PIECE = 8 * 2**20
 LARGEST_HEADER = 16 * 2**20
 LARGEST_BODY = 16 * 2**30
+LARGEST_HEAD = 2 * LARGEST_HEADER + INLINE_BYTES + 64
 
 _MAGIC = b"RPX"
-_PREFIX = struct.Struct("<3sBIQ")
+_PREFIX = struct.Struct("<3sBIIQ")
 _PACKED_BYTES = 256 * 1024  # smaller arrays are copied, many into one piece: a piece costs more than that
-_MOST_DIMS = 64
 _JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
-
-_NUMPY_DTYPES = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
-)
-_SMALL_DTYPES = (
-    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int2 int4 uint2 uint4"
-)
-_DTYPES = {name: np.dtype(name) for name in _NUMPY_DTYPES.split()} | {
-    name: np.dtype(getattr(ml_dtypes, name)) for name in _SMALL_DTYPES.split() if hasattr(ml_dtypes, name)
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -99,15 +85,23 @@ def encode(message: Message) -> Encoded:
     Raises:
       MessageError: An array is of a dtype that does not travel, the header has what is not JSON, or is too large.
     """
-    arrays = [_sendable(array) for array in message.arrays]
-    fields = {"header": message.header, "arrays": [(_NAMES[a.dtype], a.shape) for a in arrays]}
-    header = header_bytes(fields)
-    body = _laid_out([a.nbytes for a in arrays], len(header))
-    head = [_PREFIX.pack(_MAGIC, VERSION, len(header), body.num_bytes), header]
-    head += [_padded(a) for a, at in zip(arrays, body.offsets) if at < body.inline_bytes]
-    others = [a for a, at in zip(arrays, body.offsets) if at >= body.inline_bytes]
-    num_bytes = _PREFIX.size + len(header) + body.num_bytes
-    return Encoded(b"".join(head), others, num_bytes)
+    arrays = [sendable(array) for array in message.arrays]
+    layout = layout_of(arrays)
+    header = header_bytes(message.header)
+    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(layout.text), layout.num_bytes)
+    head = [prefix, header, layout.text]
+    outside: Sequence[np.ndarray] = arrays
+    if layout.inline_bytes:
+        outside = []
+        for array, at in zip(arrays, layout.offsets):
+            if at < layout.inline_bytes:
+                head.append(array.tobytes())
+                if padding := -array.nbytes % ALIGNMENT:
+                    head.append(bytes(padding))
+            else:
+                outside.append(array)
+    num_bytes = _PREFIX.size + len(header) + len(layout.text) + layout.num_bytes
+    return Encoded(b"".join(head), outside, num_bytes)
 
 
 def header_bytes(fields: Mapping[str, Any]) -> bytes:
@@ -130,49 +124,8 @@ def header_bytes(fields: Mapping[str, Any]) -> bytes:
     return text
 
 
-class _Body(NamedTuple):
-    """Where arrays are: those before ``inline_bytes`` in the head, the others after it, in pieces."""
-
-    offsets: list[int]
-    inline_bytes: int
-    num_bytes: int
-
-
-def _laid_out(array_bytes: Sequence[int], header_size: int) -> _Body:
-    room = INLINE_BYTES - _PREFIX.size - header_size
-    offsets, outside, at = [0] * len(array_bytes), [], 0
-    for number, size in enumerate(map(aligned, array_bytes)):
-        if at + size <= room:
-            offsets[number] = at
-            at += size
-        else:
-            outside.append(number)
-    inline_bytes = at
-    for number in outside:
-        offsets[number] = at
-        at += aligned(array_bytes[number])
-    return _Body(offsets, inline_bytes, at)
-
-
-def _sendable(array: np.ndarray) -> np.ndarray:
-    array = np.asarray(array, order="C")
-    if array.dtype in _NAMES:
-        return array
-    native = array.dtype.newbyteorder("=")
-    if native in _NAMES:
-        return array.astype(native)
-    raise MessageError(
-        f"An array of dtype {array.dtype} does not travel. These do: {', '.join(_DTYPES)}. Of typed PRNG keys send "
-        f"jax.random.key_data(keys)."
-    )
-
-
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
-
-
-def _padded(array: np.ndarray) -> bytes:
-    return array.tobytes() + bytes(aligned(array.nbytes) - array.nbytes)
 
 
 def _pieces(arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
@@ -210,8 +163,7 @@ def _packed(arrays: Sequence[np.ndarray], num_bytes: int) -> np.ndarray:
 
 class _Announced(NamedTuple):
     header: dict[str, Any]
-    arrays: list[tuple[np.dtype, tuple[int, ...]]]
-    body: _Body
+    body: Layout
 
 
 @final
@@ -314,7 +266,7 @@ def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced,
     """
     if len(head) < _PREFIX.size:
         raise MessageError(f"{len(head)} bytes are no message: the first {_PREFIX.size} say how long it is.")
-    magic, version, header_size, num_bytes = _PREFIX.unpack_from(head)
+    magic, version, header_size, arrays_size, num_bytes = _PREFIX.unpack_from(head)
     if magic != _MAGIC:
         raise MessageError(
             f"Bytes that begin with {magic!r} are no message of replicax, it begins with {_MAGIC!r}."
@@ -324,30 +276,30 @@ def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced,
             f"A message of version {version} came, this is version {VERSION}. Install one version of replicax on all "
             f"tasks of the cluster."
         )
-    if header_size > LARGEST_HEADER:
+    if max(header_size, arrays_size) > LARGEST_HEADER:
         raise MessageError(
-            f"A header of {header_size} bytes was announced, at most {LARGEST_HEADER} are taken."
+            f"A header of {max(header_size, arrays_size)} bytes was announced, at most {LARGEST_HEADER} are taken."
         )
     if num_bytes > most_bytes:
         raise MessageError(
             f"A message of {num_bytes} bytes was announced, at most {most_bytes} are taken. Cut the variable into "
             f"smaller shards, or raise max_message_bytes of the task."
         )
-    after = _PREFIX.size + header_size
+    of_arrays = _PREFIX.size + header_size
+    after = of_arrays + arrays_size
     if len(head) < after:
         raise MessageError(
             f"A head has {len(head)} bytes, at least {after} were announced: it is cut off or damaged."
         )
-    header, arrays = _checked(decoded_header(bytes(head[_PREFIX.size : after])))
-    body = _laid_out([_num_bytes(array) for array in arrays], header_size)
+    header = decoded_header(bytes(head[_PREFIX.size : of_arrays]))
+    body = announced_layout(bytes(head[of_arrays:after]))
     if body.num_bytes != num_bytes:
         raise MessageError(f"Arrays of {body.num_bytes} bytes were announced in a message of {num_bytes}.")
     if len(head) != after + body.inline_bytes:
         raise MessageError(
             f"A head has {len(head)} bytes, {after + body.inline_bytes} were announced: it is cut off or damaged."
         )
-    inline = np.frombuffer(head, np.uint8)[after:]
-    return _Announced(header, arrays, body), inline
+    return _Announced(header, body), np.frombuffer(head, np.uint8)[after:]
 
 
 def decoded_header(text: bytes) -> dict[str, Any]:
@@ -365,49 +317,16 @@ def decoded_header(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def _checked(fields: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...]]]]:
-    header, arrays = fields.get("header"), fields.get("arrays")
-    if len(fields) != 2 or not isinstance(header, dict) or not isinstance(arrays, list):
-        raise MessageError(
-            "A message has a header, which is an object, and a list of its arrays, and nothing else."
-        )
-    return header, [_checked_array(array) for array in arrays]
-
-
-def _checked_array(array: object) -> tuple[np.dtype, tuple[int, ...]]:
-    if not (isinstance(array, list) and len(array) == 2 and isinstance(array[0], str)):
-        raise MessageError(f"An array is announced by its dtype and shape, not by {repr(array)[:80]}.")
-    name, shape = array
-    if name not in _DTYPES:
-        raise MessageError(
-            f"An array of dtype {name[:40]!r} was announced. These travel: {', '.join(_DTYPES)}."
-        )
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(_is_size(size) for size in shape):
-        raise MessageError(
-            f"An array of shape {repr(shape)[:80]} was announced: at most {_MOST_DIMS} whole numbers from 0 are one."
-        )
-    return _DTYPES[name], tuple(shape)
-
-
-def _is_size(size: object) -> bool:
-    return type(size) is int and 0 <= size < 2**62
-
-
-def _num_bytes(array: tuple[np.dtype, tuple[int, ...]]) -> int:
-    dtype, shape = array
-    return dtype.itemsize * math.prod(shape)
-
-
 def _views(announced: _Announced, memory: np.ndarray) -> list[np.ndarray]:
-    arrays = []
-    for (dtype, shape), at in zip(announced.arrays, announced.body.offsets, strict=True):
-        try:
-            array = np.ndarray(shape, dtype, buffer=memory, offset=at)
-        except ValueError as error:  # the sizes of an empty array can be too large together
-            raise MessageError(f"An array of shape {shape} cannot be: {error}.") from error
-        array.flags.writeable = False
-        arrays.append(array)
-    return arrays
+    """Arrays in memory that is read-only, as they are then."""
+    body = announced.body
+    try:
+        return [
+            np.ndarray(shape, dtype, memory, at)
+            for (dtype, shape), at in zip(body.specs, body.offsets, strict=True)
+        ]
+    except ValueError as error:  # the sizes of an empty array can be too large together
+        raise MessageError(f"Arrays of {body.text[:80]!r} cannot be: {error}.") from error
 
 
 assert PIECE_BYTES % ALIGNMENT == 0, "only the last piece of an array may end elsewhere"

@@ -22,13 +22,12 @@ from typing import Final, final
 from replicax._src.cluster.frames import listen
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.ps.errors import MessageError, UnavailableError
-from replicax._src.ps.messages import INLINE_BYTES, LARGEST_HEADER, Decoder, Encoded, Message
+from replicax._src.ps.messages import LARGEST_HEAD, Decoder, Encoded, Message
 
 _FRAME: Final = struct.Struct("<cI")
 _MESSAGE, _REFUSED, _UNAVAILABLE = b"m", b"r", b"u"
 _WELCOME: Final = b"replicax"
 _TICKET_BYTES: Final = 32
-_LARGEST_HEAD: Final = LARGEST_HEADER + INLINE_BYTES
 _BUFFER_BYTES: Final = 128 * 1024
 _FIRST_BYTES: Final = 16 * 1024
 """What is read at once when a frame begins: enough for a small message, and little of a large one, which is copied."""
@@ -67,7 +66,7 @@ class SocketPipe:
           MessageError: Something else came, or the peer says that it got something else.
         """
         kind, size = _FRAME.unpack(self._taken(_FRAME.size))
-        if kind not in (_MESSAGE, _REFUSED, _UNAVAILABLE) or size > _LARGEST_HEAD:
+        if kind not in (_MESSAGE, _REFUSED, _UNAVAILABLE) or size > LARGEST_HEAD:
             raise MessageError(f"A frame of kind {kind!r} with {size} bytes came: that is none.")
         head = self._taken(size)
         if kind != _MESSAGE:
