@@ -81,18 +81,20 @@ class _Link:
         self._messages, self._answers = queue.Queue(), queue.Queue()
         threading.Thread(target=self._answer, name=f"in memory {name}", daemon=True).start()
 
-    def send(self, message, timeout_s):
-        self._messages.put(message)
+    def send_all(self, messages, timeout_s):
+        for message in messages:
+            self._messages.put(message)
 
-    def receive(self, timeout_s):
+    def receive_all(self, timeout_s):
         answer = self._answers.get()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if answer is None:
+            self._answers.put(None)
+            raise UnavailableError("The link is closed.", self._name)
+        return [answer]
 
     def close(self):
         self._messages.put(None)
-        self._answers.put(UnavailableError("The link is closed.", self._name))
+        self._answers.put(None)
 
     def _answer(self):
         while (message := self._messages.get()) is not None:

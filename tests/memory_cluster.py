@@ -4,6 +4,7 @@ A scheduled function runs on a worker as the Python that it is: it gets the ``Ca
 each iterator. What comes over the wire is JSON and arrays, as it is with real tasks.
 """
 
+import contextlib
 import itertools
 import json
 import pickle
@@ -37,6 +38,7 @@ class Task:
     Attributes:
       running: Cleared while it is stopped, as by SIGSTOP.
       asked: What it was asked, and by which incarnation.
+      bundles: The numbers of closures that came together.
     """
 
     numbers = itertools.count()
@@ -46,6 +48,7 @@ class Task:
         self.running = threading.Event()
         self.running.set()
         self.links = []
+        self.bundles = []
         self.asked = []
         self.incarnation = None
         self.is_up = False
@@ -114,21 +117,30 @@ class Link:
         self.thread = threading.Thread(target=self.serve, args=(task.instance,), daemon=True)
         self.thread.start()
 
-    def send(self, message, timeout_s):
+    def send_all(self, messages, timeout_s):
         if self.why is not None:
             raise self.task.gone(self.why)
-        header = json.dumps(message.header)
-        self.sent.put((header, [np.array(a) for a in message.arrays]))
+        if len(messages) > 1:
+            self.task.bundles.append([message.header["closure"][1] for message in messages])
+        for message in messages:
+            header = json.dumps(message.header)
+            self.sent.put((header, [np.array(a) for a in message.arrays]))
 
-    def receive(self, timeout_s):
-        answer = self.answers.get(timeout=min(timeout_s, 1000))
-        if answer is BROKEN:
+    def receive_all(self, timeout_s):
+        answers = [self.answers.get(timeout=min(timeout_s, 1000))]
+        with contextlib.suppress(queue.Empty):
+            while answers[-1] is not BROKEN:
+                answers.append(self.answers.get_nowait())
+        if answers[-1] is BROKEN:
             self.answers.put(BROKEN)
-            raise self.task.gone(self.why)
-        header, arrays = answer
-        if "error" in (header := json.loads(header)):
-            raise of_answer(header["error"], self.task.name)
-        return Message(header, arrays)
+            answers.pop()
+            if not answers:
+                raise self.task.gone(self.why)
+        headers = [(json.loads(header), arrays) for header, arrays in answers]
+        return [
+            of_answer(header["error"], self.task.name) if "error" in header else Message(header, arrays)
+            for header, arrays in headers
+        ]
 
     def serve(self, instance):
         while (message := self.sent.get()) is not BROKEN:
@@ -213,11 +225,12 @@ class Worker(Task):
 
     def on_closure(self, header, arrays):
         closure = tuple(header["closure"])
-        if missing := [name for name in header["iterators"] if name not in self.resources]:
+        iterators = header.get("iterators", ())
+        if missing := [name for name in iterators if name not in self.resources]:
             raise ClosureAbortedError(f"{missing} are gone")
         elements = self.held.pop(closure, None)
         if elements is None:
-            elements = [next(self.resources[name]) for name in header["iterators"]]
+            elements = [next(self.resources[name]) for name in iterators]
         signature = signature_of([(np.shape(x), np.asarray(x).dtype) for x in jax.tree.leaves(elements)])
         digest = header["program"].get(signature)
         if digest is None:

@@ -49,6 +49,7 @@ LAYERS = {
     "ps/buffers": 1,
     "ps/messages": 1,
     "ps/layouts": 1,
+    "ps/bundles": 1,
     "ps/window": 1,
     "ps/credentials": 1,
     "jax_compat": 2,

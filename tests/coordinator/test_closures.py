@@ -94,7 +94,7 @@ def test_what_a_lost_worker_had_is_taken_first_and_in_order():
     queue = queue_with("a", num=4)
     held = [queue.take("a"), queue.take("a")]
     queue.back("b")
-    assert queue.lost("a", held[0]) == []
+    assert queue.lost("a", [held[0]]) == []
     assert [taken(queue, "b") for _ in range(4)] == [0, 1, 2, 3]
     assert queue.take("a") is None
     assert not queue.finished("a", held[0])  # late
@@ -123,7 +123,7 @@ def test_a_lost_workers_closures_are_cancelled_while_a_failure_waits():
     one, two = queue.take("a"), queue.take("b")
     error = ValueError()
     queue.failed("a", one, error)
-    ((closure, cancelled),) = queue.lost("b", two)
+    ((closure, cancelled),) = queue.lost("b", [two])
     assert closure is two
     assert isinstance(cancelled, CancelledError)
     assert queue.collect() is error
@@ -135,7 +135,7 @@ def test_a_closure_that_kills_workers_fails_after_three():
     for deaths in range(1, 4):
         killer, innocent = queue.take("a"), queue.take("a")
         assert (killer.number, innocent.number) == (0, 1)
-        ended = queue.lost("a", killer)
+        ended = queue.lost("a", [killer])
         queue.back("a")
         if deaths < 3:
             assert ended == []
@@ -153,10 +153,51 @@ def test_a_closure_of_a_kind_that_has_finished_has_more_lives(kind, lives):
     queue.finished("a", queue.take("a"))
     queue.schedule("second", None, "step")
     for left in reversed(range(lives)):
-        ended = queue.lost("a", queue.take("a"))
+        ended = queue.lost("a", [queue.take("a")])
         queue.back("a")
         assert bool(ended) == (left == 0)
     assert queue.has_error
+
+
+def test_only_what_is_known_to_run_well_travels_with_others():
+    queue = queue_with("a", num=4)
+    queue.schedule("other", None)
+    first = queue.take("a")
+    assert first.travels_alone  # none of its kind has finished
+    assert queue.take("a").travels_alone
+    queue.finished("a", first)
+    back = queue.take("a")
+    assert not back.travels_alone
+    queue.returned("a", back)
+    assert [queue.take("a").travels_alone for _ in range(3)] == [True, False, True]
+
+
+def test_one_of_several_that_travelled_together_kills_and_none_fails_for_another():
+    queue = queue_with("a", num=4)
+    queue.finished("a", queue.take("a"))
+    together = [queue.take("a") for _ in range(3)]
+    assert queue.lost("a", together) == []
+    assert [closure.num_deaths for closure in together] == [1, 1, 1]
+    for _ in range(8):  # the second one is what kills
+        queue.back("a")
+        first, killer = queue.take("a"), queue.take("a")
+        assert first.travels_alone
+        assert killer.travels_alone
+        assert queue.lost("a", [killer]) == []
+    queue.back("a")
+    queue.finished("a", queue.take("a"))
+    ended = queue.lost("a", [queue.take("a")])
+    assert numbers(ended) == [2, 3]
+    assert isinstance(ended[0][1], RemoteError)
+    assert isinstance(ended[1][1], CancelledError)
+
+
+def test_the_last_death_is_one_s_own():
+    queue = queue_with("a", num=3, max_deaths_of_proven=1)
+    queue.finished("a", queue.take("a"))
+    assert queue.lost("a", [queue.take("a"), queue.take("a")]) == []
+    queue.back("a")
+    assert numbers(queue.lost("a", [queue.take("a")])) == [1, 2]
 
 
 def test_a_worker_that_was_lost_between_closures_kills_none():
@@ -237,7 +278,7 @@ def test_close_cancels_all():
     assert queue.is_closed
     assert queue.is_idle
     assert not queue.finished("a", closure)
-    assert queue.lost("a", closure) == []
+    assert queue.lost("a", [closure]) == []
 
 
 @pytest.mark.parametrize("options", [{"capacity": 0}, {"max_deaths": 0}, {"max_staleness": -1}])
@@ -261,7 +302,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.k = None
         self.queue = ClosureQueue(capacity=6)
         self.there, self.ended_here = set(), dict.fromkeys(WORKERS, 0)
-        self.line, self.flying, self.outcome = [], {}, {}
+        self.line, self.flying, self.outcome, self.closures = [], {}, {}, {}
         self.count, self.first_error = 0, None
 
     @rule(k=st.sampled_from([None, 0, 1, 2]))
@@ -307,6 +348,9 @@ class AnyOrder(RuleBasedStateMachine):
         assert closure.number == self.line.pop(0)
         assert self.k is None or self.lead(worker, mine) <= self.k
         self.flying[closure.number] = worker
+        self.closures[closure.number] = closure
+        was_in_trouble = closure.num_deaths or closure.num_returns
+        assert closure.travels_alone == bool(was_in_trouble or not self.queue.counts.finished)
         return (worker, closure)
 
     def lead(self, worker, mine):
@@ -356,11 +400,16 @@ class AnyOrder(RuleBasedStateMachine):
             del self.flying[number]
         self.line[:0] = numbers
 
-    @rule(worker=workers)
-    def lost(self, worker):
-        ended = self.queue.lost(worker)
+    @rule(worker=workers, num_running=st.sampled_from([0, 2, 3]))
+    def lost(self, worker, num_running=0):
+        """Of several that travelled together it may have been at any."""
+        mine = [number for number, w in self.flying.items() if w == worker]
+        together = [self.closures[number] for number in mine[:num_running]] if len(mine) > 1 else []
+        before = [closure.num_deaths for closure in together]
+        ended = self.queue.lost(worker, together)
+        assert [closure.num_deaths for closure in together] == [deaths + 1 for deaths in before]
         self.there.discard(worker)
-        self.go_back([number for number, w in self.flying.items() if w == worker])
+        self.go_back(mine)
         self.note(ended)
 
     @rule()

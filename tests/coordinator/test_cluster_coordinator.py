@@ -11,6 +11,7 @@ import pytest
 
 import replicax as rx
 from memory_cluster import MemoryCluster, eventually
+from replicax._src.coordinator import workers
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps.errors import (
@@ -159,6 +160,92 @@ def test_workers_go_on_after_errors(coordinator):
     values = [coordinator.schedule(add, (n,)) for n in range(20)]
     coordinator.join(JOIN_S)
     assert coordinator.fetch(values) == list(range(1, 21))
+
+
+@pytest.fixture
+def quick(cluster, coordinator, monkeypatch):
+    """A function that is known to be quick, so that closures of it travel together; and what its first call at -1 waits for."""
+    monkeypatch.setattr(workers, "_FAST_S", 1000.0)
+    go = threading.Event()
+
+    def step(call, x):
+        if x == 7:
+            raise ValueError("no luck")
+        if x == -1:
+            assert go.wait(JOIN_S)
+        call.push()
+        return x
+
+    connected(coordinator)
+    for _ in range(40):
+        coordinator.schedule(step, (0,))
+    coordinator.join(JOIN_S)
+    yield step, go
+    go.set()
+
+
+def both_waiting(cluster, coordinator, step):
+    """Each worker is at a function that waits, and has another one to do."""
+    for worker in cluster.workers:
+        worker.ran.clear()
+    for x in (-1, -1, 0, 0):
+        coordinator.schedule(step, (x,))
+    eventually(lambda: all(worker.ran for worker in cluster.workers))
+
+
+def test_one_that_raises_does_not_harm_those_that_travel_with_it(cluster, coordinator, quick):
+    step, go = quick
+    both_waiting(cluster, coordinator, step)
+    values = [coordinator.schedule(step, (x,)) for x in range(8, 20)]
+    failing = coordinator.schedule(step, (7,))
+    values += [coordinator.schedule(step, (x,)) for x in range(20, 24)]
+    before = cluster.ps[0].counter
+    go.set()
+    with pytest.raises(RemoteError, match="no luck"):
+        coordinator.join(JOIN_S)
+    with pytest.raises(RemoteError, match="no luck"):
+        failing.fetch(0)
+    (bundle,) = [b for worker in cluster.workers for b in worker.bundles if 40 + 4 + 12 in b]
+    assert len(bundle) > 1
+    finished = [x for x, value in zip([*range(8, 20), *range(20, 24)], values, strict=True) if ran(value, x)]
+    assert cluster.ps[0].counter == before + 4 + len(finished)
+    assert {number for number in bundle if number != 56} <= {40 + 4 + x - 8 + (x >= 20) for x in finished}
+
+
+def ran(value, expected):
+    try:
+        assert value.fetch(0) == expected
+    except CancelledError:
+        return False
+    return True
+
+
+def test_those_that_travelled_with_a_dead_worker_are_run_again_one_by_one(cluster, coordinator, quick):
+    step, go = quick
+    both_waiting(cluster, coordinator, step)
+    values = [coordinator.schedule(step, (x,)) for x in range(10, 60)]
+    for worker in cluster.workers:
+        worker.bundles.clear()
+    before = cluster.ps[0].counter
+    amid, push = [], cluster.ps[0].push
+
+    def dying(closure, low, amount):
+        push(closure, low, amount)
+        for worker in cluster.workers:
+            for bundle in worker.bundles:
+                if not amid and closure[1] == bundle[1]:
+                    amid.extend(bundle)
+                    worker.restart()  # after it has pushed
+
+    cluster.ps[0].push = dying
+    go.set()
+    coordinator.join(JOIN_S)
+    assert [value.fetch(0) for value in values] == list(range(10, 60))
+    assert cluster.ps[0].counter == before + 4 + 50
+    assert cluster.ps[0].duplicates >= 1
+    assert coordinator.statistics()["closures"]["retried"] >= 2
+    together = [bundle for worker in cluster.workers for bundle in worker.bundles if bundle != amid]
+    assert not any(set(amid[1:]) & set(bundle) for bundle in together)
 
 
 def test_a_full_queue_blocks_schedule(cluster, coordinator, monkeypatch):

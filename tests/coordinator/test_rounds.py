@@ -90,7 +90,7 @@ def test_a_lost_worker_does_not_hang_its_round_and_its_closure_counts_once():
     queue = queue_of(2)
     taken(queue, "ab")
     lost = queue.oldest("b")
-    queue.lost("b", lost)
+    queue.lost("b", [lost])
     assert taken(queue, "a") == {"a": 1}  # in the same round
     assert lost.round == 0
     assert not queue.finished("b", lost)

@@ -12,6 +12,7 @@ import pytest
 
 import replicax as rx
 from checks import message
+from replicax._src.coordinator import stream, workers
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import (
     CancelledError,
@@ -259,7 +260,7 @@ def test_others_go_on_beside_a_slow_worker(job):
     assert job.worker(0)["connections"] == 1
 
 
-def kill_at_random(job, num_kills, seed):
+def kill_at_random(job, num_kills, seed, at_once=20):
     """Workers are killed at random moments; returns how many functions were scheduled."""
     chance, over = random.Random(seed), threading.Event()
     count, killed = 0, []
@@ -278,8 +279,8 @@ def kill_at_random(job, num_kills, seed):
     killer = threading.Thread(target=kills)
     killer.start()
     while not over.is_set():
-        job.schedule(20)
-        count += 20
+        job.schedule(at_once)
+        count += at_once
         job.join()
     killer.join()
     job.cluster.wait_for_servers()
@@ -293,6 +294,28 @@ def kill_at_random(job, num_kills, seed):
 def test_the_counter_is_exact(job, num_kills):
     count = kill_at_random(job, num_kills, seed=num_kills)
     assert job.counts == [count, count]
+
+
+@pytest.mark.parametrize(
+    "num_kills", [3, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
+def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel_together(
+    job, num_kills, monkeypatch
+):
+    monkeypatch.setattr(workers, "_FAST_S", 10.0)  # they are quick, however busy the machine is
+    amid, running = [], stream.WorkerStream.running
+
+    def noted(self):
+        amid.append(len(running(self)))
+        return running(self)
+
+    monkeypatch.setattr(stream.WorkerStream, "running", noted)
+    job.schedule(10)  # what has finished once may travel with others
+    job.join()
+    count = 10 + kill_at_random(job, num_kills, seed=num_kills, at_once=200)
+    assert job.counts == [count, count]
+    assert len(amid) == num_kills
+    assert max(amid) > 1, "no worker was killed amid several"
 
 
 # --- parameter servers ----------------------------------------------------------------------------------

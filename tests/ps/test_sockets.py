@@ -80,7 +80,7 @@ def test_messages_of_all_sizes_come_back_whichever_way_the_bytes_are_cut(pipes):
     writing.start()
     decoder = Decoder(Buffers())
     for each in sent:
-        got = receiver.receive(decoder)
+        (got,) = receiver.receive(decoder)
         assert got.header == each.header
         for ours, theirs in zip(got.arrays, each.arrays, strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -94,8 +94,8 @@ def test_more_arrays_than_one_call_of_the_system_takes(pipes):
     arrays = [np.full(700, n, np.int32) for n in range(3000)]
     writing = threading.Thread(target=lambda: sender.write(encode(Message({}, arrays))))
     writing.start()
-    got = receiver.receive(Decoder(Buffers())).arrays
-    assert all((ours == theirs).all() for ours, theirs in zip(got, arrays, strict=True))
+    (got,) = receiver.receive(Decoder(Buffers()))
+    assert all((ours == theirs).all() for ours, theirs in zip(got.arrays, arrays, strict=True))
     writing.join()
 
 

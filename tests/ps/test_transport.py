@@ -89,6 +89,56 @@ def test_messages_are_answered(link, arrays):
             assert ours.size == 0 or ours.ctypes.data % 64 == 0
 
 
+def test_messages_that_travel_together_are_answered_each_on_its_own(client, server):
+    link = client.open()
+    ops = ["echo", "fail", "echo", "unknown", "echo"]
+    link.send_all([Message({"op": op, "n": n}, [np.arange(n)]) for n, op in enumerate(ops)], 30)
+    answers = []
+    while len(answers) < len(ops):
+        answers += link.receive_all(30)
+    assert [type(answer) for answer in answers] == [
+        Message,
+        RemoteError,
+        Message,
+        UnknownProgramError,
+        Message,
+    ]
+    assert [a.header["of_session"] for a in answers if isinstance(a, Message)] == [1, 3, 5]
+    assert [len(a.arrays[0]) for a in answers if isinstance(a, Message)] == [0, 2, 4]
+    link.send_all([Message({"op": "echo"}), Message({"op": "fail"})], 30)
+    assert link.receive(30).header["of_session"] == 6
+    with pytest.raises(RemoteError, match="as it was asked"):
+        link.receive(30)
+    assert client.statistics()["messages"] == server.statistics()["messages"] == 7
+
+
+def test_answers_do_not_wait_for_one_that_takes_long(link, server):
+    ops = ["echo", "echo", "wait", "echo"]
+    link.send_all([Message({"op": op}) for op in ops], 30)
+    assert server._service.waits.wait(30)
+    early = link.receive_all(30)
+    assert [answer.header["op"] for answer in early] == ["echo", "echo"]
+    server._service.may_go_on.set()
+    late = []
+    while len(late) < 2:
+        late += link.receive_all(30)
+    assert [answer.header["op"] for answer in late] == ["wait", "echo"]
+
+
+def test_large_answers_do_not_wait_for_others(link, server):
+    link.send_all([Message({"op": "make", "bytes": 200_000}), Message({"op": "wait"})], 30)
+    assert len(link.receive(30).arrays[0]) == 200_000
+    assert not server._service.may_go_on.is_set()
+    server._service.may_go_on.set()
+    assert link.receive(30).header["op"] == "wait"
+
+
+def test_of_messages_that_travel_together_none_is_sent_if_one_cannot(link):
+    with pytest.raises(MessageError, match="does not travel"):
+        link.send_all([Message({"op": "echo"}), Message({"op": "echo"}, [np.array(["a"])])], 30)
+    assert link.call(Message({"op": "echo"}), 30).header["of_session"] == 1
+
+
 def test_several_messages_are_sent_before_answers_are_received(link):
     for number in range(20):
         link.send(Message({"op": "echo", "n": number}, [np.full(number * 50, number)]))

@@ -10,6 +10,9 @@ A *closure* is a scheduled function with its arguments. The rules, TensorFlow's 
 - What a lost worker had in flight is queued again, in front; or is cancelled, if a failure is kept.
 - A closure that ran when its worker was lost, for the ``max_deaths``-th time, fails: it is what kills them. If one of its
   kind has finished before, workers may well die of something else: it has more lives, but not for ever.
+- Closures may travel to a worker together, if one of their kind has finished before, and nothing has happened to them. When
+  the worker is lost each of them may be the one that ran, so each has a death more, and travels alone from then on: it only
+  ever fails for a death of its own.
 - A worker that has something in flight takes no more if that leaves nothing for one that has nothing.
 - With ``max_staleness=k`` a worker is in its n-th closure only if all workers that are there have ended n - 1 - k. Who comes
   back starts with the slowest.
@@ -21,7 +24,7 @@ A *closure* is a scheduled function with its arguments. The rules, TensorFlow's 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -47,11 +50,12 @@ class Closure:
       name: Of the function, for people.
       kind: What closures of one program have in common.
       work: What is to be run, and who waits for it: whatever the caller needs.
-      num_deaths: How many workers were lost while it ran.
+      num_deaths: How many workers were lost while it ran, or may have run.
       num_returns: How often it came back for another reason.
       num_asks: How often a worker asked for a program of it, again.
       round_key: What closures of the same rounds have in common; None: it is not of rounds.
       round: In which it was taken.
+      travels_alone: Since it was taken last: others neither wait for it nor die of it.
     """
 
     number: int
@@ -63,6 +67,7 @@ class Closure:
     num_asks: int = 0
     round_key: Hashable = None
     round: int | None = None
+    travels_alone: bool = True
 
 
 @dataclass(slots=True)
@@ -259,6 +264,7 @@ class ClosureQueue:
         self._num_in_flight += 1
         if self.rounds is not None:
             closure.round = self.rounds.take(worker, closure.round_key, closure.number)
+        closure.travels_alone = not self._is_good_company(closure)
         return closure
 
     def finished(self, worker: Worker, closure: Closure) -> bool:
@@ -295,21 +301,21 @@ class ClosureQueue:
         member.is_here = True
         member.clock = slowest if slowest is not None else member.clock
 
-    def lost(self, worker: Worker, running: Closure | None = None) -> Ended:
-        """A worker is gone. ``running``: what it was at, where that is known."""
+    def lost(self, worker: Worker, running: Sequence[Closure] = ()) -> Ended:
+        """A worker is gone. ``running``: what it was at, where that is known; several, of which it was at one."""
         member = self._members.setdefault(worker, _Member())
         member.is_here = False
         held, member.in_flight = list(member.in_flight.values()), {}
         self._num_in_flight -= len(held)
         self._leave_rounds(held)
         ended: Ended = []
-        if running is not None and running in held:
-            running.num_deaths += 1
-            is_proven = running.kind in self._proven
-            if running.num_deaths >= (self._max_deaths_of_proven if is_proven else self._max_deaths):
-                held.remove(running)
-                self._unfinished.discard(running.number)
-                ended = self._fail(running, self._killer(worker, running))
+        for closure in running:
+            if closure in held:
+                closure.num_deaths += 1
+                if len(running) == 1 and closure.num_deaths >= self._num_lives(closure):
+                    held.remove(closure)
+                    self._unfinished.discard(closure.number)
+                    ended = self._fail(closure, self._killer(worker, closure))
         return ended + self._requeue(held)
 
     def pause(self, why: Hashable) -> None:
@@ -412,6 +418,13 @@ class ClosureQueue:
     @property
     def _reason(self) -> BaseException | None:
         return self._breakage if self._breakage is not None else self._error
+
+    def _num_lives(self, closure: Closure) -> int:
+        return self._max_deaths_of_proven if closure.kind in self._proven else self._max_deaths
+
+    def _is_good_company(self, closure: Closure) -> bool:
+        has_been_back = closure.num_deaths or closure.num_returns or closure.num_asks
+        return not has_been_back and closure.round is None and closure.kind in self._proven
 
     def _killer(self, worker: Worker, closure: Closure) -> RemoteError:
         return RemoteError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,8 +16,9 @@ from replicax._src.coordinator.rounds import Round
 from replicax._src.errors import ContextError
 from replicax._src.ps.errors import WaitTimeoutError
 
-# With so much to do, who schedules lets the workers' threads run after each closure.
-_NUM_AHEAD = 32
+# With so much to do, who schedules lets the workers' threads run after some closures.
+_NUM_AHEAD, _NUM_BETWEEN = 32, 8
+_NUM_AT_ONCE = 2  # closures that a worker is given one by one, before it has answered
 _DRAIN_PAUSE_S = 0.01
 
 
@@ -60,12 +61,14 @@ class Dispatch:
         """Queues a closure; waits while the queue is full. Raises the failure of an earlier one."""
         with self.lock:
             self._wait_for_room(timeout_s)
-            self._queue.schedule(
+            closure = self._queue.schedule(
                 name, work, work.kind, None if work.prepared is None else work.prepared.round_key
             )
-            self._wake_one()
+            deliver, closures = self._given_out()
             num_queued = self._queue.num_queued
-        if num_queued > _NUM_AHEAD:
+        if deliver is not None:
+            deliver(closures)
+        if num_queued > _NUM_AHEAD and not closure.number % _NUM_BETWEEN:
             time.sleep(0)  # else they wait for a turn of the interpreter, 5 ms each
 
     def refuse(self, name: str, work: Work, error: BaseException) -> None:
@@ -272,16 +275,19 @@ class Dispatch:
         if self._num_waiting_for_room and (not self._queue.is_full or self._queue.has_error):
             self._room.notify_all()
 
-    def _wake_one(self) -> None:
-        """Gives a closure to the worker with the least to do."""
+    def _given_out(self) -> tuple[Deliver | None, list[Closure]]:
+        """Takes what has come for the worker with the least to do, and what delivers it: call that without the lock.
+
+        A worker that has some, and will answer soon, gets what has come until then together.
+        """
         best = None
         for port in self._ports:
             is_better = port.is_hungry and (best is None or port.num_in_flight < best.num_in_flight)
             if is_better and self._queue.may_take(port.worker):
                 best = port
-        if best is not None:
-            best.is_hungry = False
-            best.wake.notify_all()
+        if best is None or best.num_in_flight >= _NUM_AT_ONCE:
+            return None, []
+        return best.deliver, best.take()
 
     def wake_hungry(self, but: Port | None = None) -> None:
         """Something is there that was not when some workers asked."""
@@ -291,6 +297,10 @@ class Dispatch:
                 port.wake.notify_all()
 
 
+Deliver = Callable[[Sequence[Closure]], None]
+"""Sends closures to a worker, soon; from any thread, and without waiting for the worker."""
+
+
 @final
 class Port:
     """One worker's end of the dispatch. Used by the thread that sends to it and the one that receives from it.
@@ -298,6 +308,7 @@ class Port:
     Attributes:
       is_hungry: It has asked for closures, and did not get as many as it could have.
       depth: How many closures it may have at a time.
+      deliver: While it is there.
       low: When it took some last, all closures below this number had ended.
     """
 
@@ -306,12 +317,18 @@ class Port:
         self.wake = threading.Condition(dispatch.lock)
         self.is_hungry = False
         self.depth = 1
+        self.deliver: Deliver | None = None
         self._is_poked = False
         self.low = 0
 
     @property
     def num_in_flight(self) -> int:
         return self._queue.in_flight(self.worker)
+
+    @property
+    def num_together(self) -> int:
+        """How many closures travel together at most: it runs those while it is sent as many others."""
+        return max(1, self.depth // 2)
 
     @property
     def function(self) -> str | None:
@@ -324,7 +341,7 @@ class Port:
         """Returns closures to be sent; none if the port was poked, or the dispatch was closed."""
         with self._dispatch.lock:
             while not self._is_poked and not self._queue.is_closed:
-                closures = self._take()
+                closures = self.take()
                 if closures:
                     self._dispatch.tell_waiting()
                     return closures
@@ -338,11 +355,11 @@ class Port:
             self._is_poked = True
             self.wake.notify_all()
 
-    def finished(self, closure: Closure) -> tuple[bool, list[Closure]]:
-        """A closure has been run: whether that counts, and which are to be sent next."""
+    def finished(self, closures: Sequence[Closure]) -> tuple[list[bool], list[Closure]]:
+        """Closures have been run: which of them count, and which are to be sent next."""
         with self._dispatch.lock:
-            counts = self._queue.finished(self.worker, closure)
-            taken = self._take()
+            counts = [self._queue.finished(self.worker, closure) for closure in closures]
+            taken = self.take()
             self._dispatch.tell_waiting()
             self._dispatch.wake_hungry(self)
             return counts, taken
@@ -355,14 +372,20 @@ class Port:
         """A closure could not be run, and is to be tried again."""
         self._ended(lambda: self._queue.returned(self.worker, closure))
 
-    def lost(self, running: Closure | None) -> None:
-        """The worker is gone. ``running``: what it was at."""
-        self._ended(lambda: self._queue.lost(self.worker, running), is_hungry=False)
+    def lost(self, running: Sequence[Closure]) -> None:
+        """The worker is gone. ``running``: what it was at; several, if it was at one of them."""
 
-    def back(self) -> None:
-        """The worker is there."""
+        def event() -> Ended:
+            self.deliver = None
+            return self._queue.lost(self.worker, running)
+
+        self._ended(event, is_hungry=False)
+
+    def back(self, deliver: Deliver) -> None:
+        """The worker is there. ``deliver`` is called until it is lost."""
         with self._dispatch.lock:
             self._queue.back(self.worker)
+            self.deliver = deliver
 
     def _ended(self, event: Callable[[], Ended], is_hungry: bool = True) -> None:
         with self._dispatch.lock:
@@ -372,14 +395,22 @@ class Port:
             self._dispatch.wake_hungry()
         settle(ended)
 
-    def _take(self) -> list[Closure]:
+    def take(self) -> list[Closure]:
+        """What the worker is to be sent now; with the lock held. One that has some gets as many as travel together, or none."""
         queue, worker = self._queue, self.worker
         taken: list[Closure] = []
-        while queue.in_flight(worker) < self.depth and (closure := queue.take(worker)) is not None:
+        most = self._num_wanted()
+        while len(taken) < most and (closure := queue.take(worker)) is not None:
             taken.append(closure)
-        self.is_hungry = queue.in_flight(worker) < self.depth
+        self.is_hungry = self._num_wanted() > 0
         self.low = queue.low
         return taken
+
+    def _num_wanted(self) -> int:
+        has = self.num_in_flight
+        if not has:
+            return self.depth
+        return self.num_together if has + self.num_together <= self.depth else 0
 
 
 def settle(ended: Ended) -> None:

@@ -14,12 +14,13 @@ from replicax._src.ps.programs import WorkerProgram
 class Link(Protocol):
     """A stream of messages to a task: ``ps/transport.py``. Answers come in the order of the messages.
 
-    An answer that is an error is raised by ``receive``, and the stream goes on. A task that is gone raises UnavailableError
-    with its name, and so does ``receive`` when another thread closes the link.
+    ``send_all`` sends all or, if one cannot travel, none; small ones travel together. ``receive_all`` waits for one answer,
+    and gives those that are there, or the errors that they are. A task that is gone raises UnavailableError with its name,
+    and so does ``receive_all`` when another thread closes the link.
     """
 
-    def send(self, message: Message, timeout_s: float) -> None: ...
-    def receive(self, timeout_s: float) -> Message: ...
+    def send_all(self, messages: Sequence[Message], timeout_s: float) -> None: ...
+    def receive_all(self, timeout_s: float) -> Sequence[Message | Exception]: ...
     def close(self) -> None: ...
 
 

@@ -1,6 +1,7 @@
 """``WorkerStream``: one connection to a worker. What it was sent, and which answer is to what.
 
 Answers come in the order of the messages. Programs and constants are sent once, before the first closure that needs them.
+Small closures that need nothing more travel together, if they may; each is a message of its own, and is answered as such.
 A connection that broke is given up with all that it awaited: what a worker may still answer is never read.
 """
 
@@ -10,14 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 
 from replicax._src.coordinator.closures import Closure
 from replicax._src.coordinator.prepared import Client, Link, PreparedClosure, Session
 from replicax._src.coordinator.resources import Resource, Resources
-from replicax._src.ps.errors import ClosureInputError, UnavailableError
+from replicax._src.ps.errors import ClosureInputError, MessageError, UnavailableError
 from replicax._src.ps.messages import Message
 from replicax._src.ps.resources import WORKER_INDEX
 
@@ -25,12 +26,29 @@ Kind = Literal["closure", "program", "constant", "resource", "release"]
 
 # A closure may take as long as it takes: who is silent is found by the beats.
 _FOREVER_S = 10.0 * 365 * 24 * 3600
-_SMALL_BYTES = 4096  # so much, some times over, a connection takes without its peer reading
+_SMALL_BYTES = 4096
+_MOST_SMALL_BYTES = 8 * _SMALL_BYTES  # so much a connection takes without its peer reading
+
+
+class _Awaited(NamedTuple):
+    """A message that has not been answered.
+
+    Attributes:
+      what: The closure or the resource, or the name of something else.
+      bundle: Messages that travelled together have the same number.
+      num_bytes: Of the arrays that were counted.
+    """
+
+    kind: Kind
+    what: Any
+    sent_at: float
+    bundle: int
+    num_bytes: int = 0
 
 
 @final
 class WorkerStream:
-    """A connection. One thread at a time sends, another one receives.
+    """A connection. Threads may share it; one of them receives.
 
     Args:
       client: To the worker; it is closed with the stream.
@@ -40,6 +58,8 @@ class WorkerStream:
     Attributes:
       over: Set when the connection has ended.
       reason: Why, if it was not closed on purpose.
+      unsent: Closures that ``send`` is to send.
+      needs: Closures, each with the signature of a program that it needs before.
     """
 
     def __init__(
@@ -47,7 +67,12 @@ class WorkerStream:
     ):
         self.worker, self.client, self.instance = worker, client, instance
         self._link, self._session, self._resources = link, session, resources
-        self._awaited: deque[tuple[Kind, Any, float]] = deque()
+        self.unsent: deque[Closure] = deque()
+        self.needs: deque[tuple[Closure, str]] = deque()
+        self._awaited: deque[_Awaited] = deque()
+        self._came: deque[Message | Exception] = deque()
+        self._num_bundles = 0
+        self._small_bytes_out = self._small_bytes_done = 0  # each is written by one thread at a time
         self._known: set[str] = set()
         self._refused: dict[str, Exception] = {}
         self._has: set[str] = {WORKER_INDEX}
@@ -62,20 +87,19 @@ class WorkerStream:
             self.over.set()
         self._link.close()
 
-    def running(self) -> Closure | None:
-        """The closure that the worker was at when the connection ended."""
-        for kind, what, _ in self._awaited:
-            if kind == "closure":
-                return what
-            if kind == "resource":
-                return None
-        return None
+    def running(self) -> list[Closure]:
+        """What the worker was at when the connection ended: a closure, or one of several that travelled together."""
+        awaited = list(self._awaited)
+        first = next((each for each in awaited if each.kind in ("closure", "resource")), None)
+        if first is None or first.kind == "resource":
+            return []
+        return [each.what for each in awaited if each.bundle == first.bundle]
 
     def making(self) -> Resource | None:
         """What the worker was to make when the connection ended."""
-        for kind, what, _ in self._awaited:
-            if kind in ("closure", "resource"):
-                return what if kind == "resource" else None
+        for each in list(self._awaited):
+            if each.kind in ("closure", "resource"):
+                return each.what if each.kind == "resource" else None
         return None
 
     # --- sending ---------------------------------------------------------------------------------------
@@ -102,19 +126,50 @@ class WorkerStream:
                     self._send_once("program", digest, header, blobs)
             self._send_closure(closure, prepared, low)
 
-    def try_send(self, closures: Sequence[Closure], low: int) -> Sequence[Closure]:
-        """Sends closures that are small, if nobody else is sending. Never blocks. Returns those that it did not send."""
-        if not self._sending.acquire(blocking=False):
+    def try_send(self, closures: Sequence[Closure], low: int, num_together: int) -> Sequence[Closure]:
+        """Sends closures that are small, if nobody else is sending. Never blocks. Returns those that it did not send.
+
+        Args:
+          num_together: How many travel together at most.
+
+        Raises:
+          UnavailableError: The connection has ended.
+        """
+        if self.over.is_set() or not self._sending.acquire(blocking=False):
             return closures
         try:
-            for number, closure in enumerate(closures):
-                prepared: PreparedClosure = closure.work.prepared
-                if not self._is_ready(prepared):
-                    return closures[number:]
-                self._send_closure(closure, prepared, low)
-            return ()
+            num_sent = 0
+            while num_sent < len(closures):
+                bundle = self._next_bundle(closures[num_sent : num_sent + num_together])
+                if not bundle:
+                    break
+                self._send_bundle(bundle, low)
+                num_sent += len(bundle)
+            return closures[num_sent:]
+        except MessageError:  # one of them cannot travel: who sends them one by one will find it
+            return closures[num_sent:]
         finally:
             self._sending.release()
+
+    def _next_bundle(self, closures: Sequence[Closure]) -> list[_Ready]:
+        """The first ones of ``closures`` that can be sent now, and travel together."""
+        bundle: list[_Ready] = []
+        num_bytes = self._small_bytes_out - self._small_bytes_done
+        for closure in closures:
+            prepared: PreparedClosure | None = closure.work.prepared
+            if prepared is None or not self._has_all(prepared):
+                break
+            arrays = _sent_along(prepared)
+            size = sum(array.nbytes for array in arrays)
+            if size > _SMALL_BYTES or num_bytes + size > _MOST_SMALL_BYTES:
+                break
+            if bundle and closure.travels_alone:
+                break
+            bundle.append(_Ready(closure, prepared, arrays, size))
+            num_bytes += size
+            if closure.travels_alone:
+                break
+        return bundle
 
     def send_resources(self, resources: Sequence[Resource]) -> None:
         """Has the worker make what it has not made yet, and release what is not among them."""
@@ -134,28 +189,41 @@ class WorkerStream:
         self._known.discard(name)
         return self._refused.get(name)
 
-    def _is_ready(self, prepared: PreparedClosure) -> bool:
-        known = self._known
+    def _has_all(self, prepared: PreparedClosure) -> bool:
+        """Whether the worker has been sent what a closure needs, and could make what it takes."""
+        known, iterators = self._known, prepared.iterators
         return (
-            all(digest in known for digest in prepared.programs.values())
-            and all(name in known for name in prepared.constants)
-            and all(name in self._has for name in prepared.iterators)
-            and sum(argument.nbytes for argument in _sent_along(prepared)) <= _SMALL_BYTES
+            known.issuperset(prepared.programs.values())
+            and known.issuperset(prepared.constants)
+            and (not iterators or (self._has.issuperset(iterators) and self.input_error(prepared) is None))
         )
 
+    def _send_bundle(self, bundle: Sequence[_Ready], low: int) -> None:
+        messages = [
+            self._message("closure", self._header(each.closure, each.prepared, low), each.arrays)
+            for each in bundle
+        ]
+        self._small_bytes_out += sum(each.num_bytes for each in bundle)
+        self._send_all(messages, [("closure", each.closure, each.num_bytes) for each in bundle])
+
     def _send_closure(self, closure: Closure, prepared: PreparedClosure, low: int) -> None:
+        self._send("closure", closure, self._header(closure, prepared, low), _sent_along(prepared))
+
+    def _header(self, closure: Closure, prepared: PreparedClosure, low: int) -> dict[str, Any]:
         session = self._session
         header = {
             "closure": (session.incarnation, closure.number),
             "low": low,
             "epoch": session.epoch,
-            "program": dict(prepared.programs),
-            "iterators": prepared.iterators,
-            "named": list(prepared.named.items()),
+            "program": prepared.programs,
         }
+        if iterators := prepared.iterators:
+            header["iterators"] = iterators
+        if prepared.named:
+            header["named"] = list(prepared.named.items())
         if closure.round is not None:
             header["round"] = closure.round
-        self._send("closure", closure, header, _sent_along(prepared))
+        return header
 
     def _send_resource(self, resource: Resource) -> None:
         if resource.name not in self._has:
@@ -171,45 +239,70 @@ class WorkerStream:
             self._send(kind, name, header, arrays)
 
     def _send(self, kind: Kind, what: Any, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        self._send_all([self._message(kind, header, arrays)], [(kind, what, 0)])
+
+    def _message(self, kind: Kind, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         header["op"] = kind
         header["incarnation"] = self._session.incarnation
-        # Before it is sent: the answer may be here sooner than the call is left.
-        self._awaited.append((kind, what, time.monotonic()))
+        return Message(header, arrays)
+
+    def _send_all(self, messages: Sequence[Message], awaited: Sequence[tuple[Kind, Any, int]]) -> None:
+        self._num_bundles += 1
+        now = time.monotonic()
+        # Before they are sent: an answer may be here sooner than the call is left.
+        for kind, what, num_bytes in awaited:
+            self._awaited.append(_Awaited(kind, what, now, self._num_bundles, num_bytes))
         try:
-            self._link.send(Message(header, arrays), _FOREVER_S)
+            self._link.send_all(messages, _FOREVER_S)
         except BaseException:
-            self._awaited.pop()
+            for _, _, num_bytes in awaited:
+                self._awaited.pop()
+                self._small_bytes_out -= num_bytes
             raise
 
     # --- receiving -------------------------------------------------------------------------------------
 
-    def receive(self) -> tuple[Closure, Message | Exception, float]:
-        """Waits for the answer to a closure; returns both, and when it was sent. What is answered to others is noted.
+    def receive(self) -> tuple[list[tuple[Closure, Message | Exception]], float]:
+        """Waits for answers to closures; returns them, and when the first closure was sent. What is answered to others is noted.
 
         Raises:
           UnavailableError: The connection has ended.
         """
-        while True:
-            answer = self._receive()
-            kind, what, sent_at = self._awaited[0]
-            if kind == "closure":
+        answers: list[tuple[Closure, Message | Exception]] = []
+        first_sent_at = 0.0
+        while not answers:
+            if not self._came:
+                self._came.extend(self._receive())
+            while self._came:
+                answer = self._came[0]
+                if isinstance(answer, UnavailableError) and answer.task in (self.worker, ""):
+                    if answers:  # those first
+                        break
+                    raise answer  # not of a server that the worker needs
+                self._came.popleft()
+                awaited = self._awaited[0]
+                if awaited.kind == "closure":
+                    first_sent_at = first_sent_at or awaited.sent_at
+                    answers.append((awaited.what, answer))
+                    self._small_bytes_done += awaited.num_bytes
+                else:
+                    self._note(awaited, answer)
                 self._awaited.popleft()
-                return what, answer, sent_at
-            if kind == "resource":
-                self._note_resource(what, answer)
-            elif isinstance(answer, Exception):
-                self._note_refusal(kind, what, answer)
-            self._awaited.popleft()
+        return answers, first_sent_at
 
-    def _receive(self) -> Message | Exception:
+    def _receive(self) -> Sequence[Message | Exception]:
         try:
-            return self._link.receive(_FOREVER_S)
-        except UnavailableError as error:
-            if error.task in (self.worker, ""):
+            return self._link.receive_all(_FOREVER_S)
+        except MessageError as error:  # what came is none, or what was sent is too large there: of the first
+            if not self._awaited:
                 raise
-            return error  # of a server that the worker needs
-        except Exception as error:
-            return error
+            return [error]
+
+    def _note(self, awaited: _Awaited, answer: Message | Exception) -> None:
+        if awaited.kind == "resource":
+            self._note_resource(awaited.what, answer)
+        elif isinstance(answer, Exception):
+            self._note_refusal(awaited.kind, awaited.what, answer)
 
     def _note_refusal(self, kind: Kind, what: Any, error: Exception) -> None:
         if kind != "release":
@@ -226,6 +319,17 @@ class WorkerStream:
         return self._resources.error(prepared.iterators, self.worker)
 
 
-def _sent_along(prepared: PreparedClosure) -> list[np.ndarray]:
+class _Ready(NamedTuple):
+    """A closure that can be sent, with what travels with it."""
+
+    closure: Closure
+    prepared: PreparedClosure
+    arrays: Sequence[np.ndarray]
+    num_bytes: int
+
+
+def _sent_along(prepared: PreparedClosure) -> Sequence[np.ndarray]:
     """The arguments of a closure that are sent with it."""
+    if not prepared.named:
+        return prepared.arguments
     return [array for position, array in enumerate(prepared.arguments) if position not in prepared.named]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,9 +26,10 @@ from replicax._src.ps.messages import Message
 
 log = logging.getLogger("replicax")
 
-_DEPTH, _FAST_DEPTH = 2, 8  # closures in flight; 1 if they are slow
-_FAST_S, _SLOW_S = 0.001, 0.1
-_WEIGHT = 0.1
+_DEPTH = 2  # closures in flight; 1 if they are slow
+_FAST_DEPTHS = 8, 32  # the more the faster they are, so many that they are done within a time
+_FAST_S, _SLOW_S, _FLIGHT_S = 0.001, 0.1, 0.008
+_WEIGHT, _MOST_WEIGHT = 0.1, 0.5
 _HELLO_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _JOIN_S = 10.0
@@ -85,8 +85,6 @@ class RemoteWorker:
         self.port: Port = dispatch.port(self.name)
         self._closing = threading.Event()
         self._stream: WorkerStream | None = None
-        self._unsent: deque[Closure] = deque()
-        self._needs: deque[tuple[Closure, str]] = deque()
         self._num_connections = self._num_restarts = 0
         self._told: dict[str, Any] = {}
         self._beat: dict[str, Any] = {}
@@ -185,11 +183,9 @@ class RemoteWorker:
         self._stream = stream
         if self._closing.is_set():
             return
-        self._unsent.clear()
-        self._needs.clear()
         self._took_s, self.port.depth = _SLOW_S, 1
         self._resources.back(self.name)
-        self.port.back()
+        self.port.back(lambda closures: self._send_soon(stream, closures))
         others = [self._started(self._receive, stream), self._started(self._watch, stream)]
         try:
             self._send(stream)
@@ -203,7 +199,7 @@ class RemoteWorker:
             making = stream.making()
             if making is not None and stream.reason is not None:
                 self._resources.killed(making.name, self.name)
-            self.port.lost(stream.running() if stream.reason is not None else None)
+            self.port.lost(stream.running() if stream.reason is not None else ())
         if stream.reason is not None and not self._closing.is_set():
             log.warning(
                 "%s is lost: %s What it was at is run again. It is waited for, for up to %g s.",
@@ -224,12 +220,27 @@ class RemoteWorker:
     def _send(self, stream: WorkerStream) -> None:
         while not stream.over.is_set() and not self._dispatch.is_closed:
             stream.send_resources(self._resources.all())
-            while self._needs:
-                self._make(stream, *self._needs.popleft())
-            while self._unsent:
-                self._send_closure(stream, self._unsent.popleft())
-            for closure in self.port.wait():
-                self._send_closure(stream, closure)
+            while stream.needs:
+                self._make(stream, *stream.needs.popleft())
+            while stream.unsent:
+                self._send_closure(stream, stream.unsent.popleft())
+            left = self.port.wait()
+            while left:
+                left = stream.try_send(left, self.port.low, self.port.num_together)
+                if left:
+                    self._send_closure(stream, left[0])
+                    left = left[1:]
+
+    def _send_soon(self, stream: WorkerStream, closures: Sequence[Closure]) -> None:
+        """At once if that is quick, else by the thread that sends: nobody else may wait for a peer that takes nothing."""
+        try:
+            left = stream.try_send(closures, self.port.low, self.port.num_together)
+        except UnavailableError as error:
+            stream.end(error)
+            return
+        if left:
+            stream.unsent.extend(left)
+            self.port.poke()
 
     def _send_closure(self, stream: WorkerStream, closure: Closure) -> None:
         try:
@@ -264,44 +275,56 @@ class RemoteWorker:
         try:
             last = time.monotonic()
             while not stream.over.is_set():
-                closure, answer, sent_at = stream.receive()
+                answers, sent_at = stream.receive()
                 now = time.monotonic()
-                self._measure(now - max(last, sent_at))
+                self._measure(now - max(last, sent_at), len(answers))
                 last = now
-                if isinstance(answer, Message):
-                    self._answered(stream, closure, answer)
-                else:
-                    self._failed(stream, closure, answer)
+                self._take_answers(stream, answers)
         except BaseException as error:
             stream.end(error)
         finally:
             self.port.poke()
 
-    def _measure(self, took_s: float) -> None:
+    def _measure(self, took_s: float, count: int) -> None:
         """Fast ones are sent ahead, so that a worker does not wait; behind a slow one nothing waits that others could run."""
-        self._took_s += _WEIGHT * (took_s - self._took_s)
-        self.port.depth = _FAST_DEPTH if self._took_s < _FAST_S else 1 if self._took_s > _SLOW_S else _DEPTH
+        self._took_s += min(count * _WEIGHT, _MOST_WEIGHT) * (took_s / count - self._took_s)
+        least, most = _FAST_DEPTHS
+        if self._took_s < _FAST_S:
+            self.port.depth = min(max(least, int(_FLIGHT_S / max(self._took_s, 1e-6))), most)
+        else:
+            self.port.depth = 1 if self._took_s > _SLOW_S else _DEPTH
 
-    def _answered(self, stream: WorkerStream, closure: Closure, answer: Message) -> None:
-        need = answer.header.get("need")
-        if need is not None:
-            if self._may_ask(closure):
-                self._needs.append((closure, need))
-                self.port.poke()
+    def _take_answers(
+        self, stream: WorkerStream, answers: Sequence[tuple[Closure, Message | Exception]]
+    ) -> None:
+        finished: list[tuple[Closure, Message]] = []
+        for closure, answer in answers:
+            if isinstance(answer, Message) and "need" not in answer.header:
+                finished.append((closure, answer))
+                continue
+            self._finished(stream, finished)
+            finished = []
+            if isinstance(answer, Message):
+                self._needed(stream, closure, answer.header["need"])
+            else:
+                self._failed(stream, closure, answer)
+        self._finished(stream, finished)
+
+    def _finished(self, stream: WorkerStream, finished: Sequence[tuple[Closure, Message]]) -> None:
+        if not finished:
             return
-        counts, following = self.port.finished(closure)
-        if counts:
-            work = closure.work
-            work.value.settle(answer.arrays)
-            work.prepared = work.keeps = None
+        all_count, following = self.port.finished([closure for closure, _ in finished])
+        for (closure, answer), counts in zip(finished, all_count, strict=True):
+            if counts:
+                work = closure.work
+                work.value.settle(answer.arrays)
+                work.prepared = work.keeps = None
         if following:
-            self._send_on(stream, following)
+            self._send_soon(stream, following)
 
-    def _send_on(self, stream: WorkerStream, closures: Sequence[Closure]) -> None:
-        """From here if that is quick, else by the other thread: who does not receive may not wait for a peer that sends."""
-        left = stream.try_send(closures, self.port.low)
-        if left:
-            self._unsent.extend(left)
+    def _needed(self, stream: WorkerStream, closure: Closure, signature: str) -> None:
+        if self._may_ask(closure):
+            stream.needs.append((closure, signature))
             self.port.poke()
 
     def _may_ask(self, closure: Closure) -> bool:
@@ -323,7 +346,7 @@ class RemoteWorker:
             refusal = stream.forget(error.digest)
             if refusal is None:
                 if self._may_ask(closure):
-                    self._unsent.append(closure)
+                    stream.unsent.append(closure)
                     self.port.poke()
                 return
             error = refusal

@@ -18,6 +18,7 @@ from pyarrow import flight
 from replicax._src.cluster.frames import bind_host
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.errors import ReplicaxError
+from replicax._src.ps.bundles import unbundled
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
 from replicax._src.ps.messages import LARGEST_HEAD, LARGEST_PIECE, Decoder, Encoded, Message
@@ -61,16 +62,17 @@ class Pipe:
         """To be called before anything is written."""
         self._writer.begin(_SCHEMA)
 
-    def receive(self, decoder: Decoder) -> Message:
-        """The next message.
+    def receive(self, decoder: Decoder) -> list[Message]:
+        """The next message, with those that came together with it.
 
         Raises:
           EOFError: The peer has ended the stream.
           MessageError: Something else came.
         """
-        while True:
-            if (message := decoder.feed(*self.read())) is not None:
-                return message
+        messages: list[Message] = []
+        while not messages:
+            messages = unbundled(decoder, *self.read())
+        return messages
 
     def read(self) -> tuple[memoryview | None, np.ndarray | None]:
         """The next head, or piece, or both.

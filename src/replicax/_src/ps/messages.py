@@ -3,7 +3,8 @@
 A message is a *head*, bytes, and a *body*, its arrays at multiples of 64 bytes (``layouts.py``). A head is: ``RPX``, the
 version, the lengths of the header, of what tells of the arrays, and of the body; the two, as JSON; and those of the arrays
 that are small: they are the first of the body. The others follow as they lie in memory, or in *pieces* of at most 8 MB, each
-from a multiple of 64 on: large arrays are cut, smaller ones are put together.
+from a multiple of 64 on: large arrays are cut, smaller ones are put together. Messages that are nothing but a head may
+travel together: ``bundles.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LARGEST_BODY = 16 * 2**30
 LARGEST_HEAD = 2 * LARGEST_HEADER + INLINE_BYTES + 64
 
 _MAGIC = b"RPX"
-_PREFIX = struct.Struct("<3sBIIQ")
+PREFIX = struct.Struct("<3sBIIQ")
 _PACKED_BYTES = 256 * 1024  # smaller arrays are copied, many into one piece: a piece costs more than that
 _JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
@@ -88,7 +89,7 @@ def encode(message: Message) -> Encoded:
     arrays = [sendable(array) for array in message.arrays]
     layout = layout_of(arrays)
     header = header_bytes(message.header)
-    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(layout.text), layout.num_bytes)
+    prefix = PREFIX.pack(_MAGIC, VERSION, len(header), len(layout.text), layout.num_bytes)
     head = [prefix, header, layout.text]
     outside: Sequence[np.ndarray] = arrays
     if layout.inline_bytes:
@@ -100,7 +101,7 @@ def encode(message: Message) -> Encoded:
                     head.append(bytes(padding))
             else:
                 outside.append(array)
-    num_bytes = _PREFIX.size + len(header) + len(layout.text) + layout.num_bytes
+    num_bytes = PREFIX.size + len(header) + len(layout.text) + layout.num_bytes
     return Encoded(b"".join(head), outside, num_bytes)
 
 
@@ -209,6 +210,11 @@ class Decoder:
         return None if piece is None else self._add(piece)
 
     @property
+    def is_within(self) -> bool:
+        """Whether a message has begun of which something is missing."""
+        return self._announced is not None
+
+    @property
     def room(self) -> memoryview:
         """For what is missing of the message whose head was fed last, to be written there; then call ``filled``."""
         assert self._announced is not None
@@ -264,9 +270,9 @@ def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced,
     Raises:
       MessageError: It is no head, or announces too much.
     """
-    if len(head) < _PREFIX.size:
-        raise MessageError(f"{len(head)} bytes are no message: the first {_PREFIX.size} say how long it is.")
-    magic, version, header_size, arrays_size, num_bytes = _PREFIX.unpack_from(head)
+    if len(head) < PREFIX.size:
+        raise MessageError(f"{len(head)} bytes are no message: the first {PREFIX.size} say how long it is.")
+    magic, version, header_size, arrays_size, num_bytes = PREFIX.unpack_from(head)
     if magic != _MAGIC:
         raise MessageError(
             f"Bytes that begin with {magic!r} are no message of replicax, it begins with {_MAGIC!r}."
@@ -285,13 +291,13 @@ def decoded_head(head: memoryview | bytes, most_bytes: int) -> tuple[_Announced,
             f"A message of {num_bytes} bytes was announced, at most {most_bytes} are taken. Cut the variable into "
             f"smaller shards, or raise max_message_bytes of the task."
         )
-    of_arrays = _PREFIX.size + header_size
+    of_arrays = PREFIX.size + header_size
     after = of_arrays + arrays_size
     if len(head) < after:
         raise MessageError(
             f"A head has {len(head)} bytes, at least {after} were announced: it is cut off or damaged."
         )
-    header = decoded_header(bytes(head[_PREFIX.size : of_arrays]))
+    header = decoded_header(bytes(head[PREFIX.size : of_arrays]))
     body = announced_layout(bytes(head[of_arrays:after]))
     if body.num_bytes != num_bytes:
         raise MessageError(f"Arrays of {body.num_bytes} bytes were announced in a message of {num_bytes}.")

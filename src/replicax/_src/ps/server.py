@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import threading
@@ -10,13 +11,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol, Self, final
+from typing import Any, Final, Protocol, Self, final
 
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.errors import MissingExtraError, ReplicaxError
 from replicax._src.ps.buffers import Buffers
+from replicax._src.ps.bundles import bundled
 from replicax._src.ps.connections import cut_accepted, port_of_peer
 from replicax._src.ps.credentials import TOKEN_VARIABLE, Credentials
+from replicax._src.ps.deadlines import Deadline, Deadlines
 from replicax._src.ps.errors import MessageError, UnavailableError, described
 from replicax._src.ps.messages import (
     LARGEST_BODY,
@@ -31,6 +34,9 @@ from replicax._src.ps.messages import (
 from replicax._src.ps.sockets import Listener
 
 log = logging.getLogger("replicax")
+
+_HELD_S: Final = 0.002
+"""For so long an answer waits for those to messages that came with its own."""
 
 PING = (
     ""  # asked before a stream is opened: it makes the connection, with a deadline, and shows the credentials
@@ -90,7 +96,7 @@ class Service(Protocol):
         ...
 
     def answer(self, message: Message, session: Session) -> Message:
-        """The answer to a message of a stream. The next one of this stream waits for it."""
+        """The answer to a message of a stream. The next one of this stream waits until it is made, if not until it is sent."""
         ...
 
     def closed(self, session: Session) -> None:
@@ -139,6 +145,7 @@ class TaskServer:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._streams: dict[Session, _Stream] = {}
+        self._deadlines = Deadlines()
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
@@ -206,6 +213,7 @@ class TaskServer:
         ending.start()
         while self._is_answering() and time.monotonic() < deadline - timeout_s / 2:
             time.sleep(0.005)
+        self._deadlines.close()
         ending.join(0.01)
         while (ending.is_alive() or self._streams) and time.monotonic() < deadline:
             self._cut_streams(server.port)
@@ -260,7 +268,7 @@ class TaskServer:
 
     def stream(self, pipe: Any, peer: str) -> None:
         session = Session(next(self._numbers), peer)
-        stream = _Stream(pipe, Decoder(Buffers(), self._max_message_bytes))
+        stream = _Stream(pipe, Decoder(Buffers(), self._max_message_bytes), self._deadlines)
         with self._lock:
             if self._is_ending or len(self._streams) >= self._max_streams:
                 self._num_rejected += 1
@@ -278,6 +286,7 @@ class TaskServer:
             self.rejected()
             raise
         finally:
+            stream.end()
             with self._lock:
                 del self._streams[session]
                 self._ended.add(stream.counts)
@@ -299,10 +308,11 @@ class TaskServer:
 class _Stream:
     """The server's end of a stream."""
 
-    def __init__(self, pipe: Any, decoder: Decoder):
+    def __init__(self, pipe: Any, decoder: Decoder, deadlines: Deadlines):
         self._pipe = pipe
         self._decoder = decoder
-        self.counts = Counts()
+        self._answers = _Answers(pipe, deadlines)
+        self.counts = self._answers.counts
         self.is_answering = False
 
     def cut(self) -> None:
@@ -311,22 +321,82 @@ class _Stream:
             self._pipe.cancel()
 
     def turn(self, answer: Callable[[Message], Encoded]) -> bool:
-        """Takes a message and sends the answer; False when the peer has ended the stream."""
+        """Takes what has come together and sends the answers; False when the peer has ended the stream."""
         try:
-            message = self._pipe.receive(self._decoder)
+            messages = self._pipe.receive(self._decoder)
         except EOFError:
             return False
         finally:
             self.counts.bytes_in = self._decoder.num_bytes
         self.is_answering = True
         try:
-            self._write(answer(message))
+            *others, last = messages
+            for message in others:
+                self._answers.hold(answer(message))
+            self._answers.send(answer(last))
         finally:
             self.is_answering = False
         return True
 
-    def _write(self, message: Encoded) -> None:
-        self.counts.messages += 1
-        # Before it arrives, so that who has the answer finds it counted.
-        self.counts.bytes_out += message.num_bytes
-        self._pipe.write(message)
+    def end(self) -> None:
+        """Nothing is sent any more."""
+        self._answers.end()
+
+
+@final
+class _Answers:
+    """Sends the answers of a stream. Those to messages that came together go together, unless one lets them wait for it."""
+
+    def __init__(self, pipe: Any, deadlines: Deadlines):
+        self._pipe, self._deadlines = pipe, deadlines
+        self._deadline: Deadline | None = None
+        self._held: list[Encoded] = []
+        self._writing = threading.Lock()
+        self._is_over = False
+        self.counts = Counts()
+
+    def hold(self, answer: Encoded) -> None:
+        """Keeps an answer for the next ones, for a time. Sends one with pieces, whose memory may change with the next message."""
+        if answer.outside:
+            self.send(answer)
+            return
+        with self._writing:
+            self._held.append(answer)
+            is_first = len(self._held) == 1
+        if not is_first:
+            return
+        if self._deadline is None:
+            self._deadline = Deadline(self._expire)
+            self._deadlines.add(self._deadline)
+        self._deadlines.set(self._deadline, _HELD_S)
+
+    def send(self, answer: Encoded) -> None:
+        """Sends an answer, after those that have been kept."""
+        if self._deadline is not None:
+            self._deadline.clear()
+        with self._writing:
+            self._held.append(answer)
+            self._send_held()
+
+    def end(self) -> None:
+        """Nothing is sent any more."""
+        with self._writing:
+            self._is_over = True
+        if self._deadline is not None:
+            self._deadlines.remove(self._deadline)
+
+    def _expire(self, limit_s: float) -> None:
+        del limit_s
+        # On another thread: what is wrong with the stream that of the stream finds too.
+        with self._writing, contextlib.suppress(Exception):
+            self._send_held()
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, []
+        if self._is_over:
+            return
+        # Before they arrive, so that who has an answer finds it counted.
+        self.counts.messages += len(held)
+        for each in bundled(held) if len(held) > 1 else held:
+            self.counts.bytes_out += each.num_bytes
+            self._pipe.write(each)

@@ -21,6 +21,7 @@ from typing import Final, final
 
 from replicax._src.cluster.frames import listen
 from replicax._src.cluster.spec import join_address, split_address
+from replicax._src.ps.bundles import unbundled
 from replicax._src.ps.errors import MessageError, UnavailableError
 from replicax._src.ps.messages import LARGEST_HEAD, Decoder, Encoded, Message
 
@@ -57,8 +58,8 @@ class SocketPipe:
     def begin(self) -> None:
         """Nothing is to be said first."""
 
-    def receive(self, decoder: Decoder) -> Message:
-        """The next message.
+    def receive(self, decoder: Decoder) -> list[Message]:
+        """The next message, with those that came together with it.
 
         Raises:
           EOFError: The peer has ended the stream.
@@ -72,11 +73,11 @@ class SocketPipe:
         if kind != _MESSAGE:
             text = bytes(head).decode(errors="replace")
             raise MessageError(text) if kind == _REFUSED else UnavailableError(text)
-        message = decoder.feed(head, None)
-        if message is None:
+        messages = unbundled(decoder, head, None)
+        if decoder.is_within:
             self._fill(decoder.room)
-            message = decoder.filled()
-        return message
+            messages.append(decoder.filled())
+        return messages
 
     def write(self, message: Encoded) -> None:
         """Hands a message to the connection; it blocks while the peer takes nothing."""
