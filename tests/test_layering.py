@@ -68,6 +68,7 @@ LAYERS = {
     "cluster/layout": 2,
     "cluster/processes": 2,
     "plan": 3,
+    "profiling/names": 3,
     "values": 3,
     "program": 3,
     "collectives": 3,
@@ -95,6 +96,7 @@ LAYERS = {
     "optax": 9,
     "cli": 9,
     "summaries": 9,
+    "profiling": 8,
     "testing": 10,
 }
 

@@ -46,6 +46,7 @@ from replicax._src.options import (
     VariableAggregation,
     VariableSynchronization,
 )
+from replicax._src.profiling.profile import Profile, profile
 from replicax._src.program.tape import GradientTape
 from replicax._src.ps.server_def import ServerDef, ServerOptions
 from replicax._src.ps.task import Server
@@ -83,6 +84,7 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",
+    "Profile",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
@@ -115,6 +117,7 @@ __all__ = [
     "in_cross_replica_context",
     "nn",
     "optax",
+    "profile",
     "summary",
     "testing",
     "tpu",

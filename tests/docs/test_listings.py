@@ -33,7 +33,10 @@ def lines_of(text: str) -> list[str]:
     return sorted(line.strip() for line in text.strip().splitlines())
 
 
-GUIDES = [f"docs/guides/{name}.md" for name in ("data", "keras", "notebooks", "sharded_state", "tpu")]
+GUIDES = [
+    f"docs/guides/{name}.md"
+    for name in ("data", "keras", "notebooks", "sharded_state", "summaries_and_profiles", "tpu")
+]
 PAGES = ["README.md", "docs/sharp_bits.md", *GUIDES]
 
 

@@ -540,3 +540,5 @@ def summaries(folder):
         report(refused=True)
     report(is_writing=[writer.is_writing, early.is_writing])
     writer.close()
+    with rx.profile(os.path.join(folder, "trace")):
+        strategy.run(step, args=(jnp.float32(2),))

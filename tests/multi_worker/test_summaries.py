@@ -1,9 +1,10 @@
-"""Summaries in real processes: one of them writes."""
+"""Summaries in real processes: one of them writes. Of a trace each writes its own."""
 
 import numpy as np
 import pytest
 from programs import summaries
 
+import trace_files
 from event_files import files_in, scalars_in, summaries_in
 
 pytestmark = pytest.mark.timeout(180)
@@ -24,4 +25,10 @@ def test_of_two_processes_the_chief_writes(reports_of, tmp_path, chief):
     assert scalars_in(tmp_path / "early") == {"loss": dict.fromkeys(range(3), 1.0)}
     tables = [value for plugin, *_, value in summaries_in(tmp_path / "run") if plugin == "histograms"]
     assert [table[:, 2].sum() for table in tables] == [4, 4, 4]
+    for number, path in enumerate(trace_files.files_in(tmp_path / "trace")):
+        assert (tmp_path / "trace" / f"worker_{number}") in path.parents or chief
+        events = dict(trace_files.events_in(path))
+        assert events[f"replica {number}"]["device_ordinal"] == 0
+        assert any("step_num" in stats for stats in events.values())
+    assert number == 1
     np.testing.assert_allclose(tables[0][[0, -1], [0, 1]], [0, 3])

@@ -643,6 +643,12 @@ def put(value: Any, sharding: Any) -> jax.Array:
         return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
+def local_number(device: Any) -> int:
+    """The number of a device among those of its kind in its process, by which traces name it."""
+    number = device.local_hardware_id
+    return device.id if number is None else number
+
+
 def tpu_coordinates(devices: Sequence[Sequence[Any]]) -> np.ndarray:
     """[tasks, devices of a task, 4]: where each TPU device is, (x, y, z, core); slices stand beside one another in x."""
     places = np.array([[(*device.coords, device.core_on_chip) for device in task] for task in devices])

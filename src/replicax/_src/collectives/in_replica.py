@@ -213,6 +213,13 @@ def all_reduce(
     communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None = None
 ) -> Any:
     """Combines a nest of per-replica arrays into one that every replica gets."""
+    with jax.named_scope("all_reduce"):
+        return _all_reduce(communicator, op, value, options)
+
+
+def _all_reduce(
+    communicator: Communicator, op: ReduceOp, value: Any, options: CommunicationOptions | None
+) -> Any:
     leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=_is_slices)
     results = list(leaves)
     dense = [i for i, leaf in enumerate(leaves) if not _is_slices(leaf)]
@@ -270,7 +277,8 @@ def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
             raise UnsupportedError("all_gather does not support IndexedSlices; gather .values and .indices.")
         return concatenate(communicator.components(leaf), axis)
 
-    return jax.tree_util.tree_map(gather, value, is_leaf=_is_slices)
+    with jax.named_scope("all_gather"):
+        return jax.tree_util.tree_map(gather, value, is_leaf=_is_slices)
 
 
 def concatenate(components: Sequence[Any], axis: Any) -> Any:

@@ -24,6 +24,7 @@ from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.placement.batch import Batch, BatchLayout
 from replicax._src.placement.held_state import HeldState
 from replicax._src.placement.spmd import in_flight, note_loss
+from replicax._src.profiling import names
 from replicax._src.program.flat import FlatProgram
 from replicax._src.program.rows.layout import Rows, RowSplit, Shared
 from replicax._src.program.rows.plan import RowsPlan
@@ -205,7 +206,12 @@ class _Program:
     def _evaluate_whole(self, args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         if self._plan is not None:
             packing = Packing.on(self._topology)
-            return self._plan.evaluate([*args, *leaves], lambda values: packed_sum(values, packing))
+
+            def add(values: Sequence[Any]) -> list[Any]:
+                with jax.named_scope("sum_together"):
+                    return packed_sum(values, packing)
+
+            return self._plan.evaluate([*args, *leaves], add)
         rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
         return jax_compat.eval_jaxpr(self._jaxpr, [*args, *rows])
 
@@ -258,6 +264,12 @@ class _Program:
         return self._call(state, batches)
 
     def _call(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
+        if names.current is not None:
+            with names.current.launch(self._name, self._topology):
+                return self._launch(state, batches)
+        return self._launch(state, batches)
+
+    def _launch(self, state: HeldState, batches: Sequence[Batch]) -> list[Any]:
         columns = zip(*(batch.leaves for batch in batches), strict=True)
         if self._capacity == 1:
             leaves = [layout.put(column[0]) for layout, column in zip(self._layouts, columns, strict=True)]

@@ -50,7 +50,8 @@ def _evaluate(program: FlatProgram, args: Sequence[Any], packing: Packing | None
             env.update(zip(operation.results, results, strict=True))
         numbers = [number for operation in sums for number in operation.results]
         operands = [read(env, atom) for operation in sums for atom in operation.operands]
-        env.update(zip(numbers, packed_sum(operands, packing), strict=True))
+        with jax.named_scope("sum_together"):
+            env.update(zip(numbers, packed_sum(operands, packing), strict=True))
     return [read(env, atom) for atom in program.outputs]
 
 

@@ -23,6 +23,7 @@ from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.errors import TraceError
 from replicax._src.placement.rounds import in_rounds
 from replicax._src.placement.uneven import UnevenEvaluator
+from replicax._src.profiling import names
 from replicax._src.program.program import ReplicaProgram
 from replicax._src.program.slots import (
     Sharing,
@@ -136,7 +137,8 @@ def _share_writes(
         # Where a replica has no rows its statistics may be nan: never 0 * nan.
         operands += [jnp.where(weight > 0, writes[i] * weight.astype(writes[i].dtype), 0) for i in averaged]
     operands += [jnp.where(index == 0, writes[i], jnp.zeros_like(writes[i])) for i in firsts]
-    results = packed_sum(operands, Packing.on(topology))
+    with jax.named_scope("share_variables"):
+        results = packed_sum(operands, Packing.on(topology))
     shared = list(writes)
     for i, value in zip(averaged, results[len(summed) :], strict=False):
         shared[i] = (value / total).astype(writes[i].dtype)
@@ -256,9 +258,16 @@ def note_loss(error: BaseException, donated: Sequence[Any]) -> None:
 
 
 class ProgramState:
-    """The variables that one compiled program writes and those that it only reads."""
+    """The variables that one compiled program writes and those that it only reads.
 
-    def __init__(self, slots: Sequence[Slot], written: Sequence[Slot], placement: VariablePlacement):
+    Args:
+      name: Of the program, for people; of those that are run.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], written: Sequence[Slot], placement: VariablePlacement, name: str = ""
+    ):
+        self._name, self._topology = name, placement.topology
         changed = {id(s) for s in written}
         self.written = SlotGroup(written, placement)
         self.read = SlotGroup([s for s in slots if id(s) not in changed], placement)
@@ -296,6 +305,12 @@ class ProgramState:
                 "strategy.run (or an rx.function) was called inside a function that JAX traces by itself (jax.jit, "
                 "jax.grad, jax.vmap, …), which knows nothing of variables. Use rx.function instead of jax.jit."
             )
+        if names.current is not None:
+            with names.current.launch(self._name, self._topology):
+                return self._run(execute, donates)
+        return self._run(execute, donates)
+
+    def _run(self, execute: Callable[[list[Any], list[Any]], Any], donates: bool) -> list[Any]:
         if donates:
             with state_lock:
                 written, read = self.load(for_donation=True)
@@ -370,7 +385,7 @@ class Launcher:
         self._donated_args = list(donated)
         self._donates_args = any(donated)
         self._donates = not program.has_callbacks
-        self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement)
+        self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement, name)
         # By the compiler, with collectives of its own.
         is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
         self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
@@ -444,7 +459,8 @@ class Launcher:
             ]
             args = self._join(given_args, kept_args)
             args = [a[0] if row else a for a, row in zip(args, self._is_row, strict=True)]
-            outs, writes, sums = body(consts, [state[i] for i in from_loaded], args)
+            with jax.named_scope("replica"):
+                outs, writes, sums = body(consts, [state[i] for i in from_loaded], args)
             writes = [writes[i] for i in to_written]
             writes = [
                 w[None] if s.sharing.is_per_replica else w for s, w in zip(written_slots, writes, strict=True)

@@ -79,7 +79,9 @@ class Rewriter:
         chosen = [i for i in range(len(values)) if decided[start + i]]
         results = list(values)
         shares = self.of_no_rows([values[i] for i in chosen])
-        for i, total in zip(chosen, self._sum_gradients(shares), strict=True):
+        with jax.named_scope("sum_gradients"):
+            totals = self._sum_gradients(shares)
+        for i, total in zip(chosen, totals, strict=True):
             results[i] = total
         return results
 

@@ -173,7 +173,7 @@ class CodeState:
         topology = strategy.topology
         slots = [entry.slot for entry in variant.entries]
         written = [entry.slot for entry in variant.written]
-        self.state = ProgramState(slots, written, strategy.variable_placement)
+        self.state = ProgramState(slots, written, strategy.variable_placement, code.name)
         self.donates = not has_callback(variant.jaxpr)
         self.consts = topology.put_whole(variant.consts)
         self._variant = variant

@@ -1,0 +1,1 @@
+"""What replicax says in the traces of JAX's profiler."""

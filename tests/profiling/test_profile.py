@@ -1,0 +1,118 @@
+"""What is found in a trace of JAX's profiler by name, and that names cost nothing where there is no trace."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax.errors import ContextError, InvalidArgumentError
+from trace_files import events_in, files_in, names_of_operations
+
+FEATURES = np.ones((8, 4), np.float32)
+
+
+def built_model():
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """The events of a trace with steps of ``run``, ``rx.function`` and ``fit``; and the full names of its operations."""
+    strategy = rx.MirroredStrategy(["cpu:1", "cpu:2"])
+    with strategy.scope():
+        model, of_loop = built_model(), built_model()
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def train_step(x):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss(of_loop(x, training=True)[:, 0] ** 2)
+        gradients = tape.gradient(loss, of_loop.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, of_loop.trainable_variables))
+        context = rx.get_replica_context()
+        return context.all_reduce("SUM", loss), context.all_gather(x, axis=0)
+
+    def evaluate(x):
+        return jnp.mean(x)
+
+    @rx.function
+    def test_step(x):
+        return strategy.reduce("MEAN", strategy.run(evaluate, args=(x,)), axis=None)
+
+    dataset = rx.data.from_arrays(FEATURES).batch(8)
+    (x,) = strategy.experimental_distribute_dataset(dataset)
+    folder = tmp_path_factory.mktemp("trace")
+
+    def steps(profile):
+        for _ in range(2):
+            result = strategy.run(train_step, args=(x,))
+            test_step(x)
+        with profile.step(7, "both"):
+            strategy.run(train_step, args=(x,))
+            result = test_step(x)
+        model.fit(FEATURES, FEATURES[:, :1], verbose=0)
+        jax.block_until_ready(result)
+
+    with rx.profile(folder / "first") as profile:  # compiles
+        steps(profile)
+    num_programs = strategy._own_parts.runner.num_programs
+    with rx.profile(folder / "second") as profile:
+        steps(profile)
+    assert strategy._own_parts.runner.num_programs == num_programs
+    (path,) = files_in(profile.logdir)
+    return events_in(path), names_of_operations(path)
+
+
+def test_steps_are_numbered_and_have_the_names_of_their_functions(trace):
+    events, _ = trace
+    steps = [(name.rpartition(".")[2], stats["step_num"]) for name, stats in events if "step_num" in stats]
+    assert steps == [
+        ("train_step", 0),
+        ("test_step", 0),
+        ("train_step", 1),
+        ("test_step", 1),
+        ("both", 7),
+        ("train_step", 0),  # of fit
+    ]
+    parts = [name for name, stats in events if name.endswith("train_step") and "step_num" not in stats]
+    assert parts
+
+
+def test_operations_say_of_which_replica_they_are_and_collectives_what_for(trace):
+    events, names = trace
+    replicas = {
+        name: (stats["device"], stats["device_ordinal"]) for name, stats in events if "device" in stats
+    }
+    assert replicas == {"replica 0": ("cpu:1", 1), "replica 1": ("cpu:2", 2)}
+    seen = {}
+    for _, stats in events:
+        scopes = names.get(stats.get("hlo_op"), "").split("/")
+        for name in ("replica", "sum_gradients", "share_variables", "all_reduce", "all_gather"):
+            if name in scopes:
+                seen.setdefault(name, set()).add(stats["device_ordinal"])
+    both = {1, 2}
+    assert seen == dict.fromkeys(
+        ("replica", "sum_gradients", "share_variables", "all_reduce", "all_gather"), both
+    )
+
+
+def test_there_is_one_trace_at_a_time_and_python_is_left_out_unless_asked_for(tmp_path):
+    with rx.profile(tmp_path / "without"):
+        with pytest.raises(ContextError, match=r"inside of rx\.profile"):
+            with rx.profile(tmp_path / "inner"):
+                pass
+    with rx.profile(tmp_path / "with", python=True) as profile:
+        with pytest.raises(InvalidArgumentError, match="number must be a whole number"):
+            profile.step(-1)
+        np.mean([1.0])
+    without, with_python = (
+        [name for name, _ in events_in(files_in(tmp_path / folder)[0]) if name.startswith("$")]
+        for folder in ("without", "with")
+    )
+    assert not without
+    assert with_python
