@@ -4,6 +4,7 @@ One training program, and one object, the strategy, that says where it runs. Imp
 """
 
 from replicax import (
+    checkpoint,
     cluster_resolver,
     config,
     coordinator,
@@ -16,6 +17,8 @@ from replicax import (
     testing,
     tpu,
 )
+from replicax._src.checkpoint.checkpoint import Checkpoint
+from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -65,6 +68,8 @@ from replicax._src.variables.variable import Variable
 
 __all__ = [
     "CentralStorageStrategy",
+    "Checkpoint",
+    "CheckpointManager",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
@@ -102,6 +107,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "assert_same",
+    "checkpoint",
     "cluster_resolver",
     "cond",
     "config",

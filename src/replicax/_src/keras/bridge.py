@@ -16,6 +16,7 @@ from replicax._src import context, jax_compat
 from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import (
+    checkpointing,
     divided_state,
     losses,
     metric_results,
@@ -93,6 +94,7 @@ def install() -> None:
     variable_types.append(keras.Variable)
     trace_scopes.append(_scope)
     thread_states.append(carry_state)
+    checkpointing.install()
 
 
 def install_servers() -> None:

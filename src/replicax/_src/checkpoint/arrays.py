@@ -1,0 +1,242 @@
+"""Leaves that are arrays: variables wherever they are, and the leaves of nests. How each is read, and given a value."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context, jax_compat
+from replicax._src.checkpoint.tracked import Leaf, Parts, walkers
+from replicax._src.options import VariableAggregation
+from replicax._src.program.slots import Sharing, Slot, own_copy, slot_makers
+from replicax._src.ps.arrays import ServerArray
+from replicax._src.topology import Topology
+from replicax._src.values import is_variable
+from replicax._src.variables.sharded import ShardedVariable
+from replicax._src.variables.shards import ShardsOfOne
+from replicax._src.variables.variable import Variable
+
+_BLOCK_BYTES = 16 << 20
+
+
+@final
+@dataclass(frozen=True)
+class Held:
+    """What a leaf holds now.
+
+    Attributes:
+      value: An array, or a ``ServerArray``; None if it has components only.
+      components: [R, ...], where replicas have values of their own.
+      combine: From these, on the host, to the value.
+      topology: Of the devices, where that is known.
+    """
+
+    value: Any
+    components: Any = None
+    combine: Callable[[np.ndarray], np.ndarray] | None = None
+    topology: Topology | None = None
+
+
+class ArrayLeaf(Leaf):
+    """A leaf that is one array."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole value."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype:
+        """As NumPy has it."""
+
+    @abc.abstractmethod
+    def held(self) -> Held | None:
+        """What it holds; None if it has no value yet."""
+
+    @abc.abstractmethod
+    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
+        """Gives it a value of its shape and dtype, and the components that were saved with it, if any."""
+
+    def finish(self) -> None:
+        """Called when all leaves have been given theirs."""
+
+
+def placed_as(value: np.ndarray, stored: Any) -> jax.Array:
+    """A copy of a host value that nobody else holds, on the devices where ``stored`` is, if that is an array."""
+    with jax_compat.outside_traces():
+        if isinstance(stored, jax.Array) and stored.committed:
+            return jnp.copy(jax_compat.put(value, stored.sharding))
+        return jnp.copy(jnp.asarray(value))
+
+
+# --- variables ------------------------------------------------------------------------------------------
+
+
+def slot_of(variable: Any) -> Slot:
+    """Where the value of a variable lives; of the strategy in whose scope it was made, if it was in one."""
+    strategy = context.owner_of(variable)
+    if strategy is not None:
+        return strategy.slots.slot_of(variable)
+    return next(slot for make in slot_makers if (slot := make(variable, 1)) is not None)
+
+
+@final
+class VariableLeaf(ArrayLeaf):
+    """A variable, ours or a framework's, that is one array: on devices, or on parameter servers."""
+
+    def __init__(self, variable: Any):
+        self.of = variable
+        self.slot = slot_of(variable)
+        self.label = self.slot.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.slot.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.slot.dtype)
+
+    @property
+    def stored(self) -> Any:
+        """What the variable keeps; None if it has no value yet."""
+        return self.slot.accessor.get([self.of])[0]
+
+    @property
+    def _topology(self) -> Topology | None:
+        strategy = context.owner_of(self.of)
+        return None if strategy is None else strategy.topology
+
+    def held(self) -> Held | None:
+        stored, topology = self.stored, self._topology
+        if stored is None:
+            return None
+        if self.slot.sharing is Sharing.COMPONENTS:
+            return Held(None, stored, self._combined, topology)
+        if self.slot.sharing is Sharing.SUMMED and self.slot.placed is stored:
+            return Held(stored, self.slot.components, None, topology)
+        return Held(stored, topology=topology)
+
+    def _combined(self, components: np.ndarray) -> np.ndarray:
+        """The value as it is read outside of replicas; the first one's, where the components have none in common."""
+        if self.of.aggregation is VariableAggregation.SUM:
+            return np.asarray(np.sum(components, axis=0, dtype=components.dtype))
+        if self.of.aggregation is VariableAggregation.MEAN:
+            total = np.sum(components, axis=0, dtype=components.dtype)
+            return np.asarray(total / np.asarray(len(components), components.dtype)).astype(components.dtype)
+        return components[0]
+
+    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
+        stored = self.stored
+        if stored is None:
+            self._begin_with(value)
+        elif isinstance(stored, ServerArray):
+            self._give_servers(stored, value)
+        elif self.slot.sharing is Sharing.COMPONENTS:
+            self._set(placed_as(self._spread(value, components), stored))
+        elif self.slot.sharing is Sharing.SUMMED:
+            self._give_summed(placed_as(value, stored), components)
+        else:
+            self._set(placed_as(value, stored))
+
+    def _set(self, value: Any) -> None:
+        self.slot.accessor.set([self.of], [value])
+
+    def _begin_with(self, value: np.ndarray) -> None:
+        """A variable that gets its first value later: it will be this one."""
+        first = np.array(value)
+
+        def initializer(shape: Sequence[int], dtype: Any = None) -> Any:
+            del shape, dtype
+            return jnp.asarray(first)
+
+        self.of._initializer = initializer
+
+    def _spread(self, value: np.ndarray, components: np.ndarray | None) -> np.ndarray:
+        """[R, ...]: the components that were saved, if there were as many; else such as read as the value.
+
+        A sum is all with the first replica, so that integers stay exact; where nothing combines the components, they go round.
+        """
+        num_replicas = self.slot.num_replicas
+        if components is not None and len(components) == num_replicas:
+            return components
+        if self.of.aggregation is VariableAggregation.SUM:
+            return np.concatenate([value[None], np.zeros((num_replicas - 1, *value.shape), value.dtype)])
+        if self.of.aggregation is VariableAggregation.NONE and components is not None:
+            return components[np.arange(num_replicas) % len(components)]
+        return np.broadcast_to(value, (num_replicas, *value.shape))
+
+    def _give_summed(self, placed: jax.Array, components: np.ndarray | None) -> None:
+        """A variable that shows a sum: where the parts are as many as they were, they go on as they were."""
+        topology = self._topology
+        if components is not None and topology is not None and len(components) == topology.num_replicas:
+            self.slot.components = own_copy(components, topology.per_replica)
+            self.slot.placed = placed
+        self._set(placed)
+
+    def _give_servers(self, stored: ServerArray, value: np.ndarray) -> None:
+        if not stored.is_table:
+            stored.assign(value)
+            return
+        stored.holder.make([stored])
+        strategy, variable = context.owner_of(self.of), self.of
+
+        def assign(ids: Any, rows: Any) -> None:
+            whole = variable.read_value() if isinstance(variable, Variable) else variable.value
+            variable.assign(whole.at[ids].set(rows))  # on the servers, as rows
+
+        for rows in blocks_of_rows(stored.shape, stored.dtype):
+            strategy.run_here(
+                assign,
+                np.arange(rows.start, rows.stop, dtype=np.int32),
+                np.array(value[rows.start : rows.stop]),
+            )
+
+
+def blocks_of_rows(shape: Sequence[int], dtype: Any) -> Iterator[range]:
+    """Ranges of rows that have up to 16 MiB together."""
+    row_bytes = max(1, int(np.prod(shape[1:])) * np.dtype(dtype).itemsize)
+    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
+    for start in range(0, shape[0], rows_per_block):
+        yield range(start, min(start + rows_per_block, shape[0]))
+
+
+@final
+class ShardsLeaf(ArrayLeaf):
+    """A ``ShardedVariable`` whose shards are variables: saved as one array, restored into any number of shards."""
+
+    def __init__(self, variable: ShardedVariable):
+        self.of = variable
+        self.label = variable.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.of.dtype)
+
+    def held(self) -> Held:
+        return Held(self.of.shards.read())
+
+    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
+        del components
+        self.of.assign(value)
+
+
+def _walk_variables(tracked: Any) -> Leaf | Parts | None:
+    if isinstance(tracked, ShardedVariable):
+        shards = tracked.shards
+        return VariableLeaf(shards.held[0]) if isinstance(shards, ShardsOfOne) else ShardsLeaf(tracked)
+    return VariableLeaf(tracked) if is_variable(tracked) else None
+
+
+walkers.append(_walk_variables)

@@ -1,0 +1,57 @@
+"""One thing at a time done in a thread; what goes wrong there is raised at the next call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+from replicax._src.checkpoint.errors import CheckpointError
+
+
+@final
+class Background:
+    """Runs one task at a time. Python waits for it when it ends."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, task: Callable[[], Any]) -> None:
+        """Runs a task, once the one before has ended.
+
+        Raises:
+          CheckpointError: That one has failed.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(task,), name="replicax-checkpoint")
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until nothing runs.
+
+        Raises:
+          CheckpointError: What ran has failed; raised once.
+          TimeoutError: It still runs.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"A checkpoint is still being written after {timeout_s} s.")
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, task: Callable[[], Any]) -> None:
+        try:
+            task()
+        except CheckpointError as error:
+            self._failure = error
+        except BaseException as error:
+            self._failure = CheckpointError(f"Writing a checkpoint failed: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error

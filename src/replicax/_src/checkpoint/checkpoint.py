@@ -1,0 +1,282 @@
+"""``rx.Checkpoint``: what is saved under which name, saved and restored. ``rx.CheckpointManager`` keeps several of them.
+
+The public interface, as TensorFlow's ``tf.train.Checkpoint``::
+
+    checkpoint = rx.Checkpoint(step=step, model=model, optimizer=optimizer)
+    checkpoint.save("training/ckpt")       # -> ".../training/ckpt-1"; blocks until it is on the disk
+    checkpoint.write("training/exact")     # -> ".../training/exact"
+    status = checkpoint.restore(path)      # or read(path), for what write has written
+    status.assert_consumed()               # assert_existing_objects_matched, assert_nontrivial_match, expect_partial
+
+In a cluster every process makes the same calls; the chief alone writes, and all restore by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from replicax._src import context
+from replicax._src.bridges import ensure_bridges
+from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.arrays import ArrayLeaf
+from replicax._src.checkpoint.contents import SavedObject
+from replicax._src.checkpoint.host_copy import HostBuffers, copy_to_host
+from replicax._src.checkpoint.orbax_files import orbax
+from replicax._src.checkpoint.restoring import Restoration
+from replicax._src.checkpoint.saved import SavedCheckpoint
+from replicax._src.checkpoint.status import LoadStatus
+from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, is_tracked, walkers
+from replicax._src.checkpoint.trees import HeldTree, StateLeaf
+from replicax._src.checkpoint.writing import Snapshot, new_part, write
+from replicax._src.errors import CrossReplicaContextError
+
+log = logging.getLogger("replicax")
+
+before_reading: list[Callable[[Any], None]] = []
+"""Called with each object before its values are copied: frameworks may hold newer ones elsewhere."""
+
+
+@final
+class Checkpoint:
+    """Saves and restores objects by the names that they are given here.
+
+    It saves ``rx.Variable`` and ``ShardedVariable``, Keras models, layers, optimizers, metrics and seed generators, ``flax.nnx``
+    modules, iterators of distributed datasets, whatever has ``get_state`` and ``set_state``, and nests of arrays and numbers.
+    A nest is replaced when it is restored: ``checkpoint.state = state`` before saving, and ``state = checkpoint.state`` after
+    restoring. Variables are known by structure, the names of attributes and positions in lists, so that names that Keras
+    counts do not matter. Attributes may be set later, too.
+
+    What is saved is whole, whatever the strategy: it restores onto other numbers of replicas, workers, parameter servers and
+    shards, and under other strategies, and plain orbax reads it. Of variables with a value for each replica (ON_READ) the
+    value that they show is saved, and these values, which come back where there are as many replicas again.
+
+    Args:
+      root: Saved under the name "root".
+      **kwargs: By name, what is saved.
+
+    Raises:
+      UntrackableError: Something that cannot be saved.
+
+    Source: TensorFlow, ``tf.train.Checkpoint``.
+
+    >>> import replicax as rx, tempfile
+    >>> v = rx.Variable([1.0, 2.0])
+    >>> checkpoint = rx.Checkpoint(v=v)
+    >>> path = checkpoint.save(tempfile.mkdtemp() + "/ckpt")
+    >>> _ = v.assign([0.0, 0.0])
+    >>> _ = checkpoint.restore(path).assert_consumed()
+    >>> v.numpy().tolist()
+    [1.0, 2.0]
+    """
+
+    def __init__(self, root: Any = None, **kwargs: Any):
+        self._root = root
+        self._trees: dict[str, HeldTree] = {}
+        self._restoration: Restoration | None = None
+        self._buffers = HostBuffers()
+        self.save_counter: int = 0
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        ensure_bridges()
+        self.parts()  # what cannot be saved is said here
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if not name.startswith("_") and vars(self).get("_restoration") is not None:
+            assert self._restoration is not None
+            self._restoration.advance()
+
+    def parts(self) -> Parts:
+        """What is tracked, by name: leaves of nests too."""
+        parts: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if not name.startswith("_") and name != "save_counter":
+                parts[name] = value if is_tracked(value) else self._tree_of(name)
+        for tree in parts.values():
+            if isinstance(tree, HeldTree):
+                tree.parts()
+        if self._root is not None:
+            parts = {"root": self._root, **parts}
+        return parts
+
+    def _tree_of(self, name: str) -> HeldTree:
+        if name not in self._trees:
+            self._trees[name] = HeldTree(vars(self), name)
+        return self._trees[name]
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def save(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Writes a checkpoint, named by the prefix and a count. Every process calls it; blocks until it is written.
+
+        Args:
+          file_prefix: ``"training/ckpt"`` for ``training/ckpt-1``, ``training/ckpt-2``, …
+
+        Returns:
+          The path of the checkpoint, a directory.
+
+        Raises:
+          CheckpointWriteError: The disk is full, or read-only. Checkpoints that were there are as they were.
+          CrossReplicaContextError: Called in a replica function.
+          UnsharedDirectoryError: Processes see different directories.
+          MissingExtraError: orbax is not installed.
+        """
+        self.save_counter += 1
+        try:
+            return self._write(f"{os.fspath(file_prefix)}-{self.save_counter}", self.save_counter)
+        except BaseException:
+            self.save_counter -= 1
+            raise
+
+    def write(self, file_prefix: str | os.PathLike[str]) -> str:
+        """As ``save``, at exactly this path, and without counting. What was there is replaced when the new one is whole."""
+        return self._write(os.fspath(file_prefix), self.save_counter)
+
+    def _write(self, path: str, number: int) -> str:
+        path = os.path.abspath(path)
+        processes.check_shared(os.path.dirname(path))
+        task = self.snapshot(path, number=number)
+        processes.together(f"writing {os.path.basename(path)}", task)
+        return path
+
+    def snapshot(
+        self, path: str, *, number: int = 0, order: int = 0, metrics: Any = None
+    ) -> Callable[[], Any]:
+        """Copies everything to the host; the result writes it, in another thread if need be. Every process calls it.
+
+        Training may go on after this call. Private: of ``save``, ``write`` and ``CheckpointManager``.
+        """
+        _check_context("save")
+        orbax()
+        self._tell_of_unused()
+        is_chief = processes.is_chief()
+        graph = Graph(self)
+        for node in graph.nodes:
+            for prepare in before_reading:
+                prepare(node.object)
+        leaves = dict(graph.leaves())
+        states = self._states(leaves)
+        part = new_part(path) if is_chief else os.path.dirname(path)
+        arrays = copy_to_host(
+            {key: leaf for key, leaf in leaves.items() if isinstance(leaf, ArrayLeaf)},
+            self._buffers,
+            part,
+            is_kept=is_chief,
+        )
+        if not is_chief:
+            return _nothing
+        known = arrays.keys() | states.keys()
+        objects = tuple(
+            SavedObject(dict(node.children), node.key if node.leaf is not None else "")
+            for node in graph.nodes
+        )
+        objects = _without(objects, {node.key for node in graph.nodes if node.leaf is not None} - known)
+        snapshot = Snapshot(objects, arrays, states, number, order, time.time(), metrics)
+        return lambda: write(path, part, snapshot)
+
+    def _states(self, leaves: Mapping[str, Leaf]) -> dict[str, list[Any]]:
+        own = {key: leaf.take() for key, leaf in leaves.items() if isinstance(leaf, StateLeaf)}
+        of_all = processes.gather("the states", own)
+        return {key: processes.agreed_state([states[key] for states in of_all]) for key in own}
+
+    def _tell_of_unused(self) -> None:
+        restoration = self._restoration
+        if restoration is None:
+            return
+        unused = restoration.unrestored()
+        if unused and not restoration.is_asked:
+            log.warning(
+                "Values of the checkpoint %r were not used: %s%s. Call expect_partial() on what restore() returned where this is "
+                "meant, or assert_consumed() where it is not.",
+                restoration.saved.path,
+                ", ".join(unused[:5]),
+                f" and {len(unused) - 5} more" if len(unused) > 5 else "",
+            )
+        restoration.is_asked = True
+
+    @property
+    def path_in_use(self) -> str | None:
+        """Of the checkpoint that objects are still to be restored from, when they are made."""
+        return None if self._restoration is None else self._restoration.saved.path
+
+    def release(self) -> None:
+        """Gives back the memory of the copy that was saved last; the next one takes it again."""
+        self._buffers.clear()
+
+    # --- restoring ------------------------------------------------------------------------------------------
+
+    def restore(self, save_path: str | os.PathLike[str]) -> LoadStatus:
+        """Restores a checkpoint that ``save`` has written; the count goes on from there. Every process calls it.
+
+        All files are verified first, and shapes and dtypes compared: either all that has a counterpart is restored, or
+        nothing. What is not there yet is restored when it is made (an optimizer's slots, layers that are not built).
+
+        Args:
+          save_path: What ``save`` returned, or ``rx.checkpoint.latest_checkpoint(directory)``.
+
+        Returns:
+          A ``LoadStatus``: ``assert_consumed()`` says that nothing is missing on either side.
+
+        Raises:
+          CheckpointNotFoundError: There is none.
+          CorruptCheckpointError: Files are missing, cut or changed; names them.
+          CheckpointMismatchError: Variables have other shapes or dtypes; names them.
+          CrossReplicaContextError: Called in a replica function.
+        """
+        status = self.read(save_path)
+        self.save_counter = SavedCheckpoint(os.fspath(save_path)).contents.number
+        return status
+
+    def read(self, save_path: str | os.PathLike[str]) -> LoadStatus:
+        """As ``restore``, for what ``write`` has written: the count stays."""
+        saved = SavedCheckpoint(os.fspath(save_path))
+        saved.verify()
+        return self.restore_saved(saved)
+
+    def restore_saved(self, saved: SavedCheckpoint, *, is_strict: bool = False) -> LoadStatus:
+        """Restores a checkpoint whose files have been verified; a strict one has all that is there. Private."""
+        _check_context("restore")
+        ensure_bridges()
+        self._restoration = None
+        restoration = Restoration(saved, self, processes.own_state)
+        restoration.advance(is_strict=is_strict)
+        self._restoration = None if restoration.is_whole else restoration
+        return LoadStatus(restoration)
+
+    def __repr__(self) -> str:
+        names = ", ".join(name for name in vars(self) if not name.startswith("_") and name != "save_counter")
+        return f"Checkpoint({names}, save_counter={self.save_counter})"
+
+
+def _nothing() -> None:
+    """What a process that does not write does."""
+
+
+def _check_context(what: str) -> None:
+    if context.in_replica_function():
+        raise CrossReplicaContextError(
+            f"Checkpoint.{what} was called in a function given to strategy.run. Call it between steps, outside of run."
+        )
+
+
+def _without(objects: tuple[SavedObject, ...], keys: set[str]) -> tuple[SavedObject, ...]:
+    """The graph without some leaves: those that have no value yet."""
+    dropped = {number for number, node in enumerate(objects) if node.key and node.key in keys}
+    return tuple(
+        SavedObject(
+            {name: child for name, child in node.children.items() if child not in dropped},
+            "" if number in dropped else node.key,
+        )
+        for number, node in enumerate(objects)
+    )
+
+
+def _walk_checkpoints(tracked: Any) -> Leaf | Parts | None:
+    return tracked.parts() if isinstance(tracked, Checkpoint) else None
+
+
+walkers.insert(0, _walk_checkpoints)

@@ -1,0 +1,57 @@
+"""The checkpoints of one directory: found by their names, oldest first."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+
+from replicax._src.checkpoint.contents import MANIFEST
+from replicax._src.checkpoint.errors import CheckpointError
+from replicax._src.checkpoint.retention import Record
+from replicax._src.checkpoint.saved import SavedCheckpoint
+
+
+def paths_in(directory: str, name: str | None = None) -> list[str]:
+    """The paths of what is named as a checkpoint, by number.
+
+    Args:
+      directory: Where; it need not exist.
+      name: What stands before the numbers; None: anything.
+    """
+    pattern = re.compile(rf"{'.+' if name is None else re.escape(name)}-(\d+)")
+    try:
+        found = [(match, entry) for entry in os.listdir(directory) if (match := pattern.fullmatch(entry))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    numbered = sorted((int(match[1]), entry) for match, entry in found)
+    return [os.path.join(os.path.abspath(directory), entry) for _, entry in numbered]
+
+
+def records_in(directory: str, name: str | None = None) -> list[Record]:
+    """Those that say what is in them, in the order in which they were saved. Their files are not looked at."""
+    records = [record for path in paths_in(directory, name) if (record := _record(path)) is not None]
+    return sorted(records, key=lambda record: (record.contents.order, record.contents.time_s))
+
+
+def _record(path: str) -> Record | None:
+    try:
+        stat = os.stat(os.path.join(path, MANIFEST))
+        return _read(path, stat.st_mtime_ns, stat.st_ino)
+    except (OSError, CheckpointError):
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _read(path: str, changed_ns: int, inode: int) -> Record:
+    del changed_ns, inode
+    return Record(path, SavedCheckpoint(path).contents)
+
+
+def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+    """The path of the checkpoint of a directory that was saved last, or None. Its files are not verified.
+
+    Source: TensorFlow, ``tf.train.latest_checkpoint``.
+    """
+    records = records_in(os.fspath(checkpoint_dir))
+    return records[-1].path if records else None

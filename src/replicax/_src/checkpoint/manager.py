@@ -1,0 +1,327 @@
+"""``rx.CheckpointManager``: the checkpoints of one program in one directory: saved while it goes on, kept by rules.
+
+The public interface, as TensorFlow's ``tf.train.CheckpointManager``::
+
+    manager = rx.CheckpointManager(checkpoint, "training", max_to_keep=3)
+    manager.restore_or_initialize()     # -> the path of the newest that is whole, or None
+    path = manager.save()               # -> ".../training/ckpt-7"; returns when the copy is taken
+    manager.save(checkpoint_number=step, metrics={"accuracy": 0.9})
+    manager.wait()                      # until it is on the disk; raises what went wrong
+    manager.latest_checkpoint, manager.best_checkpoint, manager.checkpoints
+    manager.close()                     # waits; also the end of a `with`
+
+In a cluster every process makes the same calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self, final
+
+import numpy as np
+
+from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.background import Background
+from replicax._src.checkpoint.checkpoint import Checkpoint
+from replicax._src.checkpoint.contents import Contents
+from replicax._src.checkpoint.directory import paths_in, records_in
+from replicax._src.checkpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+from replicax._src.checkpoint.retention import BestFn, Record, Retention
+from replicax._src.checkpoint.saved import SavedCheckpoint
+from replicax._src.checkpoint.status import LoadStatus
+from replicax._src.checkpoint.writing import clean, probe, remove
+from replicax._src.errors import InvalidArgumentError
+
+log = logging.getLogger("replicax")
+
+
+@final
+class CheckpointManager:
+    """Saves checkpoints of one program into a directory, keeps some, and restores the newest that is whole.
+
+    ``save`` copies the state to the host, and a thread writes it: that copy is all for which training waits. Every process of a
+    cluster makes it and calls the same methods; the chief writes. Making it creates the directory, finds out whether it can be
+    written to and whether all processes see it, and removes what a writer that was killed has left.
+
+    Args:
+      checkpoint: What is saved.
+      directory: Of the checkpoints, which all processes share.
+      max_to_keep: How many of the newest are kept; None: all.
+      keep_checkpoint_every_n_hours: One for each so many hours is kept too.
+      checkpoint_name: Their names begin with it.
+      step_counter: A variable or a function that gives the step; ``checkpoint_interval`` counts by it.
+      checkpoint_interval: ``save`` does nothing before so many steps have passed since the last one.
+      init_fn: Called by ``restore_or_initialize`` where there is no checkpoint.
+      keep_best: How many of the best are kept besides the newest; they are judged by ``best_fn``.
+      best_fn: From the ``metrics`` of a ``save`` to a number.
+      best_mode: Whether the largest number is best, "max", or the smallest, "min".
+      asynchronous: ``save`` returns when the copy is taken; else when it is on the disk.
+
+    Raises:
+      CheckpointWriteError: The directory cannot be made or written to.
+      UnsharedDirectoryError: Processes see different directories.
+      InvalidArgumentError: Numbers that have no meaning.
+
+    Source: TensorFlow, ``tf.train.CheckpointManager``.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        *,
+        keep_best: int = 0,
+        best_fn: BestFn | None = None,
+        best_mode: str = "max",
+        asynchronous: bool = True,
+    ):
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidArgumentError(
+                f"CheckpointManager takes an rx.Checkpoint, got {type(checkpoint).__name__}."
+            )
+        if checkpoint_interval is not None and step_counter is None:
+            raise InvalidArgumentError("`step_counter` should be passed if `checkpoint_interval` is set.")
+        self._retention = Retention(max_to_keep, keep_best, best_fn, best_mode, keep_checkpoint_every_n_hours)
+        self._checkpoint, self._name, self._init_fn = checkpoint, checkpoint_name, init_fn
+        self._directory = os.path.abspath(os.fspath(directory))
+        self._step_counter, self._interval = step_counter, checkpoint_interval
+        self._last_step: int | None = None
+        self._is_asynchronous = asynchronous
+        self._background = Background()
+        self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
+        processes.together("opening the directory of checkpoints", self._open)
+        processes.check_shared(self._directory)
+
+    def _open(self) -> None:
+        if processes.is_chief():
+            probe(self._directory)
+            for name in clean(self._directory):
+                log.info("Removed %s, which a writer that was ended has left in %s.", name, self._directory)
+
+    # --- what there is ------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Of the checkpoints."""
+        return self._directory
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """How many steps pass between two, at least."""
+        return self._interval
+
+    def _records(self) -> list[Record]:
+        return records_in(self._directory, self._name)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of those on the disk, oldest first. One that is being written is not among them."""
+        return [record.path for record in self._records()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest on the disk, or None. One that is being written does not count: ``wait()`` for it."""
+        records = self._records()
+        return records[-1].path if records else None
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The path of the best on the disk by ``best_fn``, or None."""
+        best = self._retention.by_quality(self._records())
+        return best[0].path if best else None
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        checkpoint_number: Any = None,
+        check_interval: bool = True,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """Saves a checkpoint. Every process calls it, between steps.
+
+        Args:
+          checkpoint_number: Stands in its name; default: counted. One of that number is replaced.
+          check_interval: Whether ``checkpoint_interval`` counts.
+          metrics: Numbers, by name, by which the best are found.
+
+        Returns:
+          The path at which it is, or will be when it is written; None if ``checkpoint_interval`` has not passed.
+
+        Raises:
+          CheckpointWriteError: It could not be written, or the one before could not, of which nobody had heard. The checkpoints
+            that were there are as they were.
+        """
+        step = self._step()
+        if check_interval and self._interval is not None and not self._is_due(step):
+            return None
+        self._background.wait()
+        number = self._checkpoint.save_counter + 1 if checkpoint_number is None else int(checkpoint_number)
+        path = os.path.join(self._directory, f"{self._name}-{number}")
+        order = max((record.contents.order for record in self._records()), default=0) + 1
+        began = time.perf_counter()
+        write = self._checkpoint.snapshot(path, number=number, order=order, metrics=_plain(metrics))
+        self._statistics["copy_s"] = time.perf_counter() - began
+        self._checkpoint.save_counter = number
+        self._last_step = step
+        if not self._is_asynchronous:
+            processes.together(f"writing {os.path.basename(path)}", lambda: self._write(write))
+        elif processes.is_chief():
+            self._background.start(lambda: self._write(write))
+        return path
+
+    def _write(self, write: Callable[[], Contents | None]) -> None:
+        began = time.perf_counter()
+        contents = write()
+        if contents is None:
+            return
+        self._statistics["num_saved"] += 1
+        self._statistics["num_bytes"] = contents.num_bytes
+        self._statistics["write_s"] = time.perf_counter() - began
+        in_use = self._checkpoint.path_in_use
+        for record in self._retention.to_remove(self._records()):
+            if record.path != in_use:
+                remove(record.path)
+
+    def _step(self) -> int | None:
+        counter = self._step_counter
+        step = counter() if callable(counter) else counter
+        return None if step is None else int(np.asarray(step))
+
+    def _is_due(self, step: int | None) -> bool:
+        assert step is not None
+        assert self._interval is not None
+        return self._last_step is None or step - self._last_step >= self._interval
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until what was saved is on the disk. On processes that do not write it returns at once.
+
+        Raises:
+          CheckpointWriteError: It could not be written.
+          TimeoutError: It is still being written.
+        """
+        self._background.wait(timeout_s)
+
+    def sync(self) -> None:
+        """As ``wait``, in TensorFlow's word."""
+        self.wait()
+
+    def close(self) -> None:
+        """Waits, and gives the memory of the copy back. May be called twice."""
+        try:
+            self.wait()
+        finally:
+            self._checkpoint.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def statistics(self) -> dict[str, float]:
+        """How many were saved, and of the last one its bytes and the seconds that copying and writing took."""
+        return dict(self._statistics)
+
+    # --- restoring ----------------------------------------------------------------------------------------
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint that is whole. Every process calls it; all restore the same.
+
+        One that is damaged is named in a warning, and left. Where there is none at all, ``init_fn`` is called.
+
+        Returns:
+          The path of the checkpoint; None if there is none.
+
+        Raises:
+          CorruptCheckpointError: There are some, and none of them is whole.
+          CheckpointMismatchError: It is of another model: variables have other shapes or dtypes, or it lacks some.
+        """
+        status = self._restore(is_strict=True)
+        if status is None:
+            if self._init_fn is not None:
+                self._init_fn()
+            return None
+        return status.path
+
+    def restore(self) -> LoadStatus | None:
+        """As ``restore_or_initialize``, but the checkpoint may lack some of what is there: the status knows what.
+
+        Returns:
+          What ``Checkpoint.restore`` returns; None if there is no checkpoint.
+        """
+        return self._restore(is_strict=False)
+
+    def _restore(self, *, is_strict: bool) -> LoadStatus | None:
+        self.wait()
+        saved = self._newest_whole()
+        if saved is None:
+            return None
+        status = processes.together(
+            f"restoring {os.path.basename(saved.path)}",
+            lambda: self._checkpoint.restore_saved(saved, is_strict=is_strict),
+        )
+        self._checkpoint.save_counter = saved.contents.number
+        self._last_step = self._step()
+        return status
+
+    def _newest_whole(self) -> SavedCheckpoint | None:
+        damaged: list[str] = []
+        candidates = processes.gather("which checkpoints there are", self._candidates())[0]
+        for path in candidates:
+            problem, saved = _whole(path)
+            problems = [text for text in processes.gather("which checkpoint is whole", problem) if text]
+            if not problems:
+                if damaged:
+                    log.warning("Restoring %s instead, the newest checkpoint that is whole.", path)
+                return saved
+            damaged.append(problems[0])
+            log.warning("%s", problems[0])
+        if damaged:
+            raise CorruptCheckpointError(
+                f"None of the {len(damaged)} checkpoint(s) in {self._directory!r} is whole. Move them away to begin anew. The newest: "
+                f"{damaged[0]}"
+            )
+        return None
+
+    def _candidates(self) -> list[str]:
+        """The paths of all, newest first: those that do not even say what is in them too, by their numbers."""
+        told = [record.path for record in reversed(self._records())]
+        silent = [path for path in reversed(paths_in(self._directory, self._name)) if path not in told]
+        return silent + told
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({self._directory!r}, {self._name!r}, {len(self._records())} checkpoint(s))"
+
+
+def _whole(path: str) -> tuple[str | None, SavedCheckpoint | None]:
+    """What is wrong with a checkpoint; if nothing is, the checkpoint."""
+    processes.wait_for_chiefs(path)
+    try:
+        saved = SavedCheckpoint(path)
+        saved.verify()
+        return None, saved
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        return str(error), None
+
+
+def _plain(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
+    return None if metrics is None else {name: float(value) for name, value in metrics.items()}

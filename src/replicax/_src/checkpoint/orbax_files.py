@@ -1,0 +1,110 @@
+"""Arrays in files: the only place that knows orbax, and tensorstore, in which orbax writes.
+
+One process writes alone, and each reads by itself: none of orbax's collectives, which wait for all processes, is ever met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.errors import MissingExtraError
+
+# Large arrays are compressed in pieces, at the same time, and tables are read in blocks of rows.
+_CHUNK_BYTES = 64 << 20
+
+
+def orbax() -> Any:
+    """The library.
+
+    Raises:
+      MissingExtraError: It is not installed.
+    """
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise MissingExtraError("Checkpoints need orbax: pip install 'replicax[checkpoint]'.") from error
+    return ocp
+
+
+def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays, by keys with "/" between their parts, as an item that orbax reads as nested dicts."""
+    ocp = orbax()
+    tree = _nested({key: np.asarray(array) for key, array in arrays.items() if array.size})
+    arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    with _quiet(), _checkpointer(ocp) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args=arguments))
+
+
+def read_arrays(path: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
+    """Reads some of the arrays.
+
+    Args:
+      path: Of the item.
+      shapes: By key the shape and dtype; empty arrays are in no file.
+    """
+    ocp = orbax()
+    wanted = {key: (shape, dtype) for key, (shape, dtype) in shapes.items() if np.prod(shape)}
+    found = {
+        key: np.zeros(shape, jnp.dtype(dtype)) for key, (shape, dtype) in shapes.items() if key not in wanted
+    }
+    if not wanted:
+        return found
+    tree = _nested(
+        {key: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for key, (shape, dtype) in wanted.items()}
+    )
+    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    with _quiet(), _checkpointer(ocp) as checkpointer:
+        read = checkpointer.restore(
+            path, args=ocp.args.PyTreeRestore(tree, restore_args=arguments, partial_restore=True)
+        )
+    return found | {key: np.asarray(_at(read, key)) for key in wanted}
+
+
+def _checkpointer(ocp: Any) -> contextlib.AbstractContextManager[Any]:
+    """For this process alone. Without OCDBT: it halves the speed (0.4 GB/s and 0.65 were seen), for fewer files."""
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"replicax{here}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, multiprocessing_options=alone)
+    return contextlib.closing(ocp.Checkpointer(handler, multiprocessing_options=alone))
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *folders, name = key.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = value
+    return tree
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("/"):
+        tree = tree[name]
+    return tree
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, orbax's log lines are left out: a save that fails prints hundreds, and what went wrong is raised."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_of_others)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -1,0 +1,138 @@
+"""Which process writes, and what the processes of a cluster agree on: one directory, one checkpoint, states of each."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replicax._src import context
+from replicax._src.checkpoint.errors import CheckpointError, UnsharedDirectoryError
+from replicax._src.cluster.peers import joined_peers
+from replicax._src.input.elements import NotResumableError
+
+# A network's file system may show a file of another machine later.
+_SHARED_WITHIN_S = 10.0
+_checked: set[str] = set()
+
+
+def is_chief() -> bool:
+    """Whether this process writes checkpoints: one of a cluster does."""
+    peers = joined_peers()
+    if peers is not None:
+        return peers.is_leader
+    return not context.has_strategy() or context.get_strategy().is_chief
+
+
+def gather(topic: str, value: Any) -> list[Any]:
+    """The values of all processes that train together; all call it."""
+    peers = joined_peers()
+    return (
+        [value] if peers is None else peers.gather(f"checkpoint {topic}", value, what=f"to agree on {topic}")
+    )
+
+
+def process_number() -> int:
+    """Of this process among those that train together."""
+    peers = joined_peers()
+    return 0 if peers is None else peers.number
+
+
+def agreed_state(states: Sequence[Any]) -> list[Any]:
+    """The states of all processes as they are saved: once, where all are the same."""
+    return [states[0]] if all(state == states[0] for state in states) else list(states)
+
+
+def own_state(label: str, states: Sequence[Any]) -> Any:
+    """The state for this process, of those that were saved.
+
+    Raises:
+      NotResumableError: As many processes as now had other ones each.
+    """
+    if len(states) == 1:
+        return states[0]
+    peers = joined_peers()
+    num_processes = 1 if peers is None else len(peers)
+    if len(states) != num_processes:
+        raise NotResumableError(
+            f"The checkpoint has a state of {label} for each of {len(states)} processes, and now there are {num_processes}. A "
+            "dataset that each worker reads a part of goes on with as many workers as before; one whose position is the same in "
+            "all (rx.data.from_arrays, AutoShardPolicy.DATA) with any number."
+        )
+    return states[process_number()]
+
+
+def check_shared(directory: str) -> None:
+    """Makes sure that all processes see one directory. All call it; for a directory that is known it costs nothing.
+
+    Raises:
+      UnsharedDirectoryError: They see different ones.
+    """
+    peers = joined_peers()
+    if peers is None or directory in _checked:
+        return
+    told = gather("the directory", {"directory": directory, "token": uuid.uuid4().hex})[0]
+    marker = os.path.join(directory, f".replicax-{told['token']}")
+    if peers.is_leader:
+        _write_marker(marker)
+    gather("the directory's mark", True)
+    seen = gather("who sees the directory", _appears(marker))
+    if peers.is_leader:
+        os.remove(marker)
+    blind = [name for name, sees in zip(peers.names, seen, strict=True) if not sees]
+    if blind:
+        raise UnsharedDirectoryError(
+            f"The directory {directory!r} is not the same for all: {peers.names[0]} has written a file there that {', '.join(blind)} "
+            f"cannot see. {peers.names[0]} writes checkpoints, and all restore them: give a directory on a disk that all machines "
+            "share (NFS, Lustre, a bucket that is mounted)."
+        )
+    _checked.add(directory)
+
+
+def wait_for_chiefs(path: str) -> None:
+    """Waits a little for what the chief sees, which a network's file system may show to others later."""
+    if not is_chief():
+        _appears(path)
+
+
+def _write_marker(path: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        file.write("checkpoints of one cluster")
+
+
+def _appears(path: str) -> bool:
+    deadline = time.monotonic() + _SHARED_WITHIN_S
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            return False
+        if os.path.isdir(os.path.dirname(path)):
+            os.listdir(os.path.dirname(path))  # or NFS goes on saying what it has said
+        time.sleep(0.05)
+    return True
+
+
+def together(what: str, action: Callable[[], Any]) -> Any:
+    """Does something that each process does by itself, and raises in all if it fails in one.
+
+    Raises:
+      CheckpointError: It failed in another process.
+    """
+    failure: Exception | None = None
+    result = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    texts = gather(what, None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = [(number, text) for number, text in enumerate(texts) if text is not None]
+    if failed:
+        peers = joined_peers()
+        assert peers is not None
+        number, text = failed[0]
+        raise CheckpointError(f"{peers.names[number]} could not go on with {what}: {text}")
+    return result

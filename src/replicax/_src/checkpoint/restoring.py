@@ -1,0 +1,198 @@
+"""From a checkpoint on disk into the objects of a program: matched by the names of attributes, from the root downwards.
+
+Objects that are not there yet get their values when they are made: what has been matched is remembered, and matching goes on
+whenever one of the objects has grown.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax.numpy as jnp
+
+from replicax._src.checkpoint.arrays import ArrayLeaf
+from replicax._src.checkpoint.contents import SavedObject
+from replicax._src.checkpoint.errors import CheckpointMismatchError
+from replicax._src.checkpoint.saved import SavedCheckpoint
+from replicax._src.checkpoint.tracked import Graph, Leaf, found_in
+from replicax._src.checkpoint.trees import StateLeaf
+
+watchers: list[Callable[[Any, Callable[[], None]], None]] = []
+"""Given an object that is to have more below it, and what to call when it has got more; each knows a kind of object."""
+
+
+@final
+@dataclass(frozen=True)
+class _Pair:
+    """A leaf, and what was saved of it."""
+
+    number: int
+    key: str
+    leaf: Leaf
+
+
+@final
+class Restoration:
+    """One checkpoint that is restored into what is under one root, now and later.
+
+    Args:
+      saved: The checkpoint.
+      root: What was saved, or one like it.
+      state_of: Which one of the states of several processes is this one's.
+
+    Attributes:
+      is_asked: Whether anybody has asked what was not restored.
+    """
+
+    def __init__(self, saved: SavedCheckpoint, root: Any, state_of: Callable[[str, Sequence[Any]], Any]):
+        self.saved = saved
+        self.is_asked = False
+        self._root, self._state_of = root, state_of
+        self._objects: dict[int, Any] = {}
+        self._restored: set[int] = set()
+        self._met: set[Hashable] = set()
+        self._watched: set[int] = set()
+        self._is_advancing = False
+
+    @property
+    def num_restored(self) -> int:
+        """How many values have been."""
+        return len(self._restored)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every value of the checkpoint has been restored."""
+        return not self.unrestored()
+
+    def advance(self, *, is_strict: bool = False) -> None:
+        """Matches what can be matched by now, and restores it.
+
+        Args:
+          is_strict: Everything that is there has to be in the checkpoint.
+
+        Raises:
+          CheckpointMismatchError: Shapes or dtypes differ; nothing was restored.
+          CorruptCheckpointError: Values are not as they were saved; nothing was restored.
+        """
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            pairs = [pair for pair in self._matched() if pair.number not in self._restored]
+            self._check(pairs, self.unsaved() if is_strict else ())
+            self._give(pairs)
+            self._restored |= {pair.number for pair in pairs}
+            self._watch()
+        finally:
+            self._is_advancing = False
+
+    def _matched(self) -> list[_Pair]:
+        """All leaves that have a counterpart; what can be reached by several ways is matched by the first."""
+        pairs: list[_Pair] = []
+        self._objects = {}
+        met: set[Hashable] = set()
+        waiting: deque[tuple[int, Any]] = deque([(0, self._root)])
+        while waiting:
+            number, tracked = waiting.popleft()
+            found = found_in(tracked)
+            identity = found.identity if isinstance(found, Leaf) else id(tracked)
+            if number in self._objects or identity in met:
+                continue
+            self._objects[number] = tracked
+            met.add(identity)
+            node = self._nodes[number]
+            if isinstance(found, Leaf):
+                pairs.append(_Pair(number, node.key, found))
+                continue
+            parts = found or {}
+            waiting.extend((child, parts[name]) for name, child in node.children.items() if name in parts)
+        self._met = met
+        return pairs
+
+    @property
+    def _nodes(self) -> Sequence[SavedObject]:
+        return self.saved.contents.objects
+
+    # --- checking and giving ----------------------------------------------------------------------------
+
+    def _check(self, pairs: Sequence[_Pair], missing: Sequence[str]) -> None:
+        differ = [text for pair in pairs if (text := self._difference(pair))]
+        differ += [f"{key}: not in the checkpoint" for key in missing]
+        if missing:
+            matched = {pair.number for pair in pairs}
+            nodes = enumerate(self._nodes)
+            differ += [
+                f"{node.key}: only in the checkpoint" for n, node in nodes if node.key and n not in matched
+            ]
+        if differ:
+            shown = "\n".join(f"  {text}" for text in differ[:20])
+            more = f"\n  and {len(differ) - 20} more" if len(differ) > 20 else ""
+            raise CheckpointMismatchError(
+                f"The checkpoint {self.saved.path!r} is of another model, and nothing of it was restored. These differ:\n{shown}"
+                f"{more}\nMake the model as it was made when it was saved, or track only the parts that are the same."
+            )
+
+    def _difference(self, pair: _Pair) -> str:
+        array = self.saved.contents.arrays.get(pair.key)
+        if not isinstance(pair.leaf, ArrayLeaf) or array is None:
+            is_alike = isinstance(pair.leaf, StateLeaf) and pair.key in self.saved.contents.states
+            kinds = ("an array", "a state") if array is not None else ("a state", "an array")
+            return (
+                ""
+                if is_alike
+                else f"{pair.key}: {kinds[0]} was saved, and {pair.leaf.label!r} is {kinds[1]} here"
+            )
+        saved, here = (array.shape, jnp.dtype(array.dtype)), (tuple(pair.leaf.shape), pair.leaf.dtype)
+        if saved == here:
+            return ""
+        names = (
+            f"saved as {array.label!r}"
+            if array.label == pair.leaf.label
+            else f"saved as {array.label!r}, here {pair.leaf.label!r}"
+        )
+        what = [
+            f"{word} {was} in the checkpoint, {now} here"
+            for word, was, now in zip(("shape", "dtype"), saved, here, strict=True)
+            if was != now
+        ]
+        return f"{pair.key} ({names}): {'; '.join(what)}"
+
+    def _give(self, pairs: Sequence[_Pair]) -> None:
+        arrays = {pair.key: pair.leaf for pair in pairs if isinstance(pair.leaf, ArrayLeaf)}
+        values, components = self.saved.values(arrays), self.saved.components(arrays)
+        states = [pair for pair in pairs if isinstance(pair.leaf, StateLeaf)]
+        for pair in states:
+            assert isinstance(pair.leaf, StateLeaf)
+            pair.leaf.give(self._state_of(pair.leaf.label, self.saved.contents.states[pair.key]))
+        for key, leaf in arrays.items():
+            leaf.give(values.pop(key), components.pop(key, None))
+        for pair in pairs:
+            assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
+            pair.leaf.finish()
+
+    def _watch(self) -> None:
+        for number, tracked in self._objects.items():
+            if number in self._watched or not self._is_waited_for(number):
+                continue
+            self._watched.add(number)
+            for watcher in watchers:
+                watcher(tracked, self.advance)
+
+    def _is_waited_for(self, number: int) -> bool:
+        return any(child not in self._objects for child in self._nodes[number].children.values())
+
+    # --- what has no counterpart --------------------------------------------------------------------------
+
+    def unrestored(self) -> list[str]:
+        """Keys of the checkpoint that nothing has got."""
+        return [
+            node.key for number, node in enumerate(self._nodes) if node.key and number not in self._restored
+        ]
+
+    def unsaved(self) -> list[str]:
+        """Of what is there now, keys of the values that the checkpoint does not have."""
+        leaves = Graph(self._root).leaves()
+        return [f"{key} ({leaf.label})" for key, leaf in leaves if leaf.identity not in self._met]

@@ -1,0 +1,122 @@
+"""A checkpoint on disk: opened, verified and read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import numpy as np
+
+from replicax._src.checkpoint.contents import COMPONENTS, MANIFEST, STATE, Contents
+from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from replicax._src.checkpoint.orbax_files import read_arrays
+from replicax._src.checkpoint.writing import checksum, file_checksum
+
+
+@final
+class SavedCheckpoint:
+    """A checkpoint that has been written.
+
+    Args:
+      path: Of its directory.
+
+    Raises:
+      CheckpointNotFoundError: There is none.
+      CorruptCheckpointError: What it says of itself is not as it was written.
+    """
+
+    def __init__(self, path: str):
+        self.path = os.path.abspath(path)
+        self.contents = self._read_contents()
+
+    def _read_contents(self) -> Contents:
+        manifest = os.path.join(self.path, MANIFEST)
+        try:
+            with open(manifest, errors="replace") as file:
+                return Contents.of_text(file.read(), manifest)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        if os.path.isdir(os.path.join(self.path, STATE)):
+            raise CorruptCheckpointError(f"{manifest!r} is missing: what else is there cannot be verified.")
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint at {self.path!r}. Checkpoints are directories such as 'training/ckpt-3'; "
+            "rx.checkpoint.latest_checkpoint(directory) finds the newest one."
+        )
+
+    def problems(self) -> list[str]:
+        """What is wrong with its files: each is read."""
+        return [text for text in map(self._problem_of, self.contents.files) if text]
+
+    def _problem_of(self, name: str) -> str:
+        expected_size, expected_crc = self.contents.files[name]
+        try:
+            size, crc = file_checksum(os.path.join(self.path, name))
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+        if size != expected_size:
+            return f"{name} has {size} bytes, and {expected_size} were written"
+        return "" if crc == expected_crc else f"{name} has other bytes than were written"
+
+    def verify(self) -> None:
+        """Reads all files.
+
+        Raises:
+          CorruptCheckpointError: They are not as they were written; names them.
+        """
+        problems = self.problems()
+        if problems:
+            shown = "\n".join(f"  {text}" for text in problems[:10])
+            more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise CorruptCheckpointError(
+                f"The checkpoint {self.path!r} is damaged, and nothing of it was restored:\n{shown}{more}\nRestore another one: "
+                "rx.CheckpointManager takes the newest that is whole."
+            )
+
+    def values(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
+        """Some of its arrays.
+
+        Raises:
+          CorruptCheckpointError: One has other bytes than were written; names it.
+        """
+        arrays = self.contents.arrays
+        wanted = {key: (arrays[key].shape, arrays[key].dtype) for key in keys}
+        values = self._read(STATE, wanted)
+        self._check([(key, values[key], arrays[key].crc32) for key in wanted])
+        return values
+
+    def components(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
+        """Of those of some arrays that have components, these.
+
+        Raises:
+          CorruptCheckpointError: One has other bytes than were written; names it.
+        """
+        arrays = self.contents.arrays
+        wanted = {
+            key: ((array.num_components, *array.shape), array.dtype)
+            for key in keys
+            if (array := arrays[key]).components_crc32 is not None
+        }
+        values = self._read(COMPONENTS, wanted)
+        self._check([(key, values[key], arrays[key].components_crc32) for key in wanted])
+        return values
+
+    def _read(self, item: str, wanted: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
+        if not wanted:
+            return {}
+        try:
+            return read_arrays(os.path.join(self.path, item), wanted)
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"The checkpoint {self.path!r} cannot be read ({type(error).__name__}: {error!s:.300}). Was it deleted meanwhile, "
+                "or changed by hand?"
+            ) from error
+
+    def _check(self, arrays: Sequence[tuple[str, np.ndarray, int | None]]) -> None:
+        damaged = [key for key, array, crc in arrays if checksum(array) != crc]
+        if damaged:
+            raise CorruptCheckpointError(
+                f"The checkpoint {self.path!r} has other values than were saved for {', '.join(map(repr, damaged[:5]))}."
+            )

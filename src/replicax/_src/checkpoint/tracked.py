@@ -1,0 +1,144 @@
+"""What is saved: the objects under a checkpoint, by the names of attributes and positions, down to arrays.
+
+Keys are structural. The names that Keras gives to variables count what was made in a process, so they only serve as labels.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from replicax._src.checkpoint.errors import UntrackableError
+
+
+class Leaf(abc.ABC):
+    """Something that has a value, and nothing below it.
+
+    Attributes:
+      label: For people.
+      of: The object itself; what is tracked twice is saved once.
+    """
+
+    label: str
+    of: Any
+
+    @property
+    def identity(self) -> Hashable:
+        """What is the same wherever the object is found."""
+        return id(self.of)
+
+
+Parts = Mapping[str, Any]
+"""What an object has below it, by name; names of users are ``escaped``, and "/" stands between those of a nest."""
+
+Walker = Callable[[Any], "Parts | Leaf | None"]
+
+walkers: list[Walker] = []
+"""Each knows a kind of object: its parts, or the leaf that it is; None for what it does not know. Frameworks add theirs."""
+
+
+def found_in(tracked: Any) -> Parts | Leaf | None:
+    """What is below an object, or the leaf that it is; None if nothing of it is saved."""
+    if isinstance(tracked, Leaf):
+        return tracked
+    for walker in walkers:
+        found = walker(tracked)
+        if found is not None:
+            return found
+    return _items(tracked)
+
+
+def _items(nest: Any) -> Parts | None:
+    """Lists and dicts of objects that are tracked."""
+    items: Mapping[Any, Any]
+    if isinstance(nest, Mapping):
+        items = nest
+    elif isinstance(nest, (list, tuple)):
+        items = dict(enumerate(nest))
+    else:
+        return None
+    parts = {escaped(str(name)): part for name, part in items.items() if is_tracked(part)}
+    return parts or None
+
+
+def is_tracked(value: Any) -> bool:
+    """Whether a value has something in it that is saved where it is."""
+    return found_in(value) is not None
+
+
+@final
+@dataclass
+class Node:
+    """One object under a checkpoint.
+
+    Attributes:
+      object: It.
+      path: From the checkpoint to it, the shortest way.
+      children: By name, the number of the node.
+      leaf: If it is one.
+    """
+
+    object: Any
+    path: tuple[str, ...]
+    children: dict[str, int] = field(default_factory=dict)
+    leaf: Leaf | None = None
+
+    @property
+    def key(self) -> str:
+        return "/".join(self.path)
+
+
+@final
+class Graph:
+    """All objects under one, each once."""
+
+    def __init__(self, root: Any):
+        self.nodes: list[Node] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._walk(root)
+
+    def _walk(self, root: Any) -> None:
+        waiting: deque[int] = deque([self._number(root, found_in(root), ())])
+        while waiting:
+            node = self.nodes[waiting.popleft()]
+            parts = {} if node.leaf is not None else found_in(node.object) or {}
+            assert isinstance(parts, Mapping)
+            for name, part in parts.items():
+                found = found_in(part)
+                if found is None:
+                    continue
+                num_known = len(self.nodes)
+                number = node.children[name] = self._number(part, found, (*node.path, *name.split("/")))
+                if number == num_known:
+                    waiting.append(number)
+
+    def _number(self, tracked: Any, found: Parts | Leaf | None, path: tuple[str, ...]) -> int:
+        leaf = found if isinstance(found, Leaf) else None
+        identity = id(tracked) if leaf is None else leaf.identity
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self.nodes)
+            self.nodes.append(Node(tracked, path, leaf=leaf))
+        return self._numbers[identity]
+
+    def leaves(self) -> Iterator[tuple[str, Leaf]]:
+        """By key; the root itself, if it is one, by no name."""
+        for node in self.nodes:
+            if node.leaf is not None:
+                yield node.key, node.leaf
+
+
+def escaped(name: str) -> str:
+    """A name as a part of a key, in which "/" and "." have meanings of their own."""
+    return name.replace("%", "%25").replace("/", "%2F").replace(".", "%2E")
+
+
+def untrackable(path: str, value: Any) -> UntrackableError:
+    """The error for what cannot be saved."""
+    return UntrackableError(
+        f"rx.Checkpoint({path}=...) got {type(value).__name__}, which it cannot save: {value!r:.120}. It saves variables, Keras "
+        "models, layers, optimizers and metrics, flax.nnx modules, nests of arrays and numbers, iterators of distributed "
+        "datasets, whatever has get_state() and set_state(state) with a state that JSON can hold, and lists and dicts of these."
+    )

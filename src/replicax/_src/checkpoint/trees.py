@@ -1,0 +1,217 @@
+"""Nests of arrays, numbers and strings that an attribute holds, and what has a state that JSON can hold."""
+
+from __future__ import annotations
+
+import abc
+import base64
+import json
+import random
+from collections.abc import Hashable
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.checkpoint.arrays import ArrayLeaf, Held, placed_as
+from replicax._src.checkpoint.errors import UntrackableError
+from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, untrackable, walkers
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_PLAIN = (bool, int, float, str)
+
+
+@final
+class HeldTree:
+    """A nest that an attribute holds. It is replaced when it is restored, not changed.
+
+    Args:
+      holder: Has it, by name.
+      name: Of the attribute.
+    """
+
+    def __init__(self, holder: dict[str, Any], name: str):
+        self._holder, self.name = holder, name
+        self._new: dict[int, Any] = {}
+
+    def parts(self) -> Parts:
+        """Its leaves, by their paths."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._holder[self.name])
+        return {_name_of(path): self._leaf(i, _name_of(path), leaf) for i, (path, leaf) in enumerate(flat)}
+
+    def _leaf(self, number: int, name: str, leaf: Any) -> Leaf:
+        label = f"{self.name}/{name}" if name else self.name
+        if isinstance(leaf, _ARRAYS):
+            return _TreeArray(self, number, label, leaf)
+        if isinstance(leaf, _PLAIN):
+            return _TreeNumber(self, number, label, leaf)
+        raise untrackable(label, leaf)
+
+    def give(self, number: int, leaf: Any) -> None:
+        """Gives a leaf a value; ``finish`` makes the nest of them."""
+        self._new[number] = leaf
+
+    def finish(self) -> None:
+        """Replaces the nest by one with the values that were given."""
+        if not self._new:
+            return
+        leaves, tree = jax.tree_util.tree_flatten(self._holder[self.name])
+        leaves = [self._new.get(i, leaf) for i, leaf in enumerate(leaves)]
+        self._new = {}
+        self._holder[self.name] = jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _name_of(path: Any) -> str:
+    """The path of a leaf: names of attributes and keys, and positions."""
+    return "/".join(escaped(jax.tree_util.keystr((entry,), simple=True)) for entry in path)
+
+
+@final
+class _TreeArray(ArrayLeaf):
+    def __init__(self, tree: HeldTree, number: int, label: str, array: Any):
+        self.of, self.label = tree, label
+        self._tree, self._number, self._array = tree, number, array
+        self._is_key = jax_compat.is_typed_key(getattr(array, "dtype", None))
+
+    @property
+    def identity(self) -> Hashable:
+        return id(self._tree), self._number
+
+    @property
+    def _data(self) -> Any:
+        return jax.random.key_data(self._array) if self._is_key else self._array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._data.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self._data.dtype)
+
+    def held(self) -> Held:
+        return Held(self._data)
+
+    def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
+        del components
+        self._tree.give(self._number, self._placed(value))
+
+    def _placed(self, value: np.ndarray) -> Any:
+        if isinstance(self._array, np.ndarray):
+            return np.array(value)
+        if isinstance(self._array, np.generic):
+            return value[()]
+        if self._is_key:
+            return jax.random.wrap_key_data(
+                placed_as(value, self._data), impl=jax.random.key_impl(self._array)
+            )
+        return placed_as(value, self._array)
+
+    def finish(self) -> None:
+        self._tree.finish()
+
+
+# --- states -----------------------------------------------------------------------------------------------
+
+
+class StateLeaf(Leaf):
+    """What JSON can hold: the position of an iterator, a number."""
+
+    @abc.abstractmethod
+    def get(self) -> Any:
+        """The state now."""
+
+    @abc.abstractmethod
+    def set(self, state: Any) -> None:
+        """Goes on from a state."""
+
+    def finish(self) -> None:
+        """Called when all leaves have been given theirs."""
+
+    def take(self) -> Any:
+        """The state, as JSON has it.
+
+        Raises:
+          UntrackableError: JSON cannot hold it.
+        """
+        state = self.get()
+        state = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else [state]
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise UntrackableError(
+                f"The state of {self.label} cannot be saved: get_state() returned what JSON cannot hold ({error}). Return numbers, "
+                "strings, lists and dicts of these, or bytes."
+            ) from error
+
+    def give(self, saved: Any) -> None:
+        """Gives the state back, as it was taken."""
+        self.set(base64.b64decode(saved["bytes"]) if isinstance(saved, dict) else saved[0])
+
+
+@final
+class _TreeNumber(StateLeaf):
+    def __init__(self, tree: HeldTree, number: int, label: str, value: Any):
+        self.of, self.label = tree, label
+        self._tree, self._number, self._value = tree, number, value
+
+    @property
+    def identity(self) -> Hashable:
+        return id(self._tree), self._number
+
+    def get(self) -> Any:
+        return self._value
+
+    def set(self, state: Any) -> None:
+        self._tree.give(self._number, type(self._value)(state))
+
+    def finish(self) -> None:
+        self._tree.finish()
+
+
+@final
+class _ObjectState(StateLeaf):
+    def __init__(self, of: Any):
+        self.of, self.label = of, type(of).__name__
+
+    def get(self) -> Any:
+        return self.of.get_state()
+
+    def set(self, state: Any) -> None:
+        self.of.set_state(state)
+
+
+def _walk_states(tracked: Any) -> Leaf | Parts | None:
+    if isinstance(tracked, HeldTree):
+        return tracked.parts()
+    get, set_ = getattr(tracked, "get_state", None), getattr(tracked, "set_state", None)
+    if isinstance(tracked, type) or not callable(get) or not callable(set_):
+        return None
+    return _ObjectState(tracked)
+
+
+walkers.append(_walk_states)
+
+
+class HostRandomState:
+    """The random state of this process's ``random`` and ``numpy.random``, which shuffle arrays in Keras: to be saved on request.
+
+    ``rx.Checkpoint(model=model, host_random=rx.checkpoint.HostRandomState())``. JAX's keys are arrays, and Keras's seed
+    generators belong to their layers: neither needs this.
+    """
+
+    def get_state(self) -> dict[str, Any]:
+        """The state now."""
+        version, numbers, gauss = random.getstate()
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        return {
+            "random": [version, list(numbers), gauss],
+            "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a state."""
+        version, numbers, gauss = state["random"]
+        random.setstate((version, tuple(numbers), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, np.uint32), *rest))

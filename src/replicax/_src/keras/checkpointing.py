@@ -1,0 +1,112 @@
+"""What a checkpoint saves of Keras objects, by structure: attributes, positions of layers, positions in lists.
+
+Keras's own names count what was made in a process: the second model of one is called otherwise than the first of the next.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+
+from replicax._src.checkpoint import checkpoint, restoring
+from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, walkers
+
+_OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
+
+# Of the loop of fit, which begins each epoch anew; to keep them, track model.metrics. The last one shows layers again.
+_OF_LOOPS = {"_loss_tracker", "_compile_metrics", "_compile_loss", "_functional"}
+_OF_TRACKERS = {"_variables", "_trainable_variables", "_non_trainable_variables", "_layers", "_metrics"}
+
+
+def install() -> None:
+    """Makes checkpoints see into Keras objects. Does nothing if it has been done."""
+    if _walk not in walkers:
+        walkers.insert(0, _walk)
+        restoring.watchers.append(_watch)
+        checkpoint.before_reading.append(_bring_state)
+
+
+def _walk(tracked: Any) -> Leaf | Parts | None:
+    return _parts_of(tracked) if isinstance(tracked, _OBJECTS) else None
+
+
+def _parts_of(tracked: Any) -> Parts:
+    variables = _variables_of(tracked)
+    own = {id(variable) for variable in variables}
+    parts: dict[str, Any] = {}
+    if isinstance(tracked, (keras.Sequential, _functional_class())):
+        parts |= {f"layers/{i}": layer for i, layer in enumerate(tracked.layers)}
+    for name, value in vars(tracked).items():
+        if name not in _internal_names():
+            parts |= dict(_found(name.lstrip("_"), value, own))
+    reached = {id(v) for part in parts.values() for v in _variables_of(part)}
+    rest = [variable for variable in variables if id(variable) not in reached]
+    return parts | {f"variables/{i}": variable for i, variable in enumerate(rest)}
+
+
+def _found(name: str, value: Any, own: set[int]) -> Iterator[tuple[str, Any]]:
+    """What an attribute has that is saved, by name; nests too."""
+    if isinstance(value, keras.Variable):
+        if id(value) in own:
+            yield name, value
+    elif isinstance(value, _OBJECTS):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _found(f"{name}/{escaped(str(key))}", item, own)
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            yield from _found(f"{name}/{position}", item, own)
+
+
+def _variables_of(tracked: Any) -> list[Any]:
+    if isinstance(tracked, keras.Variable):
+        return [tracked]
+    return [tracked.state] if isinstance(tracked, keras.random.SeedGenerator) else list(tracked.variables)
+
+
+@functools.cache
+def _internal_names() -> set[str]:
+    """Attributes that every layer has: they repeat what others hold."""
+    return {*vars(keras.layers.Layer(name="any")), *_OF_LOOPS, *_OF_TRACKERS}
+
+
+@functools.cache
+def _functional_class() -> type:
+    inputs = keras.Input((1,), name="any_input")
+    return type(keras.Model(inputs, inputs, name="any"))
+
+
+def _bring_state(tracked: Any) -> None:
+    """Inside ``fit`` the values are in its loop; then the variables get them."""
+    if isinstance(tracked, keras.Model):
+        sync = getattr(tracked, "jax_state_sync", None)
+        if sync is not None:
+            sync()
+
+
+def _watch(tracked: Any, on_growth: Callable[[], None]) -> None:
+    """Has ``on_growth`` called when a layer, or an optimizer, has been built."""
+    if isinstance(tracked, (keras.Layer, keras.optimizers.Optimizer)) and not tracked.built:
+        _watch_build(tracked, on_growth)
+
+
+def _watch_build(tracked: Any, on_growth: Callable[[], None]) -> None:
+    original = tracked.build
+    is_own = "build" in vars(tracked)
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if vars(tracked).get("build") is build:
+            if is_own:
+                tracked.build = original
+            else:
+                del tracked.build
+        on_growth()
+        return result
+
+    tracked.build = build

@@ -1,0 +1,29 @@
+"""What is around ``rx.Checkpoint`` and ``rx.CheckpointManager``. See ``docs/guides/survive.md``."""
+
+from replicax._src.checkpoint.directory import latest_checkpoint
+from replicax._src.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    UnmatchedCheckpointError,
+    UnsharedDirectoryError,
+    UntrackableError,
+)
+from replicax._src.checkpoint.status import LoadStatus
+from replicax._src.checkpoint.trees import HostRandomState
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
+    "CorruptCheckpointError",
+    "HostRandomState",
+    "LoadStatus",
+    "UnmatchedCheckpointError",
+    "UnsharedDirectoryError",
+    "UntrackableError",
+    "latest_checkpoint",
+]
