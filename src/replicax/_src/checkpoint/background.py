@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
 from replicax._src.checkpoint.errors import CheckpointError
+
+log = logging.getLogger("replicax")
+
+_busy: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
 @final
@@ -28,6 +35,8 @@ class Background:
           CheckpointError: That one has failed.
         """
         self.wait()
+        _finish_at_exit()
+        _busy.add(self)
         self._thread = threading.Thread(target=self._run, args=(task,), name="replicax-checkpoint")
         self._thread.start()
 
@@ -55,3 +64,22 @@ class Background:
         except BaseException as error:
             self._failure = CheckpointError(f"Writing a checkpoint failed: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Has Python wait, when the program ends, before it closes the thread pools that the tasks need.
+
+    There is no public way: ``atexit`` comes after, and with it the threads of ``concurrent.futures`` take nothing any more.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(_finish)
+
+
+def _finish() -> None:
+    for background in list(_busy):
+        try:
+            background.wait()
+        except CheckpointError as error:
+            log.error("The last checkpoint was not written: %s", error)

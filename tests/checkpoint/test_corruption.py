@@ -1,0 +1,106 @@
+"""Every file of a checkpoint deleted, emptied, cut, or with one bit flipped: found, named, and an older one is used."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax._src.checkpoint import saved as saved_files
+from replicax.checkpoint import CheckpointNotFoundError, CorruptCheckpointError
+
+
+def delete(file):
+    file.unlink()
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(at):
+    def flip(file):
+        data = bytearray(file.read_bytes())
+        data[int(at * (len(data) - 1))] ^= 4
+        file.write_bytes(data)
+
+    return flip
+
+
+DAMAGES = {"deleted": delete, "emptied": empty, "cut": cut} | {
+    f"flipped at {at}": flip(at) for at in (0, 0.5, 1)
+}
+
+
+def tracked(value):
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        own = rx.Variable(value, synchronization="on_read", aggregation="sum", trainable=False)
+    return rx.Checkpoint(w=rx.Variable(np.full(1000, value, np.float32)), own=own)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("two")
+    checkpoint = tracked(1.0)
+    manager = rx.CheckpointManager(checkpoint, directory, asynchronous=False)
+    manager.save()
+    checkpoint.w.assign(np.full(1000, 2.0))
+    manager.save()
+    return directory
+
+
+def files_of(directory):
+    return sorted(
+        path.relative_to(directory) for path in Path(directory, "ckpt-2").rglob("*") if path.is_file()
+    )
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_every_damaged_file_is_named_and_the_one_before_is_used(damage, two_checkpoints, tmp_path, caplog):
+    names = files_of(two_checkpoints)
+    assert len(names) > 6
+    for number, name in enumerate(names):
+        directory = tmp_path / str(number)
+        shutil.copytree(two_checkpoints, directory)
+        size = (directory / name).stat().st_size
+        if not size and damage != "deleted":
+            continue
+        DAMAGES[damage](directory / name)
+        checkpoint = tracked(0.0)
+        with pytest.raises(CorruptCheckpointError, match=name.name):
+            checkpoint.restore(directory / "ckpt-2")
+        assert float(checkpoint.w[0]) == 0.0
+
+        caplog.clear()
+        restored = rx.CheckpointManager(checkpoint, directory).restore_or_initialize()
+        assert Path(restored).name == "ckpt-1"
+        assert float(checkpoint.w[0]) == 1.0
+        assert name.name in caplog.text
+        assert "ckpt-1 instead" in caplog.text
+
+
+def test_values_are_checked_too(two_checkpoints, monkeypatch):
+    """What is read is not what was written, though the files are: a disk may lie only once."""
+    read = saved_files.read_arrays
+    monkeypatch.setattr(saved_files, "read_arrays", lambda *args: {k: v + 1 for k, v in read(*args).items()})
+    checkpoint = tracked(0.0)
+    text = message(CorruptCheckpointError, lambda: checkpoint.restore(two_checkpoints / "ckpt-2"), "'w'")
+    assert "other values" in text
+    assert float(checkpoint.w[0]) == 0.0
+
+
+def test_where_none_is_whole_that_is_said(two_checkpoints, tmp_path):
+    shutil.copytree(two_checkpoints, tmp_path / "all")
+    for name in ("ckpt-1", "ckpt-2"):
+        os.remove(tmp_path / "all" / name / "manifest.json")
+    manager = rx.CheckpointManager(tracked(0.0), tmp_path / "all")
+    message(CorruptCheckpointError, manager.restore_or_initialize, "None of the 2", "manifest.json")
+    message(CheckpointNotFoundError, lambda: tracked(0.0).restore(tmp_path / "no"), "latest_checkpoint")
+    assert rx.CheckpointManager(tracked(0.0), tmp_path / "new").restore_or_initialize() is None

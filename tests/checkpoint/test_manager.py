@@ -1,0 +1,284 @@
+"""Several checkpoints of one directory: which stay, what half of one is, and what happens where nothing can be written."""
+
+import errno
+import logging
+import math
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax._src.checkpoint import writing
+from replicax._src.checkpoint.contents import Contents
+from replicax._src.checkpoint.retention import Record, Retention
+from replicax.checkpoint import (
+    CheckpointMismatchError,
+    CheckpointWriteError,
+    latest_checkpoint,
+)
+from replicax.errors import InvalidArgumentError
+
+
+def names(paths):
+    return [Path(path).name for path in paths]
+
+
+@pytest.fixture
+def checkpoint():
+    return rx.Checkpoint(v=rx.Variable(0.0))
+
+
+# --- which stay ----------------------------------------------------------------------------------------------
+
+
+def record(order, metric=None, time_s=0.0):
+    metrics = None if metric is None else {"m": metric}
+    return Record(f"ckpt-{order}", Contents((), {}, {}, {}, order, order, time_s, metrics))
+
+
+@hypothesis.given(
+    metrics=st.lists(st.none() | st.floats(width=16), max_size=12),
+    max_to_keep=st.integers(1, 4),
+    keep_best=st.integers(0, 4),
+    mode=st.sampled_from(["max", "min"]),
+)
+def test_the_newest_and_the_best_stay_whatever_the_other_rule_says(metrics, max_to_keep, keep_best, mode):
+    rule = Retention(max_to_keep, keep_best, lambda m: m["m"], mode)
+    records: list[Record] = []
+    seen = []
+    for order, metric in enumerate(metrics):
+        seen.append(record(order, metric))
+        records = [*records, seen[-1]]
+        gone = rule.to_remove(records)
+        records = [r for r in records if r not in gone]
+    kept = {r.path for r in records}
+    assert {r.path for r in seen[-max_to_keep:]} <= kept
+    numbers = [
+        r.contents.metrics["m"]
+        for r in seen
+        if r.contents.metrics and not math.isnan(r.contents.metrics["m"])
+    ]
+    best = sorted(numbers, reverse=mode == "max")[:keep_best]
+    kept_numbers = [r.contents.metrics["m"] for r in records if r.contents.metrics]
+    for number in best:
+        kept_numbers.remove(number)  # each is there, as often as it is among the best
+    assert len(kept) <= max_to_keep + keep_best
+
+
+def test_one_of_each_hour_stays():
+    rule = Retention(1, every_n_hours=1)
+    records = [record(order, time_s=1000.0 * order) for order in range(9)]
+    assert [r.contents.order for r in records if r not in rule.to_remove(records)] == [0, 4, 8]
+
+
+def test_newest_and_best_on_the_disk(checkpoint, tmp_path):
+    with rx.CheckpointManager(
+        checkpoint, tmp_path, max_to_keep=2, keep_best=1, best_fn=lambda metrics: metrics["accuracy"]
+    ) as manager:
+        for accuracy in (0.1, 0.9, 0.3, np.float32(0.2)):
+            checkpoint.v.assign_add(1.0)
+            path = manager.save(metrics={"accuracy": accuracy})
+        manager.wait()
+        assert names(manager.checkpoints) == ["ckpt-2", "ckpt-3", "ckpt-4"]
+        assert names([manager.best_checkpoint, manager.latest_checkpoint, path]) == [
+            "ckpt-2",
+            "ckpt-4",
+            "ckpt-4",
+        ]
+        assert latest_checkpoint(tmp_path) == path
+        checkpoint.restore(manager.best_checkpoint)
+        assert float(checkpoint.v) == 2.0
+        assert names([manager.save()]) == ["ckpt-3"]
+        manager.wait()
+        assert names(manager.checkpoints) == ["ckpt-2", "ckpt-4", "ckpt-3"]  # by when they were saved
+        assert manager.statistics()["num_saved"] == 5
+
+
+def test_numbers_and_intervals(checkpoint, tmp_path):
+    step = rx.Variable(0, trainable=False)
+    manager = rx.CheckpointManager(
+        checkpoint,
+        tmp_path,
+        checkpoint_name="model",
+        step_counter=step,
+        checkpoint_interval=10,
+        max_to_keep=None,
+    )
+    saved = []
+    for _ in range(25):
+        saved.append(manager.save(checkpoint_number=step))
+        step.assign_add(1)
+    assert names(filter(None, saved)) == ["model-0", "model-10", "model-20"]
+    assert names([manager.save(check_interval=False)]) == ["model-21"]
+    manager.close()
+    for wrong in ({"max_to_keep": 0}, {"best_mode": "best"}, {"keep_best": 1}, {"checkpoint_interval": 3}):
+        with pytest.raises(InvalidArgumentError):
+            rx.CheckpointManager(checkpoint, tmp_path, **wrong)
+
+
+def test_where_there_is_nothing_the_initializer_is_called(checkpoint, tmp_path):
+    called = []
+    manager = rx.CheckpointManager(checkpoint, tmp_path, init_fn=lambda: called.append(1))
+    assert manager.restore_or_initialize() is None
+    path = manager.save()
+    assert manager.restore_or_initialize() == path
+    assert called == [1]
+    checkpoint.w = rx.Variable(1.0)
+    message(CheckpointMismatchError, manager.restore_or_initialize, "w (Variable): not in the checkpoint")
+    manager.restore().assert_nontrivial_match()
+
+
+# --- while it is written ---------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_the_state_at_the_call(checkpoint, tmp_path, monkeypatch):
+    """The next step changes the variable before the writer has begun; it is not found before it is whole."""
+    may_write = threading.Event()
+    write_arrays = writing.write_arrays
+    monkeypatch.setattr(writing, "write_arrays", lambda *args: may_write.wait(60) and write_arrays(*args))
+    manager = rx.CheckpointManager(checkpoint, tmp_path)
+    checkpoint.v.assign(5.0)
+    path = manager.save()
+    checkpoint.v.assign(6.0)
+    assert manager.latest_checkpoint is None
+    with pytest.raises(TimeoutError):
+        manager.wait(timeout_s=0.01)
+    may_write.set()
+    manager.wait()
+    assert manager.latest_checkpoint == path
+    checkpoint.restore(path)
+    assert float(checkpoint.v) == 5.0
+
+
+def test_python_waits_for_the_last_one(tmp_path):
+    program = (
+        "import replicax as rx, sys\n"
+        "m = rx.CheckpointManager(rx.Checkpoint(v=rx.Variable([1.0] * 1000)), sys.argv[1]); m.save()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    assert names([latest_checkpoint(tmp_path)]) == ["ckpt-1"]
+
+
+KILLED = """
+import os, sys
+import replicax as rx
+from replicax._src.checkpoint import writing
+checkpoint = rx.Checkpoint(v=rx.Variable(7.0))
+checkpoint.write(sys.argv[1])
+if sys.argv[2] == "replaced":
+    rename = os.rename
+    def rename_and_die(old, new):
+        rename(old, new)
+        if "replaced" in new:
+            os._exit(9)
+    os.rename = rename_and_die
+else:
+    writing._described = lambda array: os._exit(9)
+checkpoint.v.assign(8.0)
+checkpoint.write(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("when", ["part", "replaced"])
+def test_who_is_killed_while_writing_leaves_the_old_one(when, tmp_path, checkpoint):
+    path = tmp_path / "ckpt-1"
+    run = subprocess.run([sys.executable, "-c", KILLED, str(path), when], timeout=120)
+    assert run.returncode == 9
+    assert [name for name in os.listdir(tmp_path) if when in name]
+    manager = rx.CheckpointManager(checkpoint, tmp_path)
+    assert os.listdir(tmp_path) == ["ckpt-1"]
+    manager.restore_or_initialize()
+    assert float(checkpoint.v) == 7.0
+
+
+def test_what_another_living_process_writes_is_left_alone(tmp_path, checkpoint):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        part = writing._beside(str(tmp_path / "ckpt-1"), "part").replace(f"-{os.getpid()}-", f"-{other.pid}-")
+        os.mkdir(part)
+        rx.CheckpointManager(checkpoint, tmp_path)
+        assert os.path.exists(part)
+        other.kill()
+        other.wait(60)
+        rx.CheckpointManager(checkpoint, tmp_path)
+        assert not os.path.exists(part)
+
+
+# --- where nothing can be written ------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_said_and_leaves_what_is_there(checkpoint, tmp_path, monkeypatch):
+    manager = rx.CheckpointManager(checkpoint, tmp_path)
+    first = manager.save()
+    manager.wait()
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    manager.save()
+    text = message(CheckpointWriteError, manager.wait, "MiB", "as they were")
+    assert "Errno 28" in text
+    assert os.listdir(tmp_path) == ["ckpt-1"]
+    monkeypatch.undo()
+    manager.wait()  # said once
+    manager.save()
+    manager.close()
+    assert names(manager.checkpoints)[0] == Path(first).name
+
+
+def test_a_disk_that_is_full_in_the_middle(tmp_path, capfd, caplog):
+    """A limit on the size of files: what orbax writes fails inside of it, in hundreds of lines that nobody needs."""
+    checkpoint = rx.Checkpoint(v=rx.Variable(np.random.RandomState(0).rand(1 << 18).astype("float32")))
+    manager = rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False)
+    manager.save()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            text = message(CheckpointWriteError, manager.save, "ckpt-2", "larger than this process may write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(text) < 700
+    assert "Traceback" not in caplog.text + capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["ckpt-1"]
+    checkpoint.restore(manager.latest_checkpoint).assert_consumed()
+
+
+def test_a_directory_that_cannot_be_written_to_is_said_at_once(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    message(
+        CheckpointWriteError, lambda: rx.CheckpointManager(checkpoint, tmp_path / "file" / "in it"), "file"
+    )
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("builtins.open", read_only)
+    error = CheckpointWriteError
+    message(error, lambda: rx.CheckpointManager(checkpoint, tmp_path), str(tmp_path), "read-only")
+
+
+def test_a_writer_that_fails_otherwise_is_heard_at_the_next_save(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "_described", lambda array: 1 / 0)
+    manager = rx.CheckpointManager(checkpoint, tmp_path)
+    manager.save()
+    message(CheckpointWriteError, manager.save, "ZeroDivisionError")
+    assert not os.listdir(tmp_path)
+
+
+def test_orders_survive_a_damaged_newest_one(checkpoint, tmp_path):
+    manager = rx.CheckpointManager(checkpoint, tmp_path)
+    for _ in range(2):
+        manager.save()
+    manager.wait()
+    os.remove(tmp_path / "ckpt-2" / "manifest.json")
+    again = rx.CheckpointManager(rx.Checkpoint(v=rx.Variable(0.0)), tmp_path)
+    assert names([again.restore_or_initialize()]) == ["ckpt-1"]
+    assert names([again.save()]) == ["ckpt-2"]
+    again.wait()
+    assert names(again.checkpoints) == ["ckpt-1", "ckpt-2"]

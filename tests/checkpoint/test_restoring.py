@@ -1,0 +1,248 @@
+"""What comes back: under another strategy, on other numbers of replicas, bit by bit on the same, and later, when it is made."""
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checkpoint_bits import bits
+from checks import message
+from replicax.checkpoint import CheckpointMismatchError, UnmatchedCheckpointError
+from replicax.errors import CrossReplicaContextError
+
+
+def mirrored(n, **options):
+    return rx.MirroredStrategy([f"cpu:{i}" for i in range(n)], **options)
+
+
+STRATEGIES = {
+    "one device": lambda: rx.OneDeviceStrategy("cpu:0"),
+    "two": lambda: mirrored(2),
+    "three": lambda: mirrored(3),
+    "central": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2"),
+    "divided": lambda: mirrored(2, shard_state="all"),
+}
+
+
+class Training:
+    """A model, its optimizer and data, as the guide has them."""
+
+    def __init__(self, strategy, names_before=0):
+        for _ in range(names_before):
+            keras.layers.Dense(1)  # Keras counts
+        keras.utils.set_random_seed(3)
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = keras.Sequential(
+                [keras.layers.Dense(8, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+            )
+            self.optimizer = keras.optimizers.Adam(0.01)
+            self.step = rx.Variable(0, trainable=False, aggregation="only_first_replica")
+            self.rows = rx.Variable(0, trainable=False, synchronization="on_read", aggregation="sum")
+            self.mean = keras.metrics.Mean()
+        x = np.random.RandomState(0).randn(60, 4).astype("float32")
+        data = rx.data.from_arrays((x, x.sum(1, keepdims=True))).shuffle(60, seed=5).batch(12).repeat()
+        self.iterator = iter(strategy.experimental_distribute_dataset(data))
+        self.tracked = rx.Checkpoint(
+            model=self.model,
+            optimizer=self.optimizer,
+            step=self.step,
+            rows=self.rows,
+            mean=self.mean,
+            iterator=self.iterator,
+        )
+
+        def train_step(inputs):
+            x, y = inputs
+            with rx.GradientTape() as tape:
+                loss = rx.nn.compute_average_loss((self.model(x, training=True) - y)[:, 0] ** 2)
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
+            self.rows.assign_add(x.shape[0])
+            self.step.assign_add(1)
+            self.mean.update_state(loss)
+            return loss
+
+        self.train_step = rx.function(
+            lambda inputs: strategy.reduce("sum", strategy.run(train_step, args=(inputs,)), axis=None)
+        )
+
+    def train(self, num_steps):
+        return [float(self.train_step(next(self.iterator))) for _ in range(num_steps)]
+
+    def state(self):
+        variables = [*self.model.variables, *self.optimizer.variables, self.step, *self.mean.variables]
+        return [bits(v) for v in variables] + [bits(v) for v in self.rows.values]
+
+
+def test_the_same_strategy_goes_on_bit_by_bit(tmp_path):
+    """Before anything is built: layers, slots of the optimizer and components of sums are restored when they are made."""
+    first = Training(mirrored(2))
+    first.train(2)
+    path = first.tracked.save(tmp_path / "ckpt")
+    wanted = first.train(2), first.state()
+
+    second = Training(mirrored(2), names_before=3)
+    status = second.tracked.restore(path)
+    message(UnmatchedCheckpointError, status.assert_consumed, "optimizer/momentums/0", "is not built yet")
+    status.assert_existing_objects_matched()
+    assert second.train(2) == wanted[0]
+    assert second.state() == wanted[1]
+    status.assert_consumed()
+
+
+@pytest.mark.parametrize(
+    ("saves", "restores"),
+    [
+        ("one device", "three"),
+        ("three", "two"),
+        ("two", "divided"),
+        pytest.param("divided", "one device", marks=pytest.mark.long),
+        pytest.param("central", "two", marks=pytest.mark.long),
+        pytest.param("two", "central", marks=pytest.mark.long),
+    ],
+)
+def test_any_strategy_restores_what_another_has_saved(saves, restores, tmp_path):
+    first = Training(STRATEGIES[saves]())
+    first.train(2)
+    path = first.tracked.save(tmp_path / "ckpt")
+    second = Training(STRATEGIES[restores]())
+    second.train(1)
+    placed = [v.value.sharding for v in second.model.variables]
+    second.tracked.restore(path).assert_consumed()
+    for name in ("model", "optimizer", "mean"):
+        for mine, wanted in zip(getattr(second, name).variables, getattr(first, name).variables, strict=True):
+            np.testing.assert_array_equal(mine, wanted)
+    assert (int(second.step), int(second.rows)) == (2, 24)
+    assert [v.value.sharding for v in second.model.variables] == placed
+    second.train(1)
+    assert (int(second.step), int(second.rows)) == (3, 36)
+
+
+# --- variables with a value for each replica ----------------------------------------------------------------
+
+
+def on_read(strategy, aggregation, dtype, values=None):
+    with strategy.scope():
+        v = rx.Variable(np.zeros((), dtype), synchronization="on_read", aggregation=aggregation)
+    if values is not None:
+
+        def assign():
+            number = rx.get_replica_context().replica_id_in_sync_group
+            v.assign(jnp.asarray(values, dtype)[number])
+
+        strategy.run(assign)
+    return v
+
+
+def components(v):
+    return [x.item() for x in map(np.asarray, v.values)]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "dtype", "values", "on_two", "on_three", "on_one"),
+    [
+        ("sum", "int32", [2, 3], [2, 3], [5, 0, 0], [5]),
+        ("sum", "float32", [0.1, 0.2], [0.1, 0.2], [0.3, 0, 0], [0.3]),
+        ("mean", "float32", [3, 4], [3, 4], [3.5] * 3, [3.5]),
+        ("only_first_replica", "int32", [3, 4], [3, 4], [3] * 3, [3]),
+        ("none", "int32", [3, 4], [3, 4], [3, 4, 3], [3]),
+    ],
+)
+def test_what_each_replica_has_of_its_own(aggregation, dtype, values, on_two, on_three, on_one, saved):
+    path = saved(v=on_read(mirrored(2), aggregation, dtype, values))
+    for strategy, wanted in (
+        (mirrored(2), on_two),
+        (mirrored(3), on_three),
+        (rx.OneDeviceStrategy("cpu:0"), on_one),
+    ):
+        v = on_read(strategy, aggregation, dtype)
+        rx.Checkpoint(v=v).restore(path).assert_consumed()
+        np.testing.assert_allclose(components(v), np.asarray(wanted, dtype), rtol=1e-7)
+        if len(wanted) == 2:
+            assert bits(components(v)) == bits(np.asarray(wanted, dtype).tolist())
+
+
+# --- shards ------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_saved_as_one_and_restored_into_any_number(saved):
+    whole = np.arange(14, dtype=np.float32).reshape(7, 2)
+    cut = lambda *rows: rx.experimental.ShardedVariable([rx.Variable(part) for part in np.split(whole, rows)])  # noqa: E731
+    path = saved(table=cut(3, 5))
+    for other in (cut(2), cut(1, 2, 6), rx.Variable(np.zeros_like(whole))):
+        other.assign(np.zeros_like(whole))
+        rx.Checkpoint(table=other).restore(path).assert_consumed()
+        np.testing.assert_array_equal(other, whole)
+
+
+# --- what does not fit ---------------------------------------------------------------------------------------
+
+
+def test_another_model_is_named_variable_by_variable_and_nothing_is_restored(saved):
+    path = saved(
+        a=rx.Variable([1.0, 2.0], name="alpha"), b=rx.Variable(1, trainable=False), c=rx.Variable(5.0)
+    )
+    a, b, c = rx.Variable([0.0] * 3, name="aleph"), rx.Variable(1.5), rx.Variable(0.0)
+    message(
+        CheckpointMismatchError,
+        lambda: rx.Checkpoint(a=a, b=b, c=c).restore(path),
+        "a (saved as 'alpha', here 'aleph'): shape (2,) in the checkpoint, (3,) here",
+        "b (saved as 'Variable'): dtype int32 in the checkpoint, float32 here",
+    )
+    assert float(c) == 0.0
+
+
+def test_names_on_one_side_only(saved, caplog, tmp_path):
+    path = saved(a=rx.Variable(1.0), old=rx.Variable(2.0))
+    a, new = rx.Variable(0.0), rx.Variable(0.0)
+    checkpoint = rx.Checkpoint(a=a, new=new)
+    status = checkpoint.restore(path)
+    message(UnmatchedCheckpointError, status.assert_consumed, "  old")
+    message(UnmatchedCheckpointError, status.assert_existing_objects_matched, "new (Variable)")
+    status.assert_nontrivial_match()
+    assert float(a) == 1.0
+    message(UnmatchedCheckpointError, rx.Checkpoint(z=a).restore(path).assert_nontrivial_match, "Nothing")
+
+    checkpoint = rx.Checkpoint(a=a)
+    checkpoint.restore(path)
+    checkpoint.save(tmp_path / "other")
+    assert "were not used: old" in caplog.text
+    caplog.clear()
+    checkpoint.restore(path).expect_partial()
+    checkpoint.save(tmp_path / "other")
+    assert not caplog.text
+
+
+def test_what_is_tracked_later_is_restored_then(saved):
+    path = saved(a=rx.Variable(1.0), b=[rx.Variable(2.0), rx.Variable(3.0)], number=4)
+    checkpoint = rx.Checkpoint(a=rx.Variable(0.0))
+    status = checkpoint.restore(path)
+    checkpoint.b = [rx.Variable(0.0), rx.Variable(0.0)]
+    assert [float(v) for v in checkpoint.b] == [2.0, 3.0]
+    checkpoint.number = 0
+    assert checkpoint.number == 4
+    status.assert_consumed()
+
+
+def test_layers_are_restored_as_they_are_built(saved):
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(2)])
+    x = np.ones((1, 3), "float32")
+    wanted = model.predict(x, verbose=0)
+    path = saved(model=model)
+    later = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(2)])
+    status = rx.Checkpoint(model=later).restore(path)
+    np.testing.assert_array_equal(later.predict(x, verbose=0), wanted)
+    status.assert_consumed()
+
+    wrong = keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(2)])
+    rx.Checkpoint(model=wrong).restore(path)
+    message(CheckpointMismatchError, lambda: wrong(x), "shape (3, 4) in the checkpoint, (3, 5) here")
+
+
+def test_between_steps_only(saved):
+    strategy, v = mirrored(2), rx.Variable(1.0)
+    checkpoint = rx.Checkpoint(v=v)
+    for call in (lambda: checkpoint.save("ckpt"), lambda: checkpoint.restore(saved(v=v))):
+        message(CrossReplicaContextError, lambda call=call: strategy.run(call), "outside of run")
