@@ -38,6 +38,8 @@ def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays, by keys with "/" between their parts, as an item that orbax reads as nested dicts."""
     ocp = orbax()
     tree = _nested({key: np.asarray(array) for key, array in arrays.items() if array.size})
+    if not tree:
+        return  # orbax has no word for it
     arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with _quiet(), _checkpointer(ocp) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args=arguments))

@@ -1,0 +1,132 @@
+"""Nests of arrays and numbers, random keys, modules of nnx, and what has a state of its own."""
+
+import collections
+import random
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from flax import nnx
+
+import replicax as rx
+from checkpoint_bits import bits
+from checks import message
+from replicax.checkpoint import CheckpointMismatchError, HostRandomState, UntrackableError
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def nest(fill):
+    of = lambda dtype, *shape: np.full(shape, fill, dtype)  # noqa: E731
+    return {
+        "params": Pair(jnp.asarray(of("float32", 2, 3)), [of("int64"), of("bool", 3)]),
+        "small": {
+            name: jnp.asarray(of(getattr(ml_dtypes, name), 3))
+            for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4")
+        },
+        "empty": jnp.zeros((0, 4)),
+        "complex": of("complex64", 2),
+        "half": of("float16", 1),
+        "scalar": np.float64(fill),
+        "numbers": (int(fill), float(fill), bool(fill), str(fill), None),
+        "keys": jax.random.key(fill),
+        "raw key": jax.random.PRNGKey(fill),
+    }
+
+
+def test_a_nest_is_replaced_by_one_of_the_same_kinds(saved):
+    path = saved(state=nest(1))
+    checkpoint = rx.Checkpoint(state=nest(0))
+    old = checkpoint.state
+    checkpoint.restore(path).assert_consumed()
+    new = checkpoint.state
+    assert bits(old["params"].left) == bits(nest(0)["params"].left)
+    assert jax.tree.structure(new) == jax.tree.structure(nest(1))
+    for mine, wanted in zip(jax.tree.leaves(new), jax.tree.leaves(nest(1)), strict=True):
+        assert type(mine) is type(wanted)
+        assert mine.dtype == wanted.dtype if hasattr(wanted, "dtype") else mine == wanted
+        if isinstance(wanted, jax.Array) and jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+            mine, wanted = jax.random.key_data(mine), jax.random.key_data(wanted)
+        assert bits(mine) == bits(wanted)
+
+
+def test_functional_training_goes_on_with_arrays_where_they_were(saved):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    optimizer = optax.adam(0.1)
+    params = {"w": jnp.ones(4)}
+    state = strategy.replicate((params, optimizer.init(params)))
+
+    def step(state):
+        params, slots = state
+        updates, slots = optimizer.update(jax.tree.map(jnp.cos, params), slots)
+        return optax.apply_updates(params, updates), slots
+
+    def steps(state, number):
+        for _ in range(number):
+            state = strategy.run(step, args=(state,))
+        return state
+
+    middle = steps(state, 2)
+    checkpoint = rx.Checkpoint(state=middle)
+    path = saved(state=middle)
+    wanted = steps(middle, 2)
+    checkpoint.state = strategy.replicate((params, optimizer.init(params)))
+    shardings = [x.sharding for x in jax.tree.leaves(checkpoint.state)]
+    checkpoint.restore(path).assert_consumed()
+    assert [x.sharding for x in jax.tree.leaves(checkpoint.state)] == shardings
+    for mine, other in zip(jax.tree.leaves(steps(checkpoint.state, 2)), jax.tree.leaves(wanted), strict=True):
+        assert bits(mine) == bits(other)
+
+
+def test_modules_of_nnx(saved):
+    class Model(nnx.Module):
+        def __init__(self, seed):
+            rngs = nnx.Rngs(seed)
+            self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)])
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def make(seed):
+        model = Model(seed)
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    model, optimizer = make(1)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    path = saved(model=model, optimizer=optimizer)
+    other, its_optimizer = make(2)
+    rx.Checkpoint(model=other, optimizer=its_optimizer).restore(path).assert_consumed()
+    for mine, wanted in ((other, model), (its_optimizer, optimizer)):
+        mine, wanted = (jax.tree.leaves(nnx.state(each)) for each in (mine, wanted))
+        for a, b in zip(mine, wanted, strict=True):
+            a, b = (
+                jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b)
+            )
+            assert bits(a) == bits(b)
+
+
+def test_states_and_the_hosts_random_numbers(saved):
+    class Counter:
+        def __init__(self, state):
+            self.state = state
+
+        def get_state(self):
+            return self.state
+
+        def set_state(self, state):
+            self.state = state
+
+    path = saved(random=HostRandomState(), counters=[Counter({"n": [1, 2]}), Counter(b"\x00\xff")])
+    wanted = [random.random(), *np.random.permutation(5).tolist(), np.random.normal()]
+    counters = [Counter(None), Counter(None)]
+    rx.Checkpoint(random=HostRandomState(), counters=counters).restore(path).assert_consumed()
+    assert [random.random(), *np.random.permutation(5).tolist(), np.random.normal()] == wanted
+    assert [counter.state for counter in counters] == [{"n": [1, 2]}, b"\x00\xff"]
+    message(UntrackableError, lambda: saved(c=Counter(object())), "Counter", "JSON cannot hold")
+
+
+def test_what_was_an_array_is_no_number(saved):
+    path = saved(state={"a": np.ones(()), "b": 1})
+    checkpoint = rx.Checkpoint(state={"a": 1, "b": np.ones(())})
+    text = message(CheckpointMismatchError, lambda: checkpoint.restore(path), "state/a: an array was saved")
+    assert "state/b: a state was saved" in text

@@ -1,0 +1,74 @@
+"""What tests of checkpoints run as all workers of a cluster."""
+
+
+def training(folder, num_steps, restores):
+    """Steps with dropout, a count per replica and data in files' order; saves after every second one."""
+    import hashlib
+    import os
+    import tempfile
+
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax._src.checkpoint import processes
+    from replicax.checkpoint import UnsharedDirectoryError
+    from replicax.testing import report
+
+    strategy = (
+        rx.MultiWorkerMirroredStrategy() if "TF_CONFIG" in os.environ else rx.OneDeviceStrategy("cpu:0")
+    )
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+        )
+        optimizer = keras.optimizers.Adam(0.01)
+        rows = rx.Variable(0, trainable=False, synchronization="on_read", aggregation="sum")
+    x = np.random.RandomState(0).randn(48, 4).astype("float32")
+    data = rx.data.from_arrays((x, x.sum(1, keepdims=True))).shuffle(48, seed=5).batch(12).repeat()
+    iterator = iter(strategy.experimental_distribute_dataset(data))
+    checkpoint = rx.Checkpoint(
+        model=model, optimizer=optimizer, rows=rows, iterator=iterator, state={"epoch": 1}
+    )
+    manager = rx.CheckpointManager(checkpoint, folder)
+
+    def train_step(inputs):
+        x, y = inputs
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss((model(x, training=True) - y)[:, 0] ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        rows.assign_add(x.shape[0])
+        return loss
+
+    step = rx.function(
+        lambda inputs: strategy.reduce("sum", strategy.run(train_step, args=(inputs,)), axis=None)
+    )
+    if restores == "True":
+        path = manager.restore_or_initialize()
+        report(restored=os.path.basename(path), at_restore=int(rows))
+    losses = []
+    for number in range(int(num_steps)):
+        losses.append(float(step(next(iterator))))
+        if number % 2:
+            manager.save()
+    manager.close()
+
+    digest = hashlib.sha256()
+    for variable in [*model.variables, *optimizer.variables]:
+        digest.update(np.asarray(variable).tobytes())
+    report(
+        losses=losses,
+        state=digest.hexdigest(),
+        rows=[int(rows), *map(int, rows.values)],
+        num_written=manager.statistics()["num_saved"],
+        latest=os.path.basename(manager.latest_checkpoint),
+    )
+    if strategy.num_replicas_in_sync > 1:
+        processes._SHARED_WITHIN_S = 0.5
+        with tempfile.TemporaryDirectory() as own:
+            try:
+                checkpoint.write(os.path.join(own, "exact"))
+            except UnsharedDirectoryError as error:
+                report(unshared=str(error))

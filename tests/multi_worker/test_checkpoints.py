@@ -1,0 +1,63 @@
+"""Checkpoints of several processes: one writes, all restore, on as many as before bit by bit, and on other numbers."""
+
+import os
+import shutil
+
+import pytest
+from checkpoints import training
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def first(folder, reports_of):
+    reports = reports_of(training, str(folder), "6", "False")
+    flip_a_bit(folder / "ckpt-3" / "state" / "model.layers.0.kernel")
+    return reports
+
+
+def flip_a_bit(variable):
+    (chunk,) = [path for path in variable.iterdir() if path.name[0] != "."]
+    data = bytearray(chunk.read_bytes())
+    data[len(data) // 2] ^= 1
+    chunk.write_bytes(data)
+
+
+def resumed(folder, first, reports_of, num_steps, workers):
+    assert first
+    copy = folder.with_name(f"resumed-{workers}")
+    if not copy.exists():
+        shutil.copytree(folder, copy)
+    return reports_of(training, str(copy), num_steps, "True", workers=workers)
+
+
+def test_one_writes(folder, first):
+    assert [worker["num_written"] for worker in first] == [3, 0]
+    assert sorted(os.listdir(folder)) == ["ckpt-1", "ckpt-2", "ckpt-3"]
+    assert first[0]["state"] == first[1]["state"]
+
+
+def test_the_same_number_goes_on_bit_by_bit_from_the_newest_that_is_whole(folder, first, reports_of):
+    for worker, uninterrupted in zip(resumed(folder, first, reports_of, "2", 2), first, strict=True):
+        assert (worker["restored"], worker["at_restore"]) == ("ckpt-2", 48)
+        assert worker["losses"] == uninterrupted["losses"][4:]
+        assert worker["state"] == uninterrupted["state"]
+        assert worker["rows"] == uninterrupted["rows"]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_another_number_goes_on_too(workers, folder, first, reports_of):
+    for worker in resumed(folder, first, reports_of, "2", workers):
+        assert (worker["restored"], worker["at_restore"]) == ("ckpt-2", 48)
+        assert worker["rows"][0] == 72
+
+
+def test_directories_that_are_not_shared_are_found_out(first):
+    for worker in first:
+        assert "worker 1 cannot see" in worker["unshared"]
+        assert "share (NFS" in worker["unshared"]
