@@ -329,6 +329,24 @@ def test_restarts(script, num_restarts, code):
     assert f"restart 1 of {num_restarts}" in result.stderr
 
 
+def test_who_exits_with_42_is_started_again_and_not_counted(script, tmp_path):
+    folder = tmp_path / "checkpoints"
+    path = script("""
+    print("saves in", os.environ["REPLICAX_CHECKPOINT_DIR"], os.environ["JAX_COMPILATION_CACHE_DIR"])
+    folder = os.environ["REPLICAX_CHECKPOINT_DIR"]
+    if task == "worker 0":
+        os.makedirs(f"{folder}/ckpt-{restart}")
+    if restart < 3:
+        sys.exit(42)
+    """)
+    result = launch("--workers", 2, "--checkpoint-dir", folder, path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(f"worker 1 | saves in {folder} {folder}/.compiled/") == 4
+    assert result.stderr.count("exited with code 42: it was to end, and has saved.") == 3
+    assert result.stderr.count("Starting all tasks again; this restart is not counted.") == 3
+    assert "the first to fail" not in result.stderr
+
+
 def test_output_that_nobody_reads_ends_it(script):
     path = script("while True: print('x', flush=True); time.sleep(0.01)")
     with launched("--workers", 2, "--grace", 1, path) as launcher:

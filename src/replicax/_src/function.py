@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from replicax._src import context
+from replicax._src import context, program_guard
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
@@ -137,6 +137,9 @@ class Function:
                 return found.strategy.run_here(fn, *args, **kwargs)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
+        if program_guard.current:
+            with program_guard.current[-1]():
+                return placed(arrays)
         return placed(arrays)
 
     def _run_as_python(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

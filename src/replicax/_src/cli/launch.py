@@ -17,10 +17,12 @@ from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, 
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import (
+    CHECKPOINT_DIR_VARIABLE,
     DEVICES_VARIABLE,
     SCRIPT_IN,
     SERVER_COMMAND,
     Layout,
+    checkpoint_environment,
     device_environment,
     free_ports,
     server_environment,
@@ -40,6 +42,9 @@ The exit code is that of the task that failed first, 0 if none did, 130 after Ct
 task fails the others may end by themselves for the grace time; then they get SIGTERM, and after as long again
 SIGKILL. The training has ended when the chief and all workers have.
 
+Tasks that exit with 42 were to end, and have saved, as rx.experimental.PreemptionCheckpointHandler does at SIGTERM:
+with --max-restarts or --checkpoint-dir all are started again, and that is not counted.
+
 Where there are parameter servers there is a chief too, unless --no-chief is given: the coordinator, which runs the
 script. Workers and parameter servers run `replicax server`; a worker that dies is started again. The end of the chief
 is the end of the whole. All tasks are given a random token, without which they do not talk to anybody.
@@ -54,6 +59,7 @@ environment of the tasks:
   TF_CONFIG               the cluster and which task this is
   REPLICAX_TOKEN          of the cluster, where there are parameter servers; yours, if it is set
   REPLICAX_RESTART_COUNT  0, and one more after each restart
+  REPLICAX_CHECKPOINT_DIR what --checkpoint-dir says
   REPLICAX_STATUS_FILE    where a task may write {"step": 12, "time": time.time(), "state": "training"} for the table;
                           else the step is the number of programs that MultiWorkerMirroredStrategy has run
 """
@@ -94,7 +100,14 @@ def add_parser(subparsers: Any) -> None:
         type=count,
         default=0,
         metavar="N",
-        help="after a failure start all tasks again, at most N times (0)",
+        help="after a failure start all tasks again, at most N times (0); see --checkpoint-dir",
+    )
+    how.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"where the script saves: it finds it in {CHECKPOINT_DIR_VARIABLE}. Then only restarts without a new checkpoint "
+        "count, and compiled programs are kept there, so that a restart does not compile them again",
     )
     how.add_argument(
         "--server-restarts",
@@ -299,6 +312,8 @@ def _start(
     secrets: Mapping[str, str] = MappingProxyType({}),
 ) -> Start:
     environment = {**os.environ, "TF_CONFIG": tf_config(cluster, task), "PYTHONUNBUFFERED": "1", **secrets}
+    if options.checkpoint_dir is not None:
+        environment |= checkpoint_environment(options.checkpoint_dir, os.environ)
     if options.devices_per_worker is not None and task.type != "ps":
         environment |= device_environment(options.devices_per_worker, os.environ)
         environment[DEVICES_VARIABLE] = str(options.devices_per_worker)
@@ -307,7 +322,9 @@ def _start(
 
 def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, note: str = "") -> int:
     tasks = [start.task for start in starts]
-    how = SupervisorOptions(options.max_restarts, options.grace, options.evaluator_timeout)
+    how = SupervisorOptions(
+        options.max_restarts, options.grace, options.evaluator_timeout, options.checkpoint_dir
+    )
     display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
     try:
         if note:

@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Final
 
 from replicax._src.cli.display import Display, Row
+from replicax._src.cli.restarts import Restarts
 from replicax._src.cli.status import Speed, read_status
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Ending, Process, resident_bytes, signal_name
 from replicax._src.cluster.spec import Task
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE
+from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S: Final = 0.05
@@ -54,14 +56,16 @@ class SupervisorOptions:
     """How running them ends.
 
     Attributes:
-      max_restarts: How often all tasks are started again after one has failed.
+      max_restarts: How often all tasks are started again after one has failed. See ``restarts.py`` for what counts.
       grace_s: How long the others may go on after one has failed, and again after they were asked to end.
       evaluator_timeout_s: How long the evaluator may go on after the training has ended.
+      checkpoint_dir: Where the tasks save, if that is known.
     """
 
     max_restarts: int = 0
     grace_s: float = 10.0
     evaluator_timeout_s: float = 600.0
+    checkpoint_dir: Path | None = None
 
 
 class Supervisor:
@@ -85,7 +89,7 @@ class Supervisor:
         self._wake = threading.Event()
         self._processes: dict[Task, Process] = {}
         self._speeds: dict[Task, Speed] = {}
-        self._num_restarts = 0
+        self._restarts = Restarts(options.max_restarts, options.checkpoint_dir)
         self._num_starts: collections.Counter[Task] = collections.Counter()
         self._next_refresh = 0.0
 
@@ -104,15 +108,16 @@ class Supervisor:
                     return 128 + self._signals[0]
                 if failed is None:
                     return 0
-                if self._num_restarts == self._options.max_restarts:
-                    return failed
-                self._num_restarts += 1
-                self._display.note(
-                    f"Starting all tasks again: restart {self._num_restarts} of {self._options.max_restarts}."
-                )
+                note = self._restarts.after(failed)
+                if note is None:
+                    return failed.exit_code
+                self._display.note(note)
+                self._wait(lambda: False, self._restarts.wait_s)
+                if self._signals:
+                    return 128 + self._signals[0]
 
-    def _run_once(self) -> int | None:
-        """Runs all tasks once; returns the exit code of the first that failed."""
+    def _run_once(self) -> Ending | None:
+        """Runs all tasks once; returns how the first that failed has ended."""
         self._processes = {}
         restarts_left = {start.task: start.max_restarts for start in self._starts}
         with contextlib.ExitStack() as stack:
@@ -129,10 +134,13 @@ class Supervisor:
             self._refresh(time.monotonic())
         if failed is None or self._signals:
             return None
-        self._show_failure(failed)
         ending = self._processes[failed].ending
         assert ending is not None
-        return ending.exit_code
+        if ending.code == PREEMPTED_EXIT_CODE:
+            self._display.note(f"{failed} {ending}: it was to end, and has saved.")
+        else:
+            self._show_failure(failed)
+        return ending
 
     def _start(self, start: Start, stack: contextlib.ExitStack) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
@@ -165,6 +173,13 @@ class Supervisor:
                 continue
             if not restarts_left[start.task]:
                 return True
+            if (
+                start.is_server and process.ending.signal == signal.SIGTERM
+            ):  # it keeps nothing that it could lose
+                self._display.note(f"{start.task} was told to end. Starting it again; this is not counted.")
+                process.close()
+                self._start(start, stack)
+                continue
             number = start.max_restarts - restarts_left[start.task] + 1
             self._display.note(
                 f"{start.task} {process.ending}. Starting it again: restart {number} of {start.max_restarts}."

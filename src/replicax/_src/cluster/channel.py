@@ -83,6 +83,7 @@ class Channel:
         self._beaten: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._listen, name="replicax-channel", daemon=True)
         self.on_failure: Callable[[ClusterFailureError], None] = lambda failure: None
+        self.on_saving: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any] | None], ...] = ()
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -171,6 +172,11 @@ class Channel:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         self._socket.close()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Says something of ``save_rounds.KINDS`` to the hub. What it says of that is given to all of ``on_saving``, in
+        the channel's thread; what they return is the answer."""
+        self._send(dict(message))
 
     def tell_error(self, text: str) -> None:
         """Says that this process ends with an error, which the others will show."""
@@ -334,6 +340,11 @@ class Channel:
                 self._fail(self._of_gone(message))
             case "mismatch":
                 self._fail(of_mismatch(self._names, message["statuses"]))
+            case "preempted" | "hold" | "stop" | "resume":
+                for listener in self.on_saving:
+                    answer = listener(message)
+                    if answer is not None:
+                        self.tell(answer)
 
     def _of_gone(self, message: dict[str, Any]) -> ClusterFailureError:
         number, how, theirs = message["member"], message["how"], message["status"]

@@ -16,6 +16,7 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
 - Who waits in a gathering is told every ``reminder_s`` whom it waits for.
 - Who has been in one program for ``stall_s``, while others have not come to that position, is *stalled*: it is told for
   whom it waits, then again after twice the time each. After ``timeout_s`` its step is over: all are told.
+- Which step they all save after, when one is to be taken away, is agreed on in ``save_rounds.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
+
+from replicax._src.cluster.save_rounds import KINDS, SaveRounds
 
 Message = Mapping[str, Any]
 Outbox = list[tuple[int, Message]]
@@ -128,6 +131,7 @@ class Hub:
         self._silence_s, self._reminder_s = silence_s, reminder_s
         self._stall_s, self._timeout_s = stall_s, timeout_s
         self._gatherings: dict[str, _Gathering] = {}
+        self._saves = SaveRounds(len(names))
         self._is_failed = False
 
     @property
@@ -181,6 +185,8 @@ class Hub:
             case "raised" | "left" as how:
                 member.beat(dict(message["status"]), now)
                 return self._compared(number, now) + self._go(number, how, message.get("text", ""), now)
+            case kind if kind in KINDS:
+                return self._saves.receive(number, message)
         return []
 
     def disconnect(self, number: int, now: float) -> Outbox:
@@ -236,7 +242,7 @@ class Hub:
             return []
         member.gone = how
         message = {"kind": "gone", "member": number, "how": how, "text": text, "status": member.told(now)}
-        return self._to_all(message)
+        return [*self._to_all(message), *self._saves.lose(number)]
 
     def _to_all(self, message: Message) -> Outbox:
         return [(number, message) for number, member in enumerate(self._members) if member.is_present]

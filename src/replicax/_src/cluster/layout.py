@@ -17,6 +17,8 @@ from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import Task
 
 RESTART_COUNT_VARIABLE: Final = "REPLICAX_RESTART_COUNT"
+# Where the script saves.
+CHECKPOINT_DIR_VARIABLE: Final = "REPLICAX_CHECKPOINT_DIR"
 SCRIPT_IN: Final = ("chief", "workers", "all")
 # What a task that runs the user's program is told of who else does.
 SCRIPT_IN_VARIABLE: Final = "REPLICAX_SCRIPT_IN"
@@ -151,6 +153,19 @@ def device_environment(num_devices: int, environment: Mapping[str, str]) -> dict
     if _HOST_DEVICES_FLAG.search(flags):  # JAX refuses to have both
         changes["XLA_FLAGS"] = _HOST_DEVICES_FLAG.sub("", flags).strip()
     return changes
+
+
+def checkpoint_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What tells a script where to save; and JAX to keep compiled programs there, unless ``environment`` says something of it.
+
+    They are kept for each machine: a program for the CPU of one may not run on another.
+    """
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / ".compiled" / socket.gethostname()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    told = {CHECKPOINT_DIR_VARIABLE: str(folder.absolute())}
+    return told | {name: value for name, value in kept.items() if name not in environment}
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from replicax._src import jax_compat
@@ -119,6 +119,30 @@ class Peers:
     def check(self) -> None:
         """Raises what has happened to the others, if they cannot go on."""
         self._channel.check()
+
+    @property
+    def failure(self) -> ClusterFailureError | None:
+        """Why they cannot go on, if so."""
+        return self._channel.failure
+
+    def tell_of_saving(self, message: Mapping[str, Any]) -> None:
+        """Says something of ``save_rounds.KINDS`` to the hub. Does not block."""
+        self._channel.tell(message)
+
+    def hear_of_saving(
+        self, listener: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+    ) -> Callable[[], None]:
+        """From now on ``listener`` is given, in a thread, what the hub says of that; what it returns is the answer.
+
+        Returns:
+          What ends this.
+        """
+        self._channel.on_saving += (listener,)
+
+        def end() -> None:
+            self._channel.on_saving = tuple(one for one in self._channel.on_saving if one != listener)
+
+        return end
 
     def agree(self, name: str, text: str) -> str:
         """Makes sure that all processes are about to run the same program. For known ones it costs nothing.

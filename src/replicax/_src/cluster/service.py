@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -195,6 +196,9 @@ class HubServer:
 
 def main() -> None:
     """The process: see above."""
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # who takes a machine away may tell all its processes: the tasks say when
     settings = json.loads(sys.stdin.readline())
     try:
         listener = listen(settings["address"], backlog=len(settings["names"]) + 8)

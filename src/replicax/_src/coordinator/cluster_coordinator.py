@@ -319,6 +319,12 @@ def coordinator_of(strategy: Any) -> ClusterCoordinator:
     return existing
 
 
+def coordinators_at_work() -> list[ClusterCoordinator]:
+    """Those of this process that have been made and not been closed."""
+    made = [reference() for reference in list(_coordinators.values())]
+    return [one for one in made if one is not None and not one._crew.dispatch.is_closed]
+
+
 def _status_server(crew: Crew, address: str | None) -> StatusServer | None:
     if address is None:
         return None

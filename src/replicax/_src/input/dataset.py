@@ -142,6 +142,19 @@ def _steps_text(cardinality: Cardinality | None) -> str:
     return "without end" if cardinality == INFINITE else str(cardinality)
 
 
+_num_taken = 0
+
+
+def num_elements_taken() -> int:
+    """How often elements were taken, of all distributed iterators of this process: whether somebody has read since."""
+    return _num_taken
+
+
+def _count_taken() -> None:
+    global _num_taken
+    _num_taken += 1
+
+
 class DistributedIterator:
     """Goes through a DistributedDataset once. Call it in cross-replica context only.
 
@@ -176,12 +189,16 @@ class DistributedIterator:
 
     def __next__(self) -> Any:
         self._check_may_read()
-        return self._explained(self._reader.take)
+        element = self._explained(self._reader.take)
+        _count_taken()
+        return element
 
     def take_stacked(self, group_size: int, num_steps: int) -> StackedSteps:
         """Takes several steps together: see ``Reader.take_group``. What ``Strategy.run_steps`` calls."""
         self._check_may_read()
-        return self._explained(self._reader.take_group, group_size, num_steps)
+        steps = self._explained(self._reader.take_group, group_size, num_steps)
+        _count_taken()
+        return steps
 
     def get_state(self) -> dict[str, Any]:
         """Returns where the iterator is, as what can be written as JSON: give it to ``set_state``.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import context
+from replicax._src import context, program_guard
 from replicax._src.bridges import ensure_bridges
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
@@ -265,6 +265,9 @@ class Strategy:
             self._check_may_run_eagerly()
             with context.Scope(self):
                 return run_eagerly(self, fn, args, kwargs or {})
+        if program_guard.current:
+            with program_guard.current[-1]():
+                return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
         return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
 
     def _check_may_run_eagerly(self) -> None:
@@ -312,6 +315,9 @@ class Strategy:
         Source: lax.scan over the batches; tf.distribute's experimental_run_steps_on_iterator is the older form.
         """
         context.check_may_enter(self)
+        if program_guard.current:
+            with program_guard.current[-1]():
+                return self.steps_runner.run_all(fn, iterator, steps)
         return self.steps_runner.run_all(fn, iterator, steps)
 
     def plan(

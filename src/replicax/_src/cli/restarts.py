@@ -1,0 +1,57 @@
+"""``Restarts``: whether all tasks are started again after one has ended badly, what that counts for, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, final
+
+from replicax._src.cluster.processes import Ending
+from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
+
+_LONGEST_WAIT_S: Final = 30.0
+
+
+@final
+class Restarts:
+    """Counts the restarts of a job, without processes or clocks.
+
+    Who exits with 42 has been preempted, and has saved: that is no failure. Where there is a checkpoint directory, neither is
+    what comes after a new checkpoint: only restarts without progress count. They come later and later.
+
+    Args:
+      most: How many restarts may count.
+      checkpoint_dir: Where tasks save; None: nobody has said.
+    """
+
+    def __init__(self, most: int, checkpoint_dir: Path | None):
+        self._most, self._folder = most, checkpoint_dir
+        self._num_counted = self._num_in_vain = 0
+        self._seen = self._checkpoints()
+
+    def after(self, ending: Ending) -> str | None:
+        """All tasks have ended, and this was the first bad end: what is said before they start again; None: they do not."""
+        is_new = bool(self._checkpoints() - self._seen)
+        self._seen |= self._checkpoints()
+        is_preempted = ending.code == PREEMPTED_EXIT_CODE and bool(self._most or self._folder)
+        self._num_in_vain = 0 if is_new or (is_preempted and self._folder is None) else self._num_in_vain + 1
+        if is_preempted:
+            return "Starting all tasks again; this restart is not counted."
+        if is_new and self._most:
+            return "Starting all tasks again: there is a new checkpoint since the last start; this restart is not counted."
+        if self._num_counted == self._most:
+            return None
+        self._num_counted += 1
+        return f"Starting all tasks again: restart {self._num_counted} of {self._most}."
+
+    @property
+    def wait_s(self) -> float:
+        """How long to wait before they start: not at all after progress, and after the first failure."""
+        return 0.0 if self._num_in_vain < 2 else min(2.0 ** (self._num_in_vain - 2), _LONGEST_WAIT_S)
+
+    def _checkpoints(self) -> set[str]:
+        """What is in the directory, but for what is being written."""
+        try:
+            names = [entry.name for entry in self._folder.iterdir()] if self._folder is not None else []
+        except OSError:
+            return set()
+        return {name for name in names if not name.startswith(".") and "tmp" not in name}

@@ -1,0 +1,75 @@
+"""Where it comes from that this task is to end: SIGTERM, or a function that is asked once a second."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import final
+
+from replicax._src.preemption import sigterm
+from replicax._src.preemption.termination import TerminationConfig
+
+POLL_S = 1.0
+
+
+@final
+class Notices:
+    """Calls ``on_notice`` with the reason, once, in a thread.
+
+    Args:
+      config: What is watched.
+      on_notice: What is done then.
+
+    Raises:
+      ContextError: SIGTERM is to be watched, and this is not the main thread.
+    """
+
+    def __init__(self, config: TerminationConfig, on_notice: Callable[[str], None]):
+        self._on_notice = on_notice
+        self._lock = threading.Lock()
+        self._has_come = False
+        self._error: BaseException | None = None
+        self._must_end = threading.Event()
+        self._token: object | None = None
+        watcher = config.termination_watcher_fn
+        if watcher is None:
+            self._token = sigterm.listen(lambda: self._come("SIGTERM"))
+        else:
+            threading.Thread(
+                target=self._poll, args=(watcher,), name="replicax-termination-watcher", daemon=True
+            ).start()
+
+    def check(self) -> None:
+        """To be called by the training, now and then.
+
+        Raises:
+          Exception: What the watcher has raised.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if self._token is not None:
+            sigterm.tend()
+
+    def close(self) -> None:
+        """Ends the watching."""
+        self._must_end.set()
+        if self._token is not None:
+            sigterm.ignore(self._token)
+
+    def _come(self, text: str) -> None:
+        with self._lock:
+            if self._has_come:
+                return
+            self._has_come = True
+        self._on_notice(text)
+
+    def _poll(self, watcher: Callable[[], bool]) -> None:
+        while not self._must_end.is_set() and not self._has_come:
+            try:
+                if watcher():
+                    self._come("termination_watcher_fn")
+            except BaseException as error:
+                self._error = error
+                return
+            self._must_end.wait(POLL_S)

@@ -1,0 +1,158 @@
+"""SIGTERM, noticed by a thread within milliseconds, whatever the main thread does.
+
+A handler of Python's runs in the main thread, between two of its instructions: not while it is in a collective, or reads
+an array, which took 7 s in a trial. The byte that Python's own handler writes into the wake-up descriptor comes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, final
+
+from replicax._src.errors import ContextError
+
+log = logging.getLogger("replicax")
+_FROM_HANDLER = 0  # no signal has this number
+
+
+@final
+class _WakeUp:
+    """The descriptor, the handler and the thread of this process. Made, tended and closed in the main thread."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._earlier_handler = signal.signal(signal.SIGTERM, self._handle)
+        self._earlier_fd = -1
+        self._earlier_file: tuple[int, int] | None = None
+        self.tend()
+        threading.Thread(target=self._read, name="replicax-sigterm", daemon=True).start()
+
+    def tend(self) -> None:
+        """Sees to it that signals wake this thread. Somebody else, asyncio, say, may have taken the descriptor, or put
+        back an older one; what is there goes on getting all signals."""
+        found = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if found != self._writer.fileno():
+            self._earlier_fd, self._earlier_file = found, _file_of(found)
+
+    def close(self) -> None:
+        """Puts back what was there before, unless somebody else has come since."""
+        found = signal.set_wakeup_fd(-1)
+        is_ours = found == self._writer.fileno()
+        back = self._earlier_fd if is_ours else found
+        if back != -1 and (not is_ours or _file_of(back) == self._earlier_file):
+            signal.set_wakeup_fd(back, warn_on_full_buffer=False)
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._earlier_handler or signal.SIG_DFL)
+        self._writer.close()  # which ends the thread
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """For when somebody else has the descriptor. It runs late, but it runs."""
+        del frame
+        if not _listeners:  # the last one has gone in another thread, which may not change this
+            _wake_up.clear()
+            self.close()
+            os.kill(os.getpid(), number)
+            return
+        with contextlib.suppress(OSError):
+            self._writer.send(bytes([_FROM_HANDLER]))
+
+    def _read(self) -> None:
+        with self._reader:
+            while numbers := self._reader.recv(4096):
+                for number in numbers:
+                    if number != _FROM_HANDLER:
+                        self._pass_on(number)
+                    if number in (signal.SIGTERM, _FROM_HANDLER):
+                        _tell_all()
+
+    def _pass_on(self, number: int) -> None:
+        """To whoever had the descriptor before, if it is still the same file."""
+        if self._earlier_fd != -1 and _file_of(self._earlier_fd) == self._earlier_file:
+            with contextlib.suppress(OSError):
+                os.write(self._earlier_fd, bytes([number]))
+
+
+def _file_of(descriptor: int) -> tuple[int, int] | None:
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+_lock = threading.RLock()
+_listeners: dict[object, Callable[[], Any]] = {}
+_wake_up: list[_WakeUp] = []
+
+
+def _forget() -> None:
+    """In a process that this one has forked, as data loaders do: a SIGTERM to it must not be taken for one to this."""
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+    _listeners.clear()
+    while _wake_up:
+        with contextlib.suppress(ValueError, OSError):
+            _wake_up.pop().close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _tell_all() -> None:
+    with _lock:
+        listeners = list(_listeners.values())
+    for listener in listeners:
+        try:
+            listener()
+        except Exception:
+            log.exception("What is to be done at SIGTERM has failed.")
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def tend() -> None:
+    """To be called now and then where there are listeners. It takes a microsecond."""
+    if _wake_up and _is_main_thread():
+        _wake_up[0].tend()
+
+
+def listen(on_sigterm: Callable[[], Any]) -> object:
+    """From now on SIGTERM calls ``on_sigterm``, in a thread, and does not end this process.
+
+    Returns:
+      What ``ignore`` takes.
+
+    Raises:
+      ContextError: This is not the main thread, the only one that may change what a signal does.
+    """
+    with _lock:
+        if not _wake_up:
+            if not _is_main_thread():
+                raise ContextError(
+                    f"SIGTERM can only be watched from the main thread; this is {threading.current_thread().name!r}. Make "
+                    "the PreemptionCheckpointHandler or PreemptionWatcher there, or give a handler "
+                    "TerminationConfig(termination_watcher_fn=...)."
+                )
+            _wake_up.append(_WakeUp())
+        token = object()
+        _listeners[token] = on_sigterm
+        return token
+
+
+def ignore(token: object) -> None:
+    """Ends what ``listen`` began. With the last listener SIGTERM does again what it did before; from the main thread."""
+    with _lock:
+        _listeners.pop(token, None)
+        if not _listeners and _wake_up and _is_main_thread():
+            _wake_up.pop().close()

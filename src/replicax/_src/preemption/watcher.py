@@ -1,0 +1,102 @@
+"""``PreemptionWatcher``: whether a task of the cluster is to end, for programs that act on it themselves."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, final
+
+from replicax._src.cluster.peers import Peers, joined_peers
+from replicax._src.preemption import sigterm
+
+_LOOK_S = 0.1
+
+
+@final
+class PreemptionWatcher:
+    """Watches for SIGTERM, to this process or to another one of its cluster, which has a watcher or a handler too.
+
+    Make it in the main thread, after the strategy. SIGTERM does not end the process then; close it, use it in ``with``, or
+    drop it, and it does again.
+
+    Raises:
+      ContextError: This is not the main thread.
+
+    Source: TensorFlow, ``tf.distribute.experimental.PreemptionWatcher``.
+    """
+
+    def __init__(self) -> None:
+        self._peers = joined_peers()
+        self._seen = _Seen(self._peers)
+        token = sigterm.listen(self._seen.notice)
+        self._close = weakref.finalize(self, _close, self._seen, token)
+        self._close.atexit = False
+
+    @property
+    def preemption_message(self) -> str | None:
+        """Who is to end, and why: ``"worker 1: SIGTERM"``, of the first one; None if nobody is. From any thread."""
+        return self._seen.text
+
+    def block_until_worker_exit(self, timeout_s: float = 600.0) -> None:
+        """Waits until the other task that is to end has ended. Returns at once if there is none.
+
+        Args:
+          timeout_s: How long at most.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._seen.is_of_other and time.monotonic() < deadline:
+            if self._peers is None or self._peers.failure is not None:
+                return
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Watches no longer. In the main thread. May be called twice."""
+        self._close()
+
+    def __enter__(self) -> PreemptionWatcher:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@final
+class _Seen:
+    """What threads have noticed."""
+
+    def __init__(self, peers: Peers | None):
+        self.text: str | None = None
+        self.is_of_other = False
+        self._peers, self._lock = peers, threading.Lock()
+        self._end_hearing = None if peers is None else peers.hear_of_saving(self._hear)
+
+    def notice(self) -> None:
+        """This process is to end."""
+        if self._peers is None:
+            self._note("this process: SIGTERM", is_of_other=False)
+        else:
+            self._note(f"{self._peers.names[self._peers.number]}: SIGTERM", is_of_other=False)
+            self._peers.tell_of_saving({"kind": "told", "text": "SIGTERM"})
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        if message["kind"] == "preempted" and self._peers is not None:
+            number = message["member"]
+            self._note(
+                f"{self._peers.names[number]}: {message['text']}", is_of_other=number != self._peers.number
+            )
+
+    def _note(self, text: str, *, is_of_other: bool) -> None:
+        with self._lock:
+            if self.text is None:
+                self.text, self.is_of_other = text, is_of_other
+
+    def close(self) -> None:
+        if self._end_hearing is not None:
+            self._end_hearing()
+
+
+def _close(seen: _Seen, token: object) -> None:
+    sigterm.ignore(token)
+    seen.close()

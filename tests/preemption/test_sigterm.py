@@ -1,0 +1,149 @@
+"""SIGTERM is noticed by a thread, and others go on getting their signals. Each in a process of its own."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import replicax
+
+pytestmark = pytest.mark.timeout(120)
+
+# Without the imports of replicax/__init__.py: JAX takes a second, and this needs none.
+HEAD = f"""
+import os, signal, sys, threading, time, types
+sys.modules["replicax"] = package = types.ModuleType("replicax")
+package.__path__ = {replicax.__path__!r}
+from replicax._src.preemption import sigterm
+came = threading.Event()
+at = []
+def come():
+    at.append(time.monotonic())
+    came.set()
+def terminate(pid=None):
+    os.kill(pid or os.getpid(), signal.SIGTERM)
+"""
+
+
+def run(program, timeout_s=60):
+    result = subprocess.run(
+        [sys.executable, "-c", HEAD + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    return result.returncode, result.stdout.split(), result.stderr
+
+
+def test_it_is_noticed_while_the_main_thread_is_in_native_code():
+    """A handler of Python's would run only afterwards."""
+    code, printed, errors = run("""
+    import jax, jax.numpy as jnp, numpy as np
+    work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ x), x))
+    x = jnp.ones((700, 700)) / 700
+    np.asarray(work(x, 1))
+    began = time.monotonic()
+    np.asarray(work(x, 10))
+    num_rounds = int(10 / (time.monotonic() - began)) + 1  # for a second or more
+    sigterm.listen(come)
+    sent = []
+    def send():
+        sent.append(time.monotonic())
+        terminate()
+    threading.Timer(0.1, send).start()
+    np.asarray(work(x, num_rounds))
+    ended = time.monotonic()
+    assert came.wait(10)
+    print(at[0] - sent[0] < (ended - sent[0]) / 2)
+    """)
+    assert (code, printed) == (0, ["True"]), errors
+
+
+def test_others_get_their_signals_too():
+    """asyncio has the wake-up descriptor, before and after."""
+    code, printed, errors = run("""
+    import asyncio
+    async def main():
+        loop, mine = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGUSR1, mine.set)
+        token = sigterm.listen(come)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(mine.wait(), 10)
+        loop.remove_signal_handler(signal.SIGUSR1)  # which takes the descriptor away from all
+        sigterm.tend()
+        terminate()
+        assert await asyncio.to_thread(came.wait, 10)
+        mine.clear(), came.clear()
+        loop.add_signal_handler(signal.SIGUSR1, mine.set)  # and now takes it for itself
+        terminate()
+        assert await asyncio.to_thread(came.wait, 10)  # by the handler, late
+        sigterm.ignore(token)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(mine.wait(), 10)
+        print("all")
+    asyncio.run(main())
+    """)
+    assert (code, printed) == (0, ["all"]), errors
+
+
+def test_without_listeners_it_ends_the_process_again():
+    code, printed, errors = run("""
+    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    for _ in range(3):
+        tokens = [sigterm.listen(come), sigterm.listen(come)]
+        sigterm.ignore(tokens[0])
+        terminate()
+        assert came.wait(10)
+        came.clear()
+        sigterm.ignore(tokens[1])
+    assert before == (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1))
+    print("back", flush=True)
+    terminate()
+    time.sleep(10)
+    """)
+    assert (code, printed) == (-15, ["back"]), errors
+
+
+def test_the_last_listener_may_go_in_another_thread():
+    code, printed, errors = run("""
+    token = sigterm.listen(come)
+    thread = threading.Thread(target=sigterm.ignore, args=(token,))
+    thread.start()
+    thread.join()
+    terminate()
+    time.sleep(10)
+    """)
+    assert (code, printed) == (-15, []), errors
+
+
+def test_what_a_forked_process_is_told_is_not_taken_for_ours():
+    """Data loaders fork their workers, and end them by SIGTERM."""
+    code, printed, errors = run("""
+    sigterm.listen(come)
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(1)
+    time.sleep(0.2)
+    terminate(child)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM, status
+    print(came.wait(0.5))
+    """)
+    assert (code, printed) == (0, ["False"]), errors
+
+
+def test_only_the_main_thread_may_begin():
+    code, printed, errors = run("""
+    from replicax._src.errors import ContextError
+    def begin():
+        try:
+            sigterm.listen(come)
+        except ContextError as error:
+            print("termination_watcher_fn" in str(error))
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    """)
+    assert (code, printed) == (0, ["True"]), errors
