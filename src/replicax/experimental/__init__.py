@@ -8,6 +8,9 @@ from replicax._src.options import (
     ValueContext,
     collective_hints,
 )
+from replicax._src.preemption.handler import PreemptionCheckpointHandler
+from replicax._src.preemption.termination import TerminationConfig
+from replicax._src.preemption.watcher import PreemptionWatcher
 from replicax._src.strategies import multi_worker_mirrored, tpu
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
@@ -32,8 +35,11 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PerWorkerVariable",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
     "ShardedVariable",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "cache_variable_reads",
     "coordinator",
