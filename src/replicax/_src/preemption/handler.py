@@ -103,7 +103,7 @@ class PreemptionCheckpointHandler:
           CheckpointError: It could not be saved.
           Exception: What the function raises, or a ``termination_watcher_fn`` has raised.
         """
-        must_save = self._begin(())
+        must_save = self._begin()
         self._is_inside = True
         try:
             result = distributed_train_function(*args, **kwargs)
@@ -128,9 +128,7 @@ class PreemptionCheckpointHandler:
           As ``run``.
         """
         self._num_calls += 1
-        self._steps.end()
-        while self._steps.begin():
-            self._save(*args, **kwargs)
+        self._steps.end_and_save(lambda: self._write(*args, **kwargs))
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
@@ -155,12 +153,12 @@ class PreemptionCheckpointHandler:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _begin(self, args: tuple[Any, ...]) -> bool:
+    def _begin(self) -> bool:
         """Begins a step; if it is to be saved, before it. Returns whether it is to be saved after it instead."""
         while self._steps.begin():
             if self._steps.must_run_first():
                 return True
-            self._save(*args)
+            self._save()
         return False
 
     @contextlib.contextmanager
@@ -168,7 +166,7 @@ class PreemptionCheckpointHandler:
         if self._is_inside or current_capture() is not None:
             yield
             return
-        must_save = self._begin(())
+        must_save = self._begin()
         self._is_inside = True
         try:
             yield
@@ -179,8 +177,8 @@ class PreemptionCheckpointHandler:
         if must_save:
             self._save()
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        self._steps.save(lambda: self._write(*args, **kwargs))
+    def _save(self) -> None:
+        self._steps.save(self._write)
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
         for coordinator in coordinators_at_work():

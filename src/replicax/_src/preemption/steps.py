@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import statistics
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -22,6 +24,7 @@ log = logging.getLogger("replicax")
 # Until the deadline: the steps that may have begun, and a save as long as the first one, twice.
 _STEPS_LEFT = 6
 _SAVES_LEFT = 2
+_STEPS_KEPT = 20
 _LOOK_S = 0.1
 
 
@@ -29,7 +32,8 @@ _LOOK_S = 0.1
 class GuardedSteps:
     """Steps that all tasks count alike. Call it from one thread, that of the training.
 
-    With each step: ``begin``, which says whether to save, and ``end``. Where it is to be saved: ``save``.
+    With each step: ``begin``, which says whether to save, and ``end``. Where it is to be saved: ``save``. Or, where a loop is
+    somebody else's: ``end_and_save`` after each of its steps.
 
     Args:
       peers: The other tasks, all of which make one too, if there are any.
@@ -70,6 +74,15 @@ class GuardedSteps:
         """After a step."""
         self._clock.note_step(time.monotonic() - self._began_at)
         self._num_taken = num_elements_taken()
+
+    def end_and_save(self, save: Callable[[], Any]) -> None:
+        """After a step, and before the next one, with nothing between: where a callback of a loop is called, say.
+
+        It counts as the end of one and the beginning of the other; if all are to save, ``save`` is called as ``save`` does.
+        """
+        self.end()
+        while self.begin():
+            self.save(save)
 
     def must_run_first(self) -> bool:
         """Where all are to save before a step: whether its data has been read already, in any task.
@@ -132,13 +145,14 @@ class _Clock:
     """How long steps and saving take."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
-        self._step_s = 0.0
+        self._is_first = True
+        self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self.save_s: float | None = None
 
     def note_step(self, step_s: float) -> None:
-        self._num_steps += 1
-        self._step_s += (step_s - self._step_s) / self._num_steps
+        if not self._is_first:  # that one was compiled
+            self._steps_s.append(step_s)
+        self._is_first = False
 
     def note_save(self, save_s: float) -> None:
         self.save_s = max(save_s, self.save_s or 0.0)
@@ -146,7 +160,9 @@ class _Clock:
     @property
     def margin_s(self) -> float:
         """How long before the deadline the last save has to begin."""
-        return _STEPS_LEFT * self._step_s + _SAVES_LEFT * (self.save_s or 0.0)
+        steps_s = list(self._steps_s)  # another thread appends
+        step_s = statistics.median(steps_s) if steps_s else 0.0
+        return _STEPS_LEFT * step_s + _SAVES_LEFT * (self.save_s or 0.0)
 
 
 @final

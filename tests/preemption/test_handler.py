@@ -1,0 +1,282 @@
+"""A training in one process that is told to end: what is saved when, and what comes of it in the next run of it."""
+
+import os
+import signal
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax import errors
+
+pytestmark = pytest.mark.timeout(120)
+PATIENCE_S = 60
+Config = rx.experimental.TerminationConfig
+
+
+class Training:
+    """A program that may be run again and again on one directory."""
+
+    def __init__(self, folder, config=None, strategy=None, **more):
+        self.strategy = strategy or rx.MirroredStrategy(["cpu:0", "cpu:1"])
+        with self.strategy.scope():
+            self.state = rx.Variable(jnp.zeros(()))
+        data = np.arange(40, dtype=np.float32)
+        self.dataset = self.strategy.experimental_distribute_dataset(rx.data.from_arrays(data).batch(2))
+        self.iterator = iter(self.dataset)
+        self.checkpoint = rx.Checkpoint(state=self.state, iterator=self.iterator, **more)
+        self.handler = rx.experimental.PreemptionCheckpointHandler(
+            self.strategy.cluster_resolver, self.checkpoint, folder, config
+        )
+        self.watcher = rx.experimental.PreemptionWatcher()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.handler.close()
+        self.watcher.close()
+        self.iterator.close()
+
+    def update(self, batch):
+        total = rx.get_replica_context().all_reduce("SUM", jnp.sum(batch))
+        self.state.assign(self.state * 0.5 + total)
+
+    def read(self):
+        self.step(next(self.iterator))
+
+    def step(self, batch):
+        self.strategy.run(self.update, args=(batch,))
+
+    def told(self):
+        """SIGTERM, and it has been noticed."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + PATIENCE_S
+        while self.watcher.preemption_message is None:  # it is told after the handler
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def expected(num_steps):
+    state = np.float32(0)
+    for step in range(num_steps):
+        state = state * np.float32(0.5) + np.float32(4 * step + 1)
+    return float(state)
+
+
+def exit_code(call, *args):
+    with pytest.raises(SystemExit) as raised:
+        call(*args)
+    return raised.value.code
+
+
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], "cpu:0"])
+def test_it_goes_on_where_it_was(tmp_path, devices):
+    """The batch that has been read for a step that has not begun is not lost."""
+    make = rx.OneDeviceStrategy if devices == "cpu:0" else rx.MirroredStrategy
+    with Training(tmp_path, strategy=make(devices)) as first:
+        for step in range(5):
+            assert first.handler.total_run_calls == step
+            first.handler.run(first.step, next(first.iterator))
+        first.told()
+        assert exit_code(first.handler.run, first.step, next(first.iterator)) == 42
+        assert os.listdir(tmp_path) == ["ckpt-1"]
+    with Training(tmp_path, strategy=make(devices)) as second:
+        assert second.handler.total_run_calls == 6
+        assert float(second.state) == expected(6)
+        for _ in range(6, 20):
+            second.handler.run(second.step, next(second.iterator))
+        assert float(second.state) == expected(20)
+
+
+def test_data_that_the_step_reads_itself(tmp_path):
+    """Then it is saved before the step, as in TensorFlow: what comes between two steps is in it."""
+    with Training(tmp_path) as first:
+        for _ in range(5):
+            first.handler.run(first.read)
+        first.told()
+        first.state.assign(100.0)
+        assert exit_code(first.handler.run, first.read) == 42
+    with Training(tmp_path) as second:
+        assert second.handler.total_run_calls == 5
+        assert float(second.state) == 100
+        second.handler.run(second.read)
+        assert float(second.state) == 50 + 4 * 5 + 1
+
+
+def test_without_a_function(tmp_path):
+    with Training(tmp_path) as first:
+        for _ in range(4):
+            first.step(next(first.iterator))
+            first.handler.save_checkpoint_if_preempted()
+        first.told()
+        first.step(next(first.iterator))
+        assert exit_code(first.handler.save_checkpoint_if_preempted, 77) == 42
+        assert os.listdir(tmp_path) == ["ckpt-77"]
+    with Training(tmp_path) as second:
+        assert second.handler.total_run_calls == 5
+        assert float(second.state) == expected(5)
+
+
+def test_a_loop_that_knows_by_itself_how_far_it_is(tmp_path):
+    class Counted(Training):
+        def update(self, batch):
+            super().update(batch)
+            self.number.assign_add(1)
+
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        number = rx.Variable(jnp.zeros((), int))
+    Counted.number = number
+    compiled = []
+
+    def loop(training, is_told):
+        step = rx.function(training.step)
+        compiled.append(step)
+        with training.handler.watch_preemption_scope():
+            while int(number) < 12:
+                if int(number) == 7 and is_told:
+                    training.told()
+                step(next(training.iterator))
+
+    with Counted(tmp_path, strategy=strategy, number=number) as first:
+        assert exit_code(loop, first, True) == 42
+        first.step(next(first.iterator))  # outside nothing is watched
+    number.assign(0)
+    with Counted(tmp_path, strategy=strategy, number=number) as second:
+        assert int(number) == 8  # the step whose batch had been read
+        loop(second, False)
+        assert float(second.state) == expected(12)
+
+
+def test_a_grace_period(tmp_path):
+    """It is saved at once, and again before the time is over."""
+    with Training(tmp_path, Config(grace_period=4.0)) as training:
+        training.handler.run(training.read)
+        training.told()
+        told_at = time.monotonic()
+        training.handler.run(training.read)
+        assert os.listdir(tmp_path) == ["ckpt-1"]
+
+        def go_on():
+            while time.monotonic() < told_at + PATIENCE_S:
+                training.handler.run(lambda: time.sleep(0.01))
+
+        assert exit_code(go_on) == 42
+        assert 1 < time.monotonic() - told_at < 4
+        assert "ckpt-2" in os.listdir(tmp_path)
+
+
+def test_a_step_that_nobody_has_run_since_is_not_saved_again(tmp_path):
+    saves = []
+    with Training(tmp_path) as first:
+        first.handler.run(first.step, next(first.iterator))
+        first.told()
+        exit_code(first.handler.run, lambda: None)
+    with Training(tmp_path) as second:  # restored, and told again before it has run anything
+        second.told()
+        assert exit_code(second.handler.run, lambda: saves.append(1)) == 42
+        assert not saves
+        assert os.listdir(tmp_path) == ["ckpt-1"]
+
+
+def test_own_functions(tmp_path):
+    """A watcher in place of SIGTERM, ``save_fn`` in place of the checkpoint, and an ``exit_fn`` that goes on."""
+    must_end, calls = threading.Event(), []
+    config = Config(must_end.is_set, lambda: calls.append("exit"), None, lambda *args: calls.append(args))
+    with Training(tmp_path, config) as training:
+        training.handler.run(calls.append, 1)
+        must_end.set()
+        deadline = time.monotonic() + PATIENCE_S
+        while "exit" not in calls and time.monotonic() < deadline:
+            training.handler.run(time.sleep, 0.01)
+        assert calls == [1, (), "exit"]
+        training.handler.run(calls.append, 2)  # it is not saved again
+        assert calls == [1, (), "exit", 2]
+        assert os.listdir(tmp_path) == []
+
+
+def test_what_the_watcher_raises_is_raised(tmp_path):
+    def watch():
+        raise ConnectionError("no metadata")
+
+    def train(training):
+        for _ in range(1000):
+            training.handler.run(time.sleep, 0.01)
+
+    with Training(tmp_path, Config(watch)) as training, pytest.raises(ConnectionError, match="no metadata"):
+        train(training)
+
+
+def test_an_error_of_a_step_changes_nothing(tmp_path):
+    with Training(tmp_path) as training:
+        with pytest.raises(ZeroDivisionError):
+            training.handler.run(lambda: 1 / 0)
+        assert training.handler.total_run_calls == 0
+        assert training.handler.run(lambda x: x + 1, 4) == 5
+        assert training.handler.total_run_calls == 1
+
+
+def test_a_manager_is_used_as_it_is(tmp_path):
+    strategy = rx.OneDeviceStrategy("cpu:0")
+    with strategy.scope():
+        v = rx.Variable(0.0)
+    manager = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, max_to_keep=2, checkpoint_name="mine")
+    manager.save(checkpoint_number=3)  # by a program without a handler
+    manager.wait()
+    with rx.experimental.PreemptionCheckpointHandler(None, manager) as handler:
+        assert handler.total_run_calls == 0
+        watcher = rx.experimental.PreemptionWatcher()
+        handler.run(strategy.run, lambda: v.assign_add(1.0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        while watcher.preemption_message is None:
+            time.sleep(0.001)
+        assert watcher.preemption_message == "this process: SIGTERM"
+        watcher.block_until_worker_exit()  # that is not another task
+        exit_code(handler.run, lambda: None)
+        watcher.close()
+    assert sorted(os.listdir(tmp_path)) == ["mine-3", "mine-4"]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda handler, checkpoint, folder: handler(None, checkpoint), "needs `checkpoint_dir`"),
+        (lambda handler, checkpoint, folder: handler(None, "ckpt", folder), "takes an rx.Checkpoint or"),
+        (
+            lambda handler, checkpoint, folder: handler(
+                None, rx.CheckpointManager(checkpoint, folder), folder / "other"
+            ),
+            "Leave checkpoint_dir out",
+        ),
+        (
+            lambda handler, checkpoint, folder: handler(None, checkpoint, folder, {"grace_period": 3}),
+            "is an rx.experimental.TerminationConfig",
+        ),
+        (lambda *_: Config(grace_period=-1), "grace_period is a number of seconds"),
+        (lambda *_: Config(exit_fn=42), "exit_fn is a function"),
+    ],
+)
+def test_bad_arguments(tmp_path, make, text):
+    checkpoint = rx.Checkpoint(v=rx.Variable(0.0))
+    before = signal.getsignal(signal.SIGTERM)
+    message(
+        errors.InvalidArgumentError,
+        lambda: make(rx.experimental.PreemptionCheckpointHandler, checkpoint, tmp_path),
+        text,
+    )
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_handler_that_is_dropped_lets_sigterm_go(tmp_path):
+    """The program that follows the training can be ended as before."""
+    before = signal.getsignal(signal.SIGTERM)
+    handler = rx.experimental.PreemptionCheckpointHandler(None, rx.Checkpoint(v=rx.Variable(0.0)), tmp_path)
+    assert signal.getsignal(signal.SIGTERM) != before
+    handler.close()
+    handler.close()
+    assert signal.getsignal(signal.SIGTERM) == before
