@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -102,3 +103,22 @@ def test_collectives_in_loops_and_in_groups():
 
     (one,) = costs_of(traced(on_mesh(step), (4, 8)), 4, is_split=False).collectives
     assert (one.count, one.group_size) == (5, 2)
+
+
+def test_groups_over_axes_of_several_hosts():
+    mesh = Mesh(
+        np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3
+    )
+
+    def step(x):
+        return [jax.lax.psum(x, axes) for axes in ("a", "c", ("b", "c"), ("a", "b", "c"))]
+
+    spec = PartitionSpec("a")
+    placed = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    found = costs_of(traced(placed, (4, 8)), 8, is_split=False, domain_size=4).collectives
+    assert {one.axes: (one.group_size, one.num_domains) for one in found} == {
+        ("a",): (2, 2),
+        ("c",): (2, 1),
+        ("b", "c"): (4, 1),
+        ("a", "b", "c"): (8, 2),
+    }

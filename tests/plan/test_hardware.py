@@ -8,7 +8,7 @@ from replicax._src.plan.hardware import chips, hardware_of
 
 
 @pytest.mark.parametrize(
-    ("name", "num_devices", "num_hosts"),
+    ("name", "num_devices", "num_domains"),
     [
         ("v5e:4x8", 32, 1),
         ("v5p:16x16x16", 4096, 1),
@@ -17,11 +17,35 @@ from replicax._src.plan.hardware import chips, hardware_of
         ("h200:4", 4, 1),
         ("a100=1x1", 1, 1),
         ("cpu:8", 8, 1),
+        ("v4:2x2x4", 16, 1),
+        ("tpu7x:2x2x1", 8, 1),
+        ("2xv5e:16x16", 512, 2),
+        ("4xtpu7x:4x4x4", 512, 4),
     ],
 )
-def test_names(name, num_devices, num_hosts):
+def test_names(name, num_devices, num_domains):
     found = hardware_of(name)
-    assert (found.num_devices, found.num_hosts) == (num_devices, num_hosts)
+    assert (found.num_devices, found.num_domains) == (num_devices, num_domains)
+    assert found.domain_size * num_domains == num_devices
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("v5litepod-16", "v5e:4x4"),
+        ("v5e-256", "v5e:16x16"),
+        ("v6e-256", "v6e:16x16"),
+        ("v4-32", "v4:2x2x4"),
+        ("v5p-128", "v5p:4x4x4"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("tpu7x-128", "tpu7x:4x4x4"),
+        ("2xv5litepod-256", "2xv5e:16x16"),
+        ("h200:4", "h200:1x4"),
+    ],
+)
+def test_names_of_vendors(name, ours):
+    assert hardware_of(name) == hardware_of(ours)
+    assert hardware_of(name).name == ours
 
 
 @pytest.mark.parametrize(
@@ -33,7 +57,12 @@ def test_names(name, num_devices, num_hosts):
         ("v5p:12x4x4", "v5p:4x4x8"),
         ("h100:16x9", "at most 8"),
         ("h100:2x2x2", "at most 8"),
-        ("v5litepod-16", "v5e:16x16"),
+        ("v5litepod-17", "v5litepod-16"),
+        ("v5p-136", "v5p-128"),
+        ("v9-8", "v5litepod-16"),
+        ("0xv5e:4x4", "2xv5e:16x16"),
+        ("2xh100:1x8", "only TPUs come in slices"),
+        ("2xcpu:8", "only TPUs come in slices"),
         ("tpu:8", "nothing is known of 'tpu'"),
         ("h100:0x8", "no devices"),
         ("cpu:2x4", "cpu:8"),
@@ -47,14 +76,33 @@ def test_what_does_not_exist(name, told):
     assert told in str(caught.value)
 
 
+FACTS = ["flops_per_s", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"]
+
+
 def test_every_fact_has_its_source():
     for chip in chips().values():
-        assert chip.source.startswith("https://"), chip.key
-        assert chip.kind == "tpu" or chip.host_source.startswith("https://"), chip.key
+        facts = [fact for fact in [*FACTS, "topologies", "per_host", "compiler"] if getattr(chip, fact)]
+        assert [fact for fact in facts if not chip.source_of(fact).startswith("https://")] == [], chip.key
+        assert {fact for found in chip.sources.values() for fact in found} <= set(facts), chip.key
         assert min(chip.memory_bytes_per_s, chip.link_bytes_per_s, *chip.flops_per_s.values()) > 1e11, (
             chip.key
         )
         assert (chip.kind == "tpu") == bool(chip.topologies)
+        assert chip.network_bytes_per_s < chip.link_bytes_per_s < chip.memory_bytes_per_s
+
+
+def test_a_chip_of_two_devices_is_shared_by_them():
+    chip = chips()["tpu7x"]
+    assert chip.flops_of("bfloat16") == 2307e12 / 2
+    assert chip.memory_bytes == 96 << 30
+
+
+def test_gpus_have_the_peak_that_their_units_have():
+    """XLA's target configs have 4 matrix units for each of the cores, of 512 multiplications of bfloat16 at 1.83 GHz on H100."""
+    cores = (chips()["h100"].compiler or {})["core_count"]
+    assert chips()["h100"].flops_of("bfloat16") == pytest.approx(cores * 4 * 512 * 2 * 1.8295e9, rel=1e-3)
+    cores = (chips()["b200"].compiler or {})["core_count"]
+    assert chips()["b200"].flops_of("bfloat16") == pytest.approx(cores * 4 * 1024 * 2 * 1.8353e9, rel=2e-2)
 
 
 def test_dtypes_that_are_not_published_count_as_those_that_are():

@@ -124,3 +124,67 @@ ENTRY %main (x: f32[86], y: f32[]) -> f32[86] {
 
 def test_a_program_without_collectives():
     assert read_hlo(jax.jit(jnp.sin).lower(jnp.zeros(3)).compile().as_text(), 1).collectives == []
+
+
+def test_groups_that_are_on_several_hosts():
+    """Of 16 devices on 2 hosts: all, neighbours, those 8 apart, and permutations within and between."""
+    text = """\
+ENTRY %main (x: f32[64]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  %a = f32[64]{0} all-reduce(%x), channel_id=1, replica_groups=[1,16]<=[16], to_apply=%add
+  %b = f32[64]{0} all-reduce(%a), channel_id=2, replica_groups=[8,2]<=[16], to_apply=%add
+  %c = f32[64]{0} all-reduce(%b), channel_id=3, replica_groups=[8,2]<=[2,8]T(1,0), to_apply=%add
+  %d = f32[64]{0} all-reduce(%c), channel_id=4, replica_groups={{0,4,8,12},{1,5,9,13}}, to_apply=%add
+  %e = f32[64]{0} collective-permute(%d), channel_id=5, source_target_pairs={{0,1},{1,0}}
+  ROOT %f = f32[64]{0} collective-permute(%e), channel_id=6, source_target_pairs={{0,1},{7,8}}
+}
+"""
+    found = read_hlo(text, 16, 8).collectives
+    by_group = {(one.kind, one.group_size, one.num_domains): one for one in found}
+    reduced, permuted = "all-reduce", "collective-permute"
+    assert set(by_group) == {
+        (reduced, 16, 2),
+        (reduced, 2, 1),
+        (reduced, 2, 2),
+        (reduced, 4, 2),
+        (permuted, 2, 1),
+        (permuted, 2, 2),
+    }
+    sent = {key: (one.link_bytes, one.network_bytes) for key, one in by_group.items()}
+    assert sent[reduced, 16, 2] == (2 * 7 / 8 * 256, 2 * 1 / 2 * 256 / 8)
+    assert sent[reduced, 2, 1] == (256, 0)
+    assert sent[reduced, 2, 2] == (0, 256)
+    assert sent[permuted, 2, 1] == (256, 0)
+    assert sent[permuted, 2, 2] == (0, 256)
+
+
+def test_all_reduces_that_are_something_else():
+    """One of a piece among zeros, one of which a piece is kept, one that is what it says; as TPU's compiler leaves them."""
+    text = """\
+%put (p.0: f32[64,8], p.1: f32[8,8]) -> f32[64,8] {
+  %p.0 = f32[64,8]{1,0} parameter(0)
+  %p.1 = f32[8,8]{1,0} parameter(1)
+  ROOT %dynamic-update-slice.1 = f32[64,8]{1,0} dynamic-update-slice(%p.0, %p.1, %zero, %zero)
+}
+
+%cut (p.2: f32[8,8], p.3: f32[64,8]) -> f32[8,8] {
+  %p.2 = f32[8,8]{1,0} parameter(0)
+  %p.3 = f32[64,8]{1,0} parameter(1)
+  %dynamic-slice.1 = f32[8,8]{1,0} dynamic-slice(%p.3, %zero, %zero), dynamic_slice_sizes={8,8}
+  ROOT %add.1 = f32[8,8]{1,0} add(%p.2, %dynamic-slice.1)
+}
+
+ENTRY %main (w: f32[8,8], g: f32[64,8]) -> f32[8,8] {
+  %w = f32[8,8]{1,0} parameter(0)
+  %g = f32[64,8]{1,0} parameter(1)
+  %fusion.1 = f32[64,8]{1,0} fusion(%zeros, %w), kind=kLoop, calls=%put
+  %gathered = f32[64,8]{1,0} all-reduce(%fusion.1), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %scattered = f32[64,8]{1,0} all-reduce(%g), channel_id=2, replica_groups=[1,8]<=[8], to_apply=%add
+  %reduced = f32[64,8]{1,0} all-reduce(%gathered), channel_id=3, replica_groups=[1,8]<=[8], to_apply=%add
+  %fusion.2 = f32[8,8]{1,0} fusion(%w, %scattered), kind=kLoop, calls=%cut
+  ROOT %fusion.3 = f32[8,8]{1,0} fusion(%reduced, %scattered), kind=kLoop, calls=%cut
+}
+"""
+    found = read_hlo(text, 8).collectives
+    assert {one.stands_for for one in found} == {"all-gather", "reduce-scatter", None}
+    assert all(one.kind == "all-reduce" and one.bytes == 64 * 8 * 4 for one in found)

@@ -32,12 +32,12 @@ class Program:
             return self.variables
         return of_optimizer // shards + (rest // shards if state is ShardState.ALL else rest)
 
-    def attempt(self, change, may_compile):
+    def attempt(self, change, below):
         replicas = change.hardware.num_devices
         rows = -(-change.global_batch // replicas)
         arguments = self.state(replicas, change.shard_state) + rows * self.row
         peak = None
-        if may_compile and arguments <= LIMIT:
+        if arguments < below and arguments <= LIMIT:
             self.num_compiled += 1
             peak = arguments + 10 * rows * self.row + self.fixed
         return Attempt(replicas, rows, change.shard_state and replicas, arguments, peak, LIMIT)
@@ -98,6 +98,12 @@ def test_pieces_that_are_too_large_are_divided_over_more_devices():
     assert (more.topology, more.shard_size, more.rows, more.fits) == ("v5e:4x8", 32, 64, True)
 
 
+def test_what_has_no_state_to_divide_is_not_compiled_again():
+    program = Program(variables=0, row=LIMIT // 11 // 40, rows=1, fixed=2 * LIMIT)
+    assert program.remedies() == []
+    assert program.num_compiled == 0
+
+
 def test_without_time_nothing_is_compiled_and_that_is_said():
     program = Program(variables=LIMIT // 2, row=LIMIT // 11 // 40)
     remedies = program.remedies(time_left=lambda: 0.5)  # less than the plan took
@@ -126,7 +132,7 @@ def test_what_is_said_to_fit_does(variables, row, rows, fixed):
     ("name", "num_devices", "larger"),
     [
         ("v5e:2x4", 9, "v5e:4x4"),
-        ("v5e:16x16", 257, None),
+        ("v5e:16x16", 257, "2xv5e:16x16"),
         ("v5p:4x4x4", 65, "v5p:4x4x8"),
         ("h100:1x4", 5, "h100:1x8"),
         ("h100:2x8", 100, "h100:13x8"),

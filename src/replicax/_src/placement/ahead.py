@@ -32,7 +32,7 @@ gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability {{ major: {capability} minor: 0 }}
+  cuda_compute_capability {{ {capability} }}
   {fields}
   device_memory_size: {memory}
 }}
@@ -87,8 +87,8 @@ def _devices(hardware: Hardware) -> list[Any]:
     _check_plugin(hardware)
     if chip.kind == "tpu":
         _quieten_tpu()
-        name = hardware.name
-        return jax_compat.devices_of_plan("tpu", name, hardware.num_devices, _sub_host(hardware.shape))
+        name = f"{chip.key}:{'x'.join(map(str, hardware.shape))}"
+        return jax_compat.devices_of_plan("tpu", name, hardware.num_devices, _slice_options(hardware))
     hosts, gpus = hardware.shape
     target = {"target_config": gpu_target(chip), "topology": f"1x{hosts}x{gpus}"}
     return jax_compat.devices_of_plan("cuda", chip.key, hardware.num_devices, target)
@@ -121,11 +121,16 @@ def _quieten_tpu() -> None:
             os.environ.setdefault(name, value)
 
 
-def _sub_host(shape: Sequence[int]) -> dict[str, Any] | None:
-    """What libtpu wants to be told of a slice that is smaller than a host."""
-    if all(size == 1 for size in shape):
-        return {"chips_per_host_bounds": (1, 1, 1)}
-    return None
+def _slice_options(hardware: Hardware) -> dict[str, Any]:
+    """What libtpu wants to be told of a slice besides its name."""
+    options: dict[str, Any] = {}
+    if all(size == 1 for size in hardware.shape):
+        options["chips_per_host_bounds"] = (1, 1, 1)  # smaller than a host
+    if hardware.num_slices > 1:
+        options["num_slices"] = hardware.num_slices
+    if hardware.chip.key == "v4":
+        options["chip_config_name"] = "megacore"  # one device for each chip, as on v4 itself
+    return options
 
 
 def gpu_target(chip: Chip) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +36,8 @@ class Collective:
       group_size: How many devices exchange.
       count: How often in a step, loops unrolled.
       axes: Of the mesh, where the program names them.
+      stands_for: The kind that was asked for, where the compiler put this in its place; None: it is what it is.
+      num_domains: On how many hosts of GPUs, or slices of TPUs, the devices of a group are, as many on each.
     """
 
     kind: str
@@ -41,26 +45,49 @@ class Collective:
     group_size: int
     count: int = 1
     axes: tuple[str, ...] = ()
+    num_domains: int = 1
+    stands_for: str | None = None
 
     @property
     def wire_bytes(self) -> float:
         """What one device sends in a step, by the ring algorithm: 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n of the
         others', all of a permutation's."""
-        if self.group_size < 2:
+        return self.count * self.bytes * self._share(self.group_size)
+
+    @property
+    def link_bytes(self) -> float:
+        """What one device sends at least to others of its host or slice, if what is in it is exchanged there."""
+        return self.count * self.bytes * self._share(self.group_size // self.num_domains)
+
+    @property
+    def network_bytes(self) -> float:
+        """What one device sends at least to other hosts or slices, if those of each share that evenly."""
+        together = (
+            1 if self.kind in ("all-to-all", "collective-permute") else self.group_size // self.num_domains
+        )
+        return self.count * self.bytes * self._share(self.num_domains) / max(1, together)
+
+    def _share(self, size: int) -> float:
+        if size < 2:
             return 0.0
-        share = 1.0 if self.kind == "collective-permute" else (self.group_size - 1) / self.group_size
-        return self.count * self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+        share = 1.0 if self.kind == "collective-permute" else (size - 1) / size
+        return share * (2 if self.kind == "all-reduce" else 1)
 
 
 def merged(found: Sequence[Collective]) -> list[Collective]:
     """Equal ones as one, with their counts added; the largest first."""
     counts: collections.Counter[Any] = collections.Counter()
     for one in found:
-        counts[one.kind, one.bytes, one.group_size, one.axes] += one.count
+        counts[dataclasses.replace(one, count=0)] += one.count
     return sorted(
-        (Collective(kind, size, group, count, axes) for (kind, size, group, axes), count in counts.items()),
+        (dataclasses.replace(one, count=count) for one, count in counts.items()),
         key=lambda one: -one.bytes * one.count,
     )
+
+
+def num_domains_of(members: Iterable[int], domain_size: int) -> int:
+    """On how many hosts or slices the devices with these numbers are."""
+    return len({member // domain_size for member in members})
 
 
 @dataclass
@@ -84,15 +111,17 @@ class Costs:
         return sum(self.flops.values())
 
 
-def costs_of(jaxpr: Any, num_devices: int, *, is_split: bool) -> Costs:
+def costs_of(jaxpr: Any, num_devices: int, *, is_split: bool, domain_size: int | None = None) -> Costs:
     """The costs of a program on one of its devices.
 
     Args:
       jaxpr: Of the whole program. Inside of a ``shard_map`` shapes are those of one device.
       is_split: What is outside of one is split over the devices by rows (the global view), not computed by each.
+      domain_size: Devices of a host or slice; None: there is one.
     """
     costs = Costs()
-    _add(costs, jaxpr, _Place(1.0, 1.0 / num_devices if is_split else 1.0, {}))
+    share = 1.0 / num_devices if is_split else 1.0
+    _add(costs, jaxpr, _Place(1.0, share, {}, domain_size or num_devices))
     costs.flops = dict(costs.flops)
     costs.collectives = merged(costs.collectives)
     return costs
@@ -105,6 +134,7 @@ class _Place:
     times: float
     share: float
     sizes: Mapping[str, int]
+    domain_size: int
 
 
 def _add(costs: Costs, jaxpr: Any, place: _Place) -> None:
@@ -131,9 +161,9 @@ def _add(costs: Costs, jaxpr: Any, place: _Place) -> None:
 def _inside(costs: Costs, eqn: Any, place: _Place) -> _Place:
     name = eqn.primitive.name
     if name == "scan":
-        return _Place(place.times * eqn.params["length"], place.share, place.sizes)
+        return dataclasses.replace(place, times=place.times * eqn.params["length"])
     if name == "shard_map":
-        return _Place(place.times, 1.0, dict(eqn.params["mesh"].shape))
+        return dataclasses.replace(place, share=1.0, sizes=dict(eqn.params["mesh"].shape))
     if name == "while":
         costs.has_open_loops = True
     return place
@@ -177,11 +207,25 @@ def _add_collective(costs: Costs, eqn: Any, place: _Place) -> None:
     kind = _KINDS[eqn.primitive.name]
     names = eqn.params.get("axes", eqn.params.get("axis_name"))
     axes = tuple(a for a in (names if isinstance(names, (tuple, list)) else (names,)) if isinstance(a, str))
+    members = _members(axes, place.sizes)
     groups = eqn.params.get("axis_index_groups")
-    size = len(groups[0]) if groups else math.prod(place.sizes.get(axis, 1) for axis in axes)
+    if groups:
+        members = [members[i] for i in groups[0]]
+    size = len(members)
     if size < 2:
         return
     arrays = eqn.outvars if kind == "all-gather" else eqn.invars
     total = sum(size_of(v.aval) for v in arrays)
     if total:
-        costs.collectives.append(Collective(kind, total, size, round(place.times), axes))
+        domains = num_domains_of(members, place.domain_size)
+        costs.collectives.append(Collective(kind, total, size, round(place.times), axes, domains))
+
+
+def _members(axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    """The numbers, in the mesh, of the devices that exchange over axes with the first one."""
+    steps = itertools.accumulate(
+        [*list(sizes.values())[:0:-1]], initial=1, func=lambda step, size: step * size
+    )
+    step_of = dict(zip(reversed(sizes), steps, strict=True))
+    ranges = [range(0, sizes[axis] * step_of[axis], step_of[axis]) for axis in axes if axis in sizes]
+    return [sum(parts) for parts in itertools.product(*ranges)]

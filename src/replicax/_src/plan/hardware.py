@@ -7,8 +7,8 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -28,7 +28,9 @@ QUIET_TPU = {
 }
 """libtpu asks the environment which machine this is, and complains on one that is none of its own."""
 
-_NAME = re.compile(r"^(?P<chip>[a-z0-9]+)[:=](?P<shape>[0-9]+(?:x[0-9]+)*)$")
+_NAME = re.compile(
+    r"^(?:(?P<slices>[1-9][0-9]*)x)?(?P<chip>[a-z][a-z0-9]*)(?:[:=](?P<shape>[0-9]+(?:x[0-9]+)*)|-(?P<number>[0-9]+))$"
+)
 _MAX_CPU_DEVICES = 2048  # XLA's CPU client takes those beyond for another process's (jax 0.10)
 
 
@@ -39,10 +41,8 @@ class Chip:
     Attributes:
       key: Its name in topologies.
       kind: "tpu", "gpu" or "cpu".
-      device_kinds: What JAX calls such devices.
-      cube, max_devices: Further slices are of whole cubes of this edge, up to so many devices.
+      flops_per_s, memory_bytes, …: Of a device, where a chip is several.
       compiler: What XLA is told of a GPU.
-      source, host_source, notes: Where the numbers are from.
     """
 
     key: str
@@ -52,17 +52,22 @@ class Chip:
     memory_bytes: int
     memory_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
-    host_bytes_per_s: float = 0.0
+    network_bytes_per_s: float = 0.0
     clock_hz: float = 0.0
+    devices_per_chip: int = 1
     per_host: int = 0
     cube: int = 0
-    max_devices: int = 0
+    max_chips: int = 0
     topologies: tuple[str, ...] = ()
+    vendor_name: tuple[str, int] = ("", 1)
     device_kinds: tuple[str, ...] = ()
-    source: str = ""
-    host_source: str = ""
+    sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: str = ""
     compiler: Mapping[str, Any] | None = None
+
+    def source_of(self, fact: str) -> str:
+        """The page that a fact is from; empty if it has none."""
+        return next((page for page, facts in self.sources.items() if fact in facts), "")
 
     def flops_of(self, dtype: str) -> float:
         """Dense FLOP/s with operands of a dtype; 0 if none are published."""
@@ -75,22 +80,29 @@ class Hardware:
     """A number of devices of one kind.
 
     Attributes:
-      name: As it is written: ``v5p:16x16x16``, ``h100:16x8``, ``cpu:8``.
-      shape: By dim: of TPUs the slice, of GPUs hosts and GPUs of each.
+      name: As it is written: ``v5p:16x16x16``, ``2xv5e:16x16``, ``h100:16x8``, ``cpu:8``.
+      shape: By dim: of TPUs the chips of a slice, of GPUs hosts and GPUs of each.
+      num_slices: Of TPUs, with a network between them.
     """
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
+    num_slices: int = 1
 
     @property
     def num_devices(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.chip.devices_per_chip * self.num_slices
 
     @property
-    def num_hosts(self) -> int:
-        """Hosts of GPUs, which are slower to reach than GPUs of the same host; a TPU slice is one."""
-        return self.shape[0] if self.chip.kind == "gpu" else 1
+    def num_domains(self) -> int:
+        """Hosts of GPUs, or slices of TPUs: what is reached over the network, where within them there are links."""
+        return self.shape[0] if self.chip.kind == "gpu" else self.num_slices
+
+    @property
+    def domain_size(self) -> int:
+        """Devices of each."""
+        return self.num_devices // self.num_domains
 
     def at_least(self, num_devices: int) -> Hardware | None:
         """The smallest of the same chip with so many devices that exists; None: there is none, or, of virtual ones, they would
@@ -103,6 +115,9 @@ class Hardware:
             return None
         slices = [hardware_of(f"{self.chip.key}:{shape}") for shape in self.chip.topologies]
         enough = [one for one in slices if one.num_devices >= num_devices]
+        if not enough and slices:
+            largest = max(slices, key=lambda one: one.num_devices)
+            return hardware_of(f"{-(-num_devices // largest.num_devices)}x{largest.name}")
         return min(enough, key=lambda one: one.num_devices, default=None)
 
 
@@ -110,19 +125,27 @@ class Hardware:
 def chips() -> Mapping[str, Chip]:
     """All chips with published facts, by key."""
     text = resources.files("replicax._src.plan").joinpath("chips.toml").read_text(encoding="utf-8")
-    found = {}
-    for key, facts in tomllib.loads(text).items():
-        facts |= {name: tuple(facts.get(name, ())) for name in ("topologies", "device_kinds")}
-        found[key] = Chip(key, **facts)
-    return found
+    return {key: _chip(key, facts) for key, facts in tomllib.loads(text).items()}
+
+
+def _chip(key: str, facts: dict[str, Any]) -> Chip:
+    facts |= {name: tuple(facts.get(name, ())) for name in ("topologies", "device_kinds")}
+    facts["vendor_name"] = tuple(facts.get("vendor_name", ("", 1)))
+    parts = facts.get("devices_per_chip", 1)
+    facts["memory_bytes"] //= parts
+    for name in ("memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"):
+        facts[name] = facts.get(name, 0.0) / parts
+    facts["flops_per_s"] = {dtype: rate / parts for dtype, rate in facts["flops_per_s"].items()}
+    return Chip(key, **facts)
 
 
 def hardware_of(name: str) -> Hardware:
     """The hardware that a name stands for.
 
     Args:
-      name: ``v5e:4x8`` (a TPU slice), ``h100:16x8`` (16 hosts of 8 GPUs), ``h200:4`` (GPUs of one host), or ``cpu:8``
-        (virtual CPU devices of this machine).
+      name: ``v5e:4x8`` (a TPU slice), ``2xv5e:16x16`` (two of them, with the network between), ``v5litepod-16`` (a slice as its
+        vendor names it), ``h100:16x8`` (16 hosts of 8 GPUs), ``h200:4`` (GPUs of one host), or ``cpu:8`` (virtual CPU devices
+        of this machine).
 
     Raises:
       TopologyError: It is none; the text lists those that are.
@@ -130,33 +153,56 @@ def hardware_of(name: str) -> Hardware:
     match = _NAME.match(name) if isinstance(name, str) else None
     if match is None:
         raise TopologyError(f"{name!r} is not a topology. {_known()}")
+    num_slices = int(match["slices"] or 1)
+    if match["number"] is not None:
+        return _named_by_vendor(name, match["chip"], int(match["number"]), num_slices)
     key, shape = match["chip"], tuple(map(int, match["shape"].split("x")))
     if key != "cpu" and key not in chips():
         raise TopologyError(f"{name!r}: nothing is known of {key!r}. {_known()}")
     if not all(shape):
         raise TopologyError(f"{name!r} has no devices. {_known()}")
+    if match["slices"] and (key == "cpu" or chips()[key].kind != "tpu"):
+        raise TopologyError(f"{name!r}: only TPUs come in slices. {_known()}")
     if key == "cpu":
         return _virtual(name, shape)
     chip = chips()[key]
-    return _slice(name, chip, shape) if chip.kind == "tpu" else _cluster(name, chip, shape)
+    return _slice(name, chip, shape, num_slices) if chip.kind == "tpu" else _cluster(name, chip, shape)
 
 
-def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> Hardware:
+def _named_by_vendor(name: str, prefix: str, number: int, num_slices: int) -> Hardware:
+    """Such as v5litepod-16: a number of chips, or of cores, of which a chip has two."""
+    chip = next(
+        (c for c in chips().values() if prefix in (c.vendor_name[0], c.key) and c.kind == "tpu"), None
+    )
+    if chip is None:
+        raise TopologyError(f"{name!r} is not a topology. {_known()}")
+    prefix, per_chip = chip.vendor_name
+    sold = {math.prod(map(int, shape.split("x"))) * per_chip: shape for shape in reversed(chip.topologies)}
+    if number not in sold:
+        raise TopologyError(
+            f"{name!r}: no {chip.name} of that name is sold. There are {', '.join(f'{prefix}-{n}' for n in sorted(sold))}"
+            f" ({chip.source_of('topologies')}); others are written with their shape, {chip.key}:{chip.topologies[-1]}."
+        )
+    return _slice(name, chip, tuple(map(int, sold[number].split("x"))), num_slices)
+
+
+def _slice(name: str, chip: Chip, shape: tuple[int, ...], num_slices: int) -> Hardware:
     text = "x".join(map(str, shape))
     is_cubes = chip.cube > 0 and len(shape) == 3 and not any(size % chip.cube for size in shape)
-    is_cubes = is_cubes and list(shape) == sorted(shape) and math.prod(shape) <= chip.max_devices
+    is_cubes = is_cubes and list(shape) == sorted(shape) and math.prod(shape) <= chip.max_chips
     if text not in chip.topologies and not is_cubes:
         raise TopologyError(
             f"{name!r}: no {chip.name} of {text} is sold. There are "
-            f"{', '.join(f'{chip.key}:{known}' for known in chip.topologies)}{_cubes(chip)} ({chip.source})."
+            f"{', '.join(f'{chip.key}:{known}' for known in chip.topologies)}{_cubes(chip)} ({chip.source_of('topologies')})."
         )
-    return Hardware(f"{chip.key}:{text}", chip, shape)
+    several = f"{num_slices}x" if num_slices > 1 else ""
+    return Hardware(f"{several}{chip.key}:{text}", chip, shape, num_slices)
 
 
 def _cubes(chip: Chip) -> str:
     if not chip.cube:
         return ""
-    return f", and others of whole {chip.cube}x{chip.cube}x{chip.cube} cubes, up to {chip.max_devices} chips"
+    return f", and others of whole {chip.cube}x{chip.cube}x{chip.cube} cubes, up to {chip.max_chips} chips"
 
 
 def _cluster(name: str, chip: Chip, shape: tuple[int, ...]) -> Hardware:
@@ -192,6 +238,6 @@ def _known() -> str:
     tpus = ", ".join(f"{c.key}:{c.topologies[-1]}" for c in chips().values() if c.kind == "tpu")
     gpus = ", ".join(f"{c.key}:16x{c.per_host}" for c in chips().values() if c.kind == "gpu")
     return (
-        f"Write a TPU slice ({tpus}, or a smaller one), hosts and GPUs of each ({gpus}), or virtual devices of this machine "
-        "(cpu:8)."
+        f"Write a TPU slice ({tpus}, or a smaller one), several of them (2xv5e:16x16), a slice as its vendor names it "
+        f"(v5litepod-16), hosts and GPUs of each ({gpus}), or virtual devices of this machine (cpu:8)."
     )

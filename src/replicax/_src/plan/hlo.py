@@ -6,28 +6,25 @@ step, done), and a reduce-scatter is a fusion around an all-reduce.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from replicax._src.plan.costs import Collective, merged
+import numpy as np
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)$")
-_ARRAY = re.compile(r"\b(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[0-9,]*)\]")
-_OPCODE = re.compile(r"(?:^|[\s)}])(?P<opcode>[a-z][a-z0-9\-]*)\((?P<operands>[^()]*)\)")
+from replicax._src.plan.costs import Collective, merged, num_domains_of
+from replicax._src.plan.hlo_text import Instruction, bytes_of, computations_of, names_called
+from replicax._src.plan.substitutes import stands_for
+
 _COLLECTIVE = re.compile(
     r"^(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
     r"(?:-start)?$"
 )
-_CALLED = re.compile(
-    r"(?:calls|branch_computations|called_computations|true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)"
-)
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[^=]*?\})\}")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _LOOP = re.compile(r"condition=%([\w.\-]+), body=%([\w.\-]+)")
 _KNOWN_TRIPS = re.compile(r"known_trip_count[^0-9}]*(\d+)")
 _CONSTANT = re.compile(r"s32\[\][^ ]* constant\((\d+)\)")
@@ -47,71 +44,33 @@ class Compiled:
     cycles: float = 0.0
 
 
-def read_hlo(text: str, num_devices: int) -> Compiled:
+def read_hlo(text: str, num_devices: int, domain_size: int | None = None) -> Compiled:
     """Reads a compiled program.
 
     Args:
       text: Of ``jax.stages.Compiled.as_text()``.
       num_devices: In a group, where the text names none.
+      domain_size: Devices of a host of GPUs or a slice of TPUs; None: there is one.
     """
-    computations, entry = _split(text)
+    computations, entry = computations_of(text)
     found = Compiled()
-    _Reader(computations, num_devices, found).read(entry, 1)
+    _Reader(computations, num_devices, domain_size or num_devices, found).read(entry, 1)
     found.collectives = merged(found.collectives)
     return found
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    rest: str
-
-
-def _split(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current = "", []
-    for line in text.splitlines():
-        begins = _COMPUTATION.match(line)
-        if begins:
-            current = computations.setdefault(begins["name"], [])
-            entry = begins["name"] if begins["entry"] else entry
-            continue
-        match = _INSTRUCTION.match(line)
-        if match:
-            current.append(_instruction(match["name"], match["rest"]))
-    return computations, entry
-
-
-def _instruction(name: str, rest: str) -> _Instruction:
-    """Splits ``f32[8]{0} add(%a, %b), metadata=...``; a type may be a tuple, and a layout has parentheses too."""
-    end = _end_of_type(rest)
-    match = _OPCODE.match(rest[end:])
-    if match is None:
-        return _Instruction(name, rest[:end], "", (), rest)
-    operands = tuple(part.strip().rpartition("%")[2] for part in match["operands"].split(",") if "%" in part)
-    return _Instruction(name, rest[:end], match["opcode"], operands, rest)
-
-
-def _end_of_type(rest: str) -> int:
-    depth = 0
-    for i, character in enumerate(rest):
-        if character in "({[":
-            depth += 1
-        elif character in ")}]":
-            depth -= 1
-        elif character == " " and depth == 0:
-            return i
-    return len(rest)
 
 
 class _Reader:
     """Walks the computations from the entry, each loop body as often as it runs."""
 
-    def __init__(self, computations: dict[str, list[_Instruction]], num_devices: int, found: Compiled):
+    def __init__(
+        self,
+        computations: dict[str, list[Instruction]],
+        num_devices: int,
+        domain_size: int,
+        found: Compiled,
+    ):
         self._computations, self._num_devices, self._found = computations, num_devices, found
+        self._domain_size = domain_size
 
     def read(self, root: str, times: int) -> None:
         """Adds what the entry, or a loop body, does, with all that it calls."""
@@ -125,6 +84,7 @@ class _Reader:
             cycles = _CYCLES.search(instruction.rest) if depth == 0 else None
             if cycles and int(cycles[1]) < _UNKNOWN_CYCLES:
                 self._found.cycles += times * int(cycles[1])
+            self._add_between_slices(name, instruction, times)
             kind = _COLLECTIVE.match(instruction.opcode)
             if kind:
                 channel = _CHANNEL.search(instruction.rest)
@@ -132,12 +92,11 @@ class _Reader:
                 if seen.setdefault(key, name) == name:
                     self._add(kind["kind"], name, instruction, times)
 
-    def _called(self, name: str, depth: int) -> Iterator[tuple[str, _Instruction, int]]:
+    def _called(self, name: str, depth: int) -> Iterator[tuple[str, Instruction, int]]:
         for instruction in self._computations.get(name, ()):
             yield name, instruction, depth
-            for names in _CALLED.findall(instruction.rest):
-                for called in re.findall(r"%([\w.\-]+)", names):
-                    yield from self._called(called, depth + 1)
+            for called in names_called(instruction):
+                yield from self._called(called, depth + 1)
 
     def _trips(self, rest: str, condition: str) -> int:
         """How often a loop runs: as the text says, or the largest number in its condition, which TPU's compiler leaves."""
@@ -149,35 +108,54 @@ class _Reader:
         ]
         return max(numbers, default=1)
 
-    def _add(self, kind: str, name: str, instruction: _Instruction, times: int) -> None:
-        types = {i.name: i.type for i in self._computations[name]}
-        size = sum(_bytes_of(types.get(operand, "")) for operand in instruction.operands)
-        group = self._group_size(kind, instruction.rest)
+    def _add(self, kind: str, name: str, instruction: Instruction, times: int) -> None:
+        size = self._operand_bytes(name, instruction)
+        members = self._members(kind, instruction.rest)
         if kind == "all-gather":
-            size *= group
+            size *= len(members)
         if kind == "all-reduce" and "all-reduce-scatter" in name:
             kind = "reduce-scatter"
-        if group > 1 and size:
-            self._found.collectives.append(Collective(kind, size, group, times))
+        if len(members) > 1 and size:
+            domains = num_domains_of(members, self._domain_size)
+            original = stands_for(instruction, name, self._computations) if kind == "all-reduce" else None
+            self._found.collectives.append(
+                Collective(kind, size, len(members), times, num_domains=domains, stands_for=original)
+            )
 
-    def _group_size(self, kind: str, rest: str) -> int:
+    def _add_between_slices(self, name: str, instruction: Instruction, times: int) -> None:
+        """What TPUs send over the network: the runtime of several slices does the rest of the exchange on the hosts."""
+        between = _BETWEEN_SLICES.search(instruction.rest) if instruction.opcode == "send" else None
+        if between is None:
+            return
+        size = self._operand_bytes(name, instruction)
+        kind = between[1].lower().replace("_", "-")
+        slices = self._num_devices // self._domain_size
+        self._found.collectives.append(Collective(kind, size, slices, times, num_domains=slices))
+
+    def _operand_bytes(self, name: str, instruction: Instruction) -> int:
+        types = {i.name: i.type for i in self._computations[name]}
+        return sum(bytes_of(types.get(operand, "")) for operand in instruction.operands)
+
+    def _members(self, kind: str, rest: str) -> Sequence[int]:
+        """The devices of the first group."""
         if kind == "collective-permute":
-            return 2
+            return self._permuted(rest)
         listed, iota = _LISTED_GROUPS.search(rest), _IOTA_GROUPS.search(rest)
         if listed:
-            return listed[1].count(",") + 1
-        return int(iota[2]) if iota else self._num_devices
+            return [int(member) for member in listed[1].split(",") if member]
+        if iota:
+            devices = np.arange(self._num_devices).reshape([int(size) for size in iota[2].split(",")])
+            if iota[3]:
+                devices = devices.transpose([int(dim) for dim in iota[3].split(",")])
+            return devices.reshape(-1)[: int(iota[1])].tolist()
+        return range(self._num_devices)
 
-
-def _bytes_of(type_text: str) -> int:
-    return sum(
-        _bits(match["dtype"]) * math.prod(int(d) for d in match["dims"].split(",") if d) // 8
-        for match in _ARRAY.finditer(type_text)
-    )
-
-
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0
+    def _permuted(self, rest: str) -> Sequence[int]:
+        """Two that exchange: on different hosts or slices, if any are."""
+        found = _PAIRS.search(rest)
+        pairs = [
+            tuple(map(int, pair.split(",")))
+            for pair in re.findall(r"\{(\d+,\d+)\}", found[1] if found else "")
+        ]
+        apart = (p for p in pairs if num_domains_of(p, self._domain_size) > 1)
+        return next(apart, (0, 1))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from replicax._src.plan.costs import Collective
-from replicax._src.plan.hardware import Hardware
+from replicax._src.plan.hardware import Chip, Hardware
 from replicax._src.plan.picture import svg
 from replicax._src.plan.remedies import Remedy
 from replicax._src.plan.report import text
@@ -62,7 +62,7 @@ class Bound:
 
     Attributes:
       name: "multiplications", "memory", "links" or "network".
-      amount: FLOP or bytes of one device, or of one host for "network".
+      amount: FLOP or bytes of one device.
       rate: Per second, as published.
       source: The page that says so.
     """
@@ -148,8 +148,7 @@ class Plan:
             "topology": self.hardware.name,
             "device": {
                 "name": chip.name,
-                "source": chip.source,
-                "host_source": chip.host_source,
+                "sources": {page: list(facts) for page, facts in chip.sources.items()},
                 "notes": chip.notes,
             },
             "num_devices": self.hardware.num_devices,
@@ -210,24 +209,17 @@ def bounds_of(
     seconds = sum(count / chip.flops_of(dtype) for dtype, count in flops.items())
     total = sum(flops.values())
     rate = total / seconds if seconds else next(iter(chip.flops_per_s.values()))
-    sent = sum(one.wire_bytes for one in collectives)
     bounds = [
-        Bound("multiplications", total, rate, chip.source),
-        Bound("memory", memory_bytes, chip.memory_bytes_per_s, chip.source),
-        Bound("links", sent, chip.link_bytes_per_s, chip.source),
+        Bound("multiplications", total, rate, chip.source_of("flops_per_s")),
+        Bound("memory", memory_bytes, *_rate(chip, "memory_bytes_per_s")),
+        Bound("links", sum(one.link_bytes for one in collectives), *_rate(chip, "link_bytes_per_s")),
+        Bound("network", sum(one.network_bytes for one in collectives), *_rate(chip, "network_bytes_per_s")),
     ]
-    if hardware.num_hosts > 1:
-        bounds.append(
-            Bound("network", _leaves_host(hardware, collectives), chip.host_bytes_per_s, chip.host_source)
-        )
-    return bounds
+    return [bound for bound in bounds if bound.rate and (bound.name != "network" or hardware.num_domains > 1)]
 
 
-def _leaves_host(hardware: Hardware, collectives: Sequence[Collective]) -> float:
-    """Bytes that a host sends to others in a step: rings over all devices leave it as often as they enter it, each with its
-    share of the bytes."""
-    per_host = hardware.shape[-1]
-    return sum(one.wire_bytes for one in collectives if one.group_size > per_host)
+def _rate(chip: Chip, fact: str) -> tuple[float, str]:
+    return getattr(chip, fact), chip.source_of(fact)
 
 
 def memory_traffic(memory: Memory, matrix_bytes: float) -> float:

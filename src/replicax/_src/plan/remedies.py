@@ -6,6 +6,7 @@ shapes say without compiling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -94,7 +95,8 @@ class Search:
 
     Args:
       plan: A ``Plan``, which does not fit.
-      attempt: Makes the program with a change: traced, and compiled too if its arguments fit and the second argument says so.
+      attempt: Makes the program with a change: traced, and compiled too if its arguments fit and have fewer bytes than the
+        second argument.
       may_divide: Whether replicas may divide state.
       time_left: Seconds until nothing further is compiled.
     """
@@ -102,7 +104,7 @@ class Search:
     def __init__(
         self,
         plan: Any,
-        attempt: Callable[[Change, bool], Attempt],
+        attempt: Callable[[Change, float], Attempt],
         *,
         may_divide: bool,
         time_left: Callable[[], float],
@@ -127,7 +129,7 @@ class Search:
         least = self._plan.memory.arguments
         for state in (ShardState.OPTIMIZER, ShardState.ALL):
             change = replace(self._asked, shard_state=state)
-            found = self._try(change)
+            found = self._try(change, least)
             if found.arguments >= least:
                 continue  # there is nothing that it would divide
             least = found.arguments
@@ -177,8 +179,8 @@ class Search:
             more = replace(more, global_batch=rows * (hardware.num_devices // self._devices_of_replica))
         yield self._remedy(more, self._try(more))
 
-    def _try(self, change: Change) -> Attempt:
-        return self._attempt(change, self._time_left() >= self._one_takes_s)
+    def _try(self, change: Change, below: float = math.inf) -> Attempt:
+        return self._attempt(change, below if self._time_left() >= self._one_takes_s else 0)
 
     def _remedy(self, change: Change, found: Attempt) -> Remedy:
         state = change.shard_state and change.shard_state.value.lower()

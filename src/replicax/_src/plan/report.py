@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from replicax._src.plan.costs import Collective
+from replicax._src.plan.substitutes import EXPLAINED
 
 if TYPE_CHECKING:
     from replicax._src.plan.plan import Bound, Plan, PlannedArray
@@ -82,20 +83,27 @@ def _array_row(array: PlannedArray) -> tuple[str, ...]:
 def _collectives(plan: Plan) -> Iterator[str]:
     if plan.requested:
         yield "collectives of a step, as the program asks for them"
-        yield from _table(_collective_rows(plan.requested))
+        yield from _table(_collective_rows(plan.requested, plan))
     yield "collectives of a step, as compiled"
     if plan.compiled:
-        yield from _table(_collective_rows(plan.compiled))
+        yield from _table(_collective_rows(plan.compiled, plan))
+        for kind in sorted({one.stands_for for one in plan.compiled if one.stands_for}):
+            yield f"  {EXPLAINED[kind]}"
     else:
         yield "  none" if plan.memory.is_exact else "  unknown: the compiler gave up"
 
 
-def _collective_rows(found: Sequence[Collective]) -> list[tuple[str, ...]]:
+def _across(one: Collective, plan: Plan) -> str:
+    what = "hosts" if plan.hardware.chip.kind == "gpu" else "slices"
+    return f" on {one.num_domains:,} {what}" if one.num_domains > 1 else ""
+
+
+def _collective_rows(found: Sequence[Collective], plan: Plan) -> list[tuple[str, ...]]:
     rows = [
         (
-            f"{one.count:,} × {one.kind}",
+            f"{one.count:,} × {one.kind}" + (f" for {one.stands_for}" if one.stands_for else ""),
             size(one.bytes),
-            f"groups of {one.group_size:,}",
+            f"groups of {one.group_size:,}{_across(one, plan)}",
             f"a device sends {size(one.wire_bytes)}",
         )
         for one in found[:_MAX_ROWS]
@@ -103,6 +111,8 @@ def _collective_rows(found: Sequence[Collective]) -> list[tuple[str, ...]]:
     if len(found) > _MAX_ROWS:
         rest = sum(one.wire_bytes for one in found[_MAX_ROWS:])
         rows.append((f"… {len(found) - _MAX_ROWS} more kinds", "", "", f"a device sends {size(rest)}"))
+    if len(found) > 1:
+        rows.append(("in all", "", "", f"a device sends {size(sum(one.wire_bytes for one in found))}"))
     return rows
 
 

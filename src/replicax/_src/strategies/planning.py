@@ -142,7 +142,8 @@ def _own_hardware(devices: Sequence[Any]) -> Hardware:
     limit = (first.memory_stats() or {}).get("bytes_limit", 0)
     chip = known or Chip(first.platform, first.platform, kind, {}, limit)
     hosts = len({device.process_index for device in devices})
-    return Hardware(f"{chip.key}:{hosts}x{count // hosts}", chip, (hosts, count // hosts))
+    shape = hosts, count // hosts // chip.devices_per_chip
+    return Hardware(f"{chip.key}:{shape[0]}x{shape[1]}", chip, shape)
 
 
 def _layouts(strategy: Any, topology: Topology, state: ShardState | None) -> StateLayouts | None:
@@ -316,8 +317,8 @@ class _Step:
         plan = _assembled(unrun, compilation, self.hardware, self.topology.num_replicas, trace_s)
         return dataclasses.replace(plan, shard_size=shard_size)
 
-    def attempt(self, change: Change, may_compile: bool) -> Attempt:
-        """With a change, and compiled if it may be and its arguments fit."""
+    def attempt(self, change: Change, below: float) -> Attempt:
+        """With a change, and compiled if its arguments fit and have fewer bytes than that."""
         hardware, memory = change.hardware, None
         topology = self.topology if hardware == self.hardware else topology_ahead(hardware)
         request = dataclasses.replace(
@@ -325,7 +326,7 @@ class _Step:
         )
         with self._placed(request, topology) as (unrun, shard_size):
             arguments = _argument_bytes(unrun)
-            if may_compile and arguments <= hardware.chip.memory_bytes:
+            if arguments < below and arguments <= hardware.chip.memory_bytes:
                 memory = compile_ahead(unrun.compiled, unrun.operands, hardware).memory
         limit = memory.limit if memory else hardware.chip.memory_bytes
         peak = memory.peak if memory else None
@@ -368,8 +369,11 @@ def _assembled(
     num_replicas: int,
     trace_s: float,
 ) -> Plan:
-    costs = costs_of(compilation.jaxpr, hardware.num_devices, is_split=unrun.is_split)
-    compiled = read_hlo(compilation.text, hardware.num_devices)
+    domain_size = hardware.domain_size
+    costs = costs_of(
+        compilation.jaxpr, hardware.num_devices, is_split=unrun.is_split, domain_size=domain_size
+    )
+    compiled = read_hlo(compilation.text, hardware.num_devices, domain_size)
     traffic = memory_traffic(compilation.memory, costs.matrix_bytes)
     return Plan(
         name=unrun.name,

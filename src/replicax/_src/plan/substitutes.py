@@ -1,0 +1,66 @@
+"""What a compiler puts in place of a collective that was asked for: all-reduces that are something else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from replicax._src.plan.hlo_text import Instruction, names_called
+
+EXPLAINED = {
+    "all-gather": (
+        "an all-gather was compiled as an all-reduce: each device adds its piece to zeros where the others' are, at twice the "
+        "bytes. TPU's compiler does so with thin or small pieces: larger arrays, or fewer replicas to divide them over "
+        "(shard_size), are gathered"
+    ),
+    "reduce-scatter": (
+        "a reduce-scatter was compiled as an all-reduce of which each device keeps its piece, at twice the bytes"
+    ),
+}
+"""By what was asked for, what became of it."""
+
+_PARAMETER = re.compile(r"parameter\((\d+)\)")
+
+Computations = Mapping[str, Sequence[Instruction]]
+
+
+def stands_for(instruction: Instruction, computation: str, computations: Computations) -> str | None:
+    """The collective that an all-reduce is in place of; None: it is one."""
+    around = {one.name: one for one in computations[computation]}
+    operands = [around[name] for name in instruction.operands if name in around]
+    if operands and all(_puts_a_piece(one, computations) for one in operands):
+        return "all-gather"
+    if _only_pieces_are_used(instruction.name, computation, computations):
+        return "reduce-scatter"
+    return None
+
+
+def _puts_a_piece(instruction: Instruction, computations: Computations) -> bool:
+    """Whether an array is one piece of this device\'s, put into one that is whole."""
+    if instruction.opcode == "fusion":
+        called = [one for name in names_called(instruction) for one in computations.get(name, ())]
+        return any(
+            one.opcode == "dynamic-update-slice" and one.type.split("{")[0] == instruction.type.split("{")[0]
+            for one in called
+        )
+    return instruction.opcode == "dynamic-update-slice"
+
+
+def _only_pieces_are_used(name: str, computation: str, computations: Computations) -> bool:
+    users = [one for one in computations[computation] if name in one.operands]
+    return bool(users) and all(_cuts(name, user, computations) for user in users)
+
+
+def _cuts(name: str, user: Instruction, computations: Computations) -> bool:
+    """Whether of a value only a piece is used, by an instruction or in the fusion that it is."""
+    if user.opcode == "dynamic-slice":
+        return user.operands[0] == name
+    if user.opcode != "fusion":
+        return False
+    number = user.operands.index(name)
+    for called in names_called(user):
+        for one in computations.get(called, ()):
+            found = _PARAMETER.search(one.rest) if one.opcode == "parameter" else None
+            if found and int(found[1]) == number:
+                return _only_pieces_are_used(one.name, called, computations)
+    return False
