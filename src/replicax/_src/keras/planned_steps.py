@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,14 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.keras.replica_steps import is_replica_style
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.keras.losses import own_compute_loss_gathered
+from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
 from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
 from replicax._src.placement.batch import Batch
 from replicax._src.placement.global_view import GlobalStep
 from replicax._src.placement.held_state import HeldState
-from replicax._src.strategies.planning import PlanRequest, Unrun, planned_array
+from replicax._src.strategies.planning import PlanRequest, Unrun, place_replica_function, planned_array
 
 _asked: contextvars.ContextVar[PlanRequest] = contextvars.ContextVar("replicax_plan_request")
 
@@ -40,12 +42,8 @@ class PlannedSteps(StepFunction):
 
     def __init__(self, model: Any, phase: Phase, strategy: Any):
         super().__init__(model, phase, strategy)
-        if is_replica_style(model, phase):
-            raise UnsupportedError(
-                f"{type(model).__name__}.{phase.step_name} is in TensorFlow's style, which fit runs with strategy.run. Plan what it "
-                f"does as a replica function: strategy.plan(step, args=(batch,))."
-            )
-        self._one_step = GlobalStepFunction(model, phase, strategy)
+        kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
+        self._one_step = kind(model, phase, strategy)
 
     @contextlib.contextmanager
     def in_place_of_state(self) -> Iterator[None]:
@@ -79,10 +77,27 @@ class PlannedSteps(StepFunction):
         raise _StepPlaced(self._placed(batch))
 
     def _placed(self, here: Batch) -> Unrun:
-        topology, request = self._strategy.topology, _asked.get()
-        rows = math.ceil((request.global_batch or here.num_rows) / topology.num_replicas)
+        request = _asked.get()
+        rows = math.ceil((request.global_batch or here.num_rows) / self._strategy.topology.num_replicas)
         if request.global_batch is None:
             rows = math.ceil(here.num_rows / request.num_replicas_here)
+        if isinstance(self._one_step, ReplicaStepFunction):
+            return self._of_each_replica(self._one_step, here, rows, request)
+        return self._of_all_replicas(self._one_step, here, rows)
+
+    def _of_each_replica(
+        self, step: ReplicaStepFunction, here: Batch, rows: int, request: PlanRequest
+    ) -> Unrun:
+        """A step in TensorFlow's style, as ``strategy.run`` runs it."""
+        leaves = [_component(leaf, here.num_rows, rows) for leaf in here.leaves]
+        data = without_nones(here.tree.unflatten(leaves))
+        of_replicas = dataclasses.replace(request, global_batch=None)
+        with own_compute_loss_gathered(self._model):
+            return place_replica_function(self._strategy, step.replica_step, (data,), {}, of_replicas)
+
+    def _of_all_replicas(self, one_step: GlobalStepFunction, here: Batch, rows: int) -> Unrun:
+        """The model's own step, in the global view."""
+        topology = self._strategy.topology
         num_rows = rows * topology.num_replicas
         leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
         batch = Batch(here.tree.unflatten(leaves))
@@ -91,7 +106,7 @@ class PlannedSteps(StepFunction):
         held = HeldState(topology, layouts=lambda: list(map(self._layout_of, variables)))
         held.hold([[self._described(v) for v in group] for group in groups])
         step = GlobalStep(
-            self._one_step.step_of_model,
+            one_step.step_of_model,
             self._name,
             topology,
             donates=not self._phase.is_predict,
@@ -117,6 +132,14 @@ def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:
     if shape and shape[0] == have:
         shape = (wanted, *shape[1:])
     return np.broadcast_to(np.zeros((), leaf.dtype), shape)
+
+
+def _component(leaf: Any, have: int, rows: int) -> jax.ShapeDtypeStruct:
+    """What one replica has of an array."""
+    shape = tuple(leaf.shape)
+    if shape and shape[0] == have:
+        shape = (rows, *shape[1:])
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def placer(phases: dict[str, Phase]) -> Callable[[Any], Any]:

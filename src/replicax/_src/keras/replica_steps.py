@@ -60,6 +60,11 @@ class ReplicaStepFunction(StepFunction):
         step.replicax_family = object()
         self._replica_step = step
 
+    @property
+    def replica_step(self) -> Callable[[Any], Any]:
+        """The model's step as a replica function: what each replica does with its rows."""
+        return self._replica_step
+
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         for group, variables in zip(state, self._phase.variables_of(self._model), strict=True):
             values = list(group)

@@ -223,9 +223,9 @@ def _add_collective(costs: Costs, eqn: Any, place: _Place) -> None:
 
 def _members(axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
     """The numbers, in the mesh, of the devices that exchange over axes with the first one."""
-    steps = itertools.accumulate(
-        [*list(sizes.values())[:0:-1]], initial=1, func=lambda step, size: step * size
-    )
-    step_of = dict(zip(reversed(sizes), steps, strict=True))
+    step_of, step = {}, 1
+    for axis in reversed(list(sizes)):
+        step_of[axis] = step
+        step *= sizes[axis]
     ranges = [range(0, sizes[axis] * step_of[axis], step_of[axis]) for axis in axes if axis in sizes]
     return [sum(parts) for parts in itertools.product(*ranges)]

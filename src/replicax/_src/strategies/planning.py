@@ -266,9 +266,10 @@ def planned_array(role: str, name: str, described: Any, *, is_written: bool = Fa
     )
 
 
-def _place_replica_function(
+def place_replica_function(
     strategy: Any, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
 ) -> Unrun:
+    """Places what ``strategy.run`` would run."""
     topology = strategy.topology
     given = arguments_on(topology, args, kwargs, request.global_batch)
     placed, arrays = strategy.runner.place(fn, given.args, given.kwargs, request.options)
@@ -286,7 +287,7 @@ def _placed(
         place = find(fn)
         if place is not None:
             return place(strategy, args, kwargs, request)
-    return _place_replica_function(strategy, fn, args, kwargs, request)
+    return place_replica_function(strategy, fn, args, kwargs, request)
 
 
 # --- the plan -------------------------------------------------------------------------------------------
