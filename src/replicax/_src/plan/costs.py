@@ -111,17 +111,26 @@ class Costs:
         return sum(self.flops.values())
 
 
-def costs_of(jaxpr: Any, num_devices: int, *, is_split: bool, domain_size: int | None = None) -> Costs:
+def costs_of(
+    jaxpr: Any,
+    num_devices: int,
+    *,
+    is_split: bool,
+    domain_size: int | None = None,
+    num_logical_devices: int = 1,
+) -> Costs:
     """The costs of a program on one of its devices.
 
     Args:
-      jaxpr: Of the whole program. Inside of a ``shard_map`` shapes are those of one device.
+      jaxpr: Of the whole program. Inside of a ``shard_map`` shapes are those of one replica.
       is_split: What is outside of one is split over the devices by rows (the global view), not computed by each.
       domain_size: Devices of a host or slice; None: there is one.
+      num_logical_devices: Of a replica: each has its share of what the replica computes, at least.
     """
     costs = Costs()
-    share = 1.0 / num_devices if is_split else 1.0
-    _add(costs, jaxpr, _Place(1.0, share, {}, domain_size or num_devices))
+    of_replica = 1.0 / num_logical_devices
+    share = 1.0 / num_devices if is_split else of_replica
+    _add(costs, jaxpr, _Place(1.0, share, of_replica, {}, domain_size or num_devices))
     costs.flops = dict(costs.flops)
     costs.collectives = merged(costs.collectives)
     return costs
@@ -129,10 +138,12 @@ def costs_of(jaxpr: Any, num_devices: int, *, is_split: bool, domain_size: int |
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a program an equation is: how often it runs, which part of it one device has, sizes of axes."""
+    """Where in a program an equation is: how often it runs, which part of it one device has, here and where the program is a
+    replica's, and sizes of axes."""
 
     times: float
     share: float
+    share_of_replica: float
     sizes: Mapping[str, int]
     domain_size: int
 
@@ -163,7 +174,7 @@ def _inside(costs: Costs, eqn: Any, place: _Place) -> _Place:
     if name == "scan":
         return dataclasses.replace(place, times=place.times * eqn.params["length"])
     if name == "shard_map":
-        return dataclasses.replace(place, share=1.0, sizes=dict(eqn.params["mesh"].shape))
+        return dataclasses.replace(place, share=place.share_of_replica, sizes=dict(eqn.params["mesh"].shape))
     if name == "while":
         costs.has_open_loops = True
     return place

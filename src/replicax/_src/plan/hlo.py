@@ -7,12 +7,11 @@ step, done), and a reduce-scatter is a fusion around an all-reduce.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from replicax._src.plan.costs import Collective, merged, num_domains_of
+from replicax._src.plan.groups import axes_of, first_group
 from replicax._src.plan.hlo_text import Instruction, bytes_of, computations_of, names_called
 from replicax._src.plan.substitutes import stands_for
 
@@ -21,8 +20,6 @@ _COLLECTIVE = re.compile(
     r"(?:-start)?$"
 )
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[^=]*?\})\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _LOOP = re.compile(r"condition=%([\w.\-]+), body=%([\w.\-]+)")
@@ -44,17 +41,20 @@ class Compiled:
     cycles: float = 0.0
 
 
-def read_hlo(text: str, num_devices: int, domain_size: int | None = None) -> Compiled:
+def read_hlo(
+    text: str, num_devices: int, domain_size: int | None = None, mesh: Mapping[str, int] | None = None
+) -> Compiled:
     """Reads a compiled program.
 
     Args:
       text: Of ``jax.stages.Compiled.as_text()``.
       num_devices: In a group, where the text names none.
       domain_size: Devices of a host of GPUs or a slice of TPUs; None: there is one.
+      mesh: Sizes by axis, to tell the axes along which collectives are; None: that is not asked.
     """
     computations, entry = computations_of(text)
     found = Compiled()
-    _Reader(computations, num_devices, domain_size or num_devices, found).read(entry, 1)
+    _Reader(computations, num_devices, domain_size or num_devices, mesh, found).read(entry, 1)
     found.collectives = merged(found.collectives)
     return found
 
@@ -67,10 +67,11 @@ class _Reader:
         computations: dict[str, list[Instruction]],
         num_devices: int,
         domain_size: int,
+        mesh: Mapping[str, int] | None,
         found: Compiled,
     ):
         self._computations, self._num_devices, self._found = computations, num_devices, found
-        self._domain_size = domain_size
+        self._domain_size, self._mesh = domain_size, mesh
 
     def read(self, root: str, times: int) -> None:
         """Adds what the entry, or a loop body, does, with all that it calls."""
@@ -118,8 +119,9 @@ class _Reader:
         if len(members) > 1 and size:
             domains = num_domains_of(members, self._domain_size)
             original = stands_for(instruction, name, self._computations) if kind == "all-reduce" else None
+            axes = () if self._mesh is None else axes_of(members, self._mesh)
             self._found.collectives.append(
-                Collective(kind, size, len(members), times, num_domains=domains, stands_for=original)
+                Collective(kind, size, len(members), times, axes, domains, original)
             )
 
     def _add_between_slices(self, name: str, instruction: Instruction, times: int) -> None:
@@ -140,15 +142,7 @@ class _Reader:
         """The devices of the first group."""
         if kind == "collective-permute":
             return self._permuted(rest)
-        listed, iota = _LISTED_GROUPS.search(rest), _IOTA_GROUPS.search(rest)
-        if listed:
-            return [int(member) for member in listed[1].split(",") if member]
-        if iota:
-            devices = np.arange(self._num_devices).reshape([int(size) for size in iota[2].split(",")])
-            if iota[3]:
-                devices = devices.transpose([int(dim) for dim in iota[3].split(",")])
-            return devices.reshape(-1)[: int(iota[1])].tolist()
-        return range(self._num_devices)
+        return first_group(rest) or range(self._num_devices)
 
     def _permuted(self, rest: str) -> Sequence[int]:
         """Two that exchange: on different hosts or slices, if any are."""

@@ -96,6 +96,7 @@ class Plan:
       shard_size: Over how many replicas the strategy divides state; None: over none.
       seconds: How long tracing, lowering and compiling took.
       notes: What to know when reading it.
+      num_logical_devices: Of a replica.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Plan:
     remedies: Sequence[Remedy] = ()
     shard_size: int | None = None
     notes: Sequence[str] = field(default_factory=tuple)
+    num_logical_devices: int = 1
 
     @property
     def fits(self) -> bool:
@@ -154,6 +156,7 @@ class Plan:
             "num_devices": self.hardware.num_devices,
             "num_replicas": self.num_replicas,
             "shard_size": self.shard_size,
+            "num_logical_devices": self.num_logical_devices,
             "rows_per_replica": self.rows,
             "global_batch": self.global_batch,
             "fits": self.fits,

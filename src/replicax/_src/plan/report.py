@@ -22,8 +22,12 @@ def text(plan: Plan) -> str:
 
 
 def _heading(plan: Plan) -> Iterator[str]:
-    chip = plan.hardware.chip
-    yield f"{plan.name} on {plan.hardware.name}: {plan.hardware.num_devices:,} × {chip.name}, {plan.num_replicas:,} replicas"
+    chip, logical = plan.hardware.chip, plan.num_logical_devices
+    of_each = f" of {logical} logical devices" if logical > 1 else ""
+    yield (
+        f"{plan.name} on {plan.hardware.name}: {plan.hardware.num_devices:,} × {chip.name}, {plan.num_replicas:,} "
+        f"replicas{of_each}"
+    )
     if plan.rows is not None:
         yield f"a batch of {plan.rows:,} rows for each replica, {plan.global_batch:,} in all"
     yield f"{answer(plan)}."
@@ -95,7 +99,8 @@ def _collectives(plan: Plan) -> Iterator[str]:
 
 def _across(one: Collective, plan: Plan) -> str:
     what = "hosts" if plan.hardware.chip.kind == "gpu" else "slices"
-    return f" on {one.num_domains:,} {what}" if one.num_domains > 1 else ""
+    over = f" over {'+'.join(one.axes)}" if one.axes and plan.num_logical_devices > 1 else ""
+    return over + (f" on {one.num_domains:,} {what}" if one.num_domains > 1 else "")
 
 
 def _collective_rows(found: Sequence[Collective], plan: Plan) -> list[tuple[str, ...]]:

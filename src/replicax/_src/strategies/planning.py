@@ -315,13 +315,15 @@ class _Step:
                 f"traced in {trace_s:.1f} s, {arguments} of arguments on a device; compiling for {self.hardware.name}"
             )
             compilation = compile_ahead(unrun.compiled, unrun.operands, self.hardware)
-        plan = _assembled(unrun, compilation, self.hardware, self.topology.num_replicas, trace_s)
+        plan = _assembled(unrun, compilation, self.hardware, self.topology, trace_s)
         return dataclasses.replace(plan, shard_size=shard_size)
 
     def attempt(self, change: Change, below: float) -> Attempt:
         """With a change, and compiled if its arguments fit and have fewer bytes than that."""
         hardware, memory = change.hardware, None
-        topology = self.topology if hardware == self.hardware else topology_ahead(hardware)
+        topology = self.topology
+        if hardware != self.hardware:
+            topology = topology_ahead(hardware, self.topology.num_logical_devices)
         request = dataclasses.replace(
             self.request, global_batch=change.global_batch, shard_state=change.shard_state
         )
@@ -367,29 +369,37 @@ def _assembled(
     unrun: Unrun,
     compilation: Compilation,
     hardware: Hardware,
-    num_replicas: int,
+    topology: Topology,
     trace_s: float,
 ) -> Plan:
-    domain_size = hardware.domain_size
+    domain_size, num_logical = hardware.domain_size, topology.num_logical_devices
     costs = costs_of(
-        compilation.jaxpr, hardware.num_devices, is_split=unrun.is_split, domain_size=domain_size
+        compilation.jaxpr,
+        hardware.num_devices,
+        is_split=unrun.is_split,
+        domain_size=domain_size,
+        num_logical_devices=num_logical,
     )
-    compiled = read_hlo(compilation.text, hardware.num_devices, domain_size)
+    mesh = dict(topology.mesh.shape) if num_logical > 1 else None
+    compiled = read_hlo(compilation.text, hardware.num_devices, domain_size, mesh)
+    # Over logical devices it is the compiler who divides values, and exchanges them.
+    collectives = compiled.collectives if mesh else costs.collectives or compiled.collectives
     traffic = memory_traffic(compilation.memory, costs.matrix_bytes)
     return Plan(
         name=unrun.name,
         hardware=hardware,
-        num_replicas=num_replicas,
+        num_replicas=topology.num_replicas,
         rows=unrun.rows,
         memory=compilation.memory,
         arrays=[*unrun.arrays, *_constants(unrun)],
         flops=costs.flops,
         requested=costs.collectives,
         compiled=compiled.collectives,
-        bounds=bounds_of(hardware, costs.flops, traffic, costs.collectives or compiled.collectives),
+        bounds=bounds_of(hardware, costs.flops, traffic, collectives),
         estimated_cycles=compiled.cycles,
         seconds={"tracing": trace_s, "lowering": compilation.lower_s, "compiling": compilation.compile_s},
-        notes=_notes(costs),
+        notes=[*_notes(costs), *_notes_of_logical_devices(topology)],
+        num_logical_devices=num_logical,
     )
 
 
@@ -403,3 +413,19 @@ def _notes(costs: Costs) -> list[str]:
     if not costs.has_open_loops:
         return []
     return ["It has loops whose length is known only when they run: their operations are counted once."]
+
+
+def _notes_of_logical_devices(topology: Topology) -> Iterator[str]:
+    count = topology.num_logical_devices
+    if count == 1:
+        return
+    yield (
+        f"Multiplications, and their memory traffic, are counted as if the compiler divided all of them over the {count} logical "
+        "devices of a replica: what nothing divides each of them computes. What the program asks for is of the whole replica."
+    )
+    hosts = max(len({device.process_index for device in replica}) for replica in topology.grid)
+    if hosts > 1:
+        yield (
+            f"A replica has devices of {hosts} hosts here. TPUStrategy needs them in one process: use a device assignment with fewer "
+            "devices for each replica."
+        )

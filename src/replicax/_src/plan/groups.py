@@ -1,0 +1,47 @@
+"""Which devices of a mesh exchange in a collective: the groups that HLO prints, and the axes of the mesh that they are along."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}")
+_IOTA = re.compile(r"replica_groups=\[(?P<counts>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
+
+
+def first_group(text: str) -> list[int] | None:
+    """The devices of the first group, by their number in the mesh; None where an instruction names none, and all meet.
+
+    Args:
+      text: Of the instruction. It lists groups, ``{{0,1},{2,3}}``, or says how to make them: ``[2,2]<=[4]`` is 0 to 3 in two rows,
+        ``[2,2]<=[2,2]T(1,0)`` the same in a square, which is then transposed.
+    """
+    listed, iota = _LISTED.search(text), _IOTA.search(text)
+    if listed:
+        return _numbers(listed[1])
+    if iota is None:
+        return None
+    shape = _numbers(iota["shape"])
+    order = _numbers(iota["order"]) if iota["order"] else range(len(shape))
+    devices = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+    return devices.reshape(_numbers(iota["counts"]))[0].tolist()
+
+
+def axes_of(group: Sequence[int] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh along which the devices of a group differ.
+
+    Args:
+      group: None for all devices.
+      sizes: Of the mesh, by axis.
+    """
+    if group is None:
+        return tuple(name for name, size in sizes.items() if size > 1)
+    places = np.unravel_index(group, tuple(sizes.values()))
+    return tuple(name for name, along in zip(sizes, places, strict=True) if len(set(along.tolist())) > 1)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
