@@ -15,6 +15,7 @@ from keras import layers
 
 import replicax as rx
 from checks import assert_close, assert_logs_equal
+from replicax._src.program import gathers
 
 ROWS, BATCH = 199, 64
 CPUS = [f"cpu:{i}" for i in range(8)]
@@ -116,7 +117,8 @@ BRIEF = ("adamw_clipped", "optimizer")
         for state in ("optimizer", "all")
     ],
 )
-def test_training_equals_one_device_and_divides_memory(optimizer, state):
+def test_training_equals_one_device_and_divides_memory(optimizer, state, monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)  # each gathers what it needs
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state=state)
     model, history, values = trained(optimizer, strategy)
     assert_same_training(history, values, optimizer)
@@ -124,7 +126,8 @@ def test_training_equals_one_device_and_divides_memory(optimizer, state):
     assert_divided(model, range(4), 4, "all" if model.optimizer.use_ema else state)
 
 
-def test_groups_have_all_of_the_state_each():
+def test_groups_have_all_of_the_state_each(monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state="all", shard_size=2)
     model, _, values = trained("adamw_clipped", strategy, steps_per_execution=4)
     expected_values = on_one_device("adamw_clipped")[2]

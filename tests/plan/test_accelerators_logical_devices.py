@@ -1,8 +1,8 @@
 """Plans for TPUs and GPUs of which a replica has several: groups, where variables are, memory. Nothing ran on any."""
 
 import pytest
-from logical_training import F32, ROWS, WIDTH, Training
 
+from logical_training import F32, ROWS, WIDTH, Training
 from replicax._src.plan.hardware import hardware_of
 
 

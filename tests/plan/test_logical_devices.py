@@ -6,9 +6,9 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from logical_training import F32, ROWS, WIDE, WIDTH, Training
 
 from checks import message
+from logical_training import F32, ROWS, WIDE, WIDTH, Training
 from replicax import errors
 
 

@@ -9,6 +9,7 @@ import pytest
 import replicax as rx
 from checks import assert_close, message
 from replicax._src.plan.hlo import read_hlo
+from replicax._src.program import gathers
 
 ROWS = 61
 CPUS = [f"cpu:{i}" for i in range(8)]
@@ -56,14 +57,16 @@ def on_one_device():
 
 @pytest.mark.parametrize("how", ["run", pytest.param("function", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("state", "size"),
+    ("state", "size", "least_bytes"),
     [
-        pytest.param("optimizer", 4, marks=pytest.mark.long),
-        pytest.param("all", 4, marks=pytest.mark.long),
-        ("all", 2),
+        pytest.param("optimizer", 4, 1, marks=pytest.mark.long),
+        pytest.param("all", 4, 1, marks=pytest.mark.long),
+        pytest.param("all", 2, gathers.LEAST_GATHERED_BYTES, marks=pytest.mark.long),
+        ("all", 2, 1),
     ],
 )
-def test_training_equals_one_device_and_divides_memory(how, state, size):
+def test_training_equals_one_device_and_divides_memory(how, state, size, least_bytes, monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", least_bytes)
     variables, *got = trained(how, rx.MirroredStrategy(CPUS[:4], shard_state=state, shard_size=size))
     assert_close(got, list(on_one_device()), 1e-5, 1e-6)
     for variable in variables:

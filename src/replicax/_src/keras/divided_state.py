@@ -119,15 +119,9 @@ class _DividedRead:
 
     def __init__(self, layouts: StateLayouts, pieces: Sequence[Any]):
         self._layouts = layouts
-        whole = layouts.topology.replicated
         is_divided = layouts.shards.divides(is_trainable=True, is_of_optimizer=False)
-        self.values = [
-            jax.lax.with_sharding_constraint(piece, whole)
-            if is_divided and layouts.of_shape(piece.shape) is not None
-            else piece
-            for piece in pieces
-        ]
-        """Whole."""
+        self.values = [layouts.gathered(piece) if is_divided else piece for piece in pieces]
+        """Whole, or marked: to be gathered where they are needed."""
         self._pieces = {id(value): piece for value, piece in zip(self.values, pieces, strict=True)}
 
     def piece_of(self, value: Any) -> Any:

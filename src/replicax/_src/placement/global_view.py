@@ -26,6 +26,7 @@ from replicax._src.placement.held_state import HeldState
 from replicax._src.placement.spmd import in_flight, note_loss
 from replicax._src.profiling import names
 from replicax._src.program.flat import FlatProgram
+from replicax._src.program.gathers import evaluate_gathering
 from replicax._src.program.rows.layout import Rows, RowSplit, Shared
 from replicax._src.program.rows.plan import RowsPlan
 from replicax._src.program.rows.rules import NotByRowsError
@@ -118,9 +119,10 @@ class _Program:
         # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
+        self._shardings = state.shardings
+        self._is_divided = any(sharding != topology.replicated for sharding in self._shardings)
         self._plan = self._plan_by_rows(num_consts + num_state)
         self._needs_token = topology.needs_token
-        self._shardings = state.shardings
         self._compiled = self._compile()
 
     def _trace(self, step: Step, held: HeldState, batch: Batch) -> Any:
@@ -157,6 +159,7 @@ class _Program:
             or not topology.is_cpu
             or self._gives_rows
             or topology.num_logical_devices > 1
+            or self._is_divided
         ):
             return None
         rows = [Rows(0) if layout.is_split else Shared.WHOLE for layout in self._layouts]
@@ -213,7 +216,7 @@ class _Program:
 
             return self._plan.evaluate([*args, *leaves], add)
         rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
-        return jax_compat.eval_jaxpr(self._jaxpr, [*args, *rows])
+        return evaluate_gathering(self._jaxpr, [*args, *rows])
 
     def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:
         new, outputs = self._evaluate(written, read, consts, leaves)

@@ -24,6 +24,7 @@ from replicax._src.errors import TraceError
 from replicax._src.placement.rounds import in_rounds
 from replicax._src.placement.uneven import UnevenEvaluator
 from replicax._src.profiling import names
+from replicax._src.program.gathers import evaluate_gathering
 from replicax._src.program.program import ReplicaProgram
 from replicax._src.program.slots import (
     Sharing,
@@ -102,7 +103,7 @@ def replica_body(
         by_variant = [[state[i] for i in order] for order in orders]
         if evaluate_uneven is None:
             variant = program.variants[0]
-            outs = jax_compat.eval_jaxpr(variant.jaxpr, [*consts[0], *by_variant[0], *args])
+            outs = evaluate_gathering(variant.jaxpr, [*consts[0], *by_variant[0], *args])
             outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
         else:
             outs, writes = evaluate_uneven(consts, by_variant, args)
@@ -381,6 +382,7 @@ class Launcher:
         topology = placement.topology
         self.program = program
         self._topology = topology
+        self._layouts: Any = placement.layouts
         self._is_row = list(is_row)
         self._donated_args = list(donated)
         self._donates_args = any(donated)
@@ -451,12 +453,22 @@ class Launcher:
         sum_order = {id(s): n for n, s in enumerate(summed)}
         to_sums = [sum_order[id(s)] for s in written_slots if s.sharing is Sharing.SUMMED]
         given, kept = self._split(self._is_row)
+        layouts = self._layouts
+        # Programs of several variants are cut at their collectives, which must be known before.
+        is_late = {
+            id(s): layouts is not None
+            and len(program.variants) == 1
+            and layouts.is_gathered_late(s.shape, s.dtype, s.layout)
+            for s in loaded
+        }
+
+        def component(slot: Slot, value: Any, layouts: Any = layouts) -> Any:
+            if is_late[id(slot)]:
+                return layouts.of_row(value[0], slot.shape)
+            return value[0] if slot.sharing.is_per_replica else value
 
         def on_device(written, read, consts, given_args, kept_args):
-            state = [
-                v[0] if s.sharing.is_per_replica else v
-                for s, v in zip(loaded, [*written, *read], strict=True)
-            ]
+            state = list(map(component, loaded, [*written, *read]))
             args = self._join(given_args, kept_args)
             args = [a[0] if row else a for a, row in zip(args, self._is_row, strict=True)]
             with jax.named_scope("replica"):
@@ -471,20 +483,37 @@ class Launcher:
 
         is_joined = self._topology.peers is not None and program.has_collectives
         out_same = [single or same for same in program.same_outputs]
-        state_specs = [
-            [_ROW if s.sharing.is_per_replica else _WHOLE for s in g.slots]
-            for g in (program_state.written, program_state.read)
-        ]
-        return self._topology.on_replicas(
+        groups = program_state.written.slots, program_state.read.slots
+        placed = self._topology.on_replicas(
             in_rounds(on_device, Packing.on(self._topology)) if is_joined else on_device,
             in_specs=(
-                *state_specs,
+                *(
+                    [_ROW if s.sharing.is_per_replica or is_late[id(s)] else _WHOLE for s in g]
+                    for g in groups
+                ),
                 _WHOLE,
                 [_ROW if row else _WHOLE for row in given],
                 [_ROW if row else _WHOLE for row in kept],
             ),
-            out_specs=(state_specs[0], _WHOLE, [_WHOLE if same else _ROW for same in out_same], _WHOLE),
+            out_specs=(
+                [_ROW if s.sharing.is_per_replica else _WHOLE for s in written_slots],
+                _WHOLE,
+                [_WHOLE if same else _ROW for same in out_same],
+                _WHOLE,
+            ),
         )
+        if not any(is_late.values()):
+            return placed
+
+        def with_rows(written: Sequence[Any], read: Sequence[Any], *others: Any) -> Any:
+            assert layouts is not None
+            state = (
+                [layouts.in_rows(v) if is_late[id(s)] else v for s, v in zip(slots, values, strict=True)]
+                for slots, values in zip(groups, (written, read), strict=True)
+            )
+            return placed(*state, *others)
+
+        return with_rows
 
     def _shardings_of_results(self) -> Any:
         topology, program = self._topology, self.program

@@ -10,6 +10,7 @@ import numpy as np
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(?P<counts>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[(?P<axes>[^\]]*)\][^{]*\{(?P<over>[^}]*)\}")
 
 
 def first_group(text: str) -> list[int] | None:
@@ -17,11 +18,17 @@ def first_group(text: str) -> list[int] | None:
 
     Args:
       text: Of the instruction. It lists groups, ``{{0,1},{2,3}}``, or says how to make them: ``[2,2]<=[4]`` is 0 to 3 in two rows,
-        ``[2,2]<=[2,2]T(1,0)`` the same in a square, which is then transposed.
+        ``[2,2]<=[2,2]T(1,0)`` the same in a square, which is then transposed; or it names the axes of a mesh,
+        ``mesh['a'=2,'b'=2] {'b'}``.
     """
-    listed, iota = _LISTED.search(text), _IOTA.search(text)
+    listed, iota, mesh = _LISTED.search(text), _IOTA.search(text), _MESH.search(text)
     if listed:
         return _numbers(listed[1])
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh["axes"])}
+        over = re.findall(r"'(\w+)'", mesh["over"])
+        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        return grid[tuple(slice(None) if name in over else 0 for name in sizes)].reshape(-1).tolist()
     if iota is None:
         return None
     shape = _numbers(iota["shape"])

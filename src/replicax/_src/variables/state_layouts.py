@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from replicax._src.topology import Topology
+from replicax._src import jax_compat
+from replicax._src.program.gathers import Divided, divided_read_p, is_large
+from replicax._src.topology import REPLICA_AXIS, Topology
 from replicax._src.variables.state_shards import StateShards
 
 # On TPUs arrays are laid out in tiles of 8 rows: thinner pieces would be padded to that.
@@ -60,7 +64,55 @@ class StateLayouts:
             self._of_shapes[shape] = None if dim is None else self.topology.in_shards(dim, count)
         return self._of_shapes[shape]
 
+    def gathered(self, value: Any) -> Any:
+        """A traced array in the pieces of its shape, to be computed with whole. A large one is marked: programs in the global
+        view gather it anew where it is needed."""
+        layout = self.of_shape(value.shape)
+        if layout is None:
+            return value
+        whole = self.topology.replicated
+        size = math.prod(value.shape) * value.dtype.itemsize
+        if not is_large(size) or not isinstance(value, jax_compat.Tracer):
+            return jax.lax.with_sharding_constraint(value, whole)
+        return divided_read_p.bind(value, dim=_cut_dim(layout), whole=whole)
+
+    def is_gathered_late(self, shape: Sequence[int], dtype: Any, layout: Any) -> bool:
+        """Whether a variable that lies in ``layout`` is gathered where a replica needs it, not where a program begins."""
+        size = math.prod(shape) * dtype.itemsize
+        return layout is not None and layout == self.of_shape(shape) and is_large(size)
+
+    def in_rows(self, value: Any) -> Any:
+        """A traced array in the pieces of its shape, as [R, ...] of which row r is the piece of replica r. Nothing moves."""
+        dim, count, groups = _cut_dim(self.of_shape(value.shape)), self.shards.num_shards, self._num_groups
+        parts = value.reshape(*value.shape[:dim], count, value.shape[dim] // count, *value.shape[dim + 1 :])
+        rows = jnp.moveaxis(parts, dim, 0)
+        rows = jnp.broadcast_to(rows, (groups, *rows.shape)).reshape(groups * count, *rows.shape[1:])
+        return jax.lax.with_sharding_constraint(rows, self.topology.per_replica)
+
+    def of_row(self, piece: Any, shape: Sequence[int]) -> Divided:
+        """In a program of replicas: the variable of which this replica has a piece."""
+        groups = None
+        if self._num_groups > 1:
+            numbers = range(self.topology.num_replicas)
+            groups = [
+                list(numbers[i : i + self.shards.num_shards]) for i in numbers[:: self.shards.num_shards]
+            ]
+
+        def gather(piece: Any, dim: int) -> Any:
+            return jax.lax.all_gather(piece, REPLICA_AXIS, axis=dim, tiled=True, axis_index_groups=groups)
+
+        size = math.prod(shape) * piece.dtype.itemsize
+        return Divided(piece, _cut_dim(self.of_shape(shape)), size, gather)
+
+    @property
+    def _num_groups(self) -> int:
+        return self.topology.num_replicas // self.shards.num_shards
+
     def in_pieces(self, value: Any) -> Any:
         """A traced array, to be computed with in the pieces in which a divided one of its shape lies."""
         layout = self.of_shape(value.shape)
         return value if layout is None else jax.lax.with_sharding_constraint(value, layout)
+
+
+def _cut_dim(layout: Any) -> int:
+    return next(dim for dim, axis in enumerate(layout.spec) if axis is not None)

@@ -1,0 +1,82 @@
+"""When GPUs and TPUs gather the parameters of unrolled models that replicas divide, by the programs of their compilers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import keras
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import replicax as rx
+from replicax._src.program import gathers
+from replicax._src.strategies import planning
+
+FEW, MANY = 4, 16
+
+
+@pytest.fixture(autouse=True)
+def without_cache():
+    """JAX cannot read a program for devices that are not here out of its cache (jax 0.10)."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
+
+
+def planned(topology, num_layers, way, width):
+    """The plan of a step of a chain of layers, by ``fit`` or by ``run``."""
+    strategy = rx.MirroredStrategy(["cpu:0"], shard_state="all")
+    with strategy.scope():
+        dense = [keras.layers.Dense(width, "relu", use_bias=False) for _ in range(num_layers)]
+        model = keras.Sequential([keras.Input((width,)), *dense])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.optimizer.build(model.trainable_variables)
+    rows = jax.ShapeDtypeStruct((64, width), jnp.float32)
+    if way == "fit":
+        return strategy.plan(model.fit, (rows, rows), {"batch_size": 64}, topology=topology)
+
+    def step(inputs):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss((model(inputs) ** 2).mean(-1))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    return strategy.plan(step, (rows,), topology=topology)
+
+
+@pytest.mark.parametrize("way", ["fit", "run"])
+@pytest.mark.parametrize(
+    ("topology", "width", "share"),
+    [("v5e:2x4", 2048, 0.1), ("h100:1x8", 4096, 0.35)],  # GPUs sum three gradients of this size together
+)
+def test_memory_hardly_grows_with_layers(topology, width, share, way, monkeypatch):
+    of_layers = (MANY - FEW) * width * width * 4
+
+    def grown():
+        few, many = planned(topology, FEW, way, width), planned(topology, MANY, way, width)
+        of_state = of_layers // 8
+        return many.memory.peak - few.memory.peak - of_state, many
+
+    grown_by, plan = grown()
+    assert sum(c.count for c in plan.compiled if c.kind == "all-gather") == 2 * MANY - 1
+    assert grown_by < share * of_layers
+    if topology == "h100:1x8" and way == "fit":
+        monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1 << 60)
+        assert grown()[0] > 0.8 * of_layers
+
+
+def test_gathers_stand_between_multiplications(monkeypatch):
+    texts = []
+    read = planning.read_hlo
+    monkeypatch.setattr(planning, "read_hlo", lambda text, count: texts.append(text) or read(text, count))
+    planned("h100:1x8", MANY, "fit", 2048)
+    entry = texts[0][texts[0].index("\nENTRY") :]  # in the order of the schedule
+    found = re.findall(r"(all-gather-start)\(|custom_call_target=\"(__cublas\S*)\"|(__triton\S*gemm)", entry)
+    letters = "".join("G" if gather else "m" for gather, *_ in found)
+    assert letters.count("G") == 2 * MANY - 1
+    assert letters.count("m") >= 3 * MANY - 1
+    assert "GGGG" not in letters, letters
