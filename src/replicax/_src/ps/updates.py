@@ -11,7 +11,7 @@ from jax import export
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.jax_compat import export_platform
-from replicax._src.ps.held_values import Spec, with_dtypes
+from replicax._src.ps.held_values import Spec, is_wide, with_dtypes
 from replicax._src.ps.programs import UpdateProgram
 
 _MIN_CHECKED_BYTES: Final = 1 << 20
@@ -38,8 +38,8 @@ class CompiledUpdate:
         _check(program, inputs, results)
         num_state = len(program.state)
         self.state, self.operands, self.results = inputs[:num_state], inputs[num_state:], results
-        self._dtypes = [dtype for _, dtype in (*inputs, *results)]
-        with with_dtypes(self._dtypes):
+        self._wide = [dtype for _, dtype in (*inputs, *results) if is_wide(dtype)]
+        with with_dtypes(self._wide):
             self._run = _compiled(exported, inputs, program.written, device)
         analysis = self._run.memory_analysis()
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", 0)
@@ -60,7 +60,7 @@ class CompiledUpdate:
           MemoryError: There is no room for what is in between; nothing has happened.
         """
         self._check_memory()
-        with with_dtypes(self._dtypes):
+        with with_dtypes(self._wide):
             results = self._run(*state, *operands)
         results[0].block_until_ready()  # all are ready at once; and what fails on a CPU says so only here
         return results
