@@ -18,6 +18,7 @@ from replicax._src.plan.groups import axes_of, first_group
         ("all-reduce(%x), replica_groups=[2,4]<=[4,2]T(1,0)", [0, 2, 4, 6]),
         ("all-gather(%x), replica_groups=[4,4]<=[2,2,4]T(0,2,1)", [0, 4, 1, 5]),
         ("collective-permute(%x), source_target_pairs={{0,1},{1,0},{2,3}}", [0, 1]),
+        ("all-reduce(%x), replica_groups=mesh['replica'=2,'logical'=3] {'replica'}", [0, 3]),
         ("all-reduce(%x), replica_groups={}, to_apply=%add", None),
     ],
 )
