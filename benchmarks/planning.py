@@ -1,6 +1,7 @@
 """Time and memory of planning, per number of devices: ``python benchmarks/planning.py``, in the environment of `make test-plan`.
 
 Each plan is made by ``replicax plan`` in a process of its own, as users make it: starting Python, JAX and Keras is in the time.
+On a busy machine read the processor time, of all processes of a plan.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SIZES = (
     ("GPU", ("h100:1x1", "h100:1x8", "h100:8x8", "h100:64x8", "h100:512x8")),
     ("virtual CPU devices", ("cpu:1", "cpu:8", "cpu:64", "cpu:512")),
 )
-# 70 billion parameters in 80 scanned layers, in bfloat16; whole on each device, so that they fit nowhere.
-LARGE = """
+# 70 billion parameters in 80 scanned layers, in bfloat16; functional, whole on each device, so that they fit nowhere.
+SCANNED = """
 import jax, jax.numpy as jnp, replicax as rx
 
 def loss_of(weights, rows):
@@ -39,6 +40,46 @@ weights = strategy.replicate(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for
 rows = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16)
 strategy.run(step, args=(weights, rows), options=rx.RunOptions(donate_args=(0,)))
 """
+# The same as a Keras model, divided over the replicas, with Adam.
+SCANNED_FIT = """
+import jax, keras, numpy as np, replicax as rx
+keras.config.set_dtype_policy("bfloat16")
+
+class Layers(keras.layers.Layer):
+    def build(self, shape):
+        self.up = self.add_weight(shape=(80, 8192, 53248))
+        self.down = self.add_weight(shape=(80, 53248, 8192))
+
+    def call(self, rows):
+        layer = jax.checkpoint(lambda h, w: (h + keras.ops.tanh(h @ w[0]) @ w[1], None))
+        return jax.lax.scan(layer, rows, (self.up.value, self.down.value))[0]
+
+strategy = rx.MirroredStrategy(shard_state="all")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8192,)), Layers(), keras.layers.Dense(256)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+model.fit(np.zeros((4096, 8192), "float32"), np.zeros(4096, "int32"), batch_size=4096)
+"""
+# 80 layers of Keras's, not scanned.
+UNROLLED_FIT = """
+import keras, numpy as np, replicax as rx
+keras.config.set_dtype_policy("bfloat16")
+strategy = rx.MirroredStrategy(shard_state="all")
+with strategy.scope():
+    rows = keras.Input((8192,))
+    x = rows
+    for _ in range(80):
+        h = keras.layers.RMSNormalization()(x)
+        x = x + keras.layers.Dense(8192)(keras.layers.Dense(53248, activation="tanh")(h))
+    model = keras.Model(rows, keras.layers.Dense(256)(x))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+model.fit(np.zeros((4096, 8192), "float32"), np.zeros(4096, "int32"), batch_size=4096)
+"""
+LARGE = (
+    ("scanned layers, functional", SCANNED),
+    ("scanned layers in fit, shard_state='all'", SCANNED_FIT),
+    ("80 layers in fit, shard_state='all'", UNROLLED_FIT),
+)
 
 
 def main() -> None:
@@ -54,16 +95,18 @@ def main() -> None:
             for topology in topologies:
                 print(_line(topology, DIGITS), flush=True)
     if chosen in (None, "large"):
-        print("\n70 billion parameters, 80 scanned layers")
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "large.py"
-            script.write_text(LARGE)
-            for topology in ("v5p:16x16x16", "h100:512x8"):
-                print(_line(topology, script), flush=True)
+        for title, source in LARGE:
+            print(f"\n70 billion parameters: {title}")
+            with tempfile.TemporaryDirectory() as folder:
+                script = Path(folder) / "large.py"
+                script.write_text(source)
+                for topology in ("v5p:16x16x16", "h100:512x8"):
+                    print(_line(topology, script), flush=True)
 
 
 def _line(topology: str, script: Path) -> str:
-    command = [sys.executable, "-m", "replicax", "plan", "--json", "--topology", topology, str(script)]
+    options = ["--json", "--remedy-limit", "0", "--topology", topology]
+    command = [sys.executable, "-m", "replicax", "plan", *options, str(script)]
     start = time.monotonic()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()
@@ -78,7 +121,7 @@ def _line(topology: str, script: Path) -> str:
     parts = ", ".join(f"{name} {value:5.1f}" for name, value in facts["seconds"].items())
     return (
         f"  {topology:14} {facts['num_devices']:>5,} devices  {took:6.1f} s in all ({parts})  "
-        f"{usage.ru_maxrss / 2**20:5.2f} GiB"
+        f"{usage.ru_utime + usage.ru_stime:6.1f} s of processor time  {usage.ru_maxrss / 2**20:5.2f} GiB"
     )
 
 
