@@ -251,6 +251,20 @@ def inner_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return jaxpr, []
 
 
+def retraced(jaxpr: Any, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> Any:
+    """A jaxpr of the same kind, closed or open, of what an evaluator does with it.
+
+    Args:
+      evaluate: Takes a jaxpr without constvars and its operands.
+    """
+    inner, consts = inner_jaxpr(jaxpr)
+    opened = rebuild(inner, invars=[*inner.constvars, *inner.invars], keep_constvars=False)
+    avals = [shaped(v.aval.shape, v.aval.dtype, v.aval.weak_type) for v in inner.invars]
+    if consts or isinstance(jaxpr, jex.ClosedJaxpr):
+        return jax.make_jaxpr(lambda *args: evaluate(opened, [*consts, *args]))(*avals)
+    return trace(lambda *args: evaluate(opened, args), avals)[0]
+
+
 def has_side_effects(jaxpr: Any) -> bool:
     """Whether running a jaxpr, closed or open, does more than compute: callbacks, prints."""
     return any(not isinstance(effect, _private_core.NamedAxisEffect) for effect in jaxpr.effects)

@@ -105,6 +105,11 @@ class BatchLayout:
         self._dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         self.aval = jax_compat.shaped(self._shape, self._dtype)
 
+    @property
+    def is_padded(self) -> bool:
+        """The rows do not divide."""
+        return self._padded != self._shape
+
     def sharding(self, *, is_stacked: bool) -> Any:
         """Of the array, or of several stacked."""
         if not self.is_split:

@@ -21,6 +21,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
+from replicax._src.placement import scatters
 from replicax._src.placement.batch import Batch, BatchLayout
 from replicax._src.placement.held_state import HeldState
 from replicax._src.placement.spmd import in_flight, note_loss
@@ -119,6 +120,8 @@ class _Program:
         # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
+        is_uneven = topology.num_logical_devices > 1 and any(layout.is_padded for layout in self._layouts)
+        self._has_uneven_scatters = is_uneven and scatters.has_scatter(self._jaxpr)
         self._shardings = state.shardings
         self._is_divided = any(sharding != topology.replicated for sharding in self._shardings)
         self._plan = self._plan_by_rows(num_consts + num_state)
@@ -216,6 +219,8 @@ class _Program:
 
             return self._plan.evaluate([*args, *leaves], add)
         rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
+        if self._has_uneven_scatters:
+            return scatters.evaluate(self._jaxpr, [*args, *rows], self._topology.replicated)
         return evaluate_gathering(self._jaxpr, [*args, *rows])
 
     def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:
