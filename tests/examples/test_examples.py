@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -425,3 +426,17 @@ def test_model_parallelism_on_virtual_tpus():
     losses = [float(loss) for loss in re.findall(r"epoch \d+   loss (\S+)", printed)]
     assert losses[-1] < 0.1 * losses[0]
     assert "a device holds 51.0% of the state" in printed
+
+
+@pytest.mark.long
+def test_tensor_parallelism_by_a_layout_map():
+    printed = output_of("tensor_parallel.py")
+    assert printed.startswith("4 replicas of 2 devices")
+    of_fit, of_run = (float(loss) for loss in re.findall(r"train_with_\w+: a mean loss of (\S+)", printed))
+    assert of_run == pytest.approx(of_fit, rel=1e-4)
+    assert of_fit < 0.99 * math.log(13)  # of guessing
+    pieces = re.findall(r"(block_0/\S+) +\(([\d, ]+)\) +a device has \(([\d, ]+)\)", printed)
+    assert len(pieces) == 10
+    assert ("block_0/narrow/kernel", "128, 32", "64, 32") in pieces
+    over = set(re.findall(r"all-reduce of [\d,]+ bytes over (\S+)", printed))
+    assert {"replica", "logical"} <= over

@@ -326,7 +326,13 @@ def sharding_primitive(name: str) -> Any:
 
 def _lower_axis_index(ctx: Any, *, axis_name: Any) -> Any:
     """Where some axes of the mesh are the compiler's, JAX's own rule opens a ``shard_map`` over the mesh of the context, and an
-    equation that was traced without a mesh has none (jax 0.10)."""
+    equation that was traced without a mesh has none (jax 0.10).
+
+    It is registered for the whole process: it does what JAX's rule does, but for programs that JAX could not lower. To confine it
+    there are two ways. One is ``override_lowering_rules`` of ``LoweringParameters``, which only ``lower`` takes, ahead of time:
+    calls would leave the quick way of ``jax.jit``. The other is to give all equations of a trace, at any depth, the mesh of each
+    placement, while equations are meant to serve several.
+    """
     where = ctx.module_context.axis_context
     with contextlib.ExitStack() as stack:
         if isinstance(where, _sharding_impls.SPMDAxisContext) and jax.sharding.get_abstract_mesh().empty:
