@@ -11,6 +11,7 @@ from replicax._src.checkpoint.errors import (
     UnsharedDirectoryError,
     UntrackableError,
 )
+from replicax._src.checkpoint.export import export_safetensors, export_weights, list_variables, load_variable
 from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.trees import HostRandomState
 
@@ -25,5 +26,9 @@ __all__ = [
     "UnmatchedCheckpointError",
     "UnsharedDirectoryError",
     "UntrackableError",
+    "export_safetensors",
+    "export_weights",
     "latest_checkpoint",
+    "list_variables",
+    "load_variable",
 ]

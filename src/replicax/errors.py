@@ -1,5 +1,15 @@
 """Every exception that replicax raises on purpose: ``rx.errors``. See ``docs/errors.md``."""
 
+from replicax._src.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    UnmatchedCheckpointError,
+    UnsharedDirectoryError,
+    UntrackableError,
+)
 from replicax._src.cluster.errors import (
     AddressError,
     ClusterEnvironmentError,
@@ -81,6 +91,10 @@ __all__ = [
     "AddressError",
     "BackendStartedError",
     "CancelledError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
     "ClosedIteratorError",
     "ClosureAbortedError",
     "ClosureInputError",
@@ -92,6 +106,7 @@ __all__ = [
     "ClusterTypeError",
     "ColumnError",
     "ContextError",
+    "CorruptCheckpointError",
     "CrossReplicaContextError",
     "DatasetLengthError",
     "DeviceError",
@@ -141,10 +156,13 @@ __all__ = [
     "UnavailableError",
     "UnbatchedDatasetError",
     "UnknownProgramError",
+    "UnmatchedCheckpointError",
     "UnreadableFileError",
+    "UnsharedDirectoryError",
     "UnsupportedElementError",
     "UnsupportedError",
     "UnsupportedSourceError",
+    "UntrackableError",
     "VariableError",
     "WaitTimeoutError",
     "WorkersDifferError",

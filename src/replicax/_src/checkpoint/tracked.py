@@ -111,7 +111,9 @@ class Graph:
                 if found is None:
                     continue
                 num_known = len(self.nodes)
-                number = node.children[name] = self._number(part, found, (*node.path, *name.split("/")))
+                number = node.children[name] = self._number(
+                    part, found, (*node.path, *filter(None, name.split("/")))
+                )
                 if number == num_known:
                     waiting.append(number)
 
@@ -131,8 +133,8 @@ class Graph:
 
 
 def escaped(name: str) -> str:
-    """A name as a part of a key, in which "/" and "." have meanings of their own."""
-    return name.replace("%", "%25").replace("/", "%2F").replace(".", "%2E")
+    """A name as a part of a key, in which "/" and "." have meanings of their own, and nothing is no name."""
+    return "%" if not name else name.replace("%", "%25").replace("/", "%2F").replace(".", "%2E")
 
 
 def untrackable(path: str, value: Any) -> UntrackableError:

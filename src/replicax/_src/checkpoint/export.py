@@ -1,0 +1,93 @@
+"""What is in a checkpoint, for others than the program that saved it: read by name, or exported to other formats."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.errors import CheckpointNotFoundError
+from replicax._src.checkpoint.saved import SavedCheckpoint
+from replicax._src.errors import MissingExtraError
+
+
+def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """The keys of the arrays in a checkpoint, and their shapes.
+
+    Source: TensorFlow, ``tf.train.list_variables``.
+    """
+    arrays = SavedCheckpoint(os.fspath(path)).contents.arrays
+    return [(key, arrays[key].shape) for key in sorted(arrays)]
+
+
+def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
+    """One array of a checkpoint, verified.
+
+    Raises:
+      CheckpointNotFoundError: The checkpoint, or this array in it, is not there.
+      CorruptCheckpointError: It has other bytes than were written.
+
+    Source: TensorFlow, ``tf.train.load_variable``.
+    """
+    saved = SavedCheckpoint(os.fspath(path))
+    if name not in saved.contents.arrays:
+        raise CheckpointNotFoundError(
+            f"The checkpoint {saved.path!r} has no array {name!r}. It has {', '.join(sorted(saved.contents.arrays)[:20])}."
+        )
+    return saved.values([name])[name]
+
+
+def export_safetensors(
+    path: str | os.PathLike[str], file: str | os.PathLike[str], *, only: str | Sequence[str] = "*"
+) -> str:
+    """Writes the arrays of a checkpoint to a file of safetensors, under their keys. The checkpoint is verified first.
+
+    Args:
+      path: Of the checkpoint.
+      file: To write; it takes the place of one that was there when it is whole.
+      only: Patterns of the keys that are taken: ``"model/*"``.
+
+    Returns:
+      The path of the file.
+
+    Raises:
+      CorruptCheckpointError: The checkpoint is damaged.
+      MissingExtraError: safetensors is not installed.
+    """
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise MissingExtraError("This needs safetensors: pip install 'replicax[checkpoint]'.") from error
+    saved = SavedCheckpoint(os.fspath(path))
+    saved.verify()
+    patterns = [only] if isinstance(only, str) else list(only)
+    keys = [key for key in saved.contents.arrays if any(fnmatch.fnmatchcase(key, each) for each in patterns)]
+    file = os.path.abspath(os.fspath(file))
+    values = {key: np.ascontiguousarray(value) for key, value in saved.values(keys).items()}
+    labels = {key: saved.contents.arrays[key].label for key in keys}
+    save_file(values, f"{file}.part", metadata=labels)
+    os.replace(f"{file}.part", file)
+    return file
+
+
+def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
+    """Writes the weights of a Keras model as Keras does, ``.weights.h5``: the chief alone writes.
+
+    Args:
+      model: A model that is built; under any strategy.
+      file: To write, ending with ``.weights.h5``.
+
+    Returns:
+      The path of the file; None on processes that do not write.
+    """
+    file = os.path.abspath(os.fspath(file))
+    if not processes.is_chief():
+        return None
+    part = file.removesuffix(".weights.h5") + ".part.weights.h5"
+    model.save_weights(part, overwrite=True)
+    os.replace(part, file)
+    return file

@@ -1,0 +1,71 @@
+"""Checkpoints read by others: plain orbax, Keras's weights, safetensors; and read by name."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax.checkpoint import (
+    CheckpointNotFoundError,
+    export_safetensors,
+    export_weights,
+    list_variables,
+    load_variable,
+)
+
+READ_BY_ORBAX = """
+import sys
+import orbax.checkpoint as ocp
+tree = ocp.PyTreeCheckpointer().restore(sys.argv[1] + "/state")
+assert "replicax" not in sys.modules
+kernel = tree["model"]["layers"]["0"]["kernel"]
+print(kernel.shape, kernel.dtype, kernel.sum(), tree["half"].dtype, int(tree["count"]))
+"""
+
+
+@pytest.fixture
+def model():
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        return keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3, kernel_initializer="ones")])
+
+
+def test_plain_orbax_reads_it(model, saved):
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        count = rx.Variable(3, trainable=False, synchronization="on_read", aggregation="sum")
+    path = saved(model=model, count=count, half=rx.Variable(1.0, dtype="bfloat16"))
+    read = subprocess.run(
+        [sys.executable, "-c", READ_BY_ORBAX, path], capture_output=True, text=True, timeout=120
+    )
+    assert read.stdout.split("\n")[0] == "(4, 3) float32 12.0 bfloat16 6", read.stderr
+
+
+def test_by_name(model, saved):
+    path = saved(model=model)
+    assert list_variables(path) == [("model/layers/0/bias", (3,)), ("model/layers/0/kernel", (4, 3))]
+    np.testing.assert_array_equal(load_variable(path, "model/layers/0/kernel"), np.ones((4, 3)))
+    message(CheckpointNotFoundError, lambda: load_variable(path, "kernel"), "It has model/layers/0/bias")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
+def test_keras_weights(model, tmp_path):
+    path = export_weights(model, tmp_path / "model.weights.h5")
+    other = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+    other.load_weights(path)
+    np.testing.assert_array_equal(other.layers[0].kernel, np.ones((4, 3)))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.weights.h5"]
+
+
+def test_safetensors(model, saved, tmp_path):
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    path = saved(model=model, half=rx.Variable([1.0, 2.0], dtype="bfloat16"), empty=np.zeros((0, 2), "f4"))
+    every = load_file(export_safetensors(path, tmp_path / "all.safetensors"))
+    assert sorted(every) == ["empty", "half", "model/layers/0/bias", "model/layers/0/kernel"]
+    assert (every["half"].dtype.name, every["empty"].shape) == ("bfloat16", (0, 2))
+    np.testing.assert_array_equal(every["model/layers/0/kernel"], np.ones((4, 3)))
+    assert list(load_file(export_safetensors(path, tmp_path / "m.safetensors", only="model/*/bias"))) == [
+        "model/layers/0/bias"
+    ]
