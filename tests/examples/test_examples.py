@@ -440,3 +440,17 @@ def test_tensor_parallelism_by_a_layout_map():
     assert ("block_0/narrow/kernel", "128, 32", "64, 32") in pieces
     over = set(re.findall(r"all-reduce of [\d,]+ bytes over (\S+)", printed))
     assert {"replica", "logical"} <= over
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+
+def test_checkpoints_go_on_with_another_number_of_devices(tmp_path):
+    options = "--directory", str(tmp_path / "training")
+    first = output_of("checkpoints.py", "--epochs", "1", *options).splitlines()
+    second = output_of("checkpoints.py", "--epochs", "3", "--devices", "3", *options).splitlines()
+    assert [first[0], second[0]] == ["begins anew", "restored ckpt-1"]
+    losses = [float(line.split()[3]) for line in (*first, *second) if line.startswith("epoch")]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert second[-1] == "kept ckpt-2, ckpt-3"
