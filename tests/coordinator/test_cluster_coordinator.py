@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from memory_cluster import MemoryCluster, eventually
+from memory_cluster import Link, MemoryCluster, eventually
 from replicax._src.coordinator import workers
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
@@ -246,6 +246,30 @@ def test_those_that_travelled_with_a_dead_worker_are_run_again_one_by_one(cluste
     assert coordinator.statistics()["closures"]["retried"] >= 2
     together = [bundle for worker in cluster.workers for bundle in worker.bundles if bundle != amid]
     assert not any(set(amid[1:]) & set(bundle) for bundle in together)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_ctrl_c_while_it_is_sent_does_not_mix_up_answers(cluster, coordinator, quick, is_sent, monkeypatch):
+    step, _ = quick
+    send_all, main = Link.send_all, threading.current_thread()
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self, messages, timeout_s):
+        if threading.current_thread() is not main or not interrupts:
+            return send_all(self, messages, timeout_s)
+        if is_sent:
+            send_all(self, messages, timeout_s)
+        raise interrupts.pop()
+
+    monkeypatch.setattr(Link, "send_all", interrupted)
+    before = cluster.ps[0].counter
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.schedule(step, (100,))
+    values = [coordinator.schedule(step, (x,)) for x in range(10, 30)]
+    coordinator.join(JOIN_S)
+    assert coordinator.fetch(values) == list(range(10, 30))
+    assert cluster.ps[0].counter == before + 21
+    assert coordinator.statistics()["closures"]["queued"] == 0
 
 
 def test_a_full_queue_blocks_schedule(cluster, coordinator, monkeypatch):

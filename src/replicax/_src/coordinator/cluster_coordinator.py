@@ -402,6 +402,8 @@ def _arguments(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[s
 def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not callable(fn):
         raise InvalidArgumentError(f"schedule() takes a function and its arguments, got {fn!r} as function.")
+    if not args and not kwargs:
+        return
     for leaf in jax.tree.leaves(
         (args, kwargs), is_leaf=lambda x: isinstance(x, RemoteValue | PerWorkerDataset)
     ):

@@ -59,17 +59,31 @@ class Dispatch:
 
     def schedule(self, name: str, work: Work, timeout_s: float | None = None) -> None:
         """Queues a closure; waits while the queue is full. Raises the failure of an earlier one."""
-        with self.lock:
-            self._wait_for_room(timeout_s)
-            closure = self._queue.schedule(
-                name, work, work.kind, None if work.prepared is None else work.prepared.round_key
-            )
-            deliver, closures = self._given_out()
-            num_queued = self._queue.num_queued
-        if deliver is not None:
-            deliver(closures)
+        round_key = None if work.prepared is None else work.prepared.round_key
+        port: Port | None = None
+        try:
+            with self.lock:
+                self._wait_for_room(timeout_s)
+                closure = self._queue.schedule(name, work, work.kind, round_key)
+                port = self._idlest()
+                closures, deliver = ([], None) if port is None else (port.take(), port.deliver)
+                num_queued = self._queue.num_queued
+            if deliver is not None and closures:
+                deliver(closures)
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C: nobody knows whether what was taken has been sent
+            self._interrupted(port, error)
+            raise
         if num_queued > _NUM_AHEAD and not closure.number % _NUM_BETWEEN:
             time.sleep(0)  # else they wait for a turn of the interpreter, 5 ms each
+
+    def _interrupted(self, port: Port | None, error: BaseException) -> None:
+        give_up = None if port is None else port.give_up
+        if give_up is not None:
+            give_up(error)
+        with self.lock:
+            self.wake_hungry()
 
     def refuse(self, name: str, work: Work, error: BaseException) -> None:
         """Queues a closure that is known to fail."""
@@ -275,19 +289,17 @@ class Dispatch:
         if self._num_waiting_for_room and (not self._queue.is_full or self._queue.has_error):
             self._room.notify_all()
 
-    def _given_out(self) -> tuple[Deliver | None, list[Closure]]:
-        """Takes what has come for the worker with the least to do, and what delivers it: call that without the lock.
+    def _idlest(self) -> Port | None:
+        """The worker with the least to do, if it is to be sent what has come at once.
 
-        A worker that has some, and will answer soon, gets what has come until then together.
+        One that has some, and will answer soon, gets what has come until then together.
         """
         best = None
         for port in self._ports:
             is_better = port.is_hungry and (best is None or port.num_in_flight < best.num_in_flight)
             if is_better and self._queue.may_take(port.worker):
                 best = port
-        if best is None or best.num_in_flight >= _NUM_AT_ONCE:
-            return None, []
-        return best.deliver, best.take()
+        return None if best is None or best.num_in_flight >= _NUM_AT_ONCE else best
 
     def wake_hungry(self, but: Port | None = None) -> None:
         """Something is there that was not when some workers asked."""
@@ -308,7 +320,7 @@ class Port:
     Attributes:
       is_hungry: It has asked for closures, and did not get as many as it could have.
       depth: How many closures it may have at a time.
-      deliver: While it is there.
+      deliver, give_up: While it is there: how closures are sent to it, and what to do when who did that was interrupted.
       low: When it took some last, all closures below this number had ended.
     """
 
@@ -318,6 +330,7 @@ class Port:
         self.is_hungry = False
         self.depth = 1
         self.deliver: Deliver | None = None
+        self.give_up: Callable[[BaseException], None] | None = None
         self._is_poked = False
         self.low = 0
 
@@ -355,14 +368,18 @@ class Port:
             self._is_poked = True
             self.wake.notify_all()
 
-    def finished(self, closures: Sequence[Closure]) -> tuple[list[bool], list[Closure]]:
-        """Closures have been run: which of them count, and which are to be sent next."""
+    def finished(self, closures: Sequence[Closure]) -> list[bool]:
+        """Closures have been run: which of them count. When who waits for these has been told, call ``following``."""
         with self._dispatch.lock:
-            counts = [self._queue.finished(self.worker, closure) for closure in closures]
+            return [self._queue.finished(self.worker, closure) for closure in closures]
+
+    def following(self) -> list[Closure]:
+        """After some have ended: which are to be sent next."""
+        with self._dispatch.lock:
             taken = self.take()
             self._dispatch.tell_waiting()
             self._dispatch.wake_hungry(self)
-            return counts, taken
+            return taken
 
     def failed(self, closure: Closure, error: BaseException) -> None:
         """A closure raised."""
@@ -376,16 +393,16 @@ class Port:
         """The worker is gone. ``running``: what it was at; several, if it was at one of them."""
 
         def event() -> Ended:
-            self.deliver = None
+            self.deliver = self.give_up = None
             return self._queue.lost(self.worker, running)
 
         self._ended(event, is_hungry=False)
 
-    def back(self, deliver: Deliver) -> None:
-        """The worker is there. ``deliver`` is called until it is lost."""
+    def back(self, deliver: Deliver, give_up: Callable[[BaseException], None]) -> None:
+        """The worker is there. Both are called until it is lost."""
         with self._dispatch.lock:
             self._queue.back(self.worker)
-            self.deliver = deliver
+            self.deliver, self.give_up = deliver, give_up
 
     def _ended(self, event: Callable[[], Ended], is_hungry: bool = True) -> None:
         with self._dispatch.lock:

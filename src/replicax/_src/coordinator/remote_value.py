@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ class RemoteValue:
         "_arrays",
         "_assemble",
         "_error",
-        "_event",
         "_is_ready",
+        "_latch",
         "_name",
         "_when_seen",
     )
@@ -44,7 +45,9 @@ class RemoteValue:
         self._is_ready = False
         self._arrays: Sequence[np.ndarray] = ()
         self._error: BaseException | None = None
-        self._event: threading.Event | None = None
+        self._latch: threading.Lock | None = (
+            None  # held until it is ready: less to do and to wake than with an event
+        )
 
     def __repr__(self) -> str:
         state = "waiting" if not self._is_ready else "ready" if self._error is None else "failed"
@@ -81,7 +84,7 @@ class RemoteValue:
 
     def _made(self, timeout_s: float | None) -> Assemble:
         check_not_traced("fetch")
-        if not self._is_ready and not self._ready_event().wait(timeout_s):
+        if not self._is_ready and not self._wait(timeout_s):
             raise WaitTimeoutError(
                 f"'{self._name}' had not run after {timeout_s:g} s. Wait longer, or look at coordinator.statistics()."
             )
@@ -93,20 +96,35 @@ class RemoteValue:
             when_seen()
         return self._assemble
 
-    def _ready_event(self) -> threading.Event:
+    def _wait(self, timeout_s: float | None) -> bool:
         with _creation:
-            event = self._event = self._event or threading.Event()
-        if self._is_ready:  # it may have become so before there was an event to set
-            event.set()
-        return event
+            latch = self._latch
+            if latch is None:
+                latch = threading.Lock()
+                latch.acquire()
+                self._latch = latch
+        if self._is_ready:  # it may have become so before there was a latch
+            return True
+        try:
+            latch.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        finally:
+            if self._is_ready:
+                _open(latch)  # for others who wait
+        return self._is_ready
 
     def settle(self, arrays: Sequence[np.ndarray], error: BaseException | None = None) -> None:
-        """The function has run, or never will."""
+        """The function has run, or never will. Once."""
         self._arrays, self._error = arrays, error
         self._is_ready = True
-        event = self._event
-        if event is not None:
-            event.set()
+        latch = self._latch
+        if latch is not None:
+            _open(latch)
+
+
+def _open(latch: threading.Lock) -> None:
+    """Lets the next one through who waits, if nobody else has."""
+    with contextlib.suppress(RuntimeError):
+        latch.release()
 
 
 @final

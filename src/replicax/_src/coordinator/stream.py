@@ -87,6 +87,12 @@ class WorkerStream:
             self.over.set()
         self._link.close()
 
+    def interrupt(self, error: BaseException) -> None:
+        """Gives the connection up because a thread that used it was interrupted."""
+        self.end(
+            UnavailableError(f"{type(error).__name__} came while functions were sent to it.", self.worker)
+        )
+
     def running(self) -> list[Closure]:
         """What the worker was at when the connection ended: a closure, or one of several that travelled together."""
         awaited = list(self._awaited)
@@ -148,6 +154,11 @@ class WorkerStream:
             return closures[num_sent:]
         except MessageError:  # one of them cannot travel: who sends them one by one will find it
             return closures[num_sent:]
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C: nobody knows whether they have been sent
+            self.interrupt(error)
+            raise
         finally:
             self._sending.release()
 
@@ -254,7 +265,7 @@ class WorkerStream:
             self._awaited.append(_Awaited(kind, what, now, self._num_bundles, num_bytes))
         try:
             self._link.send_all(messages, _FOREVER_S)
-        except BaseException:
+        except Exception:
             for _, _, num_bytes in awaited:
                 self._awaited.pop()
                 self._small_bytes_out -= num_bytes

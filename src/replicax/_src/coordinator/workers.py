@@ -185,7 +185,7 @@ class RemoteWorker:
             return
         self._took_s, self.port.depth = _SLOW_S, 1
         self._resources.back(self.name)
-        self.port.back(lambda closures: self._send_soon(stream, closures))
+        self.port.back(lambda closures: self._send_soon(stream, closures), stream.interrupt)
         others = [self._started(self._receive, stream), self._started(self._watch, stream)]
         try:
             self._send(stream)
@@ -313,12 +313,13 @@ class RemoteWorker:
     def _finished(self, stream: WorkerStream, finished: Sequence[tuple[Closure, Message]]) -> None:
         if not finished:
             return
-        all_count, following = self.port.finished([closure for closure, _ in finished])
-        for (closure, answer), counts in zip(finished, all_count, strict=True):
-            if counts:
+        counts = self.port.finished([closure for closure, _ in finished])
+        for (closure, answer), does_count in zip(finished, counts, strict=True):
+            if does_count:
                 work = closure.work
                 work.value.settle(answer.arrays)
                 work.prepared = work.keeps = None
+        following = self.port.following()
         if following:
             self._send_soon(stream, following)
 

@@ -229,6 +229,8 @@ class Decoder:
     def _begin(self, head: memoryview | bytes) -> Message | None:
         announced, inline = decoded_head(head, self._most_bytes)
         body = announced.body
+        if not announced.arrays:
+            return Message(announced.header, [])
         if body.inline_bytes == body.num_bytes:
             memory = aligned_empty(body.num_bytes)
             memory[:] = inline

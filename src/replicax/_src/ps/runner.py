@@ -75,6 +75,7 @@ class _Run:
     moment: int = -1
 
 
+_NOTHING: Final = signature_of([])
 _MOST_PROGRAMS: Final = 256
 """The one that was not used for longest is forgotten then; the coordinator sends it again if it is needed."""
 _MOST_CONSTANT_BYTES: Final = 1 << 30
@@ -184,9 +185,9 @@ class Runner:
     def _taken(self, call: ClosureCall) -> _Run | str:
         """The closure with its elements, or their signature, for which it has no program."""
         loaded = [self._loaded(digest) for digest in call.programs.values()]
-        for closure in [each for each in self._held if each[1] < call.low or each[0] != call.closure[0]]:
-            del self._held[closure]  # it has ended, elsewhere
-        elements = self._held.pop(call.closure, None)
+        if self._held:
+            self._forget_ended(call)
+        elements = self._held.pop(call.closure, None) if self._held else None
         if elements is None:
             elements = self._elements.take(call.iterators, loaded[0].program.element_counts)
         signature = _signature(elements)
@@ -195,6 +196,11 @@ class Runner:
             self._held[call.closure] = elements
             return signature
         return _Run(call, self._checked(digest, elements), elements)
+
+    def _forget_ended(self, call: ClosureCall) -> None:
+        """What is held for closures that have ended, elsewhere."""
+        for closure in [each for each in self._held if each[1] < call.low or each[0] != call.closure[0]]:
+            del self._held[closure]
 
     def _loaded(self, digest: str) -> LoadedProgram:
         loaded = self._programs.get(digest)
@@ -273,6 +279,11 @@ class Runner:
 
     def _push(self, run: _Run, results: Sequence[jax.Array]) -> None:
         program = run.loaded.program
+        if not program.pushes:
+            jax.block_until_ready(results)
+            self._pulls.forget()
+            run.rows = ()
+            return
         asks = {push.ps: self._ask(run, push, results) for push in program.pushes if not push.is_averaged}
         gradients = {push.ps: self._ask(run, push, results) for push in program.pushes if push.is_averaged}
         jax.block_until_ready(results)  # what it computes from may be overwritten now
@@ -322,4 +333,6 @@ class Runner:
 
 
 def _signature(elements: Elements) -> str:
+    if not elements:
+        return _NOTHING
     return signature_of([(leaf.shape, leaf.dtype) for leaf in leaves_of(elements)])

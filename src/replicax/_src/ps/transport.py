@@ -223,6 +223,9 @@ class Link:
           MessageError: One cannot travel; none has been sent then. The link goes on.
           UnavailableError: As ``send``.
         """
+        if len(messages) == 1:
+            self.send(messages[0], timeout_s)
+            return
         encoded = list(bundled([encode(message) for message in messages]))
 
         def write() -> None:

@@ -34,7 +34,7 @@ from replicax._src.strategies.worker_function import WorkerFunction, tracing_loc
 from replicax._src.values import is_variable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PreparedClosure:
     """A call of a function, ready to be sent.
 
@@ -120,7 +120,8 @@ class Closures:
         """
         ensure_bridges()
         fn = key.unwrap(fn)
-        nest = (tuple(args), dict(kwargs or {}), key.lifted_cells(fn))
+        lifted = key.lifted_cells(fn)
+        nest = (tuple(args), dict(kwargs or {}), lifted)
         if open_modules(nest[:2])[1] is not None:
             raise UnsupportedError(
                 "An nnx module is an argument of a function for workers, which could not update it. Pass the module's state as "
@@ -144,8 +145,10 @@ class Closures:
             programs.put(signature, described, traced)
             if not hasattr(fn, "replicax_family"):  # of ours, for each variable
                 self._cache.report_trace(fn, described)
-        num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(nest[2], is_leaf=_is_leaf)))
-        named = traced.names_of(arrays, num_lifted)
+        named: dict[int, str] = {}
+        if lifted:
+            num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(lifted, is_leaf=_is_leaf)))
+            named = traced.names_of(arrays, num_lifted)
         return PreparedClosure(traced, arrays, traced.sources_of(sources), named)
 
     def _traced(

@@ -45,7 +45,7 @@ class WorkerFunction:
         self._session, self._trace, self._sources = session, trace, sources
         self._closures: dict[str, RemoteClosure] = {}
         self._of_digest: dict[str, WorkerProgram] = {}
-        self._platforms = platforms_of_workers(session)
+        self._platforms = frozenset(platforms_of_workers(session))
         self.constants: dict[str, np.ndarray] = {}
         self._found: dict[RemoteClosure, Any] = {}
         self._lifted: dict[int, tuple[np.ndarray, str | None]] = {}
@@ -157,9 +157,9 @@ class WorkerFunction:
         return closure
 
 
-def platforms_of_workers(session: Session) -> frozenset[str]:
+def platforms_of_workers(session: Session) -> Collection[str]:
     """Those that have been met; before that this process's."""
-    return frozenset(session.worker_platforms or [default_platform()])
+    return session.worker_platforms or (default_platform(),)
 
 
 def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
