@@ -112,6 +112,8 @@ SAME_LAYER = {
     ("topology", "jax_compat"),
     ("topology", "cluster"),
     ("function", "strategies"),
+    ("preemption", "checkpoint"),
+    ("preemption", "coordinator"),
     ("program", "values"),
     ("collectives", "values"),
     ("collectives", "program"),

@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 
 import replicax
+from replicax._src.cli.display import make_display
+from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
+from replicax._src.cluster.spec import Task
 
 LIMIT_S = 100
 pytestmark = pytest.mark.timeout(250)
@@ -345,6 +348,35 @@ def test_who_exits_with_42_is_started_again_and_not_counted(script, tmp_path):
     assert result.stderr.count("exited with code 42: it was to end, and has saved.") == 3
     assert result.stderr.count("Starting all tasks again; this restart is not counted.") == 3
     assert "the first to fail" not in result.stderr
+
+
+def test_a_server_that_was_told_to_end_comes_back_and_is_not_counted(tmp_path, capfd):
+    """It keeps nothing that is lost, so its machine may be taken away as often as it likes."""
+    server = tmp_path / "server.py"
+    server.write_text(
+        f"import os, pathlib, time\npath = pathlib.Path({str(tmp_path)!r}, str(os.getpid()))\n"
+        "path.touch()\ntime.sleep(60)"
+    )
+    training = tmp_path / "training.py"
+    training.write_text(f"""
+import os, pathlib, signal, time
+for number in range(3):
+    while not (new := [path for path in pathlib.Path({str(tmp_path)!r}).glob("[0-9]*")]):
+        time.sleep(0.01)
+    new[0].unlink()
+    os.kill(int(new[0].name), signal.SIGTERM)
+""")
+    display = make_display([Task("chief", 0), Task("worker", 0)], sys.stdout, sys.stderr, {}, is_plain=True)
+    starts = [
+        Start(Task("chief", 0), [sys.executable, str(training)], dict(os.environ)),
+        Start(Task("worker", 0), [sys.executable, str(server)], dict(os.environ), False, True, 1),
+    ]
+    try:
+        assert Supervisor(starts, display, SupervisorOptions()).run() == 0
+    finally:
+        display.close()
+    told = capfd.readouterr().err
+    assert told.count("worker 0 was told to end. Starting it again; this is not counted.") >= 2
 
 
 def test_output_that_nobody_reads_ends_it(script):

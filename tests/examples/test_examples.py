@@ -417,6 +417,44 @@ def test_every_worker_runs_the_program_and_all_train_one_model():
     assert [round(float(weight), 2) for weight in weights.split()] == [2.0, -1.0, 0.5]
 
 
+# --- preemption -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.long  # tests/faults/test_preemption.py sends signals at random
+@pytest.mark.timeout(400)
+def test_preemption_changes_nothing_in_the_end(tmp_path):
+    ends = []
+    for folder, options in (("alone", []), ("told", ["--preempt-at", "25,40"])):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "replicax",
+                "launch",
+                "--plain",
+                "--workers",
+                "2",
+                "--devices-per-worker",
+                "1",
+            ]
+            + [
+                "--checkpoint-dir",
+                str(tmp_path / folder),
+                str(ROOT / "examples" / "preemption.py"),
+                *options,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=170,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        ends.append(re.findall(r"worker \d \| (loss .*, weights .*)", done.stdout))
+        begins = re.findall(r"worker 1 \| begins at step (\d+)", done.stdout)
+        assert len(begins) == (3 if options else 1)
+    assert len(set(ends[0] + ends[1])) == 1
+    assert len(ends[0]) == len(ends[1]) == 2
+
+
 # --- TPUs -----------------------------------------------------------------------------------------------
 
 

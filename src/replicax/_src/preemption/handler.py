@@ -199,7 +199,7 @@ class PreemptionCheckpointHandler:
         )  # a checkpoint of a program without a handler has none
         self._manager.restore_or_initialize()
         checkpoint.checkpointed_runs = 0  # which is replaced by what was saved
-        num_calls = int(checkpoint.checkpointed_runs)
+        num_calls = int(vars(checkpoint)["checkpointed_runs"])
         if self._peers is None:
             return num_calls
         of_all = self._peers.gather(

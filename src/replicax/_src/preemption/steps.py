@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from replicax._src.checkpoint import processes
 from replicax._src.cluster.failures import ClusterFailureError
 from replicax._src.cluster.peers import Peers
 from replicax._src.input.dataset import num_elements_taken
@@ -101,21 +102,31 @@ class GuardedSteps:
 
         Raises:
           SystemExit: This task has saved, and ends: exit code 42, if nothing else was chosen.
+          CheckpointError: Another task could not save.
+          ClusterFailureError: Another task is gone.
         """
         began_at = time.monotonic()
-        save()
-        self._clock.note_save(time.monotonic() - began_at)
         is_final = self._gate.is_final
-        if is_final and self._peers is not None:
-            try:
-                self._peers.gather("preemption: saved", None, "for all to have saved")
-            except ClusterFailureError as failure:
-                log.warning("This task has saved, and ends. Another one: %s", failure)
+        self._save_together(save, is_final=is_final)
+        self._clock.note_save(time.monotonic() - began_at)
         self._gate.note_saved()
         self._num_taken = num_elements_taken()
         if is_final:
             self._has_ended = True
             (self._config.exit_fn or exit_preempted)()
+
+    def _save_together(self, save: Callable[[], Any], *, is_final: bool) -> None:
+        """Nobody ends before all have saved; where one could not, nobody has."""
+        if self._peers is None:
+            save()
+            return
+        saved: list[bool] = []
+        try:
+            processes.together("saving before a task ends", lambda: saved.append(save() is None))
+        except ClusterFailureError as failure:
+            if not (saved and is_final):
+                raise
+            log.warning("This task has saved, and ends. Another one: %s", failure)
 
     def close(self) -> None:
         """Watches no longer. SIGTERM does what it did before. May be called twice."""

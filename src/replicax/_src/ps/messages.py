@@ -229,7 +229,7 @@ class Decoder:
     def _begin(self, head: memoryview | bytes) -> Message | None:
         announced, inline = decoded_head(head, self._most_bytes)
         body = announced.body
-        if not announced.arrays:
+        if not body.specs:
             return Message(announced.header, [])
         if body.inline_bytes == body.num_bytes:
             memory = aligned_empty(body.num_bytes)
