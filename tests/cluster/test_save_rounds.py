@@ -5,6 +5,7 @@ from collections import deque
 import hypothesis
 from hypothesis import strategies as st
 
+from checks import examples
 from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.save_points import AtPoint, SavePoints
 from replicax._src.cluster.save_rounds import SaveRounds
@@ -106,7 +107,7 @@ def happenings(num_tasks):
     return st.lists(st.one_of(steady, steady, steady, notice), max_size=120)
 
 
-@hypothesis.settings(max_examples=400, deadline=None)
+@examples(400, short=150)
 @hypothesis.given(
     st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), happenings(n))), st.integers(1, 12)
 )
@@ -130,7 +131,7 @@ def test_all_save_after_the_same_steps_and_nobody_waits_for_ever(case, num_steps
     assert not any(finals) or any(noticed)
 
 
-@hypothesis.settings(max_examples=300, deadline=None)
+@examples(300, short=100)
 @hypothesis.given(
     st.integers(2, 4).flatmap(lambda n: st.tuples(st.just(n), happenings(n), st.integers(0, n - 1))),
     st.integers(0, 60),
