@@ -218,7 +218,7 @@ class TaskServer:
         while (ending.is_alive() or self._streams) and time.monotonic() < deadline:
             self._cut_streams(server.port)
             ending.join(0.05)
-        if ending.is_alive():
+        if ending.is_alive() or self._streams:
             log.warning(
                 "%d streams at %s did not end within %g s.", len(self._streams), self.address, timeout_s
             )

@@ -36,6 +36,7 @@ _MOST_PARTS: Final = 512  # of one call; a system takes 1024
 _CONNECT_S: Final = 2.0
 _HANDSHAKE_S: Final = 5.0
 _LAST_WORDS_S: Final = 2.0
+_DRAIN_S: Final = 2.0
 _MOST_STRANGERS: Final = 64
 _MOST_TICKETS: Final = 1024
 _TICKET_S: Final = 60.0
@@ -86,10 +87,12 @@ class SocketPipe:
             self._send(parts[at : at + _MOST_PARTS])
 
     def refuse(self, error: MessageError | UnavailableError) -> None:
-        """Says why the stream ends, and takes what the peer still writes, or it would not read that."""
+        """Says why the stream ends, and takes what the peer still writes, for a while: not every system lets it read that
+        once its connection is reset.
+        """
         kind = _REFUSED if isinstance(error, MessageError) else _UNAVAILABLE
         text = str(error).encode()[:_FIRST_BYTES]
-        until = time.monotonic() + _LAST_WORDS_S
+        until = time.monotonic() + _DRAIN_S
         with contextlib.suppress(OSError):
             self._connection.settimeout(_LAST_WORDS_S)
             self._connection.sendall(_FRAME.pack(kind, len(text)) + text)
@@ -139,11 +142,14 @@ class SocketPipe:
         return size
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
-        left = sum(map(len, parts)) - self._connection.sendmsg(parts)
-        while left:  # a signal came
-            rest = memoryview(b"".join(parts))[-left:]
-            self._connection.sendall(rest)
-            left = 0
+        while parts:
+            num_sent = self._connection.sendmsg(
+                parts
+            )  # fewer, of more than 2 GB, or when the process was stopped
+            while parts and num_sent >= len(parts[0]):
+                num_sent -= len(parts.pop(0))
+            if num_sent:
+                parts[0] = memoryview(parts[0])[num_sent:]
 
 
 # --- servers ------------------------------------------------------------------------------------------
@@ -211,13 +217,17 @@ class Listener:
                 continue
             except OSError:
                 return
-            if self._strangers.acquire(blocking=False):
-                thread = threading.Thread(
-                    target=self._serve, args=(connection, peer), name="replicax link", daemon=True
-                )
-                thread.start()
-            else:
+            if not self._strangers.acquire(blocking=False):
                 self._rejected()
+                connection.close()
+                continue
+            thread = threading.Thread(
+                target=self._serve, args=(connection, peer), name="replicax link", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many
+                self._strangers.release()
                 connection.close()
 
     def _serve(self, connection: socket.socket, peer: tuple[str, int]) -> None:

@@ -300,9 +300,29 @@ class Link:
             self._release()
             raise
 
+    def _last_words(self) -> ReplicaxError | None:
+        """Why the task has ended the stream, if it says so in what it has sent, and nobody waits for that."""
+        if self._why_closed or not self._receiving.acquire(blocking=False):
+            return None
+        try:
+            while True:
+                self._pipe.receive(self._decoder)
+        except ReplicaxError as error:
+            return error
+        except (EOFError, *self._client._flight.ERRORS):
+            return None
+        finally:
+            self._receiving.release()
+
     def _write(self, message: Encoded) -> None:
         self.counts.bytes_out += message.num_bytes
-        self._pipe.write(message)
+        try:
+            self._pipe.write(message)
+        except self._client._flight.ERRORS:
+            said = self._last_words()
+            if said is not None:
+                raise said from None
+            raise
 
     def _read(self) -> Message:
         while not self._came:
