@@ -2,6 +2,7 @@
 
 import pytest
 
+from replicax._src.checkpoint.writing import new_part
 from replicax._src.cli.restarts import Restarts
 from replicax._src.cluster.processes import Ending
 
@@ -40,7 +41,8 @@ def test_only_restarts_without_a_new_checkpoint_count(tmp_path):
         (folder / f"ckpt-{number}").mkdir(parents=True)
         assert "there is a new checkpoint" in restarts.after(KILLED)
         assert restarts.wait_s == 0
-    (folder / "ckpt-9.tmp-3").mkdir()  # one that was being written
+    new_part(str(folder / "ckpt-9"))  # one that was being written
+    (folder / "9.orbax-checkpoint-tmp").mkdir()
     (folder / ".compiled").mkdir()
     (folder / "ckpt-0").rmdir()
     assert "restart 1 of 1" in restarts.after(KILLED)

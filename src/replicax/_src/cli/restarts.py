@@ -49,9 +49,13 @@ class Restarts:
         return 0.0 if self._num_in_vain < 2 else min(2.0 ** (self._num_in_vain - 2), _LONGEST_WAIT_S)
 
     def _checkpoints(self) -> set[str]:
-        """What is in the directory, but for what is being written."""
+        """What is in the directory, but for what is being written: by replicax's own checkpoints, or by orbax's."""
         try:
             names = [entry.name for entry in self._folder.iterdir()] if self._folder is not None else []
         except OSError:
             return set()
-        return {name for name in names if not name.startswith(".") and "tmp" not in name}
+        return {
+            name
+            for name in names
+            if not (name.startswith(".") or ".part-" in name or "checkpoint-tmp" in name)
+        }
