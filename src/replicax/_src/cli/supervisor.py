@@ -171,15 +171,13 @@ class Supervisor:
             process = self._processes[start.task]
             if process.ending is None or process.ending.is_success:
                 continue
-            if not restarts_left[start.task]:
-                return True
-            if (
-                start.is_server and process.ending.signal == signal.SIGTERM
-            ):  # it keeps nothing that it could lose
+            if _was_taken(start, process.ending):
                 self._display.note(f"{start.task} was told to end. Starting it again; this is not counted.")
                 process.close()
                 self._start(start, stack)
                 continue
+            if not restarts_left[start.task]:
+                return True
             number = start.max_restarts - restarts_left[start.task] + 1
             self._display.note(
                 f"{start.task} {process.ending}. Starting it again: restart {number} of {start.max_restarts}."
@@ -197,9 +195,10 @@ class Supervisor:
     def _failed(self) -> Task | None:
         """The task that was the first to end badly, among those whose process has ended."""
         bad = [
-            (self._began_to_end(task, process.ending), number, task)
-            for number, (task, process) in enumerate(self._processes.items())
-            if process.ending is not None and not process.ending.is_success
+            (self._began_to_end(start.task, ending), number, start.task)
+            for number, start in enumerate(self._starts)
+            if (ending := self._processes[start.task].ending) is not None
+            and not (ending.is_success or _was_taken(start, ending))
         ]
         return min(bad)[2] if bad else None
 
@@ -305,6 +304,11 @@ class Supervisor:
             resident_bytes(process.pid) if process.is_running else None,
             self._num_starts[task] - 1,
         )
+
+
+def _was_taken(start: Start, ending: Ending) -> bool:
+    """Whether a server was told to end that may come back: what it has it does not lose, and it is no failure."""
+    return start.is_server and start.max_restarts > 0 and ending.signal == signal.SIGTERM
 
 
 def _listed(processes: Sequence[Process]) -> str:
