@@ -36,7 +36,12 @@ def in_a_gradient(table, rows, ids):
 
 def until(table, rows, ids):
     constant = jnp.asarray(np.ones(3, np.float32))
-    return jax.lax.while_loop(lambda t: t[0, 0] < 9, lambda t: t.at[ids].add(rows).at[0].add(constant), table)
+
+    def body(state):
+        step, table = state
+        return step + 1, table.at[ids].add(rows).at[0].add(constant)
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, table))[1]
 
 
 @pytest.mark.parametrize("fn", [direct, in_a_loop, in_branches, in_a_gradient, until])

@@ -116,8 +116,7 @@ class LogicalLayouts:
         more = f", and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
         whole = f"{', '.join(map(repr, paths[:_MAX_SHOWN]))}{more}" if paths else "none"
         log.warning(
-            "The layout map's %s matched no variable, and divide(s) none. Variables that are whole on each device because no "
-            "pattern matches: %s.",
+            "The layout map's %s matched no variable. Variables that no pattern matches, and that are whole on each device: %s.",
             patterns,
             whole,
         )
