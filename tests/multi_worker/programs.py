@@ -464,7 +464,8 @@ def on_hosts_of_a_tpu():
     rx.config.experimental_connect_to_cluster(resolver)
     topology = rx.tpu.experimental.initialize_tpu_system(resolver)
     build = rx.tpu.experimental.DeviceAssignment.build
-    strategy = rx.TPUStrategy(resolver, build(topology, [1, 1, 1, 2], num_replicas=4))
+    layout_map = {"sequential/dense/kernel": (None, "logical")}
+    strategy = rx.TPUStrategy(resolver, build(topology, [1, 1, 1, 2], num_replicas=4), layout_map=layout_map)
     report(
         mesh=topology.mesh_shape.tolist(),
         num_replicas=strategy.num_replicas_in_sync,
@@ -498,8 +499,6 @@ def on_hosts_of_a_tpu():
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    for v in model.trainable_variables[:1]:
-        strategy.experimental_split_to_logical_devices(v, [1, 2])
     history = model.fit(rows, rows[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
     kernel = model.trainable_variables[0].value
     report(fit=history["loss"], kernel=sorted({shard.data.shape for shard in kernel.addressable_shards}))
