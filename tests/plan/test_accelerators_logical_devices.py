@@ -11,10 +11,8 @@ def training():
     return Training()
 
 
-@pytest.mark.parametrize("topology", ["v5e:1x2", "v5e:4x4", "v5p:2x2x2", "h100:1x2", "h100:2x8"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5e:4x4", "v5p:2x2x2", "h100:1x2", "h100:2x8"])
 def test_a_step_of_replicas_of_two(training, topology):
-    if topology == "v5e:1x2":
-        topology = "v5e:2x2"
     found = training.strategy.plan(training.step, args=(training.described,), topology=topology)
     num_replicas = hardware_of(topology).num_devices // 2
     assert found.fits
