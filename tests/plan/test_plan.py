@@ -13,6 +13,7 @@ import pytest
 import replicax as rx
 from replicax import errors
 from replicax._src.plan import hardware
+from replicax._src.strategies import planning
 
 ROWS, IN, OUT = 6, 32, 16
 F32 = 4
@@ -249,6 +250,25 @@ def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan
     assert same.memory.arguments == plan.memory.arguments - IN * OUT * F32  # of w and of momentum a half
 
 
+def test_listeners_hear_of_the_plan_before_its_remedies(training, plan, machine_of):
+    machine_of(2 * plan.memory.peak)
+    heard = []
+    planning.listeners.append(lambda text, plan: heard.append((text, plan)))
+    try:
+        found = training.strategy.plan(
+            training.step, args=training.batch(), topology="cpu:2", global_batch=16 * ROWS
+        )
+    finally:
+        planning.listeners.pop()
+    (traced, none), (answer, first), *remedies = heard
+    assert "compiling for cpu:2" in traced
+    assert none is None
+    assert answer.startswith("It does not fit")
+    assert first.memory == found.memory
+    assert not first.remedies
+    assert len(remedies) == len(found.remedies) > 0
+
+
 def test_no_time_for_remedies(training, machine_of):
     machine_of(STATE)
     found = training.strategy.plan(
@@ -274,11 +294,13 @@ def test_text_and_json_have_the_same_facts(plan):
 def test_the_picture_has_every_array(plan):
     root = ElementTree.fromstring(plan.to_svg())
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    bars = [int(bar.get("width")) for bar in root.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    rects = list(root.iter("{http://www.w3.org/2000/svg}rect"))
+    bars = [int(rect.get("width")) for rect in rects if rect.get("class") == "bar"]
     assert {array.name for array in plan.arrays} <= set(texts)
     assert len(bars) == len(plan.arrays)
     assert bars == sorted(bars, reverse=True)
-    assert any("dim 0 over replica" in text for text in texts)
+    assert any("dim 0 over replica, 1 of 2" in text for text in texts)
+    assert any("memory of a device" in text for text in texts)
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])

@@ -23,6 +23,7 @@ class PlannedArray:
       shape: Of the whole array.
       device_bytes: What one device holds of it.
       split: For each dim the axis of the mesh that it is split over, or None.
+      pieces: For each dim into how many pieces it is cut, of which a device has one.
       is_written: The program changes it.
     """
 
@@ -33,6 +34,7 @@ class PlannedArray:
     device_bytes: int
     split: tuple[str | None, ...]
     is_written: bool = False
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

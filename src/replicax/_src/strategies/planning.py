@@ -255,14 +255,18 @@ def planned_array(role: str, name: str, described: Any, *, is_written: bool = Fa
     spec = tuple(described.sharding.spec) if described.sharding is not None else ()
     axes = ["+".join(axis) if isinstance(axis, tuple) else axis for axis in spec]
     split = (*axes, *[None] * (len(described.shape) - len(spec)))
+    shape = tuple(described.shape)
+    of_device = described.sharding.shard_shape(shape) if described.sharding is not None else shape
+    pieces = tuple(-(-whole // part) if part else 1 for whole, part in zip(shape, of_device, strict=True))
     return PlannedArray(
         role,
         name,
-        tuple(described.shape),
+        shape,
         str(described.dtype),
         bytes_on_device(described),
         split,
         is_written,
+        pieces,
     )
 
 
