@@ -505,6 +505,108 @@ def on_hosts_of_a_tpu():
     jax.block_until_ready(kernel)
 
 
+def divided(state, size):
+    """Loops of each kind with state that the replicas of all workers divide; what each worker holds of it.
+
+    ``size``: into how many pieces; "0": as many as there are replicas.
+    """
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax._src.program import gathers
+    from replicax.testing import report
+
+    gathers.LEAST_GATHERED_BYTES = 1
+    strategy = rx.MultiWorkerMirroredStrategy(shard_state=state, shard_size=int(size) or None)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(45, 6)).astype("float32")
+    y = rng.normal(size=(45, 1)).astype("float32")
+
+    def made(seed):
+        keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((6,)), *layers])
+            model.compile(keras.optimizers.AdamW(1e-2, global_clipnorm=0.5), "mse")
+        return model
+
+    def values(model):
+        return [np.asarray(v).tolist() for v in [*model.variables, *model.optimizer.variables]]
+
+    def held(variables):
+        shards = [[s.data.size for s in v._value.addressable_shards] for v in variables]
+        return [sum(sizes) / np.prod(v.shape) for sizes, v in zip(shards, variables, strict=True)]
+
+    model = made(1)
+    initial = values(model)
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2).history
+    report(
+        initial=initial, history=history, fitted=values(model), predicted=model.predict(x, verbose=0).tolist()
+    )
+    report(held=held(model.trainable_variables), of_optimizer=held(model.optimizer.variables[2:]))
+
+    model = made(2)
+    data = strategy.experimental_distribute_dataset(rx.data.from_arrays((x, y)).batch(16))
+
+    def step(inputs, wanted):
+        with rx.GradientTape() as tape:
+            loss = rx.nn.compute_average_loss((model(inputs) - wanted)[:, 0] ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    def total(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    ways = {"run": total, "function": rx.function(total)}
+    losses = {name: [float(call(batch)) for batch in data] for name, call in ways.items()}
+    report(losses=losses, trained=values(model), held_after=held(model.trainable_variables))
+    model.layers[0].kernel.assign(np.ones((6, 8), "float32"))
+    report(assigned=float(total(next(iter(data)))), after=values(model))
+
+
+def divided_saves(folder):
+    """Saving a model whose state the workers divide: the chief alone in callbacks of ``fit``, all after it, the chief alone."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy(
+        communication_options=rx.CommunicationOptions(timeout_seconds=20), shard_state="all"
+    )
+    is_chief = strategy.extended.should_checkpoint
+    with strategy.scope():  # without a seed: all begin with the values of the first worker
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    report(initial=[np.asarray(v).tolist() for v in model.variables])
+    x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+    seen = []
+    save = keras.callbacks.ModelCheckpoint(f"{folder}/epoch{{epoch}}.keras")
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(np.asarray(model.layers[0].kernel).tolist())
+    )
+    model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[save, look] if is_chief else [look])
+    path = f"{folder}/{'chief' if is_chief else 'other'}.weights.h5"
+    model.save_weights(path)
+    report(seen=seen, weights=[w.tolist() for w in model.get_weights()])
+    if is_chief:
+        loaded = keras.models.load_model(f"{folder}/epoch2.keras")
+        report(loaded=[w.tolist() for w in loaded.get_weights()])
+    kernel = model.layers[0].kernel
+    model.load_weights(path)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    try:  # the chief reads alone, while the others run the next program
+        if is_chief:
+            np.asarray(kernel)
+        else:
+            model.evaluate(x, x[:, :1], batch_size=8, verbose=0)
+    except rx.errors.ReplicaxError as error:
+        report(alone=[type(error).__name__, str(error)])
+
+
 def summaries(folder):
     """Every worker writes the same; one writer was made before the cluster was joined."""
     import os

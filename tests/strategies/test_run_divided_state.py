@@ -45,7 +45,11 @@ def trained(how, strategy):
 
     call = rx.function(total) if how == "function" else total
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays((features, targets)).batch(24))
-    losses = [float(call(batch)) for batch in dataset]
+    if how == "steps":
+        of_steps = strategy.reduce("SUM", strategy.run_steps(step, iter(dataset), 3), axis=None)
+        losses = np.asarray(of_steps).tolist()
+    else:
+        losses = [float(call(batch)) for batch in dataset]
     variables = [*model.variables, *optimizer.variables, scale]
     return variables, losses, [np.asarray(v.value) for v in variables]
 
@@ -55,7 +59,7 @@ def on_one_device():
     return trained("run", rx.MirroredStrategy(CPUS[:1]))[1:]
 
 
-@pytest.mark.parametrize("how", ["run", pytest.param("function", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["run", "steps", pytest.param("function", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("state", "size", "least_bytes"),
     [

@@ -11,7 +11,7 @@ import pytest
 
 import replicax as rx
 from checks import message, tpu_strategy
-from replicax.errors import InvalidArgumentError, MixedStrategiesError, VariableError
+from replicax.errors import InvalidArgumentError, MixedStrategiesError, UnsupportedError, VariableError
 
 ROWS = np.random.default_rng(0).normal(size=(22, 8)).astype(np.float32)
 LABELS = np.random.default_rng(1).integers(0, 4, 22)
@@ -414,3 +414,19 @@ def test_eager_runs_use_the_first_logical_device(strategy):
     result = strategy.run(step, args=(jnp.ones((2, 3)),), options=rx.RunOptions(eager=True))
     assert [float(v[0, 0]) for v in result.values] == [1, 2]
     assert sorted(map(str, seen)) == [str((1.0, {jax.devices()[i]})) for i in (0, 2)]
+
+
+def test_a_replica_that_is_alone_meets_itself():
+    strategy = tpu_strategy(1, 2)
+
+    def step(x):
+        x = strategy.experimental_split_to_logical_devices(x, [1, 2])
+        return jax.lax.psum(x * 2, "replica").sum(), jax.lax.all_gather(x, "replica").shape[0]
+
+    total, num_replicas = strategy.run(step, args=(np.ones((4, 8), np.float32),))
+    assert (float(total), num_replicas) == (64, 1)
+
+
+def test_state_is_divided_over_replicas_of_one_core():
+    with pytest.raises(UnsupportedError, match="2 logical devices"):
+        tpu_strategy(2, 2, shard_state="all")

@@ -226,6 +226,10 @@ class Topology:
         """Arrays [R, ...], or host values, row r on the device of replica r. Each process takes its own rows."""
         return self._put(nest, self.per_replica)
 
+    def put_by(self, value: Any, sharding: NamedSharding) -> Any:
+        """An array that lies on all devices, or a host value that all processes have, by ``sharding``."""
+        return self._put(value, sharding)
+
     def _put(self, nest: Any, sharding: NamedSharding) -> Any:
         if self.is_ahead:
             return jax.tree_util.tree_map(lambda value: jax_compat.described(value, sharding), nest)

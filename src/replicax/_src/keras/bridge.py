@@ -24,6 +24,7 @@ from replicax._src.keras import (
     planned_steps,
     replica_steps,
     servers,
+    shared_reads,
 )
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
@@ -109,6 +110,15 @@ def install_servers() -> None:
     )
 
 
+def install_shared_reads() -> None:
+    """Makes Keras variables that several processes divide readable."""
+    if any(owner is keras.Variable and name == "value" for owner, name, _ in _originals):
+        return
+    _replace(keras.Variable, "value", shared_reads.wrapped_value)
+    if any("_get_jax_state" in vars(cls) for cls in keras.Model.__mro__):
+        _replace_in_models("_get_jax_state", shared_reads.wrapped_get_state)
+
+
 def uninstall() -> None:
     """Puts everything back as it was."""
     while _originals:
@@ -155,6 +165,13 @@ def _take_leaders_value(variable: Any) -> None:
             accessor.set([variable], [strategy.topology.put_leaders(value)])
 
 
+def _note_shared(variable: Any) -> None:
+    reads = shared_reads.of(context.owners.get(id(variable)))
+    if reads is not None and not _alone.is_alone:
+        install_shared_reads()
+        reads.note(variable)
+
+
 def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]:
     """Remembers the strategy in whose scope a variable is made."""
 
@@ -164,8 +181,9 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
             install_servers()
             servers.make(original, self, placement, args, kwargs)
         else:
-            divided_state.make(original, self, args, kwargs)
+            divided_state.make(original, self, args, kwargs, is_alone=_alone.is_alone)
         context.remember_owner(self)
+        _note_shared(self)
         _take_leaders_value(self)
 
     return __init__
@@ -184,8 +202,10 @@ def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[...,
         if planning.get():
             keras_capture.without_values.append(self)
             return
-        with divided_state.laid_out(context.owners.get(id(self))):
+        owner = context.owners.get(id(self))
+        with divided_state.laid_out(owner, self._initializer) as self._initializer:
             original(self)
+        divided_state.stay_as_assigned(owner, self)
         _take_leaders_value(self)
 
     return _deferred_initialize

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -67,23 +68,75 @@ def wrapped_add_variable_from_reference(original: Callable[..., Any]) -> Callabl
     return add_variable_from_reference
 
 
-def make(original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Initialises a variable, in pieces where the current strategy divides it."""
+def make(
+    original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_alone: bool
+) -> None:
+    """Initialises a variable, in pieces where the current strategy divides it.
+
+    Args:
+      is_alone: The other processes do not make it.
+    """
     if _making.is_for_optimizer:
         note_of_optimizer(variable)
         if isinstance(_making.reference, keras.Variable):
             note_companion(variable, _making.reference)
-    with laid_out(context.strategy_for_new_variable() if context.has_strategy() else None):
-        original(variable, *args, **kwargs)
+    has_strategy = context.has_strategy() and not is_alone
+    strategy = context.strategy_for_new_variable() if has_strategy else None
+    initializer = args[0] if args else kwargs.get("initializer")
+    with laid_out(strategy, initializer) as agreed:
+        if args:
+            original(variable, agreed, *args[1:], **kwargs)
+        else:
+            original(variable, **{**kwargs, "initializer": agreed})
+    stay_as_assigned(strategy, variable)
 
 
-def laid_out(strategy: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, Keras gives variables their first values in the layouts of a strategy. Keras's own loops see none of it."""
+def stay_as_assigned(strategy: Any, variable: Any) -> None:
+    """In several processes a variable keeps what each assigns to it, until the next program compares and divides that."""
+    layouts = None if strategy is None else strategy.variable_placement.layouts
+    if layouts is not None and layouts.topology.peers is not None:
+        variable._layout = None
+
+
+@contextlib.contextmanager
+def laid_out(strategy: Any, initializer: Any) -> Iterator[Any]:
+    """Inside, Keras gives variables their first values in the layouts of a strategy. Keras's own loops see none of it.
+
+    Yields:
+      The initializer: in several processes that of the first one, so that all make pieces of the same value. A value, or a
+      function that cannot be sent, makes no pieces: all will take the first one's result.
+    """
     placement = None if strategy is None else strategy.variable_placement
     layouts = None if placement is None else placement.layouts or _logical_layouts(placement)
     if layouts is None or layouts.topology.is_ahead:
-        return contextlib.nullcontext()
-    return _Layouts(layouts).scope()
+        yield initializer
+        return
+    if layouts.topology.peers is not None:
+        initializer, is_agreed = _agreed(layouts.topology.peers, initializer)
+        if not is_agreed:
+            yield initializer
+            return
+    with _Layouts(layouts).scope():
+        yield initializer
+
+
+def _agreed(peers: Any, initializer: Any) -> tuple[Any, bool]:
+    initializer = keras.initializers.get(initializer) if isinstance(initializer, str) else initializer
+    seed = getattr(initializer, "seed", None)
+    here = None
+    if isinstance(initializer, keras.Initializer) and (seed is None or isinstance(seed, int)):
+        with contextlib.suppress(TypeError):  # the configuration has no seed that Keras has chosen
+            here = json.loads(json.dumps([keras.saving.serialize_keras_object(initializer), seed]))
+    of_all = peers.gather_before_program("making divided variables", here)
+    if any(theirs is None for theirs in of_all):
+        return initializer, False
+    if all(theirs == here for theirs in of_all):
+        return initializer, True
+    configuration, seed = of_all[0]
+    agreed = keras.saving.deserialize_keras_object(configuration)
+    if seed is not None:
+        agreed.seed = seed
+    return agreed, True
 
 
 def _logical_layouts(placement: Any) -> LogicalLayouts | None:

@@ -96,6 +96,8 @@ def replica_body(
     """
     is_divided = topology.num_logical_devices > 1
     evaluate_uneven = UnevenEvaluator(program, is_divided) if len(program.variants) > 1 else None
+    is_alone = is_divided and topology.num_replicas == 1 and program.has_collectives
+    evaluate = _evaluate_alone if is_alone else evaluate_gathering
     position = {id(slot): i for i, slot in enumerate(program.slots)}
     orders = [[position[id(e.slot)] for e in v.entries] for v in program.variants]
 
@@ -103,7 +105,7 @@ def replica_body(
         by_variant = [[state[i] for i in order] for order in orders]
         if evaluate_uneven is None:
             variant = program.variants[0]
-            outs = evaluate_gathering(variant.jaxpr, [*consts[0], *by_variant[0], *args])
+            outs = evaluate(variant.jaxpr, [*consts[0], *by_variant[0], *args])
             outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
         else:
             outs, writes = evaluate_uneven(consts, by_variant, args)
@@ -112,6 +114,18 @@ def replica_body(
         return outs, writes, sums
 
     return body
+
+
+def _evaluate_alone(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a program with collectives, of a replica that has no others, but several devices.
+
+    XLA's partitioner fails at collectives over an axis of size 1 if their operands are divided (jax 0.10). Those of a mapped
+    axis are none when they are compiled.
+    """
+    mapped = jax.vmap(
+        lambda *values: jax_compat.eval_jaxpr(jaxpr, values), axis_name=REPLICA_AXIS, axis_size=1
+    )
+    return [out[0] for out in mapped(*(jnp.asarray(arg)[None] for arg in args))]
 
 
 def _in_written_order(program: ReplicaProgram, writes: Sequence[Any]) -> list[Any]:

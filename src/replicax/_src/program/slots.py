@@ -266,7 +266,9 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
     elif topology.peers is not None and (is_local(value) or _uncompared.get(id(value)) is value):
         here = value if is_local(value) else value.addressable_data(0)
         placed = topology.put_agreed([own_copy_here(here)], [slot.name])[0]
-        placed = placed if slot.layout is None else jax_compat.put(placed, slot.layout)
+        placed = placed if slot.layout is None else topology.put_by(placed, slot.layout)
+    elif topology.peers is not None and slot.layout is not None:
+        placed = own_copy_here(topology.put_by(value, slot.layout))
     else:
         placed = own_copy(value, slot.layout or topology.replicated)
     slot.placed = placed

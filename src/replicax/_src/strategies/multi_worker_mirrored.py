@@ -16,7 +16,7 @@ from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.jax_compat import Device
-from replicax._src.options import CommunicationImplementation, CommunicationOptions
+from replicax._src.options import CommunicationImplementation, CommunicationOptions, ShardState
 from replicax._src.strategies.joining import TIMEOUT_S, join_workers
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology, device_name, resolve_devices
@@ -39,8 +39,11 @@ class MultiWorkerMirroredStrategy(Strategy):
       communication_options: How collectives communicate; ``timeout_seconds`` is how long a worker waits for others that
         are alive; that of a process's first strategy counts. Give all workers the same. CPUs use gloo's ring; MPI, if
         JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi is set. The log says what is used.
+      shard_state: As of ``MirroredStrategy``: "optimizer" or "all", divided over the replicas of all workers.
+      shard_size: As of ``MirroredStrategy``.
 
     Raises:
+      InvalidArgumentError: ``shard_size`` does not divide the number of replicas, or nothing is divided.
       ClusterError: The description of the cluster is wrong, or MPI was asked for and cannot start.
       ClusterStartError: A worker is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default), or they do not fit
         together.
@@ -53,6 +56,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        shard_state: ShardState | str | None = None,
+        shard_size: int | None = None,
     ):
         options = _checked(communication_options)
         self._resolver = checked_resolver(cluster_resolver)
@@ -63,7 +69,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             cluster_resolver=self._resolver,
             is_chief=self._membership.is_chief,
             communication_options=options,
+            shard_state=shard_state,
+            shard_size=shard_size,
         )
+        self.layouts_on(topology)  # checks
         log.info(
             "Using MultiWorkerMirroredStrategy: %s of %d, %d replicas, on %s here; collectives by %s.",
             self._membership.task,

@@ -8,7 +8,8 @@ from typing import Any, final
 
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.tpu import TPUClusterResolver
-from replicax._src.errors import InvalidArgumentError
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.options import ShardState
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.strategies.tpu_system import TPUSystem
 from replicax._src.topology import Topology, replica_mesh
@@ -36,11 +37,14 @@ class TPUStrategy(Strategy):
         ``experimental_assign_to_logical_device``, which that leaves without a meaning, an error.
       layout_map: Which variables the logical devices of a replica divide, by patterns of their paths: an
         ``rx.experimental.LayoutMap``, or a dict of its entries. Default: each device holds all of all.
+      shard_state: As of ``MirroredStrategy``: "optimizer" or "all", where each core is a replica.
+      shard_size: As of ``MirroredStrategy``.
 
     Raises:
       DeviceError: There are no TPUs, and no virtual devices either.
-      InvalidArgumentError: The assignment is for other devices; ``layout_map`` names an axis that there is not.
-      UnsupportedError: A replica has cores of several hosts.
+      InvalidArgumentError: The assignment is for other devices; ``layout_map`` names an axis that there is not; ``shard_size``
+        does not divide the number of replicas.
+      UnsupportedError: A replica has cores of several hosts; or has several, and state is to be divided.
       ClusterStartError: A host is missing after ``REPLICAX_START_TIMEOUT_S`` (300 by default).
 
     Source: tf.distribute.TPUStrategy.
@@ -53,6 +57,8 @@ class TPUStrategy(Strategy):
         experimental_spmd_xla_partitioning: bool = False,
         *,
         layout_map: LayoutMap | Mapping[str, Any] | None = None,
+        shard_state: ShardState | str | None = None,
+        shard_size: int | None = None,
     ):
         assignment = experimental_device_assignment
         if assignment is not None and not isinstance(assignment, DeviceAssignment):
@@ -63,13 +69,21 @@ class TPUStrategy(Strategy):
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         system = TPUSystem.of(resolver)
         topology = Topology.of_mesh(replica_mesh(system.grid(assignment)))
+        if shard_state is not None and topology.num_logical_devices > 1:
+            raise UnsupportedError(
+                f"shard_state={shard_state!r} divides variables over replicas of one device, and each of these has "
+                f"{topology.num_logical_devices} logical devices, over which experimental_split_to_logical_devices divides what "
+                "a replica has. Leave out one of shard_state and experimental_device_assignment."
+            )
         super().__init__(
             lambda: topology,
             cluster_resolver=resolver,
             is_chief=system.membership is None or system.membership.is_chief,
             layout_map=None if layout_map is None else LayoutMap.of(layout_map),
+            shard_state=shard_state,
+            shard_size=shard_size,
         )
-        self.parts  # checks the layout map  # noqa: B018
+        self.parts  # checks the layout map, and the division of state  # noqa: B018
         self.partitions_by_spmd = bool(experimental_spmd_xla_partitioning)
         log.info(
             "Using TPUStrategy with %d replica(s) of %d logical device(s), on %s.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -63,6 +64,16 @@ class StateLayouts:
             count = self.shards.num_shards
             self._of_shapes[shape] = None if dim is None else self.topology.in_shards(dim, count)
         return self._of_shapes[shape]
+
+    def whole(self, value: jax.Array) -> jax.Array:
+        """An array in pieces, whole on every device. All processes call it, in the same order as programs."""
+        return self._gathering(value)
+
+    @functools.cached_property
+    def _gathering(self) -> Any:
+        return self.topology.compile(
+            lambda value: value, "reading a divided variable", out_shardings=self.topology.replicated
+        )
 
     def gathered(self, value: Any) -> Any:
         """A traced array in the pieces of its shape, to be computed with whole. A large one is marked: programs in the global

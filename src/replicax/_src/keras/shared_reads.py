@@ -1,0 +1,191 @@
+"""Keras variables that the replicas of several processes divide, read outside of programs: no process has all of one.
+
+Whoever reads one needs the others, which gather it with it: all read the same variables in the same order. At the end of an epoch
+of ``fit`` they need not: those whose callbacks have finished wait for the others there, and gather what these read meanwhile. So
+a chief may save alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import jax
+import keras
+
+from replicax._src import context, jax_compat
+from replicax._src.variables.state_layouts import StateLayouts
+
+_DONE = -1
+
+
+class _Here(threading.local):
+    """Whether this thread takes values as they lie."""
+
+    takes_pieces = False
+
+
+_here = _Here()
+
+
+@final
+class SharedReads:
+    """The variables of one strategy.
+
+    Args:
+      layouts: Of a strategy over several processes.
+    """
+
+    def __init__(self, layouts: StateLayouts):
+        self._layouts = layouts
+        self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._numbers: dict[int, int] = {}
+        self._count = 0
+        self._is_open = False
+
+    def note(self, variable: Any) -> None:
+        """A new variable. All processes make the same ones, in the same order."""
+        self._by_number[self._count] = variable
+        self._numbers[id(variable)] = self._count
+        weakref.finalize(variable, self._numbers.pop, id(variable), None)
+        self._count += 1
+
+    def whole(self, variable: Any, value: jax.Array) -> jax.Array:
+        """The value of a variable, of which each process has pieces."""
+        number = self._numbers.get(id(variable))
+        if not self._is_open or number is None:
+            return self._layouts.whole(value)
+        while True:
+            asked, gathered = self._gather_together(number)
+            if asked == number and gathered is not None:
+                return gathered
+
+    def open(self) -> None:
+        """From here on each process may read by itself, until all ``meet``."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Processes read together again. None waits for another."""
+        self._is_open = False
+
+    def meet(self) -> None:
+        """Waits until all processes are here, and gathers what the others read."""
+        while self._is_open:
+            asked, _ = self._gather_together(_DONE)
+            if asked == _DONE:
+                self.close()
+
+    def _gather_together(self, number: int) -> tuple[int, jax.Array | None]:
+        peers = self._layouts.topology.peers
+        assert peers is not None
+        asked = peers.gather_before_program("reading divided variables", number)
+        chosen = next((n for n in asked if n != _DONE), _DONE)
+        if chosen == _DONE:
+            return _DONE, None
+        with _pieces():
+            value = self._by_number[chosen].value
+        return chosen, self._layouts.whole(value) if is_divided(value) else value
+
+
+_of_layouts: weakref.WeakKeyDictionary[StateLayouts, SharedReads] = weakref.WeakKeyDictionary()
+
+
+def of(strategy: Any) -> SharedReads | None:
+    """The reads of a strategy; None if it divides nothing, or nothing over processes."""
+    layouts = None if strategy is None else strategy.variable_placement.layouts
+    if layouts is None or layouts.topology.peers is None:
+        return None
+    if layouts not in _of_layouts:
+        _of_layouts[layouts] = SharedReads(layouts)
+    return _of_layouts[layouts]
+
+
+def is_divided(value: Any) -> bool:
+    """Whether a value lies in pieces on the devices of several processes."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax_compat.Tracer):
+        return False
+    return not value.is_fully_addressable and not value.is_fully_replicated
+
+
+@contextlib.contextmanager
+def _pieces() -> Iterator[None]:
+    before = _here.takes_pieces
+    _here.takes_pieces = True
+    try:
+        yield
+    finally:
+        _here.takes_pieces = before
+
+
+def wrapped_value(original: property) -> property:
+    """``Variable.value``, of which each process has a piece: whole."""
+    get = original.fget
+    assert get is not None
+
+    def value(self: Any) -> Any:
+        held = get(self)
+        if _here.takes_pieces or not is_divided(held) or not jax_compat.is_evaluating():
+            return held
+        reads = of(context.owners.get(id(self)))
+        return held if reads is None else reads.whole(self, held)
+
+    return property(value)
+
+
+def wrapped_get_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What Keras's loops begin with: values as they lie."""
+
+    def get_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _pieces():
+            return original(self, *args, **kwargs)
+
+    return get_state
+
+
+@final
+class _Opening(keras.callbacks.Callback):
+    """The first of a loop's callbacks."""
+
+    def __init__(self, reads: SharedReads):
+        super().__init__()
+        self._reads = reads
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._reads.open()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._reads.open()
+
+
+@final
+class _Meeting(keras.callbacks.Callback):
+    """The last of them."""
+
+    def __init__(self, reads: SharedReads):
+        super().__init__()
+        self._reads = reads
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._reads.meet()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._reads.meet()
+
+
+@contextlib.contextmanager
+def in_fit(strategy: Any, given: Mapping[str, Any]) -> Iterator[Any]:
+    """Inside ``fit`` runs, with the callbacks that it is to be given."""
+    reads, callbacks = of(strategy), given.get("callbacks")
+    if reads is None or isinstance(callbacks, keras.callbacks.CallbackList):
+        yield callbacks
+        return
+    listed = (
+        [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    )
+    try:
+        yield [_Opening(reads), *listed, _Meeting(reads)]
+    finally:
+        reads.close()

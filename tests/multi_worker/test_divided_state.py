@@ -1,0 +1,42 @@
+"""State that the replicas of several processes divide: the numbers of one device, and what each process can read and save."""
+
+import jax
+import pytest
+from programs import divided, divided_saves
+
+from checks import assert_close
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize(
+    ("devices", "state", "pieces"),
+    [
+        (1, "all", 2),
+        pytest.param(2, "all", 2, marks=pytest.mark.long),
+        pytest.param(2, "all", 4, marks=pytest.mark.long),
+        pytest.param(2, "optimizer", 4, marks=pytest.mark.long),
+    ],
+)
+def test_training_equals_one_device_and_divides_memory(reports_of, devices, state, pieces):
+    (expected,) = reports_of(divided, "all", "0", workers=1)
+    for got in reports_of(divided, state, str(pieces), workers=2, devices=devices):
+        assert_close(jax.tree.leaves(got["initial"]), jax.tree.leaves(expected["initial"]), 0)
+        for name in ("history", "fitted", "predicted", "losses", "trained", "assigned", "after"):
+            assert_close(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), 1e-5, 1e-6, name)
+        share = devices / pieces  # of a worker: a bias of one number stays whole
+        of_slots = [share] * 6 + [devices] * 2
+        assert sorted(got["of_optimizer"]) == sorted(of_slots)
+        of_model = [share] * 3 if state == "all" else [devices] * 3
+        assert got["held"] == got["held_after"] == [*of_model, devices]
+
+
+def test_a_chief_saves_alone_at_the_end_of_an_epoch_and_all_save_together(reports_of, tmp_path):
+    chief, other = reports_of(divided_saves, str(tmp_path), workers=2)
+    assert chief["initial"] == other["initial"]
+    assert chief["seen"] == other["seen"]
+    assert chief["weights"] == other["weights"] == chief["loaded"]
+    assert chief["seen"][-1] == chief["weights"][0]
+    for report in (chief, other):
+        kind, text = report["alone"]
+        assert "reading a divided variable" in text, (kind, text)
