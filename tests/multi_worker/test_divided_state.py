@@ -37,6 +37,6 @@ def test_a_chief_saves_alone_at_the_end_of_an_epoch_and_all_save_together(report
     assert chief["seen"] == other["seen"]
     assert chief["weights"] == other["weights"] == chief["loaded"]
     assert chief["seen"][-1] == chief["weights"][0]
-    for report in (chief, other):
+    for report in (chief, other):  # none of them waits for ever
         kind, text = report["alone"]
-        assert "reading a divided variable" in text, (kind, text)
+        assert kind in ("PeerFailureError", "ProgramMismatchError"), text

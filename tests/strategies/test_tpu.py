@@ -11,7 +11,13 @@ import pytest
 
 import replicax as rx
 from checks import message, tpu_strategy
-from replicax.errors import InvalidArgumentError, MixedStrategiesError, UnsupportedError, VariableError
+from replicax.errors import (
+    DivergentCollectiveError,
+    InvalidArgumentError,
+    MixedStrategiesError,
+    UnsupportedError,
+    VariableError,
+)
 
 ROWS = np.random.default_rng(0).normal(size=(22, 8)).astype(np.float32)
 LABELS = np.random.default_rng(1).integers(0, 4, 22)
@@ -430,3 +436,18 @@ def test_a_replica_that_is_alone_meets_itself():
 def test_state_is_divided_over_replicas_of_one_core():
     with pytest.raises(UnsupportedError, match="2 logical devices"):
         tpu_strategy(2, 2, shard_state="all")
+
+
+def test_a_mark_under_a_condition_that_differs_is_refused():
+    strategy = tpu_strategy(2, 2)
+    numbers = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+
+    def step(number):
+        rows = jnp.ones((4, 8)) * number
+        split = strategy.experimental_split_to_logical_devices
+        return jax.lax.cond(number > 0, lambda: split(rows, [1, 2]) @ rows.T, lambda: rows @ rows.T)
+
+    with pytest.raises(DivergentCollectiveError, match=r"test_tpu\.py:\d+.*differs between replicas"):
+        strategy.run(step, args=(numbers,))

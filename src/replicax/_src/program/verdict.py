@@ -221,6 +221,13 @@ def transfer(eqn: Any, inputs: list[Verdict], guarded: str | None) -> list[Verdi
     """The verdicts of the outputs of one equation, given those of its operands."""
     name = eqn.primitive.name
     count = len(eqn.outvars)
+    if guarded is not None and name == "replicax_logical":
+        raise DivergentCollectiveError(
+            f"experimental_split_to_logical_devices or experimental_replicate_to_logical_devices at {jax_compat.equation_line(eqn)} "
+            f"stands under a condition that differs between replicas ({guarded}): the compiler may move what it divides there "
+            f"between the devices of all replicas, and those in the other branch would not take part. Call it before the "
+            f"condition, make the condition the same on all replicas, or use jnp.where."
+        )
     if guarded is not None and is_replica_collective(eqn):
         raise DivergentCollectiveError(
             f"The collective at {jax_compat.equation_line(eqn)} stands under a condition that differs between "
