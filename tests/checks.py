@@ -1,12 +1,9 @@
 """What tests of several folders share."""
 
-import atexit
-import functools
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import pytest
 import replicax as rx
 
 runs_long = True  # conftest.py knows
+QUICK_START = Path(__file__).with_name("quick_start")
 
 
 def _has_ipv6():
@@ -53,20 +51,14 @@ def message(error_type, call, *says):
     return text
 
 
-# Keras wraps these if they are there.
-LEFT_OUT = ("sklearn", "matplotlib")
+def path_of_programs(*others):
+    """PYTHONPATH of processes that tests start, in which Keras is imported in half the time.
 
-
-@functools.cache
-def path_of_programs():
-    """PYTHONPATH of programs that use none of Keras's wrappers: it is imported in half the time without what they wrap."""
-    folder = tempfile.TemporaryDirectory(prefix="replicax-left-out-")
-    atexit.register(folder.cleanup)
-    for name in LEFT_OUT:
-        package = Path(folder.name, name)
-        package.mkdir()
-        (package / "__init__.py").write_text("raise ImportError('left out')\n")
-    return os.pathsep.join([folder.name, *filter(None, [os.environ.get("PYTHONPATH")])])
+    Args:
+      *others: Folders in place of this process's PYTHONPATH.
+    """
+    folders = others or filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([str(QUICK_START), *map(str, folders)])
 
 
 def in_a_process_of_its_own(program, *options, **environment):

@@ -1,6 +1,7 @@
 """What every test needs before anything starts: Keras on JAX, eight virtual devices, and the module ``checks``."""
 
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from replicax import config
 
 sys.path.insert(0, str(Path(__file__).parent))
+runpy.run_path(str(Path(__file__).with_name("quick_start") / "sitecustomize.py"))
 
 config.set_local_devices(8)
 

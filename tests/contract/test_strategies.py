@@ -32,7 +32,14 @@ NUM_REPLICAS = {
 }
 
 
-@pytest.fixture(params=STRATEGIES, scope="module")
+# Two replicas are those of central_storage_2 and tpu_2x2 too, and mirrored ones are those of mirrored_3 and mirrored_4.
+LONG = {"mirrored_2"}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STRATEGIES],
+    scope="module",
+)
 def named(request):
     return request.param, STRATEGIES[request.param]()
 

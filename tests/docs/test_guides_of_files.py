@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from checks import path_of_programs
 from replicax import testing
 from replicax._src.cluster.layout import free_ports
 
@@ -30,7 +31,7 @@ def shell(tmp_path):
         (programs / name).chmod(0o755)
     environment = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": path_of_programs(ROOT / "src"),
         "JAX_PLATFORMS": "cpu",
         "HOME": str(tmp_path),
     }

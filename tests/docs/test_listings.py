@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from checks import path_of_programs
+
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
 SEPARATOR = "=== end of listing ==="
@@ -47,7 +49,7 @@ def test_listings_print_what_the_page_says(page, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         input=repr([code for code, _ in listings] + [SEPARATOR]),
-        env={"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
+        env={"PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=240,

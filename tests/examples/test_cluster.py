@@ -13,6 +13,7 @@ import sys
 import pytest
 import yaml
 
+from checks import path_of_programs
 from replicax.cluster_resolver import choose_resolver
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -240,7 +241,7 @@ def sbatch(tmp_path, *arguments, **environment):
         env={
             **inherited,
             "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONPATH": path_of_programs(ROOT / "src"),
             "JAX_PLATFORMS": "cpu",
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_JOB_NUM_NODES": directives["nodes"],
@@ -259,7 +260,12 @@ def one_process():
     """The losses and accuracies of the last epoch, on one device."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "digits.py", "--devices", "2", "--epochs", "2"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "TF_CONFIG": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": path_of_programs(ROOT / "src"),
+            "JAX_PLATFORMS": "cpu",
+            "TF_CONFIG": "",
+        },
         capture_output=True,
         text=True,
         timeout=180,
@@ -308,7 +314,7 @@ def test_ray_gives_each_task_its_tf_config(on_ray):
 @pytest.fixture
 def run_by_tasks(on_ray, monkeypatch):
     """Runs a command as two workers, by threads in place of Ray's actors: Ray itself is not in the lock."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("PYTHONPATH", path_of_programs(ROOT / "src"))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def run(*command):
@@ -351,7 +357,7 @@ def test_ray_itself_in_processes():
     pytest.importorskip("ray")
     done = subprocess.run(
         [sys.executable, CLUSTER / "on_ray.py", "--", ROOT / "examples" / "digits.py", "--epochs", "2"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=280,

@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from checks import path_of_programs
+
 ROOT = pathlib.Path(__file__).parents[2]
 EPOCH = re.compile(r"epoch +(\d+)/(\d+)   train loss (\S+) accuracy (\S+)   test loss (\S+) accuracy (\S+)")
 
@@ -21,7 +23,12 @@ SAYS_DEVICES = ("KERAS_BACKEND", "TF_CONFIG", "PJRT_NPROC", "XLA_FLAGS", "JAX_NU
 def run(name: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs an example with nothing in its environment that says how many devices there are."""
     inherited = {key: value for key, value in os.environ.items() if key not in SAYS_DEVICES}
-    environment = {**inherited, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", **environment}
+    environment = {
+        **inherited,
+        "PYTHONPATH": path_of_programs(ROOT / "src"),
+        "JAX_PLATFORMS": "cpu",
+        **environment,
+    }
     return subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *options],
         env=environment,
@@ -200,7 +207,7 @@ def test_digits_on_two_workers_is_as_on_two_devices():
             str(ROOT / "examples" / "digits.py"),
             *options,
         ],
-        env={**environment, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
+        env={**environment, "PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=180,
@@ -401,7 +408,7 @@ def test_every_worker_runs_the_program_and_all_train_one_model():
             "--no-chief",
             str(script),
         ],
-        env={**inherited, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
+        env={**inherited, "PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=170,

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from checks import path_of_programs
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -15,7 +17,7 @@ def launched(example, *options):
     """The lines that the chief of a cluster of two workers and two parameter servers prints."""
     left_out = ("KERAS_BACKEND", "TF_CONFIG", "PJRT_NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "replicax", "launch", "--workers", "2", "--ps", "2"]
     done = subprocess.run(
         [*command, str(ROOT / "examples" / example), *options],

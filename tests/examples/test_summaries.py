@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+from checks import path_of_programs
 from event_files import scalars_in, summaries_in
 from trace_files import events_in, files_in
 
@@ -15,7 +16,8 @@ def test_summaries_writes_losses_weights_pictures_and_a_trace(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key not in ("TF_CONFIG", "XLA_FLAGS")}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "summaries.py"), "--logdir", str(tmp_path), "--epochs", "2"],
-        env=environment | {"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"},
+        env=environment
+        | {"PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"},
         capture_output=True,
         text=True,
         timeout=180,

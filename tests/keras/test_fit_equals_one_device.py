@@ -134,6 +134,9 @@ LONG_PAIRS = {
 }
 LONG_CASES = {
     ("dense", "arrays", "default"),
+    ("dense", "arrays", "one_device"),
+    ("add_loss", "arrays", "mirrored_3"),
+    ("add_loss", "validation_data", "mirrored_3"),
     ("dense", "arrays", "mirrored_5"),
     ("dense", "steps_per_execution", "mirrored_3"),
     ("dense", "validation_split", "central_2"),
@@ -291,11 +294,12 @@ def each_batch_on_one_device(model):
     ("model", "strategy"),
     [
         pytest.param("dense", "mirrored_8", marks=pytest.mark.long),
-        ("dense", "central_2"),
+        ("dense", "mirrored_3"),
+        pytest.param("dense", "central_2", marks=pytest.mark.long),
         pytest.param("inputs_and_outputs", "mirrored_3", marks=pytest.mark.long),
         pytest.param("inputs_and_outputs", "one_device", marks=pytest.mark.long),
         pytest.param("add_loss", "mirrored_3", marks=pytest.mark.long),
-        ("custom_train_step", "mirrored_3"),
+        pytest.param("custom_train_step", "mirrored_3", marks=pytest.mark.long),
     ],
 )
 def test_single_batches_equal_one_device(model, strategy):

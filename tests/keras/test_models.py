@@ -260,9 +260,10 @@ def test_batch_normalisation_uses_each_replicas_own_statistics(strategy):
             (5, 4),
             marks=pytest.mark.long,
         ),
-        (lambda: attention(dropout=0.3), (5, 4)),
+        pytest.param(lambda: attention(dropout=0.3), (5, 4), marks=pytest.mark.long),
+        (lambda: sequence(layers.Flatten(), layers.Dense(6, "tanh"), layers.Dropout(0.3)), (5, 4)),
     ],
-    ids=["lstm", "attention"],
+    ids=["lstm", "attention", "dense"],
 )
 def test_models_with_dropout_train(strategy, build, shape):
     """Masks are the replicas' own, so nothing equals one device: each step draws others, and the loss falls."""
