@@ -43,12 +43,12 @@ class PreemptionCheckpointHandler:
     Source: TensorFlow, ``tf.distribute.experimental.PreemptionCheckpointHandler``.
 
     >>> import replicax as rx, tempfile
-    >>> strategy = rx.OneDeviceStrategy()
+    >>> strategy = rx.OneDeviceStrategy("cpu:0")
     >>> with strategy.scope():
     ...     v = rx.Variable(0.0)
     >>> handler = rx.experimental.PreemptionCheckpointHandler(None, rx.Checkpoint(v=v), tempfile.mkdtemp())
     >>> for _ in range(handler.total_run_calls, 5):
-    ...     handler.run(strategy.run, lambda: v.assign_add(1.0))
+    ...     _ = handler.run(strategy.run, lambda: v.assign_add(1.0))
     >>> handler.total_run_calls, float(v)
     (5, 5.0)
     >>> handler.close()
