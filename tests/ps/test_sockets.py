@@ -124,7 +124,7 @@ def test_what_the_system_does_not_take_at_once_is_sent_after_it(pipes, most):
     sent = Message({"op": "echo"}, arrays)
     writing = threading.Thread(target=lambda: sender.write(encode(sent)))
     writing.start()
-    got = receiver.receive(Decoder(Buffers()))
+    (got,) = receiver.receive(Decoder(Buffers()))
     for ours, theirs in zip(got.arrays, arrays, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     writing.join()
