@@ -213,22 +213,23 @@ def test_a_function_fails_while_a_worker_is_killed(job):
 
 
 def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job):
-    values = job.slow(6, delay_s=0.5)
+    values = job.slow(12, delay_s=0.5)
     job.until_in_flight(0, 1)
+    until(lambda: job.worker(0)["statistics"].get("num_programs"), "it has what it needs to begin")
     job.cluster.tasks["worker", 0].stop()
     job.join()  # the other one has run what this one was at
-    assert job.counts == [6.0, 6.0]
-    assert [value.fetch() for value in values] == [1.0] * 6
+    assert job.counts == [12.0, 12.0]
+    assert [value.fetch() for value in values] == [1.0] * 12
     assert not job.worker(0)["connected"]
     duplicates = lambda: sum(  # noqa: E731
         each["statistics"].get("duplicates", 0) for each in job.coordinator.statistics()["ps"].values()
     )
     job.cluster.tasks["worker", 0].resume()
     until(lambda: job.worker(0)["connected"] and duplicates() >= 2, "its pushes are refused")
-    assert job.counts == [6.0, 6.0]
+    assert job.counts == [12.0, 12.0]
     job.schedule(4)
     job.join()
-    assert job.counts == [10.0, 10.0]
+    assert job.counts == [16.0, 16.0]
 
 
 def test_others_go_on_beside_a_slow_worker(job):
