@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from replicax import errors
 from replicax._src.keras.capture import without_values
 
 ROWS, IN, HIDDEN, OUT = 12, 16, 64, 4
@@ -150,3 +151,13 @@ def test_a_step_in_tensorflow_style_does_not_need_values(strategy, data, forgott
     plan = strategy.plan(model.fit, (x, y), {"batch_size": 4, "verbose": 0})
     assert plan.memory.arguments > 16_000_000_000
     assert all(variable._value is None for variable in model.trainable_variables)
+
+
+def test_a_model_made_outside_of_the_scope_is_not_run(strategy, data):
+    model = keras.Sequential([keras.Input((IN,)), keras.layers.Dense(OUT)])
+    model.compile("sgd", "mse")
+    old = weights_of(model)
+    with pytest.raises(errors.KerasScopeError, match="made outside the scope"):
+        strategy.plan(model.fit, data, {"verbose": 0})
+    for before, after in zip(old, weights_of(model), strict=True):
+        np.testing.assert_array_equal(before, after)

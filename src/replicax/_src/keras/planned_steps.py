@@ -14,7 +14,8 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError
+from replicax._src import context
+from replicax._src.errors import InvalidArgumentError, KerasScopeError
 from replicax._src.keras.losses import own_compute_loss_gathered
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
 from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
@@ -151,7 +152,7 @@ def placer(phases: dict[str, Phase]) -> Callable[[Any], Any]:
             return None
 
         def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest) -> Unrun:
-            del strategy
+            _check_scope(model, fn.__name__, phases[fn.__name__], strategy)
             token = _asked.set(request)
             args, kwargs = jax.tree_util.tree_map(_standing_for, (tuple(args), kwargs))
             try:
@@ -167,6 +168,18 @@ def placer(phases: dict[str, Phase]) -> Callable[[Any], Any]:
         return place
 
     return find
+
+
+def _check_scope(model: Any, method: str, phase: Phase, strategy: Any) -> None:
+    """Raises for a model whose loop would be Keras's own: it would be run, not planned."""
+    if context.owners.get(id(model)) is None and not is_replica_style(model, phase):
+        raise KerasScopeError(
+            f"A plan of {method}() of model {model.name!r} was asked for, which was made outside the scope of {strategy!r}: it is "
+            f"trained on one device, by Keras alone. Make it inside:\n"
+            f"    with strategy.scope():\n"
+            f"        model = ...\n"
+            f"        model.compile(...)"
+        )
 
 
 def _standing_for(leaf: Any) -> Any:

@@ -363,6 +363,7 @@ class Strategy:
         (True, 256, 8192)
         """
         context.check_may_enter(self)
+        ensure_bridges()  # which know how to place what is not a replica function
         request = PlanRequest(topology, global_batch, options or DEFAULT_OPTIONS, remedy_limit_s)
         return plan_of(self, fn, args, kwargs or {}, request)
 
