@@ -201,7 +201,8 @@ class Checkpoint:
     @property
     def path_in_use(self) -> str | None:
         """Of the checkpoint that objects are still to be restored from, when they are made."""
-        return None if self._restoration is None else self._restoration.saved.path
+        restoration = self._restoration
+        return None if restoration is None or restoration.is_whole else restoration.saved.path
 
     def release(self) -> None:
         """Gives back the memory of the copy that was saved last; the next one takes it again."""
