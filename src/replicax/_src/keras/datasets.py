@@ -16,7 +16,7 @@ from replicax._src.errors import InvalidArgumentError, KerasScopeError, MixedStr
 from replicax._src.input.agreed import AgreedParts
 from replicax._src.input.arrays import ArrayDataset
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
-from replicax._src.input.elements import EmptyDatasetError
+from replicax._src.input.elements import EmptyDatasetError, NotResumableError, Pass
 from replicax._src.input.files.dataset import FileDataset
 from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Reader
@@ -28,6 +28,8 @@ from replicax._src.values import DistributedValues
 _END_OF_DATA: Final = np.zeros((0,) * 7, bool)
 """In place of a batch, where a dataset whose length is not known has ended. Nothing else looks like it."""
 _MOST_LOOKED_AT: Final = 4
+_NUM_POSITIONS: Final = 4
+"""Keras may have taken a batch or two that its loop has not come to."""
 
 
 def is_end(batch: Any) -> bool:
@@ -161,6 +163,9 @@ class DistributedInput(keras.utils.PyDataset):
         self._reader: Reader | None = None
         self._looked_at: list[Any] | None = []  # until the first epoch begins
         self._again: collections.deque[Any] = collections.deque()
+        self._num_skipped = 0  # of the batches that Keras asks for next
+        self._num_taken = 0  # in this pass
+        self._positions: collections.deque[tuple[int, Any]] = collections.deque(maxlen=_NUM_POSITIONS)
 
     @property
     def num_batches(self) -> int | None:
@@ -173,23 +178,66 @@ class DistributedInput(keras.utils.PyDataset):
         Raises:
           EmptyDatasetError: There is none at all.
         """
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return (np.zeros((1,), np.float32),)
         if self._again:
             return self._again.popleft()
         if self._reader is None or index == 0:
             self.close()
-            elements = self._dataset.start()
-            self._reader = self._dataset.reader_of(elements, places_ahead=False)
+            self._read(self._dataset.start(), 0)
+        assert self._reader is not None
         try:
             batch = _whole_batch(self._reader.take_on_host())
         except StopIteration:
             if index == 0:
                 raise _empty() from None
             batch = (_END_OF_DATA,)
+        self._num_taken += 1
+        self._note_position()
         if self._looked_at is not None:
             self._looked_at.append(batch)
             if len(self._looked_at) > _MOST_LOOKED_AT:
                 self._looked_at = None
         return batch
+
+    def position(self, num_batches: int | None) -> Any:
+        """What can be written as JSON: where the pass is after so many of its batches (None: all); None if it cannot be continued."""
+        states = [state for taken, state in self._positions if num_batches is None or taken <= num_batches]
+        return states[-1] if states else None
+
+    def resume(self, position: Any, num_batches: int) -> bool:
+        """Goes to a position, maybe of another process. Keras will ask for the batches before it first, and gets nothing there.
+
+        Args:
+          position: As ``position`` gave it.
+          num_batches: How many are before it; 0: what begins next is the pass after it.
+
+        Returns:
+          Whether it can; else it is to be read up to there.
+        """
+        if position is None:
+            return False
+        elements = self._dataset.start()
+        elements.set_state(position)
+        self.close()
+        self._again.clear()
+        self._looked_at = None
+        self._num_skipped = num_batches
+        if num_batches:
+            self._read(elements, num_batches)
+        return True
+
+    def _read(self, elements: Pass, num_taken: int) -> None:
+        self._reader = self._dataset.reader_of(elements, places_ahead=False)
+        self._num_taken = num_taken
+        self._positions.clear()
+        self._note_position()
+
+    def _note_position(self) -> None:
+        assert self._reader is not None
+        with contextlib.suppress(NotResumableError):
+            self._positions.append((self._num_taken, self._reader.get_state()))
 
     def on_epoch_end(self) -> None:
         """Before the first epoch: what was looked at will be asked for again."""

@@ -21,7 +21,7 @@ from replicax._src.errors import (
     MixedStrategiesError,
     UnsupportedError,
 )
-from replicax._src.keras import shared_reads
+from replicax._src.keras import checkpoint_callback, shared_reads
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.planned_steps import PlannedSteps
@@ -108,11 +108,13 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
                     stack.enter_context(_placed_steps(self, PHASES[name], strategy, given, is_loop=is_loop))
-                if name == "fit" and shared_reads.of(strategy) is not None:
+                if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
-                    bound = signature.bind(self, *args, **kwargs)
-                    bound.arguments["callbacks"] = callbacks
-                    return original(*bound.args, **bound.kwargs)
+                    callbacks = stack.enter_context(checkpoint_callback.in_fit(strategy, given, callbacks))
+                    if callbacks is not given.get("callbacks"):
+                        bound = signature.bind(self, *args, **kwargs)
+                        bound.arguments["callbacks"] = callbacks
+                        return original(*bound.args, **bound.kwargs)
                 return original(self, *args, **kwargs)
 
         return method

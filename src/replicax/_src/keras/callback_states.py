@@ -1,0 +1,90 @@
+"""What other callbacks of a ``fit`` know, for its checkpoint; and how they are left out of batches that are only read again."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import keras
+
+# What these have counted and seen. Weights that they hold are not among it: an EarlyStopping with some begins anew.
+_KNOWN: Final = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+_BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+@final
+class CallbackStates:
+    """The states of callbacks, by class and number: of those with ``get_state`` and ``set_state``, and of some of Keras's."""
+
+    def __init__(self, callbacks: Sequence[Any]):
+        counts: Counter[str] = Counter()
+        self._callbacks: dict[str, Any] = {}
+        for one in callbacks:
+            name = type(one).__name__
+            self._callbacks[f"{name}/{counts[name]}"] = one
+            counts[name] += 1
+
+    def get_state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        states = {name: _state_of(one) for name, one in self._callbacks.items()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def set_state(self, states: Mapping[str, Any]) -> None:
+        """From the checkpoint. Callbacks that were not there then begin anew."""
+        for name, state in states.items():
+            one = self._callbacks.get(name)
+            if one is None:
+                continue
+            if _has_state(one):
+                one.set_state(state)
+            else:
+                vars(one).update(state)
+
+
+def _has_state(callback: Any) -> bool:
+    return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
+
+
+def _state_of(callback: Any) -> Any:
+    if _has_state(callback):
+        return callback.get_state()
+    names = next((names for cls, names in _KNOWN.items() if isinstance(callback, cls)), ())
+    if getattr(callback, "restore_best_weights", False):
+        return None
+    values = {name: getattr(callback, name, None) for name in names}
+    return {name: None if value is None else _number(value) for name, value in values.items()} or None
+
+
+def _number(value: Any) -> int | float:
+    number = float(value)
+    return int(number) if math.isfinite(number) and number == int(number) else number
+
+
+@final
+class Muted:
+    """Callbacks that do not hear of batches until ``end``."""
+
+    def __init__(self, callbacks: Sequence[Any]):
+        self._before = [
+            (one, {name: vars(one)[name] for name in _BATCH_HOOKS if name in vars(one)}) for one in callbacks
+        ]
+        for one in callbacks:
+            vars(one).update(dict.fromkeys(_BATCH_HOOKS, _nothing))
+
+    def end(self) -> None:
+        """They do again. May be called twice."""
+        for one, before in self._before:
+            for name in _BATCH_HOOKS:
+                del vars(one)[name]
+            vars(one).update(before)
+        self._before = []
+
+
+def _nothing(batch: int, logs: Any = None) -> None:
+    """In place of a callback's method."""

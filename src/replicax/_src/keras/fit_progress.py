@@ -1,0 +1,234 @@
+"""How far a ``fit`` is, as a checkpoint has it: the epoch and batch, its history, and where it is in its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+import jax
+import keras
+import numpy as np
+
+from replicax._src.checkpoint.trees import HostRandomState
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.keras.datasets import DistributedInput
+
+_DEFAULT_BATCH_SIZE = 32  # of Keras
+
+
+@final
+@dataclass
+class Progress:
+    """Where ``fit`` is.
+
+    Attributes:
+      epoch: The one that has begun, or that would be the next.
+      batch: How many of its batches have been trained with.
+      num_batches: How many in all epochs.
+      logs: Of the last batch.
+      epochs, history: As ``model.history`` has them.
+      has_stopped: A callback has ended the training before its last epoch.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    num_batches: int = 0
+    logs: Any = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)
+    history: dict[str, list[Any]] = field(default_factory=dict)
+    has_stopped: bool = False
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any], *, has_stopped: bool) -> None:
+        """An epoch has ended, with its logs."""
+        self.epoch, self.batch, self.logs, self.has_stopped = epoch + 1, 0, {}, has_stopped
+        self.epochs.append(epoch)
+        for name, value in logs.items():
+            self.history.setdefault(name, []).append(value)
+
+    def get_state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {**asdict(self), "logs": _plain(self.logs), "history": _plain(self.history)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """From the checkpoint."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def _plain(logs: Any) -> Any:
+    """Numbers, in place of arrays."""
+    return jax.tree_util.tree_map(
+        lambda leaf: (
+            np.asarray(leaf).tolist() if isinstance(leaf, (np.generic, np.ndarray, jax.Array)) else leaf
+        ),
+        logs,
+    )
+
+
+@final
+class DataOfFit:
+    """Where ``fit`` is in its data. Keras goes through them in passes, with ``steps_per_epoch`` in one for several epochs.
+
+    Arrays and PyDatasets are shuffled by the random states as they are when a pass begins; datasets of ours know their
+    position; a PyDataset with ``get_state`` and ``set_state`` is asked when a pass begins. All others are read again.
+
+    Args:
+      given: The arguments of ``fit``, by name.
+    """
+
+    def __init__(self, given: Mapping[str, Any]):
+        self._x = given.get("x")
+        self._steps_per_epoch: int | None = given.get("steps_per_epoch")
+        self._num_batches = _batches_of_pass(given)
+        self._random = HostRandomState()
+        self._num_taken: int | None = None  # in this pass; None: the next epoch begins one
+        self._at_pass: dict[str, Any] = {}
+        self._restored: Mapping[str, Any] = {}
+
+    def begin_epoch(self) -> None:
+        """An epoch begins, and with it maybe a pass."""
+        if self._num_taken is None:
+            self._num_taken = 0
+            self._at_pass = {"random": self._random.get_state(), "dataset": self._state_of_x()}
+
+    def count(self, num_batches: int) -> None:
+        """So many batches more have been trained with."""
+        self._num_taken = (self._num_taken or 0) + num_batches
+
+    def end_epoch(self, num_batches: int) -> None:
+        """An epoch of so many batches has ended: Keras begins another pass where the data have ended too."""
+        steps, whole, taken = self._steps_per_epoch, self._num_batches, self._num_taken or 0
+        if steps is None or num_batches < steps or (whole is not None and taken >= whole):
+            self._num_taken = None
+
+    def get_state(self) -> dict[str, Any]:
+        """For the checkpoint, of this process."""
+        position = self._x.position(self._num_taken) if isinstance(self._x, DistributedInput) else None
+        return {
+            "taken": self._num_taken,
+            "at_pass": self._at_pass,
+            "random": self._random.get_state(),
+            "dataset": self._state_of_x(),
+            "position": position,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """From the checkpoint; ``resume`` goes there."""
+        self._restored = state
+
+    def resume(self) -> int:
+        """In place of ``begin_epoch``, where what was restored goes on.
+
+        Returns:
+          How many batches Keras will give that have been trained with.
+        """
+        state = self._restored
+        taken = self._num_taken = state["taken"]
+        before = state if taken is None else state["at_pass"]
+        self._random.set_state(before["random"])
+        if before["dataset"] is not None:
+            getattr(self._x, "set_state", _ignore)(before["dataset"])
+        if isinstance(self._x, DistributedInput):
+            self._x.resume(state["position"], taken or 0)
+        if taken is None:
+            self.begin_epoch()
+        else:
+            self._at_pass = dict(state["at_pass"])
+        return taken or 0
+
+    def end_replay(self) -> None:
+        """All that had been trained with has been read again."""
+        self._random.set_state(self._restored["random"])
+
+    def _state_of_x(self) -> Any:
+        get, set_ = getattr(self._x, "get_state", None), getattr(self._x, "set_state", None)
+        is_dataset = isinstance(self._x, keras.utils.PyDataset)
+        return get() if is_dataset and callable(get) and callable(set_) else None
+
+
+def _ignore(state: Any) -> None:
+    """The data are of another kind now."""
+
+
+def _batches_of_pass(given: Mapping[str, Any]) -> int | None:
+    """How many batches the data have; None if nobody knows."""
+    x = given.get("x")
+    if isinstance(x, keras.utils.PyDataset):
+        return x.num_batches
+    leaves = [leaf for leaf in jax.tree_util.tree_leaves(x) if getattr(leaf, "shape", None)]
+    if leaves:
+        num_rows = int(leaves[0].shape[0])
+        if given.get("validation_split") and given.get("validation_data") is None:
+            num_rows = math.floor(num_rows * (1.0 - given["validation_split"]))
+        return math.ceil(num_rows / (given.get("batch_size") or _DEFAULT_BATCH_SIZE))
+    try:
+        return len(x)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+@final
+class ReplayedSteps:
+    """In place of ``model.train_function`` until all batches have been read that had been trained with: reads, and trains nothing.
+
+    Args:
+      model: Whose.
+      num_before: How many batches of earlier epochs come first; they are read in one call.
+      num_batches: How many of this epoch: each call reads as many as the model's ``steps_per_execution``.
+      logs: What the last of them had returned.
+      data: Told when it is done.
+    """
+
+    def __init__(self, model: Any, num_before: int, num_batches: int, logs: Any, data: DataOfFit):
+        self._model, self._function = model, model.train_function
+        self._num_before, self._num_left, self._num_batches = num_before, num_batches, num_batches
+        self._logs, self._data = logs, data
+        steps = max(1, int(model.steps_per_execution))
+        if num_batches % steps:
+            raise InvalidArgumentError(
+                f"The checkpoint was saved after batch {num_batches} of an epoch, and the model now takes steps_per_execution={steps} "
+                "batches at a time, which do not end there. Compile it with the steps_per_execution that it had."
+            )
+        self._steps = steps
+        model.train_function = self
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether training has begun again, or does with the next batch."""
+        return not self._num_before and not self._num_left
+
+    def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        self._num_before -= self._read(iterator, self._num_before, self._num_before)
+        if self._num_left:
+            is_last = self._num_left <= self._steps
+            self._read(iterator, self._steps, 1)
+            self._num_left -= self._steps
+            if is_last:
+                self._finish()
+            return self._logs, state
+        self._finish()
+        return self._function(state, iterator)
+
+    def _read(self, iterator: Iterator[Any], num_wanted: int, num_needed: int) -> int:
+        for number in range(num_wanted):
+            try:
+                next(iterator)
+            except StopIteration:
+                if number < num_needed:
+                    raise InvalidArgumentError(
+                        f"The data have ended before batch {self._num_batches} of the epoch, after which the checkpoint was saved: they "
+                        "are not the data of then. Give fit the data, batch_size and steps_per_epoch that it had."
+                    ) from None
+                break
+        return num_wanted
+
+    def _finish(self) -> None:
+        self._data.end_replay()
+        self.remove()
+
+    def remove(self) -> None:
+        """Gives the model its function back."""
+        if self._model.train_function is self:
+            self._model.train_function = self._function

@@ -1,0 +1,220 @@
+"""One ``fit`` that saves, and goes on where the newest checkpoint is: what ``CheckpointCallback`` does in it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from replicax._src.checkpoint.errors import CheckpointError
+from replicax._src.checkpoint.manager import CheckpointManager
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.keras.callback_states import CallbackStates, Muted
+from replicax._src.keras.capture import accessor
+from replicax._src.keras.fit_progress import DataOfFit, Progress, ReplayedSteps
+from replicax._src.preemption.steps import GuardedSteps
+from replicax._src.preemption.termination import TerminationConfig
+
+log = logging.getLogger("replicax")
+
+
+@final
+class ResumableFit:
+    """Each method is a callback's, called when the other callbacks have been.
+
+    Args:
+      model: Which is trained; it, its optimizer and its metrics have been built.
+      manager: Of the checkpoints.
+      strategy: Of the model, if it has one.
+      given: The arguments of ``fit``, by name.
+      params: What Keras tells callbacks: "epochs", "steps".
+      others: The other callbacks.
+      every: How many batches there are between two checkpoints; None: there is one at the end of each epoch.
+      monitor: By which epochs are judged.
+      config: What is done when the process is to end.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        manager: CheckpointManager,
+        strategy: Any,
+        given: Mapping[str, Any],
+        params: Mapping[str, Any],
+        others: Sequence[Any],
+        *,
+        every: int | None,
+        monitor: str | None,
+        config: TerminationConfig,
+    ):
+        self._model, self._manager, self._others = model, manager, others
+        self._every, self._monitor, self._config = every, monitor, config
+        self._num_epochs = int(params.get("epochs") or 1)
+        self._steps_per_call = max(1, int(model.steps_per_execution))
+        self._progress, self._data = Progress(), DataOfFit(given)
+        self._saved_at: tuple[int, int, int] | None = None
+        self._replay: ReplayedSteps | None = None
+        self._muted: Muted | None = None
+        self._is_to_resume = False
+        self._metrics: tuple[list[Any], list[Any]] = ([], [])
+        self._initial_epoch = model._initial_epoch
+        self.restored_from = self._restore()
+        self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
+
+    def _guard(self, peers: Any) -> GuardedSteps | None:
+        """Watches for the end of the process, which only the main thread can."""
+        if (
+            threading.current_thread() is not threading.main_thread()
+            and self._config.termination_watcher_fn is None
+        ):
+            log.warning(
+                "fit runs outside of the main thread, so CheckpointCallback does not see SIGTERM: what was done since the last "
+                "checkpoint is lost then. TerminationConfig(termination_watcher_fn=...) may say when to end."
+            )
+            return None
+        return GuardedSteps(peers, self._config)
+
+    # --- going on -------------------------------------------------------------------------------------------
+
+    def _restore(self) -> str | None:
+        metrics = list(self._model.metrics)
+        self._manager.checkpoint.fit = {
+            "model": self._model,
+            "metrics": metrics,
+            "progress": self._progress,
+            "data": self._data,
+            "callbacks": CallbackStates(self._others),
+        }
+        path = self._manager.restore_or_initialize()
+        if path is None:
+            return None
+        progress = self._progress
+        self._is_to_resume = True
+        self._saved_at = self._now
+        if progress.batch:  # Keras resets them when the epoch begins
+            variables = list(self._model.metrics_variables)
+            self._metrics = variables, accessor.get(variables)
+        is_over = progress.has_stopped or progress.epoch >= self._num_epochs
+        # As Keras's BackupAndRestore does.
+        self._model._initial_epoch = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
+        if is_over:
+            log.warning(
+                "The training in %s has ended, after %d epoch(s): nothing is left to do. A larger `epochs` goes on with it; another "
+                "training needs a directory of its own.",
+                self._manager.directory,
+                progress.epoch,
+            )
+            return path
+        log.info("Restored %s: goes on in epoch %d, after batch %d.", path, progress.epoch, progress.batch)
+        return path
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Before the first batch of an epoch; the metrics have been reset."""
+        if self._is_to_resume:
+            self._resume(epoch)
+        else:
+            self._progress.epoch, self._progress.batch = epoch, 0
+            self._data.begin_epoch()
+
+    def _resume(self, epoch: int) -> None:
+        self._is_to_resume = False
+        progress = self._progress
+        if epoch != progress.epoch:
+            raise InvalidArgumentError(
+                f"fit() was given initial_epoch={epoch}, and the checkpoint {os.fspath(self.restored_from or '')!r} is of epoch "
+                f"{progress.epoch}. Leave initial_epoch out; or give CheckpointCallback another directory."
+            )
+        self._give_history()
+        num_taken = self._data.resume()
+        accessor.set(*self._metrics)
+        if num_taken:
+            num_before = num_taken - progress.batch
+            self._replay = ReplayedSteps(self._model, num_before, progress.batch, progress.logs, self._data)
+            if progress.batch:
+                self._muted = Muted(self._others)
+
+    def _give_history(self) -> None:
+        history = self._model.history
+        if history is not None:
+            history.epoch = list(self._progress.epochs)
+            history.history = {name: list(values) for name, values in self._progress.history.items()}
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def end_batch(self, batch: int, logs: Any) -> None:
+        """After a call of the model's step, whose last batch this is."""
+        if self._muted is not None:  # it was only read
+            assert self._replay is not None
+            if self._replay.has_ended:
+                self._muted.end()
+                self._muted = None
+            return
+        progress, steps = self._progress, self._steps_per_call
+        before = progress.num_batches
+        progress.batch, progress.logs = batch + 1, dict(logs or {})
+        progress.num_batches += steps
+        self._data.count(steps)
+        if self._every is not None and progress.num_batches // self._every > before // self._every:
+            self._save()
+        if self._guarded is not None:
+            self._guarded.end_and_save(self._save_now)
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """After an epoch, its validation and the other callbacks."""
+        progress, has_stopped = self._progress, bool(self._model.stop_training)
+        self._data.end_epoch(progress.batch)
+        progress.end_epoch(epoch, logs, has_stopped=has_stopped)
+        is_last = has_stopped or epoch + 1 >= self._num_epochs
+        if self._every is None or self._monitor is not None or is_last:
+            self._save(logs)
+        if self._guarded is not None and not is_last:
+            self._guarded.end_and_save(self._save_now)
+
+    @property
+    def _now(self) -> tuple[int, int, int]:
+        return self._progress.num_batches, self._progress.epoch, self._progress.batch
+
+    def _save(self, logs: Mapping[str, Any] | None = None) -> None:
+        monitor, metrics = self._monitor, None
+        if monitor is not None and logs is not None:
+            if monitor not in logs:
+                raise InvalidArgumentError(
+                    f"CheckpointCallback(monitor={monitor!r}): the logs of an epoch have no such name, but {sorted(logs)}. Names that "
+                    "begin with val_ need validation_data in each epoch."
+                )
+            metrics = {monitor: logs[monitor]}
+        self._manager.save(metrics=metrics)
+        self._saved_at = self._now
+
+    def _save_now(self) -> None:
+        """Before the process ends."""
+        if self._config.save_fn is not None:
+            self._config.save_fn()
+            return
+        if self._saved_at != self._now:
+            self._manager.save(check_interval=False)
+            self._saved_at = self._now
+        self._manager.wait()
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """``fit`` has ended: what was saved is on the disk."""
+        if self._is_to_resume:  # nothing was left to train
+            self._give_history()
+        self._manager.wait()
+
+    def close(self, *, is_failing: bool) -> None:
+        """Leaves everything as it was before, whatever happened."""
+        self._model._initial_epoch = self._initial_epoch
+        if self._muted is not None:
+            self._muted.end()
+        if self._replay is not None:
+            self._replay.remove()
+        if self._guarded is not None:
+            self._guarded.close()
+        with contextlib.suppress(*([CheckpointError] if is_failing else [])):
+            self._manager.close()

@@ -1,0 +1,16 @@
+"""Callbacks for ``fit``: ``rx.keras.callbacks``. Keras is imported when one of them is asked for."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replicax._src.keras.checkpoint_callback import CheckpointCallback
+
+__all__ = ["CheckpointCallback"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CheckpointCallback":
+        from replicax._src.keras.checkpoint_callback import CheckpointCallback
+
+        return CheckpointCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
