@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
+import keras
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from replicax._src.checkpoint.retention import Record, Retention
 from replicax.checkpoint import (
     CheckpointMismatchError,
     CheckpointWriteError,
+    UnmatchedCheckpointError,
     latest_checkpoint,
 )
 from replicax.errors import InvalidArgumentError
@@ -132,9 +134,51 @@ def test_where_there_is_nothing_the_initializer_is_called(checkpoint, tmp_path):
     path = manager.save()
     assert manager.restore_or_initialize() == path
     assert called == [1]
-    checkpoint.w = rx.Variable(1.0)
-    message(CheckpointMismatchError, manager.restore_or_initialize, "w (Variable): not in the checkpoint")
-    manager.restore().assert_nontrivial_match()
+
+
+def test_a_program_may_grow_but_not_be_another_one(tmp_path, caplog):
+    v, w = rx.Variable(1.0), rx.Variable(2.0)
+    path = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, asynchronous=False).save()
+    v.assign(0.0)
+    assert rx.CheckpointManager(rx.Checkpoint(v=v, w=w), tmp_path).restore_or_initialize() == path
+    assert (float(v), float(w)) == (1.0, 2.0)
+    assert "does not have w (Variable): these keep" in caplog.text
+
+    v.assign(0.0)
+    manager = rx.CheckpointManager(rx.Checkpoint(renamed=v), tmp_path)
+    message(
+        CheckpointMismatchError,
+        manager.restore_or_initialize,
+        "renamed (Variable): not in the checkpoint\n  v: only in the checkpoint",
+        "manager.restore()",
+    )
+    assert float(v) == 0.0
+    message(UnmatchedCheckpointError, manager.restore().assert_existing_objects_matched, "renamed")
+
+
+def test_what_is_still_to_be_built_has_a_place(tmp_path, caplog):
+    """An optimizer is there for the first time, and the model is not built yet."""
+    model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
+    wanted = model(np.ones((1, 3)))
+    path = rx.CheckpointManager(rx.Checkpoint(model=model), tmp_path, asynchronous=False).save()
+    later = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
+    tracked = rx.Checkpoint(model=later, optimizer=keras.optimizers.SGD())
+    assert rx.CheckpointManager(tracked, tmp_path).restore_or_initialize() == path
+    assert "optimizer/iterations" in caplog.text
+    np.testing.assert_array_equal(later(np.ones((1, 3))), wanted)
+
+
+def test_without_a_checkpoint_restoring_does_nothing(checkpoint, tmp_path):
+    """As programs for TensorFlow begin: ``checkpoint.restore(manager.latest_checkpoint)``."""
+    manager = rx.CheckpointManager(checkpoint, tmp_path)
+    status = checkpoint.restore(manager.latest_checkpoint).expect_partial()
+    assert status.path is None
+    for asserts in (
+        status.assert_consumed,
+        status.assert_existing_objects_matched,
+        status.assert_nontrivial_match,
+    ):
+        message(UnmatchedCheckpointError, asserts, "was None", "restore_or_initialize")
 
 
 # --- while it is written ---------------------------------------------------------------------------------------
@@ -149,12 +193,11 @@ def test_what_is_saved_is_the_state_at_the_call(checkpoint, tmp_path, monkeypatc
     checkpoint.v.assign(5.0)
     path = manager.save()
     checkpoint.v.assign(6.0)
-    assert manager.latest_checkpoint is None
+    assert latest_checkpoint(tmp_path) is None
     with pytest.raises(TimeoutError):
         manager.wait(timeout_s=0.01)
     may_write.set()
-    manager.wait()
-    assert manager.latest_checkpoint == path
+    assert manager.latest_checkpoint == path, "the manager itself waits for what it writes"
     checkpoint.restore(path)
     assert float(checkpoint.v) == 5.0
 

@@ -1,5 +1,6 @@
 """What comes back: under another strategy, on other numbers of replicas, bit by bit on the same, and later, when it is made."""
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -246,3 +247,6 @@ def test_between_steps_only(saved):
     checkpoint = rx.Checkpoint(v=v)
     for call in (lambda: checkpoint.save("ckpt"), lambda: checkpoint.restore(saved(v=v))):
         message(CrossReplicaContextError, lambda call=call: strategy.run(call), "outside of run")
+        for traced in (rx.function(lambda call=call: call()), jax.jit(lambda call=call: call())):
+            message(CrossReplicaContextError, traced, "it would be done once")
+    assert checkpoint.save_counter == 0

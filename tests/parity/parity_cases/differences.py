@@ -327,9 +327,51 @@ _raises(
         for shape in ("[7;2]", "[5;3]")
     ],
 )
-OPEN |= {
-    name: "replicax has no checkpoint API yet" for name in CASES if name.startswith("assigning.checkpoint_")
+_differ(
+    "the guide of checkpoints: the first replica gets all of a restored sum, so that integers stay exact",
+    {
+        "assigning.checkpoint_on_read[SUM]@S2": {"saved": 7.0, "restored": [2.0, 0.0]},
+        "saving.integer_of_others[SUM]@S2": {"components": [5, 0], "read": 5},
+    },
+)
+_differ(
+    "the guide of checkpoints: as many replicas as before get back what each had",
+    {
+        f"saving.on_as_many_replicas[{agg},{dtype}]@S2": {
+            "components": [3.0, 4.0] if floats else [3, 4],
+            "read": read,
+        }
+        for agg, dtype, floats, read in (
+            ("SUM", "float32", True, 7.0),
+            ("SUM", "int32", False, 7),
+            ("MEAN", "float32", True, 3.5),
+            ("ONLY_FIRST_REPLICA", "float32", True, 3.0),
+            ("ONLY_FIRST_REPLICA", "int32", False, 3),
+        )
+    },
+)
+_differ(
+    "not in the table: what has several names is saved under the one that was given first; in TensorFlow the first by alphabet",
+    {f"saving.names_of_nests@{on}": ["inner/first", "many/0", "many/1/key"] for on in ("D", "S2")},
+)
+_ERROR = {
+    "raises": "UnmatchedCheckpointError",
+    "is_a": ["CheckpointError", "ReplicaxError", "AssertionError"],
 }
+_differ(
+    "not in the table: in TensorFlow the count of saves, which every checkpoint has, makes every match nontrivial",
+    {"saving.on_one_side[assert_nontrivial_match,other]@S2": [5.0, 6.0, _ERROR]},
+)
+_differ(
+    "the guide of checkpoints: of another model is an error; TensorFlow begins anew, without a word",
+    {
+        "saving.managed[other]@S2": [
+            {"raises": "CheckpointMismatchError", "is_a": ["CheckpointError", "ReplicaxError", "ValueError"]},
+            5.0,
+            6.0,
+        ]
+    },
+)
 OPEN |= {
     name: "one copy in TensorFlow: ON_READ aggregates when written, as ON_WRITE does"
     for name in CASES

@@ -89,11 +89,20 @@ class ReplicaxSide(Side):
 
         return keras
 
-    def save(self, prefix: str, variable: Any) -> str:
-        raise NotImplementedError("see OPEN in differences.py")
+    def save(self, prefix: str, tracked: Any) -> str:
+        return rx.Checkpoint(v=tracked).save(prefix)
 
-    def restore(self, path: str, variable: Any) -> None:
-        raise NotImplementedError("see OPEN in differences.py")
+    def restore(self, path: str, tracked: Any) -> None:
+        rx.Checkpoint(v=tracked).restore(path).assert_consumed()
+
+    def checkpoint(self, **tracked: Any) -> Any:
+        return rx.Checkpoint(**tracked)
+
+    def checkpoint_manager(self, checkpoint: Any, directory: str) -> Any:
+        return rx.CheckpointManager(checkpoint, directory, max_to_keep=2)
+
+    def saved_keys(self, path: str) -> list[str]:
+        return [key for key, _ in rx.checkpoint.list_variables(path)]
 
     def creates_another(self, made: Sequence[Any]) -> bool:
         # The function is traced once for all replicas.

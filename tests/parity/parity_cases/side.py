@@ -95,11 +95,23 @@ class Side(abc.ABC):
     def keras(self) -> Any: ...
 
     @abc.abstractmethod
-    def save(self, prefix: str, variable: Any) -> str:
-        """Writes a checkpoint of one variable; returns its path."""
+    def save(self, prefix: str, tracked: Any) -> str:
+        """Writes a checkpoint of one object; returns its path."""
 
     @abc.abstractmethod
-    def restore(self, path: str, variable: Any) -> None: ...
+    def restore(self, path: str, tracked: Any) -> None: ...
+
+    @abc.abstractmethod
+    def checkpoint(self, **tracked: Any) -> Any:
+        """A ``Checkpoint`` of objects, by name."""
+
+    @abc.abstractmethod
+    def checkpoint_manager(self, checkpoint: Any, directory: str) -> Any:
+        """A manager that keeps two."""
+
+    @abc.abstractmethod
+    def saved_keys(self, path: str) -> list[str]:
+        """The names of the variables in a checkpoint, sorted."""
 
     @abc.abstractmethod
     def creates_another(self, made: Sequence[Any]) -> bool:

@@ -114,11 +114,22 @@ class TensorFlowSide(Side):
 
         return keras
 
-    def save(self, prefix: str, variable: Any) -> str:
-        return tf.train.Checkpoint(v=variable).save(prefix)
+    def save(self, prefix: str, tracked: Any) -> str:
+        return tf.train.Checkpoint(v=tracked).save(prefix)
 
-    def restore(self, path: str, variable: Any) -> None:
-        tf.train.Checkpoint(v=variable).restore(path).assert_consumed()
+    def restore(self, path: str, tracked: Any) -> None:
+        tf.train.Checkpoint(v=tracked).restore(path).assert_consumed()
+
+    def checkpoint(self, **tracked: Any) -> Any:
+        return tf.train.Checkpoint(**tracked)
+
+    def checkpoint_manager(self, checkpoint: Any, directory: str) -> Any:
+        return tf.train.CheckpointManager(checkpoint, directory, max_to_keep=2)
+
+    def saved_keys(self, path: str) -> list[str]:
+        suffix = "/.ATTRIBUTES/VARIABLE_VALUE"
+        keys = [key.removesuffix(suffix) for key, _ in tf.train.list_variables(path) if key.endswith(suffix)]
+        return sorted(key for key in keys if key != "save_counter")  # of Checkpoint itself
 
     def creates_another(self, made: Sequence[Any]) -> bool:
         # Every replica calls the constructor, once, and gets the same variable.

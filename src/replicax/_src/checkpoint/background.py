@@ -56,6 +56,11 @@ class Background:
         if failure is not None:
             raise failure
 
+    def settle(self) -> None:
+        """Waits until nothing runs, and raises nothing: what failed is raised by the next ``wait``."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self, task: Callable[[], Any]) -> None:
         try:
             task()

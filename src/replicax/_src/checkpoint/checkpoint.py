@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from replicax._src import context
+from replicax._src import context, jax_compat
 from replicax._src.bridges import ensure_bridges
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.arrays import ArrayLeaf
@@ -33,6 +33,7 @@ from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, is_tracked, wal
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf
 from replicax._src.checkpoint.writing import Snapshot, new_part, write
 from replicax._src.errors import CrossReplicaContextError
+from replicax._src.program.capture import current_capture
 
 log = logging.getLogger("replicax")
 
@@ -121,7 +122,7 @@ class Checkpoint:
 
         Raises:
           CheckpointWriteError: The disk is full, or read-only. Checkpoints that were there are as they were.
-          CrossReplicaContextError: Called in a replica function.
+          CrossReplicaContextError: Called in a replica function, or in an ``rx.function``.
           UnsharedDirectoryError: Processes see different directories.
           MissingExtraError: orbax is not installed.
         """
@@ -137,6 +138,7 @@ class Checkpoint:
         return self._write(os.fspath(file_prefix), self.save_counter)
 
     def _write(self, path: str, number: int) -> str:
+        _check_context("save")
         path = os.path.abspath(path)
         processes.check_shared(os.path.dirname(path))
         task = self.snapshot(path, number=number)
@@ -210,14 +212,15 @@ class Checkpoint:
 
     # --- restoring ------------------------------------------------------------------------------------------
 
-    def restore(self, save_path: str | os.PathLike[str]) -> LoadStatus:
+    def restore(self, save_path: str | os.PathLike[str] | None) -> LoadStatus:
         """Restores a checkpoint that ``save`` has written; the count goes on from there. Every process calls it.
 
         All files are verified first, and shapes and dtypes compared: either all that has a counterpart is restored, or
         nothing. What is not there yet is restored when it is made (an optimizer's slots, layers that are not built).
 
         Args:
-          save_path: What ``save`` returned, or ``rx.checkpoint.latest_checkpoint(directory)``.
+          save_path: What ``save`` returned, or ``rx.checkpoint.latest_checkpoint(directory)``. With None, which that is where
+            there is none, nothing is done, as in TensorFlow.
 
         Returns:
           A ``LoadStatus``: ``assert_consumed()`` says that nothing is missing on either side.
@@ -226,20 +229,23 @@ class Checkpoint:
           CheckpointNotFoundError: There is none.
           CorruptCheckpointError: Files are missing, cut or changed; names them.
           CheckpointMismatchError: Variables have other shapes or dtypes; names them.
-          CrossReplicaContextError: Called in a replica function.
+          CrossReplicaContextError: Called in a replica function, or in an ``rx.function``.
         """
         status = self.read(save_path)
-        self.save_counter = SavedCheckpoint(os.fspath(save_path)).contents.number
+        if save_path is not None:
+            self.save_counter = SavedCheckpoint(os.fspath(save_path)).contents.number
         return status
 
-    def read(self, save_path: str | os.PathLike[str]) -> LoadStatus:
+    def read(self, save_path: str | os.PathLike[str] | None) -> LoadStatus:
         """As ``restore``, for what ``write`` has written: the count stays."""
+        if save_path is None:
+            return LoadStatus(None)
         saved = SavedCheckpoint(os.fspath(save_path))
         saved.verify()
         return self.restore_saved(saved)
 
     def restore_saved(self, saved: SavedCheckpoint, *, is_strict: bool = False) -> LoadStatus:
-        """Restores a checkpoint whose files have been verified; a strict one has all that is there. Private."""
+        """Restores a checkpoint whose files have been verified; a strict one is of no other model. Private."""
         _check_context("restore")
         ensure_bridges()
         self._restoration = None
@@ -261,6 +267,11 @@ def _check_context(what: str) -> None:
     if context.in_replica_function():
         raise CrossReplicaContextError(
             f"Checkpoint.{what} was called in a function given to strategy.run. Call it between steps, outside of run."
+        )
+    if current_capture() is not None or not jax_compat.is_evaluating():
+        raise CrossReplicaContextError(
+            f"Checkpoint.{what} was called in a function that is traced (an rx.function, or jax.jit): it would be done once, when "
+            "that is traced, and not when it runs. Call it outside."
         )
 
 

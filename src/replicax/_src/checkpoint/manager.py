@@ -132,18 +132,24 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of those on the disk, oldest first. One that is being written is not among them."""
+        """The paths of those on the disk, oldest first. One that this process is writing is waited for."""
+        self._background.settle()
         return [record.path for record in self._records()]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest on the disk, or None. One that is being written does not count: ``wait()`` for it."""
+        """The path of the newest on the disk, or None. One that this process is writing is waited for.
+
+        In a cluster only one process writes: there all call ``wait()`` before.
+        """
+        self._background.settle()
         records = self._records()
         return records[-1].path if records else None
 
     @property
     def best_checkpoint(self) -> str | None:
-        """The path of the best on the disk by ``best_fn``, or None."""
+        """The path of the best on the disk by ``best_fn``, or None. One that this process is writing is waited for."""
+        self._background.settle()
         best = self._retention.by_quality(self._records())
         return best[0].path if best else None
 
@@ -246,14 +252,16 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint that is whole. Every process calls it; all restore the same.
 
-        One that is damaged is named in a warning, and left. Where there is none at all, ``init_fn`` is called.
+        One that is damaged is named in a warning, and left. Where there is none at all, ``init_fn`` is called. As in TensorFlow
+        the program may have grown since: what the checkpoint lacks keeps its value, and is named in a warning.
 
         Returns:
           The path of the checkpoint; None if there is none.
 
         Raises:
           CorruptCheckpointError: There are some, and none of them is whole.
-          CheckpointMismatchError: It is of another model: variables have other shapes or dtypes, or it lacks some.
+          CheckpointMismatchError: It is of another model: variables have other shapes or dtypes; or it lacks some, and has
+            others that have no place here. Nothing was restored.
         """
         status = self._restore(is_strict=True)
         if status is None:
@@ -263,7 +271,7 @@ class CheckpointManager:
         return status.path
 
     def restore(self) -> LoadStatus | None:
-        """As ``restore_or_initialize``, but the checkpoint may lack some of what is there: the status knows what.
+        """As ``restore_or_initialize``, but what is on one side only is left, whatever it is: the status knows what.
 
         Returns:
           What ``Checkpoint.restore`` returns; None if there is no checkpoint.

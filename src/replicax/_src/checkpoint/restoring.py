@@ -6,6 +6,7 @@ whenever one of the objects has grown.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,13 @@ from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.tracked import Graph, Leaf, found_in
 from replicax._src.checkpoint.trees import StateLeaf
 
+log = logging.getLogger("replicax")
+
 watchers: list[Callable[[Any, Callable[[], None]], None]] = []
 """Given an object that is to have more below it, and what to call when it has got more; each knows a kind of object."""
+
+growing: list[Callable[[Any], bool]] = []
+"""Whether an object is going to have more below it than it has; each knows a kind of object."""
 
 
 @final
@@ -71,10 +77,11 @@ class Restoration:
         """Matches what can be matched by now, and restores it.
 
         Args:
-          is_strict: Everything that is there has to be in the checkpoint.
+          is_strict: Of what is there the checkpoint may lack something, or it may have more, but not both: then it is of
+            another model.
 
         Raises:
-          CheckpointMismatchError: Shapes or dtypes differ; nothing was restored.
+          CheckpointMismatchError: Shapes or dtypes differ, or names where it is strict; nothing was restored.
           CorruptCheckpointError: Values are not as they were saved; nothing was restored.
         """
         if self._is_advancing:
@@ -82,8 +89,10 @@ class Restoration:
         self._is_advancing = True
         try:
             pairs = [pair for pair in self._matched() if pair.number not in self._restored]
-            self._check(pairs, self.unsaved() if is_strict else ())
+            missing = self.unsaved() if is_strict else []
+            self._check(pairs, missing, self._homeless() if missing else [])
             self._give(pairs)
+            self._tell_of(missing)
             self._restored |= {pair.number for pair in pairs}
             self._watch()
         finally:
@@ -118,21 +127,39 @@ class Restoration:
 
     # --- checking and giving ----------------------------------------------------------------------------
 
-    def _check(self, pairs: Sequence[_Pair], missing: Sequence[str]) -> None:
-        differ = [text for pair in pairs if (text := self._difference(pair))]
-        differ += [f"{key}: not in the checkpoint" for key in missing]
+    def _homeless(self) -> list[str]:
+        """Keys of the arrays for which there is no variable, and will be none: nothing above them is still to be built."""
+        awaited = deque(n for n, tracked in self._objects.items() if any(grows(tracked) for grows in growing))
+        has_home = {*self._objects}
+        while awaited:
+            new = set(self._nodes[awaited.popleft()].children.values()) - has_home
+            has_home |= new
+            awaited.extend(new)
+        arrays = self.saved.contents.arrays
+        return [node.key for n, node in enumerate(self._nodes) if node.key in arrays and n not in has_home]
+
+    def _tell_of(self, missing: Sequence[str]) -> None:
         if missing:
-            matched = {pair.number for pair in pairs}
-            nodes = enumerate(self._nodes)
-            differ += [
-                f"{node.key}: only in the checkpoint" for n, node in nodes if node.key and n not in matched
-            ]
+            log.warning(
+                "The checkpoint %r does not have %s%s: these keep the values they had.",
+                self.saved.path,
+                ", ".join(missing[:5]),
+                f" and {len(missing) - 5} more" if len(missing) > 5 else "",
+            )
+
+    def _check(self, pairs: Sequence[_Pair], missing: Sequence[str], homeless: Sequence[str]) -> None:
+        differ = [text for pair in pairs if (text := self._difference(pair))]
+        advice = ""
+        if homeless:
+            differ += [f"{key}: not in the checkpoint" for key in missing]
+            differ += [f"{key}: only in the checkpoint" for key in homeless]
+            advice = ", or restore what has the same name with manager.restore()"
         if differ:
             shown = "\n".join(f"  {text}" for text in differ[:20])
             more = f"\n  and {len(differ) - 20} more" if len(differ) > 20 else ""
             raise CheckpointMismatchError(
                 f"The checkpoint {self.saved.path!r} is of another model, and nothing of it was restored. These differ:\n{shown}"
-                f"{more}\nMake the model as it was made when it was saved, or track only the parts that are the same."
+                f"{more}\nMake the model as it was made when it was saved, track only the parts that are the same{advice}."
             )
 
     def _difference(self, pair: _Pair) -> str:

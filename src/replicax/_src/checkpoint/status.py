@@ -19,13 +19,24 @@ class LoadStatus:
     Source: TensorFlow, ``tf.train.Checkpoint.restore``.
     """
 
-    def __init__(self, restoration: Restoration):
-        self._restoration = restoration
+    def __init__(self, restoration: Restoration | None):
+        self._restored = restoration
 
     @property
-    def path(self) -> str:
-        """Of the checkpoint."""
-        return self._restoration.saved.path
+    def path(self) -> str | None:
+        """Of the checkpoint; None if there was none."""
+        return None if self._restored is None else self._restored.saved.path
+
+    @property
+    def _restoration(self) -> Restoration:
+        """What is asked about, from now on by the user."""
+        if self._restored is None:
+            raise UnmatchedCheckpointError(
+                "Nothing is restored: the path that restore() got was None. latest_checkpoint is None where no checkpoint is: ask "
+                "that first (`if manager.latest_checkpoint:`), or use manager.restore_or_initialize()."
+            )
+        self._restored.is_asked = True
+        return self._restored
 
     def assert_consumed(self) -> Self:
         """Everything in the checkpoint has been restored, and everything that is there was in it.
@@ -33,7 +44,6 @@ class LoadStatus:
         Raises:
           UnmatchedCheckpointError: It has not; names what.
         """
-        self._restoration.is_asked = True
         unused = self._restoration.unrestored()
         if unused:
             raise UnmatchedCheckpointError(
@@ -49,7 +59,6 @@ class LoadStatus:
         Raises:
           UnmatchedCheckpointError: It was not; names what.
         """
-        self._restoration.is_asked = True
         missing = self._restoration.unsaved()
         if missing:
             raise UnmatchedCheckpointError(
@@ -64,16 +73,16 @@ class LoadStatus:
         Raises:
           UnmatchedCheckpointError: Nothing has.
         """
-        self._restoration.is_asked = True
         if not self._restoration.num_restored:
-            raise UnmatchedCheckpointError(
-                f"Nothing of the checkpoint {self.path!r} was restored. It has {_listed(self._restoration.unrestored())}"
-            )
+            saved = _listed(self._restoration.unrestored())
+            has = f"has:\n{saved}" if saved else "is empty."
+            raise UnmatchedCheckpointError(f"Nothing of the checkpoint {self.path!r} was restored. It {has}")
         return self
 
     def expect_partial(self) -> Self:
         """Says that values of the checkpoint may stay unused: nothing is logged about them."""
-        self._restoration.is_asked = True
+        if self._restored is not None:
+            self._restored.is_asked = True
         return self
 
     def initialize_or_restore(self, session: None = None) -> None:

@@ -26,6 +26,7 @@ def install() -> None:
     if _walk not in walkers:
         walkers.insert(0, _walk)
         restoring.watchers.append(_watch)
+        restoring.growing.append(_is_unbuilt)
         checkpoint.before_reading.append(_bring_state)
 
 
@@ -88,9 +89,13 @@ def _bring_state(tracked: Any) -> None:
             sync()
 
 
+def _is_unbuilt(tracked: Any) -> bool:
+    return isinstance(tracked, (keras.Layer, keras.optimizers.Optimizer)) and not tracked.built
+
+
 def _watch(tracked: Any, on_growth: Callable[[], None]) -> None:
     """Has ``on_growth`` called when a layer, or an optimizer, has been built."""
-    if isinstance(tracked, (keras.Layer, keras.optimizers.Optimizer)) and not tracked.built:
+    if _is_unbuilt(tracked):
         _watch_build(tracked, on_growth)
 
 
