@@ -6,13 +6,14 @@ def training(folder, num_steps, restores):
     import hashlib
     import os
     import tempfile
+    import time
 
     import keras
     import numpy as np
 
     import replicax as rx
-    from replicax._src.checkpoint import processes
-    from replicax.checkpoint import UnsharedDirectoryError
+    from replicax._src.checkpoint import processes, writing
+    from replicax.checkpoint import CheckpointError, UnsharedDirectoryError
     from replicax.testing import report
 
     strategy = (
@@ -66,6 +67,26 @@ def training(folder, num_steps, restores):
         latest=os.path.basename(manager.latest_checkpoint),
     )
     if strategy.num_replicas_in_sync > 1:
+        waited = rx.CheckpointManager(checkpoint, f"{folder}-waited")
+        write_arrays = writing.write_arrays
+        writing.write_arrays = lambda *args: (time.sleep(2 * processes._TELL_S), write_arrays(*args))
+        waited.save()
+        try:
+            waited.wait(timeout_s=0.1)
+        except TimeoutError as error:
+            report(late=str(error))
+        waited.wait()
+        report(after_wait=[os.path.basename(path) for path in waited.checkpoints])
+        writing.write_arrays = None
+        waited.save()
+        try:
+            waited.save()
+        except CheckpointError as error:
+            report(failed=str(error))
+        writing.write_arrays = write_arrays
+        waited.save()
+        waited.wait()
+        report(after_failure=[os.path.basename(path) for path in waited.checkpoints])
         processes._SHARED_WITHIN_S = 0.5
         with tempfile.TemporaryDirectory() as own:
             try:

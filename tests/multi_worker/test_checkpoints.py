@@ -57,6 +57,15 @@ def test_another_number_goes_on_too(workers, folder, first, reports_of):
         assert worker["rows"][0] == 72
 
 
+def test_who_waits_waits_for_the_one_that_writes(first):
+    for worker in first:
+        assert "after 0.1 s" in worker["late"]
+        assert worker["after_wait"] == ["ckpt-4"]
+        assert "'NoneType' object is not callable" in worker["failed"]
+        assert worker["after_failure"] == ["ckpt-4", "ckpt-6"]
+    assert "worker 0 could not go on with writing ckpt-5" in first[1]["failed"]
+
+
 def test_directories_that_are_not_shared_are_found_out(first):
     for worker in first:
         assert "worker 1 cannot see" in worker["unshared"]

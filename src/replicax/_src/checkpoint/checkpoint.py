@@ -13,6 +13,7 @@ In a cluster every process makes the same calls; the chief alone writes, and all
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedObject
+from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.host_copy import HostBuffers, copy_to_host
 from replicax._src.checkpoint.orbax_files import orbax
 from replicax._src.checkpoint.restoring import Restoration
@@ -142,7 +144,7 @@ class Checkpoint:
         path = os.path.abspath(path)
         processes.check_shared(os.path.dirname(path))
         task = self.snapshot(path, number=number)
-        processes.together(f"writing {os.path.basename(path)}", task)
+        processes.write(f"writing {os.path.basename(path)}", task)
         return path
 
     def snapshot(
@@ -155,22 +157,21 @@ class Checkpoint:
         _check_context("save")
         orbax()
         self._tell_of_unused()
-        is_chief = processes.is_chief()
+        writes, part, failure = _opened(path)
         graph = Graph(self)
         for node in graph.nodes:
             for prepare in before_reading:
                 prepare(node.object)
         leaves = dict(graph.leaves())
         states = self._states(leaves)
-        part = new_part(path) if is_chief else os.path.dirname(path)
         arrays = copy_to_host(
             {key: leaf for key, leaf in leaves.items() if isinstance(leaf, ArrayLeaf)},
             self._buffers,
             part,
-            is_kept=is_chief,
+            is_kept=writes,
         )
-        if not is_chief:
-            return _nothing
+        if not writes:
+            return functools.partial(_end_without_writing, failure)
         known = arrays.keys() | states.keys()
         objects = tuple(
             SavedObject(dict(node.children), node.key if node.leaf is not None else "")
@@ -259,8 +260,21 @@ class Checkpoint:
         return f"Checkpoint({names}, save_counter={self.save_counter})"
 
 
-def _nothing() -> None:
-    """What a process that does not write does."""
+def _opened(path: str) -> tuple[bool, str, CheckpointWriteError | None]:
+    """Whether this process writes, where, and why it cannot: in a cluster it says so where all hear it, after the copy."""
+    if not processes.is_chief():
+        return False, os.path.dirname(path), None
+    try:
+        return True, new_part(path), None
+    except CheckpointWriteError as error:
+        if processes.is_alone():
+            raise
+        return False, os.path.dirname(path), error
+
+
+def _end_without_writing(failure: CheckpointWriteError | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def _check_context(what: str) -> None:

@@ -29,6 +29,7 @@ from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.contents import Contents
 from replicax._src.checkpoint.directory import paths_in, records_in
 from replicax._src.checkpoint.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
@@ -100,6 +101,7 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
         self._background = Background()
+        self._being_written: str | None = None  # in all processes, until they have waited for it
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
         processes.together("opening the directory of checkpoints", self._open)
         processes.check_shared(self._directory)
@@ -179,7 +181,7 @@ class CheckpointManager:
         step = self._step()
         if check_interval and self._interval is not None and not self._is_due(step):
             return None
-        self._background.wait()
+        self.wait()
         number = self._checkpoint.save_counter + 1 if checkpoint_number is None else int(checkpoint_number)
         path = os.path.join(self._directory, f"{self._name}-{number}")
         order = max((record.contents.order for record in self._records()), default=0) + 1
@@ -189,8 +191,10 @@ class CheckpointManager:
         self._checkpoint.save_counter = number
         self._last_step = step
         if not self._is_asynchronous:
-            processes.together(f"writing {os.path.basename(path)}", lambda: self._write(write))
-        elif processes.is_chief():
+            processes.write(f"writing {os.path.basename(path)}", lambda: self._write(write))
+            return path
+        self._being_written = f"writing {os.path.basename(path)}"
+        if processes.is_chief():
             self._background.start(lambda: self._write(write))
         return path
 
@@ -218,22 +222,30 @@ class CheckpointManager:
         return self._last_step is None or step - self._last_step >= self._interval
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until what was saved is on the disk. On processes that do not write it returns at once.
+        """Waits until what was saved is on the disk. Every process of a cluster calls it, and waits for the one that writes.
 
         Raises:
-          CheckpointWriteError: It could not be written.
+          CheckpointWriteError: It could not be written; ``CheckpointError`` in the processes that do not write.
           TimeoutError: It is still being written.
+          ClusterFailureError: Another process is gone.
         """
-        self._background.wait(timeout_s)
+        if self._being_written is None:
+            return
+        try:
+            processes.wait_for_chief(self._being_written, self._background, timeout_s)
+        except CheckpointError:
+            self._being_written = None
+            raise
+        self._being_written = None
 
     def sync(self) -> None:
         """As ``wait``, in TensorFlow's word."""
         self.wait()
 
     def close(self) -> None:
-        """Waits, and gives the memory of the copy back. May be called twice."""
+        """Waits for what this process writes, for no other one, and gives the memory of the copy back. May be called twice."""
         try:
-            self.wait()
+            self._background.wait()
         finally:
             self._checkpoint.release()
 

@@ -9,12 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax._src import context
+from replicax._src.checkpoint.background import Background
 from replicax._src.checkpoint.errors import CheckpointError, UnsharedDirectoryError
+from replicax._src.cluster.failures import ClusterFailureError
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.input.elements import NotResumableError
 
 # A network's file system may show a file of another machine later.
 _SHARED_WITHIN_S = 10.0
+# How often who writes says that it still does: those who wait give up on somebody who says nothing.
+_TELL_S = 1.0
 _checked: set[str] = set()
 
 
@@ -24,6 +28,11 @@ def is_chief() -> bool:
     if peers is not None:
         return peers.is_leader
     return not context.has_strategy() or context.get_strategy().is_chief
+
+
+def is_alone() -> bool:
+    """Whether no other process trains with this one."""
+    return joined_peers() is None
 
 
 def gather(topic: str, value: Any) -> list[Any]:
@@ -136,3 +145,64 @@ def together(what: str, action: Callable[[], Any]) -> Any:
         number, text = failed[0]
         raise CheckpointError(f"{peers.names[number]} could not go on with {what}: {text}")
     return result
+
+
+def write(what: str, task: Callable[[], Any]) -> None:
+    """The chief does something that may take any time; the others wait for it. All call it.
+
+    Raises:
+      CheckpointError: It failed.
+    """
+    if joined_peers() is None:
+        task()
+        return
+    background = Background()
+    if is_chief():
+        background.start(task)
+    wait_for_chief(what, background)
+
+
+def wait_for_chief(what: str, background: Background, timeout_s: float | None = None) -> None:
+    """Waits until what the chief has begun in the background has ended; all call it, and hear how.
+
+    Raises:
+      CheckpointError: It failed.
+      TimeoutError: It has not ended in ``timeout_s``, the chief's.
+      ClusterFailureError: Another process is gone.
+    """
+    peers = joined_peers()
+    if peers is None:
+        background.wait(timeout_s)
+        return
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        outcome, error = _outcome(background, deadline) if is_chief() else ("", None)
+        try:
+            told = gather(f"{what}: how it went", outcome)[0]
+        except ClusterFailureError:
+            if is_chief() and outcome == "":
+                return  # it is written, whatever has become of the others; who needs them will hear
+            raise
+        if error is not None:
+            raise error
+        if told == _LATE:
+            raise TimeoutError(f"{peers.names[0]} has not ended {what} after {timeout_s} s.")
+        if told == "":
+            return
+        if told != _BUSY:
+            raise CheckpointError(f"{peers.names[0]} could not go on with {what}: {told}")
+
+
+_BUSY, _LATE = "busy", "late"
+
+
+def _outcome(background: Background, deadline: float | None) -> tuple[str, Exception | None]:
+    """What the chief tells: nothing, when it has ended; and what it raises."""
+    left_s = _TELL_S if deadline is None else min(_TELL_S, max(0.0, deadline - time.monotonic()))
+    try:
+        background.wait(left_s)
+    except TimeoutError:
+        return (_LATE if deadline is not None and time.monotonic() >= deadline else _BUSY), None
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}", error
+    return "", None
