@@ -7,6 +7,7 @@ A connection that broke is given up with all that it awaited: what a worker may 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -27,7 +28,7 @@ Kind = Literal["closure", "program", "constant", "resource", "release"]
 # A closure may take as long as it takes: who is silent is found by the beats.
 _FOREVER_S = 10.0 * 365 * 24 * 3600
 _SMALL_BYTES = 4096
-_MOST_SMALL_BYTES = 8 * _SMALL_BYTES  # so much a connection takes without its peer reading
+_MOST_UNANSWERED_BYTES = 8 * _SMALL_BYTES  # so much a connection takes without its peer reading
 
 
 class _Awaited(NamedTuple):
@@ -36,14 +37,14 @@ class _Awaited(NamedTuple):
     Attributes:
       what: The closure or the resource, or the name of something else.
       bundle: Messages that travelled together have the same number.
-      num_bytes: Of the arrays that were counted.
+      num_bytes: Of its arrays.
     """
 
     kind: Kind
     what: Any
     sent_at: float
     bundle: int
-    num_bytes: int = 0
+    num_bytes: int
 
 
 @final
@@ -72,7 +73,7 @@ class WorkerStream:
         self._awaited: deque[_Awaited] = deque()
         self._came: deque[Message | Exception] = deque()
         self._num_bundles = 0
-        self._small_bytes_out = self._small_bytes_done = 0  # each is written by one thread at a time
+        self._bytes_out = self._bytes_done = 0  # each is written by one thread at a time
         self._known: set[str] = set()
         self._refused: dict[str, Exception] = {}
         self._has: set[str] = {WORKER_INDEX}
@@ -133,7 +134,8 @@ class WorkerStream:
             self._send_closure(closure, prepared, low)
 
     def try_send(self, closures: Sequence[Closure], low: int, num_together: int) -> Sequence[Closure]:
-        """Sends closures that are small, if nobody else is sending. Never blocks. Returns those that it did not send.
+        """Sends closures that are small, if nobody else is sending, and what is unanswered is small. Never blocks: who
+        receives may call it, and a worker takes nothing while its answers are not. Returns those that it did not send.
 
         Args:
           num_together: How many travel together at most.
@@ -165,18 +167,18 @@ class WorkerStream:
     def _next_bundle(self, closures: Sequence[Closure]) -> list[_Ready]:
         """The first ones of ``closures`` that can be sent now, and travel together."""
         bundle: list[_Ready] = []
-        num_bytes = self._small_bytes_out - self._small_bytes_done
+        num_bytes = self._bytes_out - self._bytes_done
         for closure in closures:
             prepared: PreparedClosure | None = closure.work.prepared
             if prepared is None or not self._has_all(prepared):
                 break
             arrays = _sent_along(prepared)
             size = sum(array.nbytes for array in arrays)
-            if size > _SMALL_BYTES or num_bytes + size > _MOST_SMALL_BYTES:
+            if size > _SMALL_BYTES or num_bytes + size > _MOST_UNANSWERED_BYTES:
                 break
             if bundle and closure.travels_alone:
                 break
-            bundle.append(_Ready(closure, prepared, arrays, size))
+            bundle.append(_Ready(closure, prepared, arrays))
             num_bytes += size
             if closure.travels_alone:
                 break
@@ -214,8 +216,7 @@ class WorkerStream:
             self._message("closure", self._header(each.closure, each.prepared, low), each.arrays)
             for each in bundle
         ]
-        self._small_bytes_out += sum(each.num_bytes for each in bundle)
-        self._send_all(messages, [("closure", each.closure, each.num_bytes) for each in bundle])
+        self._send_all(messages, [("closure", each.closure) for each in bundle])
 
     def _send_closure(self, closure: Closure, prepared: PreparedClosure, low: int) -> None:
         self._send("closure", closure, self._header(closure, prepared, low), _sent_along(prepared))
@@ -250,25 +251,28 @@ class WorkerStream:
             self._send(kind, name, header, arrays)
 
     def _send(self, kind: Kind, what: Any, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        self._send_all([self._message(kind, header, arrays)], [(kind, what, 0)])
+        self._send_all([self._message(kind, header, arrays)], [(kind, what)])
 
     def _message(self, kind: Kind, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         header["op"] = kind
         header["incarnation"] = self._session.incarnation
         return Message(header, arrays)
 
-    def _send_all(self, messages: Sequence[Message], awaited: Sequence[tuple[Kind, Any, int]]) -> None:
-        self._num_bundles += 1
+    def _send_all(self, messages: Sequence[Message], of: Sequence[tuple[Kind, Any]]) -> None:
+        self._num_bundles = number = self._num_bundles + 1
         now = time.monotonic()
+        sizes = [sum(array.nbytes for array in message.arrays) for message in messages]
+        self._bytes_out += sum(sizes)
         # Before they are sent: an answer may be here sooner than the call is left.
-        for kind, what, num_bytes in awaited:
-            self._awaited.append(_Awaited(kind, what, now, self._num_bundles, num_bytes))
+        for (kind, what), num_bytes in zip(of, sizes, strict=True):
+            self._awaited.append(_Awaited(kind, what, now, number, num_bytes))
         try:
             self._link.send_all(messages, _FOREVER_S)
         except Exception:
-            for _, _, num_bytes in awaited:
-                self._awaited.pop()
-                self._small_bytes_out -= num_bytes
+            self._bytes_out -= sum(sizes)
+            with contextlib.suppress(IndexError):  # the first ones may have been answered
+                while self._awaited[-1].bundle == number:
+                    self._awaited.pop()
             raise
 
     # --- receiving -------------------------------------------------------------------------------------
@@ -292,10 +296,10 @@ class WorkerStream:
                     raise answer  # not of a server that the worker needs
                 self._came.popleft()
                 awaited = self._awaited[0]
+                self._bytes_done += awaited.num_bytes
                 if awaited.kind == "closure":
                     first_sent_at = first_sent_at or awaited.sent_at
                     answers.append((awaited.what, answer))
-                    self._small_bytes_done += awaited.num_bytes
                 else:
                     self._note(awaited, answer)
                 self._awaited.popleft()
@@ -336,7 +340,6 @@ class _Ready(NamedTuple):
     closure: Closure
     prepared: PreparedClosure
     arrays: Sequence[np.ndarray]
-    num_bytes: int
 
 
 def _sent_along(prepared: PreparedClosure) -> Sequence[np.ndarray]:
