@@ -112,6 +112,20 @@ def test_what_is_assigned_is_cut_to_the_pieces(links):
     assert whole == 3
 
 
+def test_ctrl_c_while_answers_are_awaited_does_not_mix_them_up(links, monkeypatch):
+    receive, interrupts = Stream.receive, [KeyboardInterrupt()]
+
+    def interrupted(self, timeout_s):
+        if interrupts:
+            raise interrupts.pop()
+        return receive(self, timeout_s)
+
+    monkeypatch.setattr(Stream, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        links.find(["t/0", "t/1"])  # both have been asked
+    np.testing.assert_array_equal(links.read([SHARDS])[0], TABLE)
+
+
 def test_rows_are_read_where_they_are(links):
     np.testing.assert_array_equal(links.read_rows(SHARDS, np.array([4, 0, 4]), 5), TABLE[[4, 0, 4]])
     assert links.read_rows(SHARDS, np.array([], np.int32), 5).shape == (0, 2)

@@ -294,11 +294,17 @@ class PsLinks:
         """Sends all, then takes all answers, so that no stream is left with one that nobody waits for."""
         deadline = time.monotonic() + self._timeout_s
         with self.held(messages):
-            for ps, message in messages.items():
-                self._servers[ps].begin(message)
-            return {
-                ps: self._servers[ps].end(message, deadline, may_repeat) for ps, message in messages.items()
-            }
+            try:
+                for ps, message in messages.items():
+                    self._servers[ps].begin(message)
+                return {
+                    ps: self._servers[ps].end(message, deadline, may_repeat)
+                    for ps, message in messages.items()
+                }
+            except BaseException:  # Ctrl-C: who uses a stream next would get an answer to these
+                for ps in messages:
+                    self._servers[ps].give_up_link()
+                raise
 
 
 # --- arrays -------------------------------------------------------------------------------------------
