@@ -1,5 +1,6 @@
 """Streams on sockets of their own: who gets one, who is sent away, and what a client does that cannot have one."""
 
+import errno
 import os
 import random
 import socket
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 from echo_task import EchoTask, echo_server
 
-from checks import message
+from checks import message, needs_ipv6
+from replicax._src.cluster.layout import free_ports
 from replicax._src.ps import sockets
 from replicax._src.ps.buffers import Buffers
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.messages import Decoder, Message, encode
+from replicax._src.ps.server import _Answers
 from replicax._src.ps.sockets import _BUFFER_BYTES, _MOST_STRANGERS, SocketPipe, Tickets
 from replicax._src.ps.transport import TaskClient
 from replicax._src.testing.proxy import Proxy
@@ -141,17 +144,26 @@ def test_what_is_no_frame_is_refused_before_memory_is_taken(pipes, frame):
 
 
 def test_a_link_is_on_a_socket_of_its_own_unless_the_server_has_none():
-    for uses_sockets in (True, False):
+    for stream_port in (0, None):
         with (
-            echo_server(uses_sockets=uses_sockets) as server,
+            echo_server(stream_port=stream_port) as server,
             TaskClient(server.address, TOKEN, "ps 0") as client,
         ):
             link = client.open()
-            assert is_on_socket(link) is uses_sockets
+            assert is_on_socket(link) is (stream_port is not None)
             assert link.call(Message({"op": "echo"}), 30).header["session"] == 1
 
 
-@pytest.mark.parametrize("why", ["behind a proxy", "nobody listens there", "another program listens there"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "behind a proxy",
+        "nobody listens there",
+        "another program listens there",
+        "one that says nothing listens there",
+        "something before it speaks TLS",
+    ],
+)
 def test_who_cannot_reach_the_socket_has_a_stream_of_arrow_flight(why, monkeypatch):
     with echo_server() as server, socket.create_server(("127.0.0.1", 0)) as other:
         address = server.address
@@ -160,11 +172,13 @@ def test_who_cannot_reach_the_socket_has_a_stream_of_arrow_flight(why, monkeypat
             address = proxy.address
         elif why == "nobody listens there":
             server._listener.close()
-        else:
+        elif why != "something before it speaks TLS":
             monkeypatch.setattr(server._listener, "port", other.getsockname()[1])
-            threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+            if "nothing" not in why:
+                threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
         with TaskClient(address, TOKEN, "ps 0") as client:
-            link = client.open()
+            client._uses_tls = "TLS" in why  # what it sends must not go on unencrypted
+            link = client.open(4.0)
             assert not is_on_socket(link)
             link.call(Message({}, [np.zeros(MB)]), 30)
 
@@ -222,6 +236,94 @@ def test_many_who_say_nothing_do_not_keep_others_out():
             time.sleep(0.05)
 
 
+def test_who_says_its_ticket_slowly_is_sent_away_in_time(monkeypatch):
+    monkeypatch.setattr(sockets, "_HANDSHAKE_S", 0.3)
+    with echo_server() as server, socket.create_connection(("127.0.0.1", server._listener.port)) as slow:
+        slow.settimeout(0.1)
+        said = None
+        for _ in range(31):
+            try:
+                slow.sendall(b"x")
+                said = slow.recv(1)
+                break
+            except TimeoutError:
+                pass
+        assert said == b""
+
+
+def test_a_server_that_had_no_descriptor_left_takes_streams_again():
+    with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
+        listener = server._listener
+        listener._listening = OutOfDescriptors(listener._listening)
+        for _ in range(3):  # the first one is taken by the call that waits already
+            link = client.open(30)
+            assert is_on_socket(link)
+            link.call(Message({}), 30)
+        assert not listener._listening.errors
+
+
+class OutOfDescriptors:
+    """A socket that listens, and cannot accept for a time."""
+
+    def __init__(self, listening):
+        self.listening, self.errors = listening, [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def accept(self):
+        if self.errors:
+            raise self.errors.pop()
+        return self.listening.accept()
+
+    def __getattr__(self, name):
+        return getattr(self.listening, name)
+
+
+@needs_ipv6
+def test_a_task_of_all_networks_has_streams_by_both_kinds_of_addresses():
+    with echo_server("0.0.0.0:0") as server, TaskClient(server.address, TOKEN, "ps 0") as client:
+        for host in ("127.0.0.1", "::1"):
+            told = way_in(client)
+            pipe = sockets.connected(host, told["port"], told["ticket"], 10)
+            pipe.write(encode(Message({"op": "echo"})))
+            (answer,) = pipe.receive(Decoder(Buffers()))
+            assert answer.header["op"] == "echo"
+            pipe.close()
+
+
+def test_the_port_of_streams_can_be_chosen():
+    port, other = free_ports(2)
+    with echo_server(stream_port=port) as server, TaskClient(server.address, TOKEN, "ps 0") as client:
+        assert is_on_socket(link := client.open())
+        assert link._pipe._connection.getpeername()[1] == port
+        second = echo_server(f"127.0.0.1:{other}", stream_port=port)
+        message(UnavailableError, second.start, f"cannot listen at 127.0.0.1:{port}", "in use")
+        with echo_server(f"127.0.0.1:{other}"):  # nothing of the second is left
+            pass
+
+
+def test_many_streams_leave_no_descriptors_or_threads():
+    def held():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
+        client.open().call(Message({}), 30)
+        before = held()
+        for turn in range(100):
+            link = client.open()
+            link.send_all([Message({"op": "echo"})] * 3, 30)
+            if turn % 4 == 0:  # refused
+                link._pipe._connection.sendall(b"no frame")
+                with pytest.raises((MessageError, UnavailableError)):
+                    [link.receive(30) for _ in range(4)]
+            elif turn % 4 == 1:  # gone without a word, with answers on their way
+                link._pipe._connection.close()
+            link.close()
+        until = time.monotonic() + 30
+        while any(now > then for now, then in zip(held(), before, strict=True)):
+            assert time.monotonic() < until, (held(), before)
+            time.sleep(0.02)
+        assert server.statistics()["streams"] == client.statistics()["links"] == 1
+
+
 def test_random_frames_of_one_with_a_ticket_end_the_stream_and_leave_nothing(task):
     random_ = random.Random(1)
     with TaskClient(task.address, TOKEN, "ps 0") as client:
@@ -262,6 +364,51 @@ def test_a_large_message_is_announced_and_does_not_come(task):
         assert task.memory() < before + 60 * MB
         link.close()
         client.open().call(Message({}), 30)
+
+
+# --- answers that are held ------------------------------------------------------------------------------
+
+
+class Blocked:
+    """A pipe whose peer takes nothing until ``go`` is set; then one write may fail."""
+
+    def __init__(self, error=None):
+        self.go, self.error, self.written = threading.Event(), error, []
+
+    def write(self, message):
+        self.go.wait(30)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        self.written.append(message)
+
+
+def test_a_peer_that_takes_nothing_does_not_hold_up_answers_to_others():
+    stuck, other = Blocked(), Blocked()
+    other.go.set()
+    answers = [_Answers(stuck), _Answers(other)]
+    for each in answers:
+        each.hold(encode(Message({})))
+        time.sleep(0.05)
+    until = time.monotonic() + 20
+    while not other.written:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not stuck.written
+    stuck.go.set()
+    for each in answers:
+        each.end()
+
+
+def test_a_stream_ends_when_a_held_answer_could_not_be_sent():
+    pipe = Blocked(OSError(errno.ENOBUFS, "No buffer space available"))
+    answers = _Answers(pipe)
+    answers.hold(encode(Message({})))
+    time.sleep(0.05)  # it is being sent
+    pipe.go.set()
+    with pytest.raises(OSError, match="No buffer space"):
+        answers.send(encode(Message({})))
+    answers.end()
 
 
 # --- how it ends --------------------------------------------------------------------------------------

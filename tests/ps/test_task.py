@@ -29,7 +29,7 @@ from replicax._src.ps.messages import Message
 from replicax._src.ps.service import TaskService
 from replicax._src.ps.tenancy import Tenancy
 from replicax._src.ps.transport import Session, TaskClient
-from replicax.errors import ClusterError, ContextError, InvalidArgumentError
+from replicax.errors import ClusterEnvironmentError, ClusterError, ContextError, InvalidArgumentError
 
 pytestmark = pytest.mark.timeout(180)
 CREDENTIALS = Credentials(token="a secret of this test")
@@ -127,10 +127,26 @@ def test_a_cluster_without_this_task():
         ({"on_coordinator_loss": "stay"}, "'wait' or 'exit'"),
         ({"silence_timeout_s": 0}, "silence_timeout_s=0"),
         ({"wait_timeout_s": float("nan")}, "wait_timeout_s=nan"),
+        ({"stream_port": 65536}, "stream_port=65536"),
+        ({"stream_port": "none"}, "stream_port='none'"),
     ],
 )
 def test_options_that_are_not_allowed(arguments, says):
     message(InvalidArgumentError, lambda: rx.ServerOptions(**arguments), says)
+
+
+def test_the_port_of_streams_is_what_the_options_say_or_the_environment(started, monkeypatch):
+    of_environment, of_options = free_ports(2)
+    monkeypatch.setenv("REPLICAX_STREAM_PORT", str(of_environment))
+    for told, port in ((None, of_environment), (of_options, of_options), ("off", None)):
+        server, client = started("ps", stream_port=told)
+        assert client.ask("", {}, 60).get("port") == port
+        client.open().close()
+        server.close()
+    for wrong in ("2300x", "-1", "65536", ""):
+        monkeypatch.setenv("REPLICAX_STREAM_PORT", wrong)
+        says = f"REPLICAX_STREAM_PORT={wrong!r}", "a port of 0 to 65535, or 'off'"
+        message(ClusterEnvironmentError, lambda: started("ps"), *says)
 
 
 # --- what it answers ----------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ TOKEN = Credentials(token="secret")
 
 @pytest.fixture(params=["sockets", "flight"])
 def server(request):
-    uses_sockets = request.param == "sockets"
-    with echo_server(max_message_bytes=2**27, max_streams=8, uses_sockets=uses_sockets) as server:
+    stream_port = 0 if request.param == "sockets" else None
+    with echo_server(max_message_bytes=2**27, max_streams=8, stream_port=stream_port) as server:
         yield server
         server._service.may_go_on.set()
 
@@ -258,6 +258,18 @@ def test_a_port_that_is_in_use(server):
     message(UnavailableError, echo_server(server.address).start, server.address, "in use")
 
 
+@pytest.mark.parametrize("what", ["receive", "write"])
+def test_ctrl_c_in_the_middle_of_a_message_closes_the_link(client, link, what):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    setattr(link._pipe, what, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        link.call(Message({"op": "echo"}), 30)
+    message(UnavailableError, lambda: link.call(Message({}), 30), "KeyboardInterrupt", "ps 0 at")
+    client.open().call(Message({"op": "echo"}), 30)
+
+
 # --- the end ------------------------------------------------------------------------------------------
 
 
@@ -306,7 +318,7 @@ def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
         from replicax._src.ps import server as of_tasks
 
         of_tasks.cut_accepted = lambda *_: 0  # a system on which connections cannot be cut
-        server = echo_server(uses_sockets=False)
+        server = echo_server(stream_port=None)
         server.start()
         print(server.address, flush=True)
         sys.stdin.readline()

@@ -92,10 +92,11 @@ class Pipe:
 
     def write(self, message: Encoded) -> None:
         """Hands a message to the connection; it blocks while the peer takes nothing."""
-        if not message.pieces:
+        pieces = message.pieces
+        if not pieces:
             self._writer.write_metadata(message.head)
             return
-        first, *others = message.pieces
+        first, *others = pieces
         self._writer.write_with_metadata(_batch_of(first), message.head)
         for piece in others:
             self._writer.write_batch(_batch_of(piece))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import logging
 import threading
@@ -115,7 +114,8 @@ class TaskServer:
       max_message_bytes: Of one message; a peer that announces more is told so and its stream ended, before memory
         is allocated for it.
       max_streams: How many may be open; each has a thread.
-      uses_sockets: Whether streams may have sockets of their own (``sockets.py``); with TLS they have none.
+      stream_port: Where it listens for streams on sockets of their own (``sockets.py``); 0 for any free port, None for no
+        such streams. With TLS there are none.
 
     Raises:
       InvalidArgumentError: It would be open to everybody on the network, or a file of the credentials is wrong.
@@ -130,7 +130,7 @@ class TaskServer:
         *,
         max_message_bytes: int = LARGEST_BODY,
         max_streams: int = 256,
-        uses_sockets: bool = True,
+        stream_port: int | None = 0,
     ):
         credentials.check_server(address)
         self._address = address
@@ -141,11 +141,10 @@ class TaskServer:
         self._flight = load_flight()
         self._server: Any = None
         self._listener: Listener | None = None
-        self._uses_sockets = uses_sockets and not credentials.uses_tls
+        self._stream_port = None if credentials.uses_tls else stream_port
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._streams: dict[Session, _Stream] = {}
-        self._deadlines = Deadlines()
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
@@ -164,7 +163,7 @@ class TaskServer:
         """Begins to listen.
 
         Raises:
-          UnavailableError: It cannot listen there; the port may be in use.
+          UnavailableError: It cannot listen there, or at the port of streams; one may be in use.
         """
         if self._credentials.admits_anybody:
             log.warning(
@@ -173,15 +172,26 @@ class TaskServer:
                 self._address,
                 TOKEN_VARIABLE,
             )
+        self._server = self._listens(
+            self._address, lambda: self._flight.Server(self._address, self._credentials, self)
+        )
+        if self._stream_port is not None:
+            at = join_address(split_address(self._address)[0], self._stream_port)
+            try:
+                self._listener = self._listens(at, lambda: Listener(at, self.stream, self.rejected))
+            except UnavailableError:
+                self._server.shutdown()
+                self._server = None
+                raise
+        # Later, a thread of gRPC that calls Python would abort the process.
+        atexit.register(self.shutdown)
+
+    def _listens(self, address: str, make: Callable[[], Any]) -> Any:
         try:
-            self._server = self._flight.Server(self._address, self._credentials, self)
-            if self._uses_sockets:
-                self._listener = Listener(self._address, self.stream, self.rejected)
-            # Later, a thread of gRPC that calls Python would abort the process.
-            atexit.register(self.shutdown)
+            return make()
         except self._flight.ERRORS as error:
             raise UnavailableError(
-                f"The task cannot listen at {self._address}: {error}. Is the port in use, or the host of another machine?"
+                f"The task cannot listen at {address}: {error}. Is the port in use, or the host of another machine?"
             ) from error
 
     def statistics(self) -> dict[str, int]:
@@ -213,7 +223,6 @@ class TaskServer:
         ending.start()
         while self._is_answering() and time.monotonic() < deadline - timeout_s / 2:
             time.sleep(0.005)
-        self._deadlines.close()
         ending.join(0.01)
         while (ending.is_alive() or self._streams) and time.monotonic() < deadline:
             self._cut_streams(server.port)
@@ -268,7 +277,7 @@ class TaskServer:
 
     def stream(self, pipe: Any, peer: str) -> None:
         session = Session(next(self._numbers), peer)
-        stream = _Stream(pipe, Decoder(Buffers(), self._max_message_bytes), self._deadlines)
+        stream = _Stream(pipe, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             if self._is_ending or len(self._streams) >= self._max_streams:
                 self._num_rejected += 1
@@ -308,10 +317,10 @@ class TaskServer:
 class _Stream:
     """The server's end of a stream."""
 
-    def __init__(self, pipe: Any, decoder: Decoder, deadlines: Deadlines):
+    def __init__(self, pipe: Any, decoder: Decoder):
         self._pipe = pipe
         self._decoder = decoder
-        self._answers = _Answers(pipe, deadlines)
+        self._answers = _Answers(pipe)
         self.counts = self._answers.counts
         self.is_answering = False
 
@@ -347,12 +356,14 @@ class _Stream:
 class _Answers:
     """Sends the answers of a stream. Those to messages that came together go together, unless one lets them wait for it."""
 
-    def __init__(self, pipe: Any, deadlines: Deadlines):
-        self._pipe, self._deadlines = pipe, deadlines
+    def __init__(self, pipe: Any):
+        self._pipe = pipe
+        self._deadlines = Deadlines()  # its own: a peer that takes nothing holds up no other stream
         self._deadline: Deadline | None = None
         self._held: list[Encoded] = []
         self._writing = threading.Lock()
         self._is_over = False
+        self._failure: Exception | None = None
         self.counts = Counts()
 
     def hold(self, answer: Encoded) -> None:
@@ -375,6 +386,8 @@ class _Answers:
         if self._deadline is not None:
             self._deadline.clear()
         with self._writing:
+            if self._failure is not None:
+                raise self._failure
             self._held.append(answer)
             self._send_held()
 
@@ -382,18 +395,19 @@ class _Answers:
         """Nothing is sent any more."""
         with self._writing:
             self._is_over = True
-        if self._deadline is not None:
-            self._deadlines.remove(self._deadline)
+        self._deadlines.close()
 
     def _expire(self, limit_s: float) -> None:
         del limit_s
-        # On another thread: what is wrong with the stream that of the stream finds too.
-        with self._writing, contextlib.suppress(Exception):
-            self._send_held()
+        with self._writing:
+            try:
+                self._send_held()
+            except Exception as error:  # half of an answer may be sent: the stream ends with the next one
+                self._failure = error
 
     def _send_held(self) -> None:
         held, self._held = self._held, []
-        if self._is_over:
+        if self._is_over or self._failure is not None:
             return
         # Before they arrive, so that who has an answer finds it counted.
         self.counts.messages += len(held)

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, final
 
-from replicax._src.cluster.frames import listen
+from replicax._src.cluster.frames import bind_host, listen
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.ps.bundles import unbundled
 from replicax._src.ps.errors import MessageError, UnavailableError
@@ -35,6 +35,9 @@ _FIRST_BYTES: Final = 16 * 1024
 _MOST_PARTS: Final = 512  # of one call; a system takes 1024
 _CONNECT_S: Final = 2.0
 _HANDSHAKE_S: Final = 5.0
+_PAUSE_S: Final = (
+    0.1  # before a peer is taken again, when the process could not: it has no descriptor left, say
+)
 _LAST_WORDS_S: Final = 2.0
 _DRAIN_S: Final = 2.0
 _MOST_STRANGERS: Final = 64
@@ -51,7 +54,7 @@ class SocketPipe:
     def __init__(self, connection: socket.socket):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _notice_death(connection)
         self._connection = connection
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
@@ -152,6 +155,14 @@ class SocketPipe:
                 parts[0] = memoryview(parts[0])[num_sent:]
 
 
+def _notice_death(connection: socket.socket) -> None:
+    """Has the system break a connection whose peer's machine is gone, in two minutes: by itself it takes two hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 # --- servers ------------------------------------------------------------------------------------------
 
 
@@ -180,10 +191,10 @@ class Tickets:
 
 @final
 class Listener:
-    """Listens beside the server of ``flight.py``, at any free port, from when it is made.
+    """Listens beside the server of ``flight.py``, from when it is made.
 
     Args:
-      address: Of the task; the port does not matter.
+      address: Where; of port 0 it is any free one.
       stream: Is called for each stream, on a thread of its own, and may raise UnavailableError and MessageError.
       rejected: Is called for each peer without a ticket.
 
@@ -195,7 +206,8 @@ class Listener:
         self._stream, self._rejected = stream, rejected
         self._tickets = Tickets()
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-        self._listening = listen(join_address(split_address(address)[0], 0), _MOST_STRANGERS)
+        self._is_closed = False
+        self._listening = _listening(address)
         self.port: int = self._listening.getsockname()[1]
         threading.Thread(target=self._accept, name="replicax links", daemon=True).start()
 
@@ -205,6 +217,7 @@ class Listener:
 
     def close(self) -> None:
         """Listens no more. Streams go on."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._listening.close()
@@ -213,10 +226,11 @@ class Listener:
         while True:
             try:
                 connection, peer = self._listening.accept()
-            except ConnectionError:
-                continue
             except OSError:
-                return
+                if self._is_closed:
+                    return
+                time.sleep(_PAUSE_S)
+                continue
             if not self._strangers.acquire(blocking=False):
                 self._rejected()
                 connection.close()
@@ -241,22 +255,32 @@ class Listener:
                 return
             pipe = SocketPipe(connection)
             try:
-                self._stream(pipe, join_address(*peer[:2]))
+                self._stream(pipe, join_address(peer[0].removeprefix("::ffff:"), peer[1]))
             except (MessageError, UnavailableError) as error:
                 pipe.refuse(error)
             except OSError:
                 pass  # the peer is gone
+            finally:
+                pipe.cancel()  # a process that was forked off may hold the connection too: closing is not enough
 
     def _is_known(self, connection: socket.socket) -> bool:
         try:
-            connection.settimeout(_HANDSHAKE_S)
-            ticket = _received_exactly(connection, _TICKET_BYTES)
+            ticket = _received_exactly(connection, _TICKET_BYTES, time.monotonic() + _HANDSHAKE_S)
             if not self._tickets.take(ticket, time.monotonic()):
                 return False
             connection.sendall(_WELCOME)
             return True
         except OSError:
             return False
+
+
+def _listening(address: str) -> socket.socket:
+    """On all networks by IPv6 too, as gRPC does: a host may have no other address."""
+    host, port = split_address(address)
+    if bind_host(host) == "0.0.0.0":
+        with contextlib.suppress(OSError):  # this machine has no IPv6
+            return listen(join_address("::", port), _MOST_STRANGERS)
+    return listen(address, _MOST_STRANGERS)
 
 
 # --- clients ------------------------------------------------------------------------------------------
@@ -266,13 +290,13 @@ def connected(host: str, port: int, ticket: str, timeout_s: float) -> SocketPipe
     """A stream to a task that listens there.
 
     Raises:
-      OSError: It cannot be reached there, or another one answers.
+      OSError: It cannot be reached there, another one answers, or nobody in time.
     """
+    deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((host, port), min(_CONNECT_S, timeout_s))
     try:
-        connection.settimeout(timeout_s)
         connection.sendall(bytes.fromhex(ticket))
-        if _received_exactly(connection, len(_WELCOME)) != _WELCOME:
+        if _received_exactly(connection, len(_WELCOME), deadline) != _WELCOME:
             raise ConnectionError(f"another program answers at {join_address(host, port)}")
         return SocketPipe(connection)
     except BaseException:
@@ -280,9 +304,14 @@ def connected(host: str, port: int, ticket: str, timeout_s: float) -> SocketPipe
         raise
 
 
-def _received_exactly(connection: socket.socket, size: int) -> bytes:
+def _received_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """So many bytes, or fewer if the peer ends before. Raises TimeoutError when they are not there in time."""
     data = b""
     while len(data) < size:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("nothing was said in time")
+        connection.settimeout(left_s)
         part = connection.recv(size - len(data))
         if not part:
             break

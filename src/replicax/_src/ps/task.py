@@ -23,7 +23,7 @@ from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.jax_compat import default_platform
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.process import prepare_process, vitals
-from replicax._src.ps.server_def import ServerDef, ServerOptions
+from replicax._src.ps.server_def import ServerDef, ServerOptions, stream_port
 from replicax._src.ps.service import Host, TaskService
 from replicax._src.ps.tenancy import Tenancy
 
@@ -82,6 +82,7 @@ class Server:
                 "Server: protocol='grpc+tls' needs a certificate and its key: set REPLICAX_TLS_CERTIFICATE and "
                 "REPLICAX_TLS_KEY, or give Credentials in rx.ServerOptions."
             )
+        self._stream_port = stream_port(self._options, os.environ)
         self._host: Host | None = None
         self._service: TaskService | None = None
         self._transport: TaskServer | None = None
@@ -135,7 +136,9 @@ class Server:
             self._service = TaskService(
                 definition.task, self._host, about_this_process(), tenancy, self._measured
             )
-            self._transport = TaskServer(definition.address, self._service, self._credentials)
+            self._transport = TaskServer(
+                definition.address, self._service, self._credentials, stream_port=self._stream_port
+            )
             self._transport.start()
         threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()
         atexit.register(self.stop)

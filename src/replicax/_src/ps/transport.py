@@ -66,6 +66,7 @@ class TaskClient:
     ):
         self._flight = load_flight()
         self._client = self._flight.Client(address, credentials)
+        self._uses_tls = credentials.uses_tls
         self._address = address
         self._task = task
         self._max_message_bytes = max_message_bytes
@@ -139,11 +140,13 @@ class TaskClient:
     def _socket(self, way_in: Mapping[str, Any], deadline: float) -> Any:
         """A stream on a socket of its own, if the task has these, and is where it is thought to be."""
         host, port = split_address(self._address)
-        if way_in.get("at") != port:  # it is behind something that passes connections on, or uses TLS
+        # It is behind something that passes connections on, or uses TLS; or something before it does.
+        if way_in.get("at") != port or self._uses_tls:
             return None
         try:
-            left_s = max(0.001, deadline - time.monotonic())
-            return connected(host, way_in["port"], way_in["ticket"], left_s)
+            # The other half is for a stream of Arrow Flight.
+            limit_s = max(0.001, deadline - time.monotonic()) / 2
+            return connected(host, way_in["port"], way_in["ticket"], limit_s)
         except OSError as error:
             log.info("%s is not reached at port %s, for streams: %s.", self._name, way_in["port"], error)
             return None
@@ -297,6 +300,10 @@ class Link:
                     deadline.clear()
         except ReplicaxError as error:
             self._end(str(error))
+            self._release()
+            raise
+        except BaseException as error:  # Ctrl-C: a message may be half sent, or half received
+            self._end(f"{type(error).__name__} came while the stream to {client._name} was used.")
             self._release()
             raise
 
