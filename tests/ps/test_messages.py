@@ -234,6 +234,15 @@ def test_what_is_announced_is_checked_before_memory_is_allocated():
     refused(head(one("float32", [2**40, 2**40]), 2**30), "Arrays of")
 
 
+def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
+    def take(self, num_bytes):
+        raise MemoryError
+
+    monkeypatch.setattr(Buffers, "take", take)
+    head = encode(Message({}, [np.zeros(10**6, np.uint8)])).head
+    message(MessageError, lambda: Decoder(Buffers()).feed(head, None), "no memory", "1000000")
+
+
 def test_pieces_that_are_wrong():
     piece = np.zeros(1000, np.uint8)
     announced = head(one("uint8", [100_000]), 100_032)

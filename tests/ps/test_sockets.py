@@ -324,35 +324,6 @@ def test_many_streams_leave_no_descriptors_or_threads():
         assert server.statistics()["streams"] == client.statistics()["links"] == 1
 
 
-def test_random_frames_of_one_with_a_ticket_end_the_stream_and_leave_nothing(task):
-    random_ = random.Random(1)
-    with TaskClient(task.address, TOKEN, "ps 0") as client:
-        before = 0
-        for turn in range(150):
-            told = way_in(client)
-            with socket.create_connection(("127.0.0.1", told["port"]), timeout=30) as connection:
-                connection.sendall(bytes.fromhex(told["ticket"]))
-                assert connection.recv(8, socket.MSG_WAITALL) == b"replicax"
-                connection.sendall(_frame(random_))
-                connection.shutdown(socket.SHUT_WR)
-                while connection.recv(2**16):
-                    pass
-            if turn == 40:
-                before = task.memory()
-        assert task.memory() < before + 60 * MB
-        client.open().call(Message({}, [np.zeros(MB)]), 30)
-
-
-def _frame(random_):
-    head = bytearray(encode(Message({"op": "echo"}, [np.zeros(random_.choice([3, 30_000]))])).head)
-    for _ in range(random_.randrange(4)):
-        head[random_.randrange(len(head))] = random_.randrange(256)
-    head = bytes(head[: random_.choice([len(head), random_.randrange(len(head))])])
-    size = random_.choice([len(head), len(head), random_.randrange(2**32)])
-    whole = random_.choice([b"m", b"m", b"m", b"r", b"?"]) + struct.pack("<I", size) + head
-    return random_.choice([whole, whole + random_.randbytes(1000), random_.randbytes(50)])
-
-
 def test_a_large_message_is_announced_and_does_not_come(task):
     """Its memory is not touched, and goes with the stream."""
     with TaskClient(task.address, TOKEN, "ps 0") as client:

@@ -160,8 +160,36 @@ def damaged(random_):
     return bytes(head[: random_.choice([len(head), random_.randrange(len(head))])])
 
 
+# --- what comes to the port of streams ----------------------------------------------------------------
+
+
+def frame(task, client, has_ticket, random_):
+    """Sends a frame, and maybe more, and takes what comes back."""
+    told = client.ask("", {}, 30)
+    ticket = bytes.fromhex(told["ticket"]) if has_ticket else random_.randbytes(random_.choice([32, 32, 10]))
+    with socket.create_connection(("127.0.0.1", told["port"]), timeout=30) as connection:
+        try:
+            connection.sendall(ticket)
+            if has_ticket:
+                assert connection.recv(8, socket.MSG_WAITALL) == b"replicax"
+            connection.sendall(random_frame(random_))
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(2**16):
+                pass
+        except OSError as error:  # without a ticket nothing is read, and the connection is reset
+            if has_ticket or isinstance(error, TimeoutError):
+                raise
+
+
+def random_frame(random_):
+    head = b"".join(damaged(random_) for _ in range(random_.choice([1, 1, 3])))
+    size = random_.choice([len(head), len(head), random_.randrange(2**32)])
+    whole = random_.choice([b"m", b"m", b"m", b"r", b"?"]) + struct.pack("<I", size) + head
+    return random_.choice([whole, whole + random_.randbytes(1000), random_.randbytes(50)])
+
+
 def attack(task, num_each, seed):
-    """Sends random bytes, random calls, and random exchanges, with the token and without."""
+    """Sends random bytes, calls, exchanges and frames, with the token, or a ticket, and without."""
     random_ = random.Random(seed)
     for _ in range(num_each // 10):
         raw(task, random_.randbytes(random_.randrange(1, 300)))
@@ -176,6 +204,9 @@ def attack(task, num_each, seed):
     for turn in range(num_each):
         exchange(client, ["secret", None][turn % 2], random_)
     client.close()
+    with TaskClient(task.address, TOKEN, "ps 0") as client:
+        for turn in range(num_each):
+            frame(task, client, turn % 2 == 0, random_)
 
 
 def attacked(task, num_each, seed):
@@ -197,13 +228,17 @@ def test_calls_by_hand_get_as_far_as_the_service(task, token, is_answered):
     assert (b'"what":"hello"' in raw(task, call_of("DoAction", action, token), is_over)) is is_answered
 
 
-def test_random_calls(task):
+def test_random_calls_and_frames(task):
     attacked(task, 300, seed=1)
 
 
 @pytest.mark.long
-def test_ten_thousand_random_calls(task):
-    attacked(task, 5000, seed=int.from_bytes(os.urandom(4)))
+@pytest.mark.timeout(900)
+def test_ten_thousand_random_calls_and_frames(task):
+    """So many of each to both ports."""
+    seed = int.from_bytes(os.urandom(4))
+    print(f"{seed=}")
+    attacked(task, 10_000, seed)
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])

@@ -236,8 +236,13 @@ class Decoder:
             memory[:] = inline
             memory.flags.writeable = False
             return Message(announced.header, _views(announced, memory))
+        try:
+            self._memory = self._buffers.take(body.num_bytes)
+        except MemoryError:
+            raise MessageError(
+                f"A message of {body.num_bytes} bytes was announced: there is no memory for it."
+            ) from None
         self._announced = announced
-        self._memory = self._buffers.take(body.num_bytes)
         self._memory[: body.inline_bytes] = inline
         self._at = body.inline_bytes
         return None
