@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -143,6 +144,10 @@ def test_the_port_of_streams_is_what_the_options_say_or_the_environment(started,
         assert client.ask("", {}, 60).get("port") == port
         client.open().close()
         server.close()
+    with socket.create_server(("127.0.0.1", of_environment)):
+        server = rx.Server({"ps": ["127.0.0.1:0"]}, config=options(), start=False)
+        for _ in range(2):
+            message(UnavailableError, server.start, f"cannot listen at 127.0.0.1:{of_environment}")
     for wrong in ("2300x", "-1", "65536", ""):
         monkeypatch.setenv("REPLICAX_STREAM_PORT", wrong)
         says = f"REPLICAX_STREAM_PORT={wrong!r}", "a port of 0 to 65535, or 'off'"

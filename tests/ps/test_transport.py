@@ -225,7 +225,7 @@ def test_there_are_no_more_streams_than_allowed(server, client):
     links = [client.open() for _ in range(8)]
     for link in links:
         link.call(Message({}), 30)
-    message(UnavailableError, lambda: client.open().call(Message({}), 30), "8 streams open")
+    message(UnavailableError, lambda: client.open().call(Message({}), 30), "ps 0 at", "8 streams open")
     links[3].close()
     wait_until(lambda: server.statistics()["streams"] < 8)
     client.open().call(Message({}), 30)
@@ -286,6 +286,19 @@ def test_closing_a_client_closes_its_links(server, client, link):
     message(UnavailableError, lambda: client.ask("hello", {}, 30), "was closed")
     wait_until(lambda: server.statistics()["streams"] == 0)
     assert server._service.num_closed == 1
+
+
+def test_a_link_that_is_opened_while_its_client_is_closed_is_none(client, monkeypatch):
+    action = client._action
+
+    def closed_meanwhile(*arguments):
+        answer = action(*arguments)
+        client.close()
+        return answer
+
+    monkeypatch.setattr(client, "_action", closed_meanwhile)
+    message(UnavailableError, client.open, "was closed")
+    assert client.statistics()["links"] == 0
 
 
 def test_a_server_ends_although_streams_are_open(server, client, link):

@@ -76,11 +76,12 @@ class Deadlines:
                 # So that who sets one now waits for the lock, and wakes this thread.
                 self._wakes_at = math.inf
                 now = time.monotonic()
-                passed = [deadline for deadline in self._deadlines if deadline.at <= now]
+                passed = [(deadline, deadline.at) for deadline in self._deadlines if deadline.at <= now]
                 if not passed:
                     self._wakes_at = min((d.at for d in self._deadlines), default=math.inf)
                     self._changed.wait(None if math.isinf(self._wakes_at) else self._wakes_at - now)
                     continue
-            for deadline in passed:
-                deadline.clear()
-                deadline.expire(deadline.limit_s)
+            for deadline, at in passed:
+                if deadline.at == at:  # else it was done after all, and may have been set again
+                    deadline.clear()
+                    deadline.expire(deadline.limit_s)

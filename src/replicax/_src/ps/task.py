@@ -136,10 +136,11 @@ class Server:
             self._service = TaskService(
                 definition.task, self._host, about_this_process(), tenancy, self._measured
             )
-            self._transport = TaskServer(
+            transport = TaskServer(
                 definition.address, self._service, self._credentials, stream_port=self._stream_port
             )
-            self._transport.start()
+            transport.start()
+            self._transport = transport
         threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()
         atexit.register(self.stop)
 

@@ -103,6 +103,10 @@ class TaskClient:
         link = Link(self, pipe, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             self._links.add(link)
+            is_closed = self._is_closed
+        if is_closed:  # meanwhile: nobody else would close it, and no deadline would pass
+            link.close()
+            raise self._closed()
         link._begin(max(0.0, deadline - time.monotonic()))
         return link
 
@@ -156,12 +160,14 @@ class TaskClient:
         try:
             return self._client.stream()
         except self._flight.ERRORS as error:
+            if self._is_closed:
+                raise self._closed() from None
             raise self._error(error, "open a stream") from error
 
     def _action(self, what: str, body: bytes, timeout_s: float) -> bytes:
         asked = f"answer {what!r}" if what else "take a connection"
         if self._is_closed:
-            raise UnavailableError(f"The client of {self._name} was closed.", self._task)
+            raise self._closed()
         try:
             return self._client.action(what, body, timeout_s)
         except self._flight.ERRORS as error:
@@ -169,6 +175,9 @@ class TaskClient:
 
     def _error(self, error: BaseException, what: str) -> ReplicaxError:
         return self._flight.error_of(error, self._name, what)
+
+    def _closed(self) -> UnavailableError:
+        return UnavailableError(f"The client of {self._name} was closed.", self._task)
 
     @property
     def _name(self) -> str:
@@ -291,6 +300,9 @@ class Link:
                     return do()
                 except EOFError:
                     why = self._why_closed or f"{client._name} has ended the stream."
+                    raise UnavailableError(why, client._task) from None
+                except UnavailableError as error:  # the peer says why, and not who it is
+                    why = f"{client._name} has ended the stream: {error}."
                     raise UnavailableError(why, client._task) from None
                 except client._flight.ERRORS as error:
                     if self._why_closed:
