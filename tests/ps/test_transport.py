@@ -375,6 +375,37 @@ def test_a_process_whose_server_was_not_shut_down_ends():
     assert (task.returncode, warned) == (0, "")
 
 
+def test_a_process_that_was_forked_off_ends_nothing_of_the_server():
+    program = """
+        import os, sys
+        sys.path.insert(0, sys.argv[1])
+        from echo_task import echo_server
+
+        server = echo_server()
+        server.start()
+        print(server.address, flush=True)
+        sys.stdin.readline()
+        if not os.fork():
+            server.shutdown()  # as at its exit
+            os._exit(0)
+        os.wait()
+        print("forked", flush=True)
+        sys.stdin.readline()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), __file__.rpartition("/")[0]]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as task:
+        with TaskClient(task.stdout.readline().strip(), TOKEN, "ps 0") as client:
+            link = client.open()
+            link.call(Message({}), 30)
+            task.stdin.write("fork\n")
+            task.stdin.flush()
+            assert task.stdout.readline() == "forked\n"
+            link.call(Message({}), 30)
+            client.open().call(Message({}), 30)
+            task.communicate("end\n", timeout=60)
+
+
 def test_a_server_that_was_never_started_can_be_shut_down():
     echo_server().shutdown()
 

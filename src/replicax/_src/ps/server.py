@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -148,6 +149,7 @@ class TaskServer:
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
+        self._pid = os.getpid()
 
     @property
     def port(self) -> int:
@@ -212,7 +214,8 @@ class TaskServer:
         """Stops listening. What is being answered gets half of the time; then the peers' connections are cut."""
         self._is_ending = True
         server, deadline = self._server, time.monotonic() + timeout_s
-        if server is None or self._is_shut_down:
+        # A process that was forked off has the same sockets: what it shuts down is so here too.
+        if server is None or self._is_shut_down or os.getpid() != self._pid:
             return
         self._is_shut_down = True
         atexit.unregister(self.shutdown)
