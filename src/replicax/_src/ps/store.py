@@ -47,8 +47,8 @@ from replicax._src.ps.unwritten import Unwritten
 from replicax._src.ps.updates import CompiledUpdate
 from replicax._src.ps.window import Windows
 
-_LONGEST_WAIT_S: Final = 20.0
-"""For a snapshot: a client gives a call up after 60 s."""
+_LONGEST_WAIT_S: Final = 40.0
+"""For a snapshot: a client gives a call up after 60 s. Who waits no longer needs memory for all that is not written yet."""
 
 
 @final
@@ -145,7 +145,7 @@ class Store:
         """Writes all values and which closures have been applied to a new file. Updates go on meanwhile.
 
         The values are those of one moment. Until a piece is written, the first update of it needs memory for another
-        value; where that would be much, the update waits, for 20 s at most (``Unwritten``). Programs are not in it: only
+        value; where that would be much, the update waits, for 40 s at most (``Unwritten``). Programs are not in it: only
         which there were. Nor are gradients that wait for others of their round.
 
         Args:
