@@ -201,15 +201,22 @@ class Restoration:
             pair.leaf.finish()
 
     def _watch(self) -> None:
+        waited_for = self._waited_for()
         for number, tracked in self._objects.items():
-            if number in self._watched or not self._is_waited_for(number):
+            if number in self._watched or number not in waited_for:
                 continue
             self._watched.add(number)
             for watcher in watchers:
                 watcher(tracked, self.advance)
 
-    def _is_waited_for(self, number: int) -> bool:
-        return any(child not in self._objects for child in self._nodes[number].children.values())
+    def _waited_for(self) -> set[int]:
+        """Objects that lack something, and those above them, which may be what makes it. Those above have lower numbers."""
+        found: set[int] = set()
+        for number in sorted(self._objects, reverse=True):
+            children = self._nodes[number].children.values()
+            if any(child not in self._objects or child in found for child in children):
+                found.add(number)
+        return found
 
     # --- what has no counterpart --------------------------------------------------------------------------
 

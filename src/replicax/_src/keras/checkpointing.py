@@ -5,7 +5,9 @@ Keras's own names count what was made in a process: the second model of one is c
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -105,13 +107,40 @@ def _watch_build(tracked: Any, on_growth: Callable[[], None]) -> None:
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if vars(tracked).get("build") is build:
-            if is_own:
-                tracked.build = original
-            else:
-                del tracked.build
-        on_growth()
+        with _growing(on_growth):
+            result = original(*args, **kwargs)
+            if vars(tracked).get("build") is build:
+                if is_own:
+                    tracked.build = original
+                else:
+                    del tracked.build
         return result
 
     tracked.build = build
+
+
+class _Grown(threading.local):
+    """What is to be called when the outermost object that this thread builds has been built."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.waiting: dict[Callable[[], None], None] = {}
+
+
+_grown = _Grown()
+
+
+@contextlib.contextmanager
+def _growing(on_growth: Callable[[], None]) -> Iterator[None]:
+    """Around a build. A model builds its layers: it is matched once, not after each of them, and after what its own build assigns."""
+    _grown.depth += 1
+    _grown.waiting[on_growth] = None
+    try:
+        yield
+    finally:
+        _grown.depth -= 1
+        waiting = {}
+        if not _grown.depth:
+            waiting, _grown.waiting = _grown.waiting, {}
+    for call in waiting:
+        call()
