@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -122,9 +123,58 @@ def test_numbers_and_intervals(checkpoint, tmp_path):
     assert names(filter(None, saved)) == ["model-0", "model-10", "model-20"]
     assert names([manager.save(check_interval=False)]) == ["model-21"]
     manager.close()
-    for wrong in ({"max_to_keep": 0}, {"best_mode": "best"}, {"keep_best": 1}, {"checkpoint_interval": 3}):
+    for number in (-1, "three"):
+        message(InvalidArgumentError, lambda n=number: manager.save(n, check_interval=False), "at least 0")
+    for wrong in (
+        {"max_to_keep": 0},
+        {"best_mode": "best"},
+        {"keep_best": 1},
+        {"checkpoint_interval": 3},
+        {"checkpoint_name": "a/b"},
+    ):
         with pytest.raises(InvalidArgumentError):
             rx.CheckpointManager(checkpoint, tmp_path, **wrong)
+
+
+def test_metrics_are_judged_before_they_are_saved(checkpoint, tmp_path):
+    """And those of an earlier program, which cannot be, are the worst."""
+    rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False).save(metrics={"loss": 9.0})
+    manager = rx.CheckpointManager(
+        checkpoint, tmp_path, max_to_keep=1, keep_best=1, best_fn=lambda metrics: metrics["a"]
+    )
+    for wrong in ({"b": 1.0}, {"a": "high"}, 0.5):
+        message(InvalidArgumentError, lambda wrong=wrong: manager.save(metrics=wrong), "metrics")
+    for value in (0.5, 0.2, math.nan):
+        manager.save(metrics={"a": value})
+    assert names(manager.checkpoints) == ["ckpt-2", "ckpt-4"]
+    assert names([manager.best_checkpoint]) == ["ckpt-2"]
+
+
+def test_who_replaces_anothers_checkpoint_is_told(checkpoint, tmp_path, caplog):
+    rx.CheckpointManager(checkpoint, tmp_path, asynchronous=False).save()
+    others = rx.Checkpoint(v=rx.Variable(1.0))
+    restored = rx.CheckpointManager(others, tmp_path, asynchronous=False)
+    restored.restore_or_initialize()
+    restored.save()
+    restored.save(1)
+    assert not caplog.text
+    rx.CheckpointManager(rx.Checkpoint(v=others.v), tmp_path).save()
+    assert "ckpt-1' is replaced" in caplog.text
+
+
+def test_a_directory_that_is_deleted_is_made_again(checkpoint, tmp_path, monkeypatch):
+    manager = rx.CheckpointManager(checkpoint, tmp_path / "in it")
+    shutil.rmtree(tmp_path / "in it")
+    manager.save()
+    assert names(manager.checkpoints) == ["ckpt-1"]
+    write_arrays = writing.write_arrays
+    monkeypatch.setattr(
+        writing, "write_arrays", lambda *args: (write_arrays(*args), shutil.rmtree(tmp_path / "in it"))
+    )
+    manager.save()
+    message(CheckpointWriteError, manager.wait, "deleted meanwhile")
+    (tmp_path / "in it").write_text("")
+    message(CheckpointWriteError, manager.save, "is a file")
 
 
 def test_where_there_is_nothing_the_initializer_is_called(checkpoint, tmp_path):

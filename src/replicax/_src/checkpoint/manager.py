@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 import numpy as np
@@ -94,6 +94,10 @@ class CheckpointManager:
             )
         if checkpoint_interval is not None and step_counter is None:
             raise InvalidArgumentError("`step_counter` should be passed if `checkpoint_interval` is set.")
+        if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
+            raise InvalidArgumentError(
+                f"checkpoint_name is the beginning of a name, such as 'ckpt', and no path; got {checkpoint_name!r}."
+            )
         self._retention = Retention(max_to_keep, keep_best, best_fn, best_mode, keep_checkpoint_every_n_hours)
         self._checkpoint, self._name, self._init_fn = checkpoint, checkpoint_name, init_fn
         self._directory = os.path.abspath(os.fspath(directory))
@@ -102,6 +106,7 @@ class CheckpointManager:
         self._is_asynchronous = asynchronous
         self._background = Background()
         self._being_written: str | None = None  # in all processes, until they have waited for it
+        self._known: set[str] = set()  # that it has saved or restored
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
         processes.together("opening the directory of checkpoints", self._open)
         processes.check_shared(self._directory)
@@ -177,16 +182,23 @@ class CheckpointManager:
         Raises:
           CheckpointWriteError: It could not be written, or the one before could not, of which nobody had heard. The checkpoints
             that were there are as they were.
+          InvalidArgumentError: Metrics that are no numbers or that ``best_fn`` cannot judge, or a number below 0. Nothing is saved.
         """
         step = self._step()
         if check_interval and self._interval is not None and not self._is_due(step):
             return None
+        judged = _judged(metrics, self._retention)
+        number = (
+            self._checkpoint.save_counter + 1 if checkpoint_number is None else _number(checkpoint_number)
+        )
         self.wait()
-        number = self._checkpoint.save_counter + 1 if checkpoint_number is None else int(checkpoint_number)
         path = os.path.join(self._directory, f"{self._name}-{number}")
-        order = max((record.contents.order for record in self._records()), default=0) + 1
+        records = self._records()
+        self._tell_of_others(path, records)
+        order = max((record.contents.order for record in records), default=0) + 1
         began = time.perf_counter()
-        write = self._checkpoint.snapshot(path, number=number, order=order, metrics=_plain(metrics))
+        write = self._checkpoint.snapshot(path, number=number, order=order, metrics=judged)
+        self._known.add(path)
         self._statistics["copy_s"] = time.perf_counter() - began
         self._checkpoint.save_counter = number
         self._last_step = step
@@ -197,6 +209,18 @@ class CheckpointManager:
         if processes.is_chief():
             self._background.start(lambda: self._write(write))
         return path
+
+    def _tell_of_others(self, path: str, records: Sequence[Record]) -> None:
+        if (
+            path not in self._known
+            and any(record.path == path for record in records)
+            and processes.is_chief()
+        ):
+            log.warning(
+                "%r is replaced by another checkpoint, and this manager has neither saved nor restored it. To go on from it, call "
+                "restore_or_initialize() before the first save. Two managers of one directory need a checkpoint_name each.",
+                path,
+            )
 
     def _write(self, write: Callable[[], Contents | None]) -> None:
         began = time.perf_counter()
@@ -300,6 +324,7 @@ class CheckpointManager:
             lambda: self._checkpoint.restore_saved(saved, is_strict=is_strict),
         )
         self._checkpoint.save_counter = saved.contents.number
+        self._known.add(saved.path)
         self._last_step = self._step()
         return status
 
@@ -343,5 +368,27 @@ def _whole(path: str) -> tuple[str | None, SavedCheckpoint | None]:
         return str(error), None
 
 
-def _plain(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
-    return None if metrics is None else {name: float(value) for name, value in metrics.items()}
+def _judged(metrics: Any, retention: Retention) -> dict[str, float] | None:
+    """Metrics as they are saved, when it is known that they can be judged."""
+    if metrics is None:
+        return None
+    try:
+        plain = {str(name): float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"metrics are numbers by name, such as {{'accuracy': 0.9}}; got {metrics!r:.200} ({error})."
+        ) from error
+    retention.check(plain)
+    return plain
+
+
+def _number(given: Any) -> int:
+    try:
+        number = int(given)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"checkpoint_number is an integer of at least 0; got {given!r:.200}."
+        ) from error
+    if number < 0:
+        raise InvalidArgumentError(f"checkpoint_number is an integer of at least 0; got {number}.")
+    return number

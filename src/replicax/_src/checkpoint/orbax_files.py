@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from replicax._src.errors import MissingExtraError
 
 # Large arrays are written in pieces, several at the same time.
 _CHUNK_BYTES = 64 << 20
+_lock = threading.Lock()
+_inside: set[object] = set()  # of ``_quiet``
 
 
 def orbax() -> Any:
@@ -107,11 +110,17 @@ def _at(tree: Any, key: str) -> Any:
 def _quiet() -> Iterator[None]:
     """Inside, orbax's log lines are left out: a save that fails prints hundreds, and what went wrong is raised."""
     logger = logging.getLogger("absl")
-    logger.addFilter(_is_of_others)
+    inside = object()
+    with _lock:
+        _inside.add(inside)
+        logger.addFilter(_is_of_others)
     try:
         yield
     finally:
-        logger.removeFilter(_is_of_others)
+        with _lock:
+            _inside.discard(inside)
+            if not _inside:  # another thread may be
+                logger.removeFilter(_is_of_others)
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -68,17 +68,40 @@ class Retention:
 
     def by_quality(self, records: Sequence[Record]) -> list[Record]:
         """Those with metrics, the best first; of equal ones the newer. What has no number (NaN) comes last."""
-        best_fn = self.best_fn
-        if best_fn is None:
+        if self.best_fn is None:
             return []
         sign = 1.0 if self.best_mode == "max" else -1.0
 
         def quality(record: Record) -> tuple[bool, float, int]:
-            value = sign * float(best_fn(record.contents.metrics))
+            value = sign * self._judge_earlier(record.contents.metrics)
             is_number = not math.isnan(value)
             return is_number, value if is_number else 0.0, record.contents.order
 
         return sorted((r for r in records if r.contents.metrics is not None), key=quality, reverse=True)
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Makes sure that these can be judged, before anything is saved with them.
+
+        Raises:
+          InvalidArgumentError: ``best_fn`` raises an error, or gives no number.
+        """
+        if self.best_fn is None:
+            return
+        try:
+            float(self.best_fn(metrics))
+        except Exception as error:
+            raise InvalidArgumentError(
+                f"best_fn cannot judge the metrics {dict(metrics)!r:.200} ({type(error).__name__}: {error}). It gives a number for the "
+                "metrics of each save that has some; leave metrics out where a checkpoint is not to be judged."
+            ) from error
+
+    def _judge_earlier(self, metrics: Any) -> float:
+        """Of a checkpoint that is there, perhaps of a program that had other metrics: then no number."""
+        assert self.best_fn is not None
+        try:
+            return float(self.best_fn(metrics))
+        except Exception:
+            return math.nan
 
     def to_remove(self, records: Sequence[Record]) -> list[Record]:
         """Those that no rule wants.

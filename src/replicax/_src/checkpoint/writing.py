@@ -267,6 +267,9 @@ def write_error(path: str, error: Exception) -> CheckpointWriteError:
         errno.EDQUOT: "the quota of its disk is used up. Make room, or keep fewer (max_to_keep)",
         errno.EROFS: "its disk is read-only. Choose another directory",
         errno.EACCES: "its directory may not be written to. Choose another one, or change its permissions",
+        errno.ENOENT: "its directory was deleted meanwhile. The next one makes it again",
+        errno.ENOTDIR: "what should be its directory is a file. Choose another one, or move that away",
+        errno.EEXIST: "what should be its directory is a file. Choose another one, or move that away",
         errno.EFBIG: "a file would be larger than this process may write (ulimit -f)",
     }.get(number, f"writing failed with {type(error).__name__}: {error!s:.500}")
     return CheckpointWriteError(
@@ -286,6 +289,8 @@ def _number_in(text: str) -> int:
         "File too large": errno.EFBIG,
         "Permission denied": errno.EACCES,
         "quota exceeded": errno.EDQUOT,
+        "No such file or directory": errno.ENOENT,
+        "Not a directory": errno.ENOTDIR,
     }
     return next((number for word, number in words.items() if word in text), 0)
 
