@@ -1,5 +1,6 @@
-"""What a checkpoint costs a loop: the pause, seen in the call and in the steps after it, beside one copy of the state to the host;
-and the time until it is on the disk, beside raw writes of as many bytes, in rounds that take turns.
+"""What a checkpoint costs a loop: the pause, seen in the call and in the steps after it, beside one copy of the state to the host,
+into fresh memory and into memory that was used before; and the time until it is on the disk, beside raw writes of as many bytes, in
+rounds that take turns.
 
     python benchmarks/checkpoint.py --gigabytes 2 --rounds 5
 """
@@ -7,6 +8,7 @@ and the time until it is on the disk, beside raw writes of as many bytes, in rou
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -66,35 +68,68 @@ def main() -> None:
 
 
 def rounds(training: Training, directory: str, number: int) -> None:
-    """Takes turns: steps alone, a copy, a raw write, a save and the steps after it."""
+    """Takes turns: steps alone, both copies, a raw write, a save and the steps after it."""
     checkpoint = rx.Checkpoint(variables=training.variables)
     manager = rx.CheckpointManager(checkpoint, directory, max_to_keep=1)
-    buffers: list[np.ndarray] = []
+    buffers = [np.ones(variable.shape, "f4") for variable in training.variables]
     print(f"\n{training.num_bytes / 2**30:.2f} GiB in {len(training.variables)} variables; seconds")
-    print("  round   copy   copy again   pause   pause / copy   on disk   raw write + fsync")
-    ratios, disks = [], []
-    for index in range(number):
-        base = statistics.median(training.step() for _ in range(STEPS_AFTER))
-        fresh = copy_into_fresh_memory(training)
-        again = copy_again(training, buffers)
-        raw = raw_write(buffers, os.path.join(directory, "raw"))
-        training.step()
-        began = time.perf_counter()
-        manager.save()
-        called = time.perf_counter() - began
-        pause = called + sum(max(0.0, training.step() - base) for _ in range(STEPS_AFTER))
-        manager.wait()
-        on_disk = manager.statistics()["write_s"]
-        copy = fresh if index == 0 else again  # into memory that had been used before, as the save's
-        ratios.append(pause / copy)
-        disks.append(on_disk / raw)
+    print("  round    step   copy, fresh   copy, used    call   pause   on disk   raw write + fsync")
+    seen = [one_round(training, manager, buffers, os.path.join(directory, "raw")) for _ in range(number)]
+    for index, one in enumerate(seen):
         print(
-            f"  {index + 1:5}  {fresh:5.2f}   {again:10.2f}   {pause:5.2f}   {pause / copy:12.2f}   {on_disk:7.2f}   {raw:17.2f}"
+            f"  {index + 1:5}   {one.step:5.2f}   {one.fresh:11.2f}   {one.used:10.2f}   {one.call:5.2f}   {one.pause:5.2f}"
+            f"   {one.on_disk:7.2f}   {one.raw:17.2f}"
         )
+    first, later = seen[0], seen[1:]
+    print("\n  The pause is the call and what the steps after it take longer than a step alone.")
+    print(f"  the first save, pause / one copy into fresh memory      {first.pause / first.fresh:5.2f}")
+    if later:
+        for name, of in (("fresh", lambda one: one.fresh), ("used ", lambda one: one.used)):
+            ratio = statistics.median(one.pause / of(one) for one in later)
+            print(f"  the later ones, pause / one copy into {name} memory      {ratio:5.2f}   (median)")
+        after = statistics.median(one.pause - one.call for one in later)
+        print(f"  of the later ones, seconds in the steps after the call  {after:5.2f}   (median)")
     print(
-        f"  median pause / copy {statistics.median(ratios):.2f}, on disk / raw {statistics.median(disks):.2f}"
+        f"  on disk / raw write                                     {statistics.median(one.on_disk / one.raw for one in seen):5.2f}   (median)"
     )
     manager.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Seconds of one round.
+
+    Attributes:
+      step: Of a step while nothing is saved.
+      fresh, used: Of one copy of the state, into memory that is new, or was written to before.
+      call: Of ``save``.
+      pause: Of ``save``, and of what the steps after it take longer.
+      on_disk, raw: Until it was written, and of as many bytes by themselves.
+    """
+
+    step: float
+    fresh: float
+    used: float
+    call: float
+    pause: float
+    on_disk: float
+    raw: float
+
+
+def one_round(
+    training: Training, manager: rx.CheckpointManager, buffers: list[np.ndarray], raw_path: str
+) -> Round:
+    """The first save takes fresh memory, the later ones have what the first one took."""
+    step = statistics.median(training.step() for _ in range(STEPS_AFTER))
+    fresh, used = copy_into_fresh_memory(training), copy_again(training, buffers)
+    raw = raw_write(buffers, raw_path)
+    training.step()
+    began = time.perf_counter()
+    manager.save()
+    call = time.perf_counter() - began
+    pause = call + sum(training.step() - step for _ in range(STEPS_AFTER))
+    manager.wait()
+    return Round(step, fresh, used, call, pause, manager.statistics()["write_s"], raw)
 
 
 def copy_into_fresh_memory(training: Training) -> float:
@@ -108,8 +143,6 @@ def copy_into_fresh_memory(training: Training) -> float:
 
 def copy_again(training: Training, buffers: list[np.ndarray]) -> float:
     """One copy into memory that has been used before."""
-    if not buffers:
-        buffers.extend(np.ones(variable.shape, "f4") for variable in training.variables)
     began = time.perf_counter()
     for buffer, variable in zip(buffers, training.variables, strict=True):
         np.copyto(buffer, np.asarray(variable.value))

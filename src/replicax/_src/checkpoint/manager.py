@@ -33,6 +33,7 @@ from replicax._src.checkpoint.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from replicax._src.checkpoint.orbax_files import orbax
 from replicax._src.checkpoint.retention import BestFn, Record, Retention
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
@@ -67,7 +68,8 @@ class CheckpointManager:
     Raises:
       CheckpointWriteError: The directory cannot be made or written to.
       UnsharedDirectoryError: Processes see different directories.
-      InvalidArgumentError: Numbers that have no meaning.
+      InvalidArgumentError: Numbers that have no meaning, or a ``checkpoint_name`` that is a path.
+      MissingExtraError: orbax is not installed.
 
     Source: TensorFlow, ``tf.train.CheckpointManager``.
     """
@@ -112,6 +114,7 @@ class CheckpointManager:
         processes.check_shared(self._directory)
 
     def _open(self) -> None:
+        orbax()  # here, and not in the pause of the first save: importing it takes half a second
         if processes.is_chief():
             probe(self._directory)
             for name in clean(self._directory):
