@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+
 from checkpoints import training
 
 pytestmark = pytest.mark.timeout(300)
