@@ -1,10 +1,17 @@
 """``CheckpointCallback``: a ``fit`` that was interrupted anywhere and run again ends with the bits of one that was not."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
 
 import replicax as rx
+from in_memory_servers import in_memory_strategy
+from replicax.errors import ContextError, InvalidArgumentError, UnsupportedError
 from replicax.keras.callbacks import CheckpointCallback
 
 pytestmark = pytest.mark.timeout(180)
@@ -192,3 +199,274 @@ def assert_goes_on(strategy, feed, folder, dies_after, save_freq=1, **options):
 def test_goes_on_in_the_middle_of_an_epoch(mirrored, feed, tmp_path):
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=8)
     assert len(again.batches) == len(log.batches) - 8
+
+
+def tensorflow_style(strategy):
+    """Its logs are not those of the metrics, and its replicas have sums of their own."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.out = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
+            self.noise = keras.layers.Dropout(0.3)
+            self.mean = keras.metrics.Mean("mean_loss")
+
+        def call(self, x, training=False):
+            return self.out(self.noise(self.hidden(x), training=training))
+
+        def train_step(self, data):
+            x, y = data
+            with rx.GradientTape() as tape:
+                loss = rx.nn.compute_average_loss((self(x, training=True) - y)[:, 0] ** 2)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            self.mean.update_state(loss)
+            return {"loss": loss, "mae": self.mean.result()}
+
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = Own()
+        model.compile("adam")
+    return model
+
+
+STRATEGIES = {
+    "one_device": lambda: rx.OneDeviceStrategy("cpu:0"),
+    "default": rx.get_strategy,
+    "divided_state": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_state="all"),
+    "central_storage": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "divided_state",
+        *(pytest.param(name, marks=pytest.mark.long) for name in STRATEGIES if name != "divided_state"),
+    ],
+)
+def test_under_other_strategies(name, tmp_path):
+    assert_goes_on(STRATEGIES[name](), "arrays", tmp_path, dies_after=8)
+
+
+def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "make_model", lambda strategy, steps: tensorflow_style(strategy))
+    assert_goes_on(mirrored, "arrays", tmp_path, dies_after=8)
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+@pytest.mark.parametrize(
+    ("feed", "steps"),
+    [
+        ("arrays", 6),
+        pytest.param("rx_data", 6, marks=pytest.mark.long),
+        ("arrays_by_steps", 4),
+        ("distributed", 5),
+    ],
+)
+def test_goes_on_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
+    """Of which a pass through the data may be in the middle."""
+    again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=steps + 1, save_freq="epoch")
+    assert len(again.batches) == len(log.batches) - steps
+
+
+@pytest.mark.parametrize("died_after", [6, pytest.param(1, marks=pytest.mark.long)])
+def test_interrupted_before_the_last_batch_has_become_an_epoch(mirrored, died_after, tmp_path):
+    """Saved after the last batch of an epoch, and killed before its end: only validation is left of it."""
+
+    class DiesInValidation(Dies):
+        def on_test_begin(self, logs=None):
+            raise Died
+
+    x, y = rows()
+    options = {"validation_data": (x, y)}
+    _, history = fit(mirrored, "arrays", [], **options)
+    with pytest.raises(Died):
+        fit(
+            mirrored,
+            "arrays",
+            [CheckpointCallback(tmp_path, 1), DiesInValidation(99 if died_after == 6 else 1)],
+            **options,
+        )
+    log = Log()
+    _, resumed = fit(mirrored, "arrays", [CheckpointCallback(tmp_path, 1), log], **options)
+    assert resumed.history == history.history
+    assert len(log.batches) == BATCHES * EPOCHS - died_after
+
+
+def test_several_steps_in_one_call(mirrored, tmp_path):
+    again, log = assert_goes_on(
+        mirrored, "arrays", tmp_path, dies_after=4, save_freq=4, steps_per_execution=2
+    )
+    assert len(again.batches) == len(log.batches) - 4
+
+
+class Scaled(keras.callbacks.Callback):
+    """A callback with a state of its own, which decides what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_epochs = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.num_epochs += 1
+        self.model.optimizer.learning_rate = 0.01 / self.num_epochs
+
+    def get_state(self):
+        return self.num_epochs
+
+    def set_state(self, state):
+        self.num_epochs = state
+
+
+def test_callbacks_go_on_too(one_device, tmp_path):
+    """What they have counted, and what they do at the end of an epoch, in whatever order they are given."""
+    options = {"epochs": 8}
+
+    def callbacks(*further):
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.1)
+        stopping = keras.callbacks.EarlyStopping("loss", patience=2, min_delta=10)
+        return [*further, plateau, stopping, Scaled()]
+
+    expected, history = fit(one_device, "arrays", callbacks(), **options)
+    for dies_after in (9, 8):
+        with pytest.raises(Died):
+            fit(one_device, "arrays", callbacks(CheckpointCallback(tmp_path, 1), Dies(dies_after)), **options)
+    model, resumed = fit(one_device, "arrays", callbacks(CheckpointCallback(tmp_path, 1)), **options)
+    assert resumed.history == history.history
+    assert len(history.epoch) == 3  # it was stopped early
+    for got, wanted in zip(bits(model), bits(expected), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    _, again = fit(one_device, "arrays", callbacks(CheckpointCallback(tmp_path, 1)), **options)
+    assert again.history == history.history  # and nothing was trained
+
+
+def test_a_training_that_has_ended_and_one_that_is_to_be_longer(one_device, tmp_path, caplog):
+    expected, history = fit(one_device, "arrays", [], epochs=4)
+    fit(one_device, "arrays", [CheckpointCallback(tmp_path)], epochs=2)
+    log = Log()
+    _, ended = fit(one_device, "arrays", [CheckpointCallback(tmp_path), log], epochs=2)
+    assert log.batches == []
+    assert ended.history == {name: values[:2] for name, values in history.history.items()}
+    assert "has ended, after 2 epoch(s)" in caplog.text
+    model, longer = fit(one_device, "arrays", [CheckpointCallback(tmp_path)], epochs=4)
+    assert longer.history == history.history
+    for got, wanted in zip(bits(model), bits(expected), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_the_newest_and_the_best_are_kept(one_device, tmp_path):
+    class Worse(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["val_accuracy"] = [0.5, 0.9, 0.7, 0.6][epoch]
+
+    callback = CheckpointCallback(tmp_path, max_to_keep=1, monitor="val_accuracy")
+    fit(one_device, "arrays", [callback, Worse()], epochs=4)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["ckpt-2", "ckpt-4"]
+    assert callback.manager.best_checkpoint == str(tmp_path / "ckpt-2")
+
+
+def test_a_manager_of_the_user(one_device, tmp_path):
+    own = rx.Variable(3.0)
+    manager = rx.CheckpointManager(rx.Checkpoint(own=own), tmp_path, max_to_keep=None)
+    with pytest.raises(Died):
+        fit(one_device, "arrays", [CheckpointCallback(manager, 2), Dies(7)])
+    own.assign(0.0)
+    again = rx.CheckpointManager(rx.Checkpoint(own=own), tmp_path)
+    callback = CheckpointCallback(again, 2)
+    fit(one_device, "arrays", [callback])
+    assert float(own) == 3.0
+    assert callback.restored_from == str(tmp_path / "ckpt-3")
+
+
+# --- told to end ------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import conftest
+sys.path.insert(0, {here!r})
+import test_checkpoint_callback as test
+
+class IsTold(test.keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.params["epoch"], batch) == (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.params["epoch"] = epoch
+
+strategy = test.rx.MirroredStrategy(["cpu:0", "cpu:1"])
+test.fit(strategy, "arrays", [test.CheckpointCallback({folder!r}), IsTold()])
+"""
+
+
+def test_a_process_that_is_told_to_end_saves_and_another_goes_on(mirrored, tmp_path):
+    here = Path(__file__).parent
+    program = PROGRAM.format(tests=str(here.parent), here=str(here), folder=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 42, ended.stderr[-3000:]
+    log, again = Log(), Log()
+    expected, history = fit(mirrored, "arrays", [log])
+    model, resumed = fit(mirrored, "arrays", [CheckpointCallback(tmp_path), again])
+    assert again.batches[0][:2] in [(1, 3), (1, 4)]
+    assert again.batches == log.batches[-len(again.batches) :]
+    assert resumed.history == history.history
+    for got, wanted in zip(bits(model), bits(expected), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_with_parameter_servers_at_the_ends_of_epochs(tmp_path):
+    with in_memory_strategy(workers=1) as strategy:
+        _, history = fit(strategy, "arrays", [])
+    with in_memory_strategy(workers=1) as strategy, pytest.raises(Died):
+        fit(strategy, "arrays", [CheckpointCallback(tmp_path), Dies(8)])
+    with in_memory_strategy(workers=1) as strategy:
+        callback = CheckpointCallback(tmp_path)
+        _, resumed = fit(strategy, "arrays", [callback])
+        assert callback.restored_from == str(tmp_path / "ckpt-1")
+        assert resumed.history == history.history
+        with pytest.raises(UnsupportedError, match="with parameter servers"):
+            fit(strategy, "arrays", [CheckpointCallback(tmp_path, 5)])
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_meaning_is_refused(tmp_path):
+    manager = rx.CheckpointManager(rx.Checkpoint(), tmp_path)
+    for arguments, said in (
+        ({"save_freq": 0}, "a number of batches of at least 1; got 0"),
+        ({"save_freq": "batch"}, "got 'batch'"),
+        ({"mode": "best"}, "'auto', 'min' or 'max'; got 'best'"),
+        ({"termination_config": 3}, "TerminationConfig, got 3"),
+        ({"directory": manager, "monitor": "loss"}, "leave max_to_keep and monitor out"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=re.escape(said)):
+            CheckpointCallback(**{"directory": tmp_path, **arguments})
+    with pytest.raises(ContextError, match="works in fit"):
+        CheckpointCallback(tmp_path).on_train_begin()
+
+
+def test_another_fit_than_the_one_that_was_saved(one_device, tmp_path):
+    with pytest.raises(Died):
+        fit(one_device, "arrays", [CheckpointCallback(tmp_path, 1), Dies(5)])
+    for options, said in (
+        (
+            {"steps_per_execution": 2},
+            "after batch 5 of an epoch, and the model now takes steps_per_execution=2",
+        ),
+        ({"initial_epoch": 1}, "initial_epoch=1, and the checkpoint"),
+        ({"batch_size": 11}, "data have ended before batch 5"),
+    ):
+        model = make_model(one_device, options.pop("steps_per_execution", 1))
+        given = {**FEEDS["arrays"](one_device), "verbose": 0, "epochs": EPOCHS, **options}
+        before = dict(vars(model))
+        with pytest.raises(InvalidArgumentError, match=re.escape(said)):
+            model.fit(callbacks=[CheckpointCallback(tmp_path, 1), Log()], **given)
+        assert model._initial_epoch == before["_initial_epoch"]
+    with pytest.raises(InvalidArgumentError, match="2 CheckpointCallbacks"):
+        fit(one_device, "arrays", [CheckpointCallback(tmp_path), CheckpointCallback(tmp_path)])
+    with pytest.raises(InvalidArgumentError, match="have no such name, but"):
+        fit(one_device, "arrays", [CheckpointCallback(tmp_path / "other", monitor="val_loss")])

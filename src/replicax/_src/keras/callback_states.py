@@ -1,10 +1,11 @@
-"""What other callbacks of a ``fit`` know, for its checkpoint; and how they are left out of batches that are only read again."""
+"""The other callbacks of a ``fit``: what they know, for its checkpoint; and which of them do not hear of what."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import keras
@@ -16,6 +17,10 @@ _KNOWN: Final = {
     keras.callbacks.ModelCheckpoint: ("best",),
 }
 _BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+_WRITING: Final = {
+    keras.callbacks.ModelCheckpoint: ("on_train_batch_end", "on_epoch_end"),
+    keras.callbacks.BackupAndRestore: ("on_train_batch_end", "on_epoch_end", "on_train_end"),
+}
 
 
 @final
@@ -68,23 +73,50 @@ def _number(value: Any) -> int | float:
 
 @final
 class Muted:
-    """Callbacks that do not hear of batches until ``end``."""
+    """Callbacks that do not hear of something until ``end``.
 
-    def __init__(self, callbacks: Sequence[Any]):
+    Args:
+      callbacks: They.
+      hooks: The methods that Keras would call; by default those of batches.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], hooks: Sequence[str] = _BATCH_HOOKS):
+        self._hooks = hooks
         self._before = [
-            (one, {name: vars(one)[name] for name in _BATCH_HOOKS if name in vars(one)}) for one in callbacks
+            (one, {name: vars(one)[name] for name in hooks if name in vars(one)}) for one in callbacks
         ]
         for one in callbacks:
-            vars(one).update(dict.fromkeys(_BATCH_HOOKS, _nothing))
+            vars(one).update(dict.fromkeys(hooks, _nothing))
 
     def end(self) -> None:
         """They do again. May be called twice."""
         for one, before in self._before:
-            for name in _BATCH_HOOKS:
+            for name in self._hooks:
                 del vars(one)[name]
             vars(one).update(before)
         self._before = []
 
 
-def _nothing(batch: int, logs: Any = None) -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None:
     """In place of a callback's method."""
+
+
+@contextlib.contextmanager
+def written_by_chief(strategy: Any, callbacks: Any) -> Iterator[None]:
+    """Inside, Keras's own callbacks that write files do so in the first of several processes alone; all read them."""
+    peers = None if strategy is None else strategy.topology.peers
+    if peers is None or peers.is_leader or not callbacks:
+        yield
+        return
+    listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    muted = [
+        Muted([one], hooks)
+        for one in keras.tree.flatten(listed)
+        for cls, hooks in _WRITING.items()
+        if isinstance(one, cls)
+    ]
+    try:
+        yield
+    finally:
+        for each in muted:
+            each.end()

@@ -105,8 +105,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             raise ContextError(
                 "This CheckpointCallback is in a fit that has not ended. Make another one, with another directory."
             )
-        is_remote = strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
-        if is_remote and self._every is not None:
+        if _has_servers(strategy) and self._every is not None:
             raise UnsupportedError(
                 f"CheckpointCallback(save_freq={self._every}): with parameter servers workers take batches at the same time, and no "
                 "moment is between two of them. Save at the ends of epochs, with save_freq='epoch'; steps_per_epoch makes them shorter."
@@ -148,6 +147,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             every=self._every,
             monitor=self._monitor,
             config=self._config,
+            only_epochs=_has_servers(strategy),
         )
         self._restored_from = self._run.restored_from
 
@@ -184,6 +184,10 @@ def _check(save_freq: Any, mode: str, config: Any) -> None:
         raise InvalidArgumentError(
             f"termination_config is an rx.experimental.TerminationConfig, got {config!r}."
         )
+
+
+def _has_servers(strategy: Any) -> bool:
+    return strategy is not None and isinstance(strategy.variable_placement, ServerPlacement)
 
 
 def _mode_of(monitor: str) -> str:

@@ -217,12 +217,16 @@ class ReplayedSteps:
                 next(iterator)
             except StopIteration:
                 if number < num_needed:
-                    raise InvalidArgumentError(
-                        f"The data have ended before batch {self._num_batches} of the epoch, after which the checkpoint was saved: they "
-                        "are not the data of then. Give fit the data, batch_size and steps_per_epoch that it had."
-                    ) from None
+                    raise self.too_few() from None
                 break
         return num_wanted
+
+    def too_few(self) -> InvalidArgumentError:
+        """The error for data that end before all has been read again."""
+        return InvalidArgumentError(
+            f"The data have ended before batch {self._num_batches} of the epoch, after which the checkpoint was saved: they are not "
+            "the data of then. Give fit the data, batch_size and steps_per_epoch that it had."
+        )
 
     def _finish(self) -> None:
         self._data.end_replay()

@@ -22,6 +22,7 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.keras import checkpoint_callback, shared_reads
+from replicax._src.keras.callback_states import written_by_chief
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.planned_steps import PlannedSteps
@@ -110,6 +111,7 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     stack.enter_context(_placed_steps(self, PHASES[name], strategy, given, is_loop=is_loop))
                 if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
+                    stack.enter_context(written_by_chief(strategy, callbacks))
                     callbacks = stack.enter_context(checkpoint_callback.in_fit(strategy, given, callbacks))
                     if callbacks is not given.get("callbacks"):
                         bound = signature.bind(self, *args, **kwargs)

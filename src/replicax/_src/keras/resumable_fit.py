@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from replicax._src.checkpoint.arrays import slot_of
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import InvalidArgumentError
@@ -35,6 +36,7 @@ class ResumableFit:
       every: How many batches there are between two checkpoints; None: there is one at the end of each epoch.
       monitor: By which epochs are judged.
       config: What is done when the process is to end.
+      only_epochs: There are no moments between batches: it ends after an epoch.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class ResumableFit:
         every: int | None,
         monitor: str | None,
         config: TerminationConfig,
+        only_epochs: bool,
     ):
+        self._only_epochs = only_epochs
         self._model, self._manager, self._others = model, manager, others
         self._every, self._monitor, self._config = every, monitor, config
         self._num_epochs = int(params.get("epochs") or 1)
@@ -61,6 +65,8 @@ class ResumableFit:
         self._is_to_resume = False
         self._metrics: tuple[list[Any], list[Any]] = ([], [])
         self._initial_epoch = model._initial_epoch
+        # What metrics have for each replica is in slots, which no program holds before the first step.
+        self._slots = [slot_of(variable) for variable in model.metrics_variables]
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
 
@@ -159,11 +165,13 @@ class ResumableFit:
         self._data.count(steps)
         if self._every is not None and progress.num_batches // self._every > before // self._every:
             self._save()
-        if self._guarded is not None:
+        if self._guarded is not None and not self._only_epochs:
             self._guarded.end_and_save(self._save_now)
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """After an epoch, its validation and the other callbacks."""
+        if self._replay is not None and not self._replay.has_ended:
+            raise self._replay.too_few()
         progress, has_stopped = self._progress, bool(self._model.stop_training)
         self._data.end_epoch(progress.batch)
         progress.end_epoch(epoch, logs, has_stopped=has_stopped)

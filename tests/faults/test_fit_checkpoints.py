@@ -1,0 +1,125 @@
+"""``fit`` of several processes with CheckpointCallback: told to end or killed, and started again, it ends with the same bits."""
+
+import random
+import time
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+LIMIT_S = 120
+SOON_S = 60
+EPOCHS, BATCHES = 3, 10
+
+
+def fitting(folder, shard_state="", data="arrays"):
+    """A model with dropout and batch normalisation on shuffled rows; says what each epoch's logs were, and all bits at the end."""
+    import hashlib
+    import time
+
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy(shard_state=shard_state or None)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(8, "tanh"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(2),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(38, 4)).astype("float32")
+    given = {"x": x, "y": x[:, :2], "batch_size": 4}
+    if data == "rx":
+        given = {"x": rx.data.from_arrays((x, x[:, :2])).shuffle(seed=3).batch(4)}
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.num_batches = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if not self.num_batches:
+                report(began_at=callback.restored_from or "the beginning")
+            self.num_batches += 1
+            time.sleep(0.02)
+
+    callback = rx.keras.callbacks.CheckpointCallback(folder, save_freq=3)
+    slow = Slow()
+    history = model.fit(
+        epochs=3, verbose=0, callbacks=[callback, slow], validation_data=(x, x[:, :2]), **given
+    )
+    digest = hashlib.sha256()
+    for variable in [*model.variables, *model.optimizer.variables]:
+        digest.update(np.asarray(variable.value).tobytes())
+    report(
+        bits=digest.hexdigest(),
+        history=history.history,
+        num_batches=slow.num_batches,
+        num_written=callback.manager.statistics()["num_saved"],
+    )
+
+
+def latest(task, name):
+    return next(report[name] for report in reversed(task.reports) if name in report)
+
+
+def count(task, name):
+    return sum(name in report for report in task.reports)
+
+
+def wait_for_count(task, name, number):
+    deadline = time.monotonic() + SOON_S
+    while count(task, name) < number:
+        assert task.is_running, "\n".join(task.output[-30:])
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def run_to_the_end(cluster, args):
+    cluster.start(fitting, args)
+    assert {task.wait(SOON_S).exit_code for task in cluster.tasks.values()} == {0}
+    return [(latest(task, "bits"), latest(task, "history")) for task in cluster.tasks.values()]
+
+
+@pytest.mark.parametrize(
+    ("faults", "shard_state", "data"),
+    [
+        (["terminate"], "", "arrays"),
+        pytest.param(["terminate"], "all", "arrays", marks=pytest.mark.long),
+        pytest.param(["kill", "terminate"], "", "rx", marks=pytest.mark.long),
+        pytest.param(
+            ["kill", "terminate"] * 4, "", "arrays", marks=[pytest.mark.long, pytest.mark.timeout(900)]
+        ),
+    ],
+    ids=["told", "told_with_divided_state", "dataset", "many"],
+)
+def test_workers_that_end_go_on_in_the_middle_of_an_epoch(local_cluster, tmp_path, faults, shard_state, data):
+    expected = run_to_the_end(
+        local_cluster(2, timeout_s=LIMIT_S), [str(tmp_path / "whole"), shard_state, data]
+    )
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(fitting, [str(tmp_path / "parts"), shard_state, data])
+    for number, fault in enumerate([*faults, None]):
+        for task in cluster.tasks.values():
+            wait_for_count(task, "began_at", number + 1)
+        if fault is None:
+            break
+        time.sleep(random.uniform(0.1, 0.3))
+        getattr(cluster.tasks["worker", random.randrange(2)], fault)()
+        codes = {task.wait(SOON_S).exit_code for task in cluster.tasks.values()}
+        assert codes == {42} if fault == "terminate" else 0 not in codes
+        for kind, index in cluster.tasks:
+            cluster.restart(kind, index)
+    assert {task.wait(SOON_S).exit_code for task in cluster.tasks.values()} == {0}
+    assert [(latest(task, "bits"), latest(task, "history")) for task in cluster.tasks.values()] == expected
+    tasks = list(cluster.tasks.values())
+    assert all(latest(task, "began_at") != "the beginning" for task in tasks)
+    assert {latest(task, "num_batches") for task in tasks} < set(range(1, EPOCHS * BATCHES))
+    assert latest(tasks[0], "num_written") > 0
+    assert not latest(tasks[1], "num_written")
