@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 120
-SOON_S = 60
+SOON_S = 100
 EPOCHS, BATCHES = 3, 10
 
 
@@ -50,10 +50,11 @@ def fitting(folder, shard_state="", data="arrays"):
             time.sleep(0.02)
 
     callback = rx.keras.callbacks.CheckpointCallback(folder, save_freq=3)
-    slow = Slow()
-    history = model.fit(
-        epochs=3, verbose=0, callbacks=[callback, slow], validation_data=(x, x[:, :2]), **given
-    )
+    slow, models, save = Slow(), [], model.save
+    model.save = lambda *args, **kwargs: models.append(save(*args, **kwargs))
+    of_keras = keras.callbacks.ModelCheckpoint(f"{folder}/model.keras")
+    callbacks = [callback, of_keras, slow]
+    history = model.fit(epochs=3, verbose=0, callbacks=callbacks, validation_data=(x, x[:, :2]), **given)
     digest = hashlib.sha256()
     for variable in [*model.variables, *model.optimizer.variables]:
         digest.update(np.asarray(variable.value).tobytes())
@@ -62,6 +63,33 @@ def fitting(folder, shard_state="", data="arrays"):
         history=history.history,
         num_batches=slow.num_batches,
         num_written=callback.manager.statistics()["num_saved"],
+        num_models=len(models),
+    )
+
+
+def backing_up(folder, num_epochs):
+    """With Keras's own callback."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(int(num_epochs))  # of which nothing is to be left
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    weights, save = [], model.save_weights
+    model.save_weights = lambda *args, **kwargs: weights.append(save(*args, **kwargs))
+    history = model.fit(x, x[:, :2], batch_size=4, epochs=int(num_epochs), verbose=0, callbacks=[backup])
+    report(
+        epochs=history.epoch,
+        num_steps=int(model.optimizer.iterations),
+        num_written=len(weights),
+        kernel=np.asarray(model.layers[0].kernel).tolist(),
     )
 
 
@@ -123,3 +151,18 @@ def test_workers_that_end_go_on_in_the_middle_of_an_epoch(local_cluster, tmp_pat
     assert {latest(task, "num_batches") for task in tasks} < set(range(1, EPOCHS * BATCHES))
     assert latest(tasks[0], "num_written") > 0
     assert not latest(tasks[1], "num_written")
+    assert [bool(latest(task, "num_models")) for task in tasks] == [True, False]
+
+
+@pytest.mark.long
+def test_backup_and_restore_of_keras(local_cluster, tmp_path):
+    """The chief writes, and all begin with the epoch after it."""
+    for num_epochs, epochs in ((2, [0, 1]), (5, [2, 3, 4])):
+        cluster = local_cluster(2, timeout_s=LIMIT_S)
+        cluster.start(backing_up, [str(tmp_path / "backup"), str(num_epochs)])
+        assert {task.wait(SOON_S).exit_code for task in cluster.tasks.values()} == {0}
+        tasks = list(cluster.tasks.values())
+        assert [latest(task, "epochs") for task in tasks] == [epochs, epochs]
+        assert [latest(task, "num_steps") for task in tasks] == [num_epochs * BATCHES] * 2
+        assert [latest(task, "num_written") for task in tasks] == [len(epochs), 0]
+        assert latest(tasks[0], "kernel") == latest(tasks[1], "kernel")
