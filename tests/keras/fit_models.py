@@ -317,9 +317,10 @@ SUBJECTS = {
     "inputs_and_outputs": Subject(inputs_and_outputs, named_rows),
     "add_loss": Subject(add_loss, classified(6)),
     "custom_train_step": Subject(custom_train_step, classified(6)),
-    # bfloat16 has 8 bits: sums in another order are rounded to a neighbouring number, 2**-8 away.
+    # bfloat16 has 8 bits: sums in another order are rounded to a neighbouring number, 2**-8 away. One row of 199 may be classified
+    # otherwise.
     "mixed_bfloat16": Subject(
-        mixed_bfloat16, classified(6), rtol=1e-2, prediction_atol=2e-2, weight_rtol=1e-2, weight_atol=5e-3
+        mixed_bfloat16, classified(6), rtol=1.5e-2, prediction_atol=2e-2, weight_rtol=1e-2, weight_atol=5e-3
     ),
     "frozen": Subject(frozen, classified(6)),
     "loss_scaled": Subject(loss_scaled, classified(6)),

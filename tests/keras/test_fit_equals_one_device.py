@@ -101,6 +101,11 @@ CASES = {
     "stateful_metrics": {"sample_weight": ["mirrored_3"], "validation_data": ["mirrored_3"]},
     "dice": {"arrays": ["mirrored_2"], "sample_weight": ["mirrored_2"]},
 }
+# Every model also where each row is on several devices, and the rows do not divide.
+for _feeds in CASES.values():
+    _strategies = _feeds.setdefault("arrays", [])
+    if "tpu_3x2" not in _strategies:
+        _strategies.append("tpu_3x2")
 # What takes long to compile, or is between others that are not long.
 LONG = {
     "lstm",
@@ -116,6 +121,7 @@ LONG = {
     "mirrored_7",
 }
 LONG_PAIRS = {
+    *((model, "tpu_3x2") for model in CASES if model != "dense"),
     ("dense", "mirrored_8"),
     ("built_by_fit", "sample_weight"),
     ("inputs_and_outputs", "mirrored_3"),

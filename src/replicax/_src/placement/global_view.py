@@ -21,7 +21,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
-from replicax._src.placement import scatters
+from replicax._src.placement import whole_operations
 from replicax._src.placement.batch import Batch, BatchLayout
 from replicax._src.placement.held_state import HeldState
 from replicax._src.placement.spmd import in_flight, note_loss
@@ -120,11 +120,11 @@ class _Program:
         # Two outputs may be one value, and would be one buffer, which cannot be given away twice.
         self._repeated = [i for i, var in enumerate(outs[: len(self.written)]) if var in outs[:i]]
         self._consts = topology.put_whole(list(consts))
-        is_uneven = topology.num_logical_devices > 1 and any(layout.is_padded for layout in self._layouts)
-        self._has_uneven_scatters = is_uneven and scatters.has_scatter(self._jaxpr)
         self._shardings = state.shardings
         self._is_divided = any(sharding != topology.replicated for sharding in self._shardings)
         self._plan = self._plan_by_rows(num_consts + num_state)
+        if self._plan is None and any(layout.is_split for layout in self._layouts):
+            self._make_wrong_operations_whole()
         self._needs_token = topology.needs_token
         self._compiled = self._compile()
 
@@ -147,6 +147,22 @@ class _Program:
         avals = [jax_compat.shaped(value.shape, value.dtype) for value in held.values()]
         batch_avals = [layout.aval for layout in self._layouts]
         return jax_compat.trace(flat, (avals, batch_avals))
+
+    def _make_wrong_operations_whole(self) -> None:
+        is_padded = any(layout.is_padded for layout in self._layouts)
+        rule = whole_operations.rule_of_batches(self._split.num_rows, self._topology, is_padded=is_padded)
+        jaxpr = self._jaxpr
+        if not whole_operations.has_wrong(jaxpr, rule):
+            return
+
+        def whole(value: Any) -> Any:
+            return jax.lax.with_sharding_constraint(value, self._topology.replicated)
+
+        self._jaxpr, consts = jax_compat.trace(
+            lambda *args: whole_operations.evaluate(jaxpr, args, rule, whole),
+            [var.aval for var in jaxpr.invars],
+        )
+        assert not consts  # nothing is added but constraints
 
     @property
     def is_slow_in_a_loop(self) -> bool:
@@ -219,8 +235,6 @@ class _Program:
 
             return self._plan.evaluate([*args, *leaves], add)
         rows = [layout.without_padding(leaf) for layout, leaf in zip(self._layouts, leaves, strict=True)]
-        if self._has_uneven_scatters:
-            return scatters.evaluate(self._jaxpr, [*args, *rows], self._topology.replicated)
         return evaluate_gathering(self._jaxpr, [*args, *rows])
 
     def _run_one(self, written: Any, read: Any, consts: Any, leaves: Any) -> Any:

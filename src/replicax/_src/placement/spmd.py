@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from replicax._src import jax_compat
 from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.errors import TraceError
+from replicax._src.placement import whole_operations
 from replicax._src.placement.rounds import in_rounds
 from replicax._src.placement.uneven import UnevenEvaluator
 from replicax._src.profiling import names
@@ -394,6 +395,7 @@ class Launcher:
         compiler_options: dict[str, Any] | None = None,
     ):
         topology = placement.topology
+        program = whole_operations.in_replicas(program, topology)
         self.program = program
         self._topology = topology
         self._layouts: Any = placement.layouts
