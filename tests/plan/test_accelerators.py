@@ -34,6 +34,13 @@ def plan(topology, fn=sgd, rows=ROWS, shape=(IN, HIDDEN)):
     return strategy.plan(fn, (params, describe(rows, shape[0])), options=options, topology=topology)
 
 
+def test_a_second_plan_compiles_again_though_there_is_a_persistent_cache():
+    """There is one in all tests. What was compiled for GPUs that are not here cannot be loaded, of which JAX would warn."""
+    assert jax.config.jax_compilation_cache_dir
+    first, second = plan("h100:1x8"), plan("h100:1x8")
+    assert first.memory == second.memory
+
+
 @pytest.mark.parametrize(
     "topology",
     [

@@ -188,3 +188,21 @@ ENTRY %main (w: f32[8,8], g: f32[64,8]) -> f32[8,8] {
     found = read_hlo(text, 8).collectives
     assert {one.stands_for for one in found} == {"all-gather", "reduce-scatter", None}
     assert all(one.kind == "all-reduce" and one.bytes == 64 * 8 * 4 for one in found)
+
+
+def test_all_reduces_of_several_arrays_are_what_most_of_their_bytes_are():
+    text = """\
+ENTRY %main (g: f32[64,8], b: f32[1]) -> f32[8,8] {
+  %g = f32[64,8]{1,0} parameter(0)
+  %b = f32[1]{0} parameter(1)
+  %sums = (f32[64,8]{1,0}, f32[1]{0}) all-reduce(%g, %b), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %sum.0 = f32[64,8]{1,0} get-tuple-element(%sums), index=0
+  %sum.1 = f32[1]{0} get-tuple-element(%sums), index=1
+  %added = f32[1]{0} add(%sum.1, %b)
+  ROOT %piece = f32[8,8]{1,0} dynamic-slice(%sum.0, %zero, %zero), dynamic_slice_sizes={8,8}
+}
+"""
+    (of_both,) = read_hlo(text, 8).collectives
+    assert (of_both.stands_for, of_both.bytes) == ("reduce-scatter", 64 * 8 * 4 + 4)
+    (whole,) = read_hlo(text.replace("dynamic-slice(%sum.0", "slice(%sum.0"), 8).collectives
+    assert whole.stands_for is None

@@ -318,6 +318,8 @@ def test_without_the_extra(training, topology, monkeypatch):
         ({"remedy_limit_s": -1}, errors.InvalidArgumentError, "remedy_limit_s"),
         ({"args": 3}, errors.InvalidArgumentError, "list or tuple"),
         ({"fn": 3}, errors.InvalidArgumentError, "needs a function"),
+        ({"options": {"donate": 1}}, errors.InvalidArgumentError, "RunOptions"),
+        ({"options": rx.RunOptions(donate_args=(7,))}, errors.InvalidArgumentError, "positions in args"),
     ],
 )
 def test_bad_input(training, bad, kind, told):

@@ -435,6 +435,14 @@ def outside_traces() -> Iterator[None]:
         yield
 
 
+def not_in_persistent_cache() -> contextlib.AbstractContextManager[Any]:
+    """Inside, what is compiled does not go into the persistent compilation cache.
+
+    (Without a cache at all the first program would turn it off for those that follow: JAX asks once, jax 0.10.)
+    """
+    return _private_config.persistent_cache_min_compile_time_secs(float("inf"))
+
+
 # --- evaluating operation by operation, observed (RunOptions(eager=True)) ------------------------------
 
 

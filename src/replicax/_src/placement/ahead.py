@@ -5,6 +5,7 @@ Programs are those of ``spmd`` and of ``global_view``, over a topology whose arr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -155,8 +156,11 @@ def compile_ahead(compiled: Any, args: Sequence[Any], hardware: Hardware) -> Com
     lowered = traced.lower()
     lower_s = time.monotonic() - start
     start = time.monotonic()
+    # Programs for devices that are not here cannot be loaded again: the next plan would warn, and compile after all.
+    is_here = hardware.chip.kind == "cpu"
     try:
-        executable = lowered.compile()
+        with contextlib.nullcontext() if is_here else jax_compat.not_in_persistent_cache():
+            executable = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         found = _OUT_OF_MEMORY.search(str(error))
         if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from replicax._src.plan.hlo_text import Instruction, names_called
+from replicax._src.plan.hlo_text import Instruction, bytes_of, names_called
 
 EXPLAINED = {
     "all-gather": (
@@ -30,9 +30,20 @@ def stands_for(instruction: Instruction, computation: str, computations: Computa
     operands = [around[name] for name in instruction.operands if name in around]
     if operands and all(_puts_a_piece(one, computations) for one in operands):
         return "all-gather"
-    if _only_pieces_are_used(instruction.name, computation, computations):
-        return "reduce-scatter"
-    return None
+    if instruction.type.startswith("("):
+        is_in_pieces = _mostly_pieces_are_used(instruction.name, computation, computations)
+    else:
+        is_in_pieces = _only_pieces_are_used(instruction.name, computation, computations)
+    return "reduce-scatter" if is_in_pieces else None
+
+
+def _mostly_pieces_are_used(name: str, computation: str, computations: Computations) -> bool:
+    """Of several arrays that travel together, whether that holds for most of the bytes: small ones may be in it whole."""
+    parts = [
+        one for one in computations[computation] if one.opcode == "get-tuple-element" and name in one.operands
+    ]
+    cut = [one for one in parts if _only_pieces_are_used(one.name, computation, computations)]
+    return 2 * sum(bytes_of(one.type) for one in cut) > sum(bytes_of(one.type) for one in parts)
 
 
 def _puts_a_piece(instruction: Instruction, computations: Computations) -> bool:

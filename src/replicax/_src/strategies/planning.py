@@ -106,7 +106,16 @@ def _check(strategy: Any, fn: Any, args: Any, request: PlanRequest) -> None:
     if not callable(fn):
         raise InvalidArgumentError(f"strategy.plan needs a function, got {fn!r}.")
     if not isinstance(args, (list, tuple)):
-        raise InvalidArgumentError(f"strategy.plan takes args as a list or tuple, got {type(args)}.")
+        raise InvalidArgumentError(
+            f"strategy.plan takes args as a list or tuple, got {type(args)}. For one argument write (argument,)."
+        )
+    if not isinstance(request.options, RunOptions):
+        raise InvalidArgumentError(f"options must be an rx.RunOptions, got {request.options!r}.")
+    if any(not -len(args) <= i < len(args) for i in request.options.donate_args):
+        raise InvalidArgumentError(
+            f"RunOptions(donate_args={request.options.donate_args}) names positions in args, of which there are {len(args)}. Give "
+            "those of the arguments that the program may overwrite."
+        )
     rows = request.global_batch
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise InvalidArgumentError(f"global_batch is a number of rows of at least 1, got {rows!r}.")
