@@ -162,7 +162,7 @@ class _Program:
             lambda *args: whole_operations.evaluate(jaxpr, args, rule, whole),
             [var.aval for var in jaxpr.invars],
         )
-        assert not consts  # nothing is added but constraints
+        self._consts = [*self._topology.put_whole(list(consts)), *self._consts]
 
     @property
     def is_slow_in_a_loop(self) -> bool:

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from replicax._src import jax_compat
 from replicax._src.program.markers import logical_p
 from replicax._src.program.program import ReplicaProgram, Variant
+from replicax._src.program.verdict import Verdict
 from replicax._src.topology import REPLICA_AXIS, Topology
 
 Rule = Callable[[Any], bool]
@@ -146,5 +147,9 @@ def _whole_variant(variant: Variant, topology: Topology) -> Variant:
         [var.aval for var in variant.jaxpr.invars],
         [(REPLICA_AXIS, topology.num_replicas)],
     )
-    assert not consts  # nothing is added but marks
-    return dataclasses.replace(variant, jaxpr=jaxpr)
+    return dataclasses.replace(
+        variant,
+        jaxpr=jaxpr,
+        consts=[*consts, *variant.consts],
+        input_verdicts=[Verdict.SAME] * len(consts) + variant.input_verdicts,
+    )
