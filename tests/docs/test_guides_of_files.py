@@ -70,7 +70,15 @@ def pattern(expected):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", ["several_machines.md", "testing.md", "parameter_servers.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "several_machines.md",
+        # Each starts clusters one after the other, for more than a minute.
+        pytest.param("testing.md", marks=pytest.mark.long),
+        pytest.param("parameter_servers.md", marks=pytest.mark.long),
+    ],
+)
 def test_commands_print_what_the_page_says_in_processes(page, shell):
     text = (ROOT / "docs" / "guides" / page).read_text()
     for written, free in zip(PORTS, free_ports(len(PORTS))):

@@ -279,6 +279,7 @@ def numbers_of(output):
     return [float(number) for number in numbers]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_slurm_trains_in_processes(tmp_path, one_process):
     """The second time: the first step fails, and the script starts all again."""
