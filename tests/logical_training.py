@@ -46,8 +46,7 @@ class Training:
 
     def model(self):
         with self.strategy.scope():
-            model = keras.Sequential(
-                [keras.Input((WIDTH,)), keras.layers.Dense(WIDE), keras.layers.Dense(WIDTH)]
-            )
+            layers = [keras.layers.Dense(WIDE, name="dense"), keras.layers.Dense(WIDTH, name="dense_1")]
+            model = keras.Sequential([keras.Input((WIDTH,)), *layers], name="sequential")
             model.compile(keras.optimizers.Adam(), "mse")
         return model

@@ -10,12 +10,12 @@ import replicax as rx
 from replicax.errors import ContextError, InvalidArgumentError
 from trace_files import events_in, files_in, names_of_operations
 
-FEATURES = np.ones((8, 4), np.float32)
+FEATURES = np.ones((8, 7), np.float32)
 
 
 def built_model():
     model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        [keras.Input((7,)), keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     )
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
