@@ -2,6 +2,7 @@
 
 import collections
 import pathlib
+import re
 
 from google.protobuf import empty_pb2, unknown_fields
 from jax.profiler import ProfileData
@@ -22,20 +23,30 @@ def events_in(path):
 
 
 def names_of_operations(path):
-    """``{operation: its full name}`` of all compiled programs in the file, where JAX's reader shows only the former.
+    """``{(program_id, operation): its full name}`` of all compiled programs in the file.
 
-    The path through the messages: planes, event_metadata, value, stats, the HloProto of a program, its module, computations,
-    instructions.
+    JAX's reader shows neither. Programs of one process have operations of the same short names, so each has its own.
+    The path through the messages: planes, event_metadata, value (whose name ends with the id of the program in brackets), stats,
+    the HloProto of a program, its module, computations, instructions.
     """
-    messages = [path.read_bytes()]
-    for number in (1, 4, 2, 5, 6, 1, 3, 2):
-        messages = [inner for message in messages for inner in fields(message)[number]]
     names = {}
-    for instruction in messages:
-        found = fields(instruction)
-        full = [name for metadata in found[7] for name in fields(metadata)[2]]
-        names[found[1][0].decode()] = full[0].decode() if full else ""
+    for metadata in inner_messages([path.read_bytes()], (1, 4, 2)):
+        name = fields(metadata)[2]
+        identity = re.search(rb"\((\d+)\)$", name[0]) if name else None
+        if identity is None:
+            continue
+        for instruction in inner_messages([metadata], (5, 6, 1, 3, 2)):
+            found = fields(instruction)
+            full = [name for metadata in found[7] for name in fields(metadata)[2]]
+            names[int(identity[1]), found[1][0].decode()] = full[0].decode() if full else ""
     return names
+
+
+def inner_messages(messages, numbers):
+    """What is found from ``messages`` along the fields with these ``numbers``."""
+    for number in numbers:
+        messages = [inner for message in messages for inner in fields(message)[number]]
+    return messages
 
 
 def fields(message):
