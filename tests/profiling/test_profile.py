@@ -1,5 +1,7 @@
 """What is found in a trace of JAX's profiler by name, and that names cost nothing where there is no trace."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -91,7 +93,7 @@ def test_operations_say_of_which_replica_they_are_and_collectives_what_for(trace
     assert replicas == {"replica 0": ("cpu:1", 1), "replica 1": ("cpu:2", 2)}
     seen = {}
     for _, stats in events:
-        scopes = names.get((stats.get("program_id"), stats.get("hlo_op")), "").split("/")
+        scopes = re.split("[/:()]", names.get((stats.get("program_id"), stats.get("hlo_op")), ""))
         for name in ("replica", "sum_gradients", "share_variables", "all_reduce", "all_gather"):
             if name in scopes:
                 seen.setdefault(name, set()).add(stats["device_ordinal"])
