@@ -13,7 +13,7 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.elements import ElementQueue, Elements, LeafIterator, are_same, leaves_of
 from replicax._src.ps.errors import UnknownProgramError
-from replicax._src.ps.executable import LoadedProgram
+from replicax._src.ps.executable import Executable, LoadedProgram
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.lookups import RowsWanted, gradient_operands
 from replicax._src.ps.programs import Input, Operand, Piece, Push, WorkerProgram, signature_of
@@ -104,6 +104,7 @@ class Runner:
         self._elements = ElementQueue()
         self._held: dict[Closure, Elements] = {}
         self._ahead: _Run | None = None
+        self._last: Executable | None = None  # the only one that keeps memory for its next call
         self._num_closures = 0
 
     def add_program(self, program: WorkerProgram) -> str:
@@ -175,9 +176,14 @@ class Runner:
     def _run(self, run: _Run) -> Sequence[jax.Array]:
         self._pulls.begin(run.call.epoch)
         self._pull(run)
-        results = run.loaded.main(self._inputs(run, run.loaded.program.inputs))
+        main = run.loaded.main
+        if self._last is not main and self._last is not None:
+            self._last.free()
+        self._last = main
+        results = main(self._inputs(run, run.loaded.program.inputs))
         self._ahead = self._look_ahead(run)  # while it computes
         self._push(run, results)
+        main.take_back(results)
         return results
 
     # --- elements -------------------------------------------------------------------------------------
