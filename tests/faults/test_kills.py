@@ -1,0 +1,49 @@
+"""Jobs of `replicax launch` whose tasks are killed at any moment, again and again: they end with the bits of a run left alone."""
+
+import re
+
+import pytest
+
+from launched_jobs import LaunchedJob, fitting, kill_tasks, looping
+
+pytestmark = pytest.mark.timeout(250)
+SOON_S = 100
+LONG_S = 5000
+
+
+def counted(job):
+    """How many restarts counted, and how many did not."""
+    text = "\n".join(job.lines)
+    return len(re.findall(r"restart \d+ of", text)), text.count("this restart is not counted")
+
+
+def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
+    """The chief and the other one, each with one restart left: only restarts without progress count."""
+    monkeypatch.setenv("REPLICAX_CHECKPOINT_DIR", str(tmp_path / "alone"))
+    looping(100, pause_s=0)
+    expected = re.search(r"^bits (\w+)$", capsys.readouterr().out, re.MULTILINE)[1]
+    with LaunchedJob(tmp_path, looping, "100", max_restarts=1) as job:
+        killed = kill_tasks(job, 2, seed=0, timeout_s=SOON_S, after_saving=True)
+        assert job.wait(SOON_S) == 0, job.text()
+    assert [victim for victim, _ in killed] == ["worker 0", "worker 1"]
+    assert [bits for _, bits in job.printed("bits")] == [expected, expected], job.text()
+    assert counted(job) == (0, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * LONG_S)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("program", "arguments"), [(looping, "1500"), (fitting, "epochs=100")])
+def test_fifty_kills(tmp_path, program, arguments, seed):
+    """At random moments, while they start too; more than restarts without progress may be."""
+    with LaunchedJob(tmp_path / "alone", program, arguments) as job:
+        assert job.wait(SOON_S * 3) == 0, job.text()
+    expected = job.printed("bits") + job.printed("epoch")
+    with LaunchedJob(tmp_path / "killed", program, arguments, max_restarts=25) as job:
+        killed = kill_tasks(job, 50, seed=seed, timeout_s=SOON_S)
+        assert job.wait(LONG_S) == 0, job.text()
+    num_counted, num_others = counted(job)
+    print(f"{killed}\n{num_counted} restarts were counted, {num_others} were not.")
+    assert len(killed) == 50, "it has ended before: give it more steps"
+    assert num_counted + num_others == 50
+    assert sorted(job.printed("bits") + job.printed("epoch")) == sorted(expected), job.text()

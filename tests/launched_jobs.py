@@ -1,0 +1,240 @@
+"""Programs for `replicax launch` that save and go on, and a job of them whose tasks are killed; of several tests."""
+
+import contextlib
+import inspect
+import os
+import queue
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from checks import path_of_programs
+
+_HEAD = """\
+import os
+print("pid", os.getpid(), flush=True)
+"""
+
+
+def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
+    """A loop with momentum, a random mask for the whole batch, a count with a value for each replica, and a position."""
+    import hashlib
+    import os
+    import time
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+
+    is_launched = "TF_CONFIG" in os.environ
+    strategy = (
+        rx.MultiWorkerMirroredStrategy() if is_launched else rx.MirroredStrategy(jax.local_devices()[:2])
+    )
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((1000, 8)).astype(np.float32)
+    dataset = rx.data.from_arrays((rows, rows[:, :1])).shuffle(seed=1).repeat().batch(batch_size)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    with strategy.scope():
+        step = rx.Variable(0)
+        weights = [rx.Variable(rng.standard_normal(shape).astype(np.float32)) for shape in ((8, 16), (16, 1))]
+        velocities = [rx.Variable(jnp.zeros(weight.shape)) for weight in weights]
+        total = rx.Variable(
+            0.0, synchronization="on_read", aggregation="sum", trainable=False
+        )  # of rows that each replica had
+    checkpoint = rx.Checkpoint(
+        step=step, weights=weights, velocities=velocities, total=total, iterator=iterator
+    )
+    manager = rx.CheckpointManager(checkpoint, os.environ["REPLICAX_CHECKPOINT_DIR"], max_to_keep=2)
+    manager.restore_or_initialize()
+    first = int(step)
+
+    def update(batch):
+        x, y = batch
+        kept = jax.random.bernoulli(jax.random.fold_in(jax.random.key(7), step.value), 0.8, (16,))
+        with rx.GradientTape() as tape:
+            hidden = jnp.tanh(x @ weights[0].value) * kept
+            loss = rx.nn.compute_average_loss((hidden @ weights[1].value - y)[:, 0] ** 2)
+        gradients = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, weights))
+        for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
+            velocity.assign(0.9 * velocity - 0.01 * gradient)
+            weight.assign_add(velocity.value)
+        total.assign_add(jnp.sum(jnp.abs(x)))
+        step.assign_add(1)
+        return loss
+
+    for number in range(first, num_steps):
+        loss = strategy.reduce("SUM", strategy.run(update, args=(next(iterator),)), axis=None)
+        print("step", number, f"loss {float(loss):.9g}", flush=True)
+        time.sleep(pause_s)
+        if (number + 1) % save_every == 0:
+            manager.save()
+    manager.close()
+    digest = hashlib.sha256(repr(float(total)).encode())
+    for variable in [*weights, *velocities]:
+        digest.update(np.asarray(variable.numpy()).tobytes())
+    print("bits", digest.hexdigest()[:16], flush=True)
+
+
+def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
+    """Keras's fit with dropout and batch normalisation, on shuffled rows."""
+    import hashlib
+    import os
+    import time
+
+    import keras
+    import numpy as np
+
+    import replicax as rx
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(16, "tanh"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            print("step", batch, f"loss {logs['loss']:.9g}", flush=True)
+            time.sleep(pause_s)
+
+    rows = np.random.default_rng(0).standard_normal((158, 8)).astype(np.float32)
+    saving = rx.keras.callbacks.CheckpointCallback(
+        os.environ["REPLICAX_CHECKPOINT_DIR"], save_freq=save_every, max_to_keep=2
+    )
+    history = model.fit(
+        rows, rows[:, :1], batch_size=batch_size, epochs=epochs, verbose=0, callbacks=[Steps(), saving]
+    )
+    for epoch, loss in enumerate(history.history["loss"]):
+        print("epoch", epoch, f"loss {loss:.9g}", flush=True)
+    digest = hashlib.sha256(repr(history.history).encode())
+    for variable in [*model.variables, *model.optimizer.variables]:
+        digest.update(np.asarray(variable.value).tobytes())
+    print("bits", digest.hexdigest()[:16], flush=True)
+
+
+class LaunchedJob:
+    """`replicax launch` with one of these programs, as a process; its tasks are known by what they print.
+
+    Args:
+      folder: Of the script and the checkpoints, which other jobs may go on with.
+      program: One of these functions, and its arguments.
+      workers, max_restarts: What the launcher is told.
+    """
+
+    def __init__(self, folder, program, arguments="", *, workers=2, max_restarts=0):
+        folder.mkdir(exist_ok=True)
+        self.saved = folder / "saved"
+        script = folder / f"{program.__name__}.py"
+        call = f"{program.__name__}({arguments})\n"
+        script.write_text(f"{_HEAD}{inspect.getsource(program)}\n\n{call}")
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-m", "replicax", "launch", "--plain", "--workers", str(workers)]
+            + ["--devices-per-worker", "1", "--max-restarts", str(max_restarts)]
+            + ["--checkpoint-dir", str(self.saved), str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()},
+        )
+        self.lines, self._new = [], queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._launcher.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self._new.put(self.lines[-1])
+        self._new.put(None)
+
+    def next_line(self, pattern, timeout_s):
+        """The match of the next line that begins with this, of those that no call has passed; None if there is no more."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, f"no {pattern!r} in {timeout_s} s\n{self.text()}"
+            with contextlib.suppress(queue.Empty):
+                line = self._new.get(timeout=left_s)
+                if line is None:
+                    self._new.put(None)
+                    return None
+                if found := re.match(pattern, line):
+                    return found
+
+    def wait(self, timeout_s):
+        """The exit code."""
+        code = self._launcher.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
+
+    def printed(self, word):
+        """What each line of a task says that begins with this word, as (task, rest), in order."""
+        return re.findall(rf"^(\w+ \d+) \| {word} (.*)$", "\n".join(self.lines), re.MULTILINE)
+
+    def wait_for_checkpoint(self, known, timeout_s):
+        """The names of all checkpoints, when there is one that is not known; None if the job ends before."""
+        deadline = time.monotonic() + timeout_s
+        while self._launcher.poll() is None:
+            there = {path.name for path in self.saved.glob("ckpt-*") if ".part-" not in path.name}
+            if there - known:
+                return there | known
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.01)
+        return None
+
+    def text(self, num_lines=60):
+        return "\n".join(self.lines[-num_lines:])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self._launcher.poll() is None:
+            self._launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(30)
+            self._launcher.kill()
+            self._launcher.wait()
+        self._reader.join(30)
+        self._launcher.stdout.close()
+
+
+def kill_tasks(job, num_kills, *, seed, timeout_s, num_tasks=2, after_saving=False):
+    """Kills tasks of a job with `kill -9`, one after the other; says which, and when.
+
+    Args:
+      num_kills: How many; fewer if the job ends before.
+      seed: Of who is killed and when: mostly soon after the first step, at times while they start.
+      timeout_s: For each start.
+      after_saving: Always when there is a new checkpoint, and each task by turns.
+    """
+    random_one, killed, known = random.Random(seed), [], set()
+    while len(killed) < num_kills:
+        pids = {}
+        while len(pids) < num_tasks:
+            if (found := job.next_line(r"(worker \d+) \| pid (\d+)", timeout_s)) is None:
+                return killed
+            pids[found[1]] = int(found[2])
+        is_starting = not after_saving and random_one.random() < 0.1
+        if not is_starting and job.next_line(r"worker \d+ \| step", timeout_s) is None:
+            return killed
+        if after_saving and (known := job.wait_for_checkpoint(known, timeout_s)) is None:
+            return killed
+        time.sleep(random_one.uniform(0, 3) if is_starting else random_one.uniform(0.05, 0.7))
+        victim = sorted(pids)[len(killed) % num_tasks] if after_saving else random_one.choice(sorted(pids))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[victim], signal.SIGKILL)
+            killed.append((victim, "start" if is_starting else "step"))
+    return killed
