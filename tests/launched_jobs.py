@@ -125,6 +125,12 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
     print("bits", digest.hexdigest()[:16], flush=True)
 
 
+def _environment():
+    """That of the launcher. Its tasks may keep what Python has compiled, or each start would do it anew: 300 files."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
+
+
 class LaunchedJob:
     """`replicax launch` with one of these programs, as a process; its tasks are known by what they print.
 
@@ -147,7 +153,7 @@ class LaunchedJob:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()},
+            env=_environment(),
         )
         self.lines, self._new = [], queue.Queue()
         self._reader = threading.Thread(target=self._read)

@@ -52,6 +52,7 @@ LAYERS = {
     "ps/bundles": 1,
     "ps/window": 1,
     "ps/credentials": 1,
+    "coordination": 1,
     "jax_compat": 2,
     "topology": 2,
     "cluster/failures": 1,

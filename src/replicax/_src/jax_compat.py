@@ -1,4 +1,4 @@
-"""The only file that knows JAX's versions or names outside its public API.
+"""The only file that knows JAX's versions or names outside its public API, but for ``coordination.py``.
 
 It holds small functions with stable meanings; the rest of replicax calls these.
 """
@@ -32,9 +32,9 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import parallel as _parallel
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir
-from jaxlib import _jax as _jaxlib  # type: ignore[attr-defined]
 from jaxlib import xla_client as _xla_client
 
+from replicax._src.coordination import NEVER_S
 from replicax._src.user_code import PACKAGE, UNKNOWN, is_user_code
 
 if TYPE_CHECKING:
@@ -729,26 +729,6 @@ def is_of_devices(error: BaseException) -> bool:
 
 # --- several processes ----------------------------------------------------------------------------------
 
-_NEVER_S = 10**7
-
-
-def start_coordination_service(bind_address: str, num_processes: int) -> Any:
-    """JAX's coordination service, which is otherwise a part of process 0 and dies with it.
-
-    Args:
-      bind_address: Where it listens.
-
-    Returns:
-      What keeps it alive.
-    """
-    return _jaxlib.get_distributed_runtime_service(
-        bind_address,
-        num_processes,
-        heartbeat_timeout=_NEVER_S,  # who is silent is our own channel's matter: this would abort everybody
-        shutdown_timeout=5,
-        recoverable=True,
-    )
-
 
 def cpu_collectives() -> str:
     """What carries collectives between processes on CPUs: ``gloo``, or ``mpi`` where JAX_CPU_COLLECTIVES_IMPLEMENTATION,
@@ -771,7 +751,7 @@ def join_processes(coordinator: str, num_processes: int, number: int, timeout_s:
         number,
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_s,
-        heartbeat_timeout_seconds=_NEVER_S,
+        heartbeat_timeout_seconds=NEVER_S,
         shutdown_timeout_seconds=5,
         # Process 0 starts a service too, which nobody uses, at a port that gRPC chooses and holds.
         coordinator_bind_address="127.0.0.1:0",

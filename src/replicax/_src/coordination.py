@@ -1,0 +1,28 @@
+"""JAX's coordination service, of jaxlib alone: ``jax_compat.py`` for the one process that does without JAX, and so starts sooner."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from jaxlib import _jax as _jaxlib  # type: ignore[attr-defined]
+
+# Who is silent is our own channel's matter: JAX's would abort everybody.
+NEVER_S: Final = 10**7
+
+
+def start_coordination_service(bind_address: str, num_processes: int) -> Any:
+    """The service, which is otherwise a part of process 0 and dies with it.
+
+    Args:
+      bind_address: Where it listens.
+
+    Returns:
+      What keeps it alive.
+    """
+    return _jaxlib.get_distributed_runtime_service(
+        bind_address,
+        num_processes,
+        heartbeat_timeout=NEVER_S,
+        shutdown_timeout=5,
+        recoverable=True,
+    )
