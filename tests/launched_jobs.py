@@ -155,7 +155,7 @@ class LaunchedJob:
             text=True,
             env=_environment(),
         )
-        self.lines, self._new = [], queue.Queue()
+        self.lines, self._new, self._known = [], queue.Queue(), set()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -189,16 +189,17 @@ class LaunchedJob:
         """What each line of a task says that begins with this word, as (task, rest), in order."""
         return re.findall(rf"^(\w+ \d+) \| {word} (.*)$", "\n".join(self.lines), re.MULTILINE)
 
-    def wait_for_checkpoint(self, known, timeout_s):
-        """The names of all checkpoints, when there is one that is not known; None if the job ends before."""
+    def wait_for_checkpoint(self, timeout_s):
+        """Waits for one that was not there at the call before; whether it has come before the end."""
         deadline = time.monotonic() + timeout_s
         while self._launcher.poll() is None:
             there = {path.name for path in self.saved.glob("ckpt-*") if ".part-" not in path.name}
-            if there - known:
-                return there | known
+            if there - self._known:
+                self._known |= there
+                return True
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.01)
-        return None
+        return False
 
     def text(self, num_lines=60):
         return "\n".join(self.lines[-num_lines:])
@@ -217,30 +218,37 @@ class LaunchedJob:
         self._launcher.stdout.close()
 
 
-def kill_tasks(job, num_kills, *, seed, timeout_s, num_tasks=2, after_saving=False):
-    """Kills tasks of a job with `kill -9`, one after the other; says which, and when.
+def kill_after_saving(job, victim, timeout_s, num_tasks=2):
+    """Kills a task with `kill -9` once there is a checkpoint of this start."""
+    pids = _pids(job, num_tasks, timeout_s)
+    assert job.wait_for_checkpoint(timeout_s), job.text()
+    os.kill(pids[victim], signal.SIGKILL)
 
-    Args:
-      num_kills: How many; fewer if the job ends before.
-      seed: Of who is killed and when: mostly soon after the first step, at times while they start.
-      timeout_s: For each start.
-      after_saving: Always when there is a new checkpoint, and each task by turns.
+
+def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):
+    """Kills tasks with `kill -9`, one after the other: mostly soon after the first step, at times while they start.
+
+    Returns:
+      Who was killed, and when; fewer if the job ends before.
     """
-    random_one, killed, known = random.Random(seed), [], set()
-    while len(killed) < num_kills:
-        pids = {}
-        while len(pids) < num_tasks:
-            if (found := job.next_line(r"(worker \d+) \| pid (\d+)", timeout_s)) is None:
-                return killed
-            pids[found[1]] = int(found[2])
-        is_starting = not after_saving and random_one.random() < 0.1
+    random_one, killed = random.Random(seed), []
+    while len(killed) < num_kills and (pids := _pids(job, num_tasks, timeout_s)):
+        is_starting = random_one.random() < 0.1
         if not is_starting and job.next_line(r"worker \d+ \| step", timeout_s) is None:
-            return killed
-        if after_saving and (known := job.wait_for_checkpoint(known, timeout_s)) is None:
-            return killed
+            break
         time.sleep(random_one.uniform(0, 3) if is_starting else random_one.uniform(0.05, 0.7))
-        victim = sorted(pids)[len(killed) % num_tasks] if after_saving else random_one.choice(sorted(pids))
+        victim = random_one.choice(sorted(pids))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[victim], signal.SIGKILL)
             killed.append((victim, "start" if is_starting else "step"))
     return killed
+
+
+def _pids(job, num_tasks, timeout_s):
+    """Of the tasks that are starting, by name; None if the job has ended."""
+    pids = {}
+    while len(pids) < num_tasks:
+        if (found := job.next_line(r"(worker \d+) \| pid (\d+)", timeout_s)) is None:
+            return None
+        pids[found[1]] = int(found[2])
+    return pids

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from launched_jobs import LaunchedJob, fitting, kill_tasks, looping
+from launched_jobs import LaunchedJob, fitting, kill_after_saving, kill_at_random, looping
 
 pytestmark = pytest.mark.timeout(250)
 SOON_S = 100
@@ -17,17 +17,33 @@ def counted(job):
     return len(re.findall(r"restart \d+ of", text)), text.count("this restart is not counted")
 
 
+def damage(folder):
+    """Flips a bit in each compiled program that JAX keeps; how many there are."""
+    kept = [path for path in (folder / ".compiled").rglob("*-cache") if path.is_file()]
+    for path in kept:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    return len(kept)
+
+
 def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
-    """The chief and the other one, each with one restart left: only restarts without progress count."""
+    """The chief and the other one, where one restart may count: only those without progress do.
+
+    Compiled programs are kept; that they are damaged before the last start is no failure.
+    """
     monkeypatch.setenv("REPLICAX_CHECKPOINT_DIR", str(tmp_path / "alone"))
     looping(100, pause_s=0)
     expected = re.search(r"^bits (\w+)$", capsys.readouterr().out, re.MULTILINE)[1]
     with LaunchedJob(tmp_path, looping, "100", max_restarts=1) as job:
-        killed = kill_tasks(job, 2, seed=0, timeout_s=SOON_S, after_saving=True)
+        kill_after_saving(job, "worker 0", SOON_S)
+        kill_after_saving(job, "worker 1", SOON_S)
+        num_damaged = damage(job.saved)
         assert job.wait(SOON_S) == 0, job.text()
-    assert [victim for victim, _ in killed] == ["worker 0", "worker 1"]
     assert [bits for _, bits in job.printed("bits")] == [expected, expected], job.text()
     assert counted(job) == (0, 2)
+    assert num_damaged > 0
+    assert "Error reading persistent compilation cache" in "\n".join(job.lines)
 
 
 @pytest.mark.long
@@ -40,7 +56,7 @@ def test_fifty_kills(tmp_path, program, arguments, seed):
         assert job.wait(SOON_S * 3) == 0, job.text()
     expected = job.printed("bits") + job.printed("epoch")
     with LaunchedJob(tmp_path / "killed", program, arguments, max_restarts=25) as job:
-        killed = kill_tasks(job, 50, seed=seed, timeout_s=SOON_S)
+        killed = kill_at_random(job, 50, seed=seed, timeout_s=SOON_S)
         assert job.wait(LONG_S) == 0, job.text()
     num_counted, num_others = counted(job)
     print(f"{killed}\n{num_counted} restarts were counted, {num_others} were not.")
