@@ -87,12 +87,16 @@ def fitting(epochs=3, batch_size=12, pause_s=0.02, save_every=4):
     import os
     import time
 
+    import jax
     import keras
     import numpy as np
 
     import replicax as rx
 
-    strategy = rx.MultiWorkerMirroredStrategy()
+    is_launched = "TF_CONFIG" in os.environ
+    strategy = (
+        rx.MultiWorkerMirroredStrategy() if is_launched else rx.MirroredStrategy(jax.local_devices()[:2])
+    )
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras.Sequential(

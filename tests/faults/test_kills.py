@@ -51,11 +51,11 @@ def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("program", "arguments"), [(looping, "1500"), (fitting, "epochs=100")])
 def test_fifty_kills(tmp_path, program, arguments, seed):
-    """At random moments, while they start too; more than restarts without progress may be."""
+    """At random moments, while they start too; more often than restarts without progress may be."""
     with LaunchedJob(tmp_path / "alone", program, arguments) as job:
-        assert job.wait(SOON_S * 3) == 0, job.text()
+        assert job.wait(LONG_S) == 0, job.text()
     expected = job.printed("bits") + job.printed("epoch")
-    with LaunchedJob(tmp_path / "killed", program, arguments, max_restarts=25) as job:
+    with LaunchedJob(tmp_path / "killed", program, arguments, max_restarts=40) as job:
         killed = kill_at_random(job, 50, seed=seed, timeout_s=SOON_S)
         assert job.wait(LONG_S) == 0, job.text()
     num_counted, num_others = counted(job)
