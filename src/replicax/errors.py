@@ -78,13 +78,13 @@ from replicax._src.ps.errors import (
     ClosureInputError,
     MessageError,
     RemoteError,
+    SnapshotError,
     StaleCoordinatorError,
     UnauthenticatedError,
     UnavailableError,
     UnknownProgramError,
     WaitTimeoutError,
 )
-from replicax._src.ps.snapshots import SnapshotError
 from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [

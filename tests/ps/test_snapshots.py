@@ -17,12 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import export
 
-from replicax._src.ps import snapshots, unwritten
-from replicax._src.ps.errors import StaleCoordinatorError, UnknownProgramError
+from replicax._src.ps import snapshot_parts, snapshots, unwritten
+from replicax._src.ps.errors import SnapshotError, StaleCoordinatorError, UnknownProgramError
 from replicax._src.ps.held_values import BYTES_PER_BLOCK
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import UpdateProgram
-from replicax._src.ps.snapshots import SnapshotError
 from replicax._src.ps.store import Store
 
 ME = "me"
@@ -141,13 +140,13 @@ def test_a_new_version_after_restoring_is_none_from_before(tmp_path, monkeypatch
     step(store)
     seen = ask(store, "step", pull=[["w", None]]).header["versions"][0]
     instance = store.instance
-    num_held, value_of = [], snapshots.SnapshotFile.value
+    num_held, value_of = [], snapshots.Snapshot.value
 
     def value(*args):
         num_held.append(store.statistics()["pieces"])
         return value_of(*args)
 
-    monkeypatch.setattr(snapshots.SnapshotFile, "value", value)
+    monkeypatch.setattr(snapshots.Snapshot, "value", value)
     store.restore(tmp_path)  # the store that runs goes back
     assert num_held == [0]  # there may be no room for both
     assert store.instance != instance
@@ -174,16 +173,16 @@ def test_updates_are_in_place_after_restoring_and_after_a_snapshot(tmp_path):
 
 def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
     store = new_store(w=np.zeros(4, np.float32), v=np.zeros(4, np.float32))
-    write_entry, threads = snapshots._write_entry, []
+    write_entry, threads = snapshots.write_entry, []
 
-    def slow(file, entry):  # while it is written, updates go on
+    def slow(file, number, entry):  # while it is written, updates go on
         thread = threading.Thread(target=step, args=[store, len(threads)])
         thread.start()
         thread.join(timeout=30)
         threads.append(thread)
-        return write_entry(file, entry)
+        return write_entry(file, number, entry)
 
-    monkeypatch.setattr(snapshots, "_write_entry", slow)
+    monkeypatch.setattr(snapshots, "write_entry", slow)
     assert store.snapshot(tmp_path)["updates"] == 0
     assert read(store, "w")[0].max() == 2.0
     again, what = restored(tmp_path)
@@ -198,9 +197,9 @@ def test_an_update_waits_where_too_much_would_be_there_twice(tmp_path, monkeypat
     store = new_store(w=np.zeros(4, np.float32), v=np.zeros(4, np.float32))
     monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
     monkeypatch.setattr("replicax._src.ps.store._LONGEST_WAIT_S", 0.2 if ends == "late" else 60)
-    write_entry, threads = snapshots._write_entry, []
+    write_entry, threads = snapshots.write_entry, []
 
-    def write(file, entry):
+    def write(file, number, entry):
         if not threads:
             threads.append(threading.Thread(target=step, args=[store, 0]))
             threads[0].start()
@@ -212,9 +211,9 @@ def test_an_update_waits_where_too_much_would_be_there_twice(tmp_path, monkeypat
         elif entry.key == "v":  # w is written: its update goes on
             threads[0].join(timeout=30)
             assert not threads[0].is_alive()
-        return write_entry(file, entry)
+        return write_entry(file, number, entry)
 
-    monkeypatch.setattr(snapshots, "_write_entry", write)
+    monkeypatch.setattr(snapshots, "write_entry", write)
     with pytest.raises(SnapshotError) if ends == "failed" else contextlib.nullcontext():
         store.snapshot(tmp_path)
     threads[0].join(timeout=30)
@@ -390,7 +389,7 @@ def test_a_snapshot_that_fails_keeps_no_views(tmp_path, monkeypatch):
     create(store, w=like)
     send(store, add)
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "zlib", SimpleNamespace(crc32=fail))
+        patch.setattr(snapshot_parts, "zlib", SimpleNamespace(crc32=fail))
         with pytest.raises(SnapshotError, match="no room") as failure:
             store.snapshot(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -404,7 +403,7 @@ NO_ROOM = """
 import json, resource, sys
 import numpy as np
 from replicax._src.ps.messages import Message
-from replicax._src.ps.snapshots import SnapshotError
+from replicax._src.ps.errors import SnapshotError
 from replicax._src.ps.store import Store
 
 directory, limit = sys.argv[1:]
@@ -414,7 +413,8 @@ value = np.ones(100_000, np.float32)
 piece = {"key": "w", "shape": [100_000], "dtype": "float32", "initial": "array"}
 store.answer(Message({"op": "create", "incarnation": "me", "pieces": [piece]}, [value]))
 store.snapshot(directory)
-piece["key"] = "v"
+piece |= {"key": "v", "shape": [200_000]}  # what has not changed is not written again
+value = np.ones(200_000, np.float32)
 store.answer(Message({"op": "create", "incarnation": "me", "pieces": [piece]}, [value]))
 if limit == "file":
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))

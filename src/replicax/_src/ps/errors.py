@@ -46,6 +46,10 @@ class StaleCoordinatorError(ReplicaxError, RuntimeError):
     """Another coordinator has taken over the tasks of the cluster since."""
 
 
+class SnapshotError(ReplicaxError, RuntimeError):
+    """A snapshot could not be written, or none can be read."""
+
+
 class UnknownProgramError(ReplicaxError, KeyError):
     """A task does not have a program (any more): it is to be sent again.
 

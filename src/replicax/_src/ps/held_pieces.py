@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.changed_rows import ChangedRows
 from replicax._src.ps.held_values import Spec
 from replicax._src.ps.requests import Version
 from replicax._src.ps.updates import CompiledUpdate
@@ -27,12 +28,17 @@ class HeldPiece:
       spec: Shape and dtype.
       value: None when it was lost in an update that failed.
       number: Of its version; it grows with every change, and is not used again for this key.
+      changed: Since the last snapshot.
     """
 
     key: str
     spec: Spec
     value: jax.Array | None
     number: int
+    changed: ChangedRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changed = ChangedRows(self.spec)
 
     @property
     def num_bytes(self) -> int:

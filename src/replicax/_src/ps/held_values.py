@@ -38,10 +38,14 @@ def copied(value: np.ndarray, device: Any) -> jax.Array:
 
 
 def filled(
-    shape: Sequence[int], dtype: np.dtype[Any], device: Any, rows: Callable[[int, int], np.ndarray]
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    device: Any,
+    rows: Callable[[int, int], np.ndarray],
+    rows_per_unit: int = 1,
 ) -> jax.Array:
-    """An array whose rows ``start`` to ``stop`` are ``rows(start, stop)``, asked for in order, in blocks."""
-    rows_per_block = num_rows_per_block(shape, dtype)
+    """An array whose rows ``start`` to ``stop`` are ``rows(start, stop)``, asked for in order, in blocks of whole units."""
+    rows_per_block = num_rows_per_block(shape, dtype, rows_per_unit)
     with with_dtypes([dtype]):
         value = jnp.zeros(shape, dtype, device=device)
         for start in range(0, shape[0], rows_per_block):
@@ -51,10 +55,10 @@ def filled(
     return value
 
 
-def num_rows_per_block(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
-    """How many rows of an array are filled at once."""
+def num_rows_per_block(shape: Sequence[int], dtype: np.dtype[Any], rows_per_unit: int = 1) -> int:
+    """How many rows of an array are filled at once: some units."""
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
-    return max(1, BYTES_PER_BLOCK // max(1, row_bytes))
+    return max(1, BYTES_PER_BLOCK // max(1, row_bytes * rows_per_unit)) * rows_per_unit
 
 
 def is_overwritten(value: np.ndarray) -> bool:

@@ -34,6 +34,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class NamedRows:
+    """Rows of a piece whose numbers are in an operand of an update program. Numbers that are none of a row name none.
+
+    Attributes:
+      operand: Its position.
+      start: The number that stands for the first row of the piece.
+      are_indices: Along the last axis of the operand are indices, of which the first is the row's; else all are rows'.
+    """
+
+    operand: int
+    start: int = 0
+    are_indices: bool = False
+
+
+@dataclass(frozen=True)
 class UpdateProgram:
     """What a parameter server computes when a closure pushes to it: new values of some of its pieces.
 
@@ -45,6 +60,7 @@ class UpdateProgram:
       state: Keys of pieces.
       written: Positions in ``state``.
       averaged: Of an update by the mean of several closures' gradients: how each operand is averaged.
+      rows: For each of ``written`` the rows that may have another value afterwards; None: any. Empty: any of all.
       digest: Of all of it; programs that are equal have equal ones.
     """
 
@@ -52,6 +68,7 @@ class UpdateProgram:
     state: tuple[str, ...]
     written: tuple[int, ...]
     averaged: tuple[Averaging, ...] = ()
+    rows: tuple[tuple[NamedRows, ...] | None, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -59,14 +76,25 @@ class UpdateProgram:
 
     def described(self) -> dict[str, Any]:
         """All but the blob, for a header."""
-        described = {"state": list(self.state), "written": list(self.written)}
-        return described | ({"averaged": list(self.averaged)} if self.averaged else {})
+        described: dict[str, Any] = {"state": list(self.state), "written": list(self.written)}
+        if self.averaged:
+            described["averaged"] = list(self.averaged)
+        if self.rows:
+            described["rows"] = [
+                None if named is None else [[each.operand, each.start, each.are_indices] for each in named]
+                for named in self.rows
+            ]
+        return described
 
     @classmethod
     def of(cls, described: Mapping[str, Any], blob: bytes) -> Self:
         """The program that ``described`` and ``blob`` came from."""
         averaged = tuple(described.get("averaged", ()))
-        return cls(blob, tuple(described["state"]), tuple(described["written"]), averaged)
+        rows = tuple(
+            None if named is None else tuple(NamedRows(*each) for each in named)
+            for named in described.get("rows", ())
+        )
+        return cls(blob, tuple(described["state"]), tuple(described["written"]), averaged, rows)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-from replicax._src.ps.snapshots import SnapshotError
+from replicax._src.ps.errors import SnapshotError
 from replicax._src.ps.store import Store
 
 _log = logging.getLogger("replicax")

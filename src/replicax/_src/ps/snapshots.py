@@ -1,4 +1,7 @@
-"""Snapshots of a store, in files: each is written as one, and checked when it is read. What is in one is ``store.py``'s."""
+"""Snapshots of a store, in the files of a folder: each is written as one, and checked when it is read.
+
+What is in one is ``store.py``'s; which files belong together, and stay, ``snapshot_manifest.py``'s.
+"""
 
 from __future__ import annotations
 
@@ -9,240 +12,264 @@ import os
 import re
 import struct
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, Final, Self, final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from replicax._src.errors import ReplicaxError
-from replicax._src.ps.held_values import BYTES_PER_BLOCK, Spec, copied, filled, num_rows_per_block
+from replicax._src.ps.errors import SnapshotError
+from replicax._src.ps.snapshot_entries import Plan, write_entry
+from replicax._src.ps.snapshot_manifest import Block, Manifest, Needs, PieceRecord, needed
+from replicax._src.ps.snapshot_parts import Bytes, read_value
 
 log = logging.getLogger("replicax")
 
-NUM_KEPT: Final = 2
-_FORMAT: Final = 1
 _MAGIC: Final = b"rx-ps-01"
-_ALIGNMENT: Final = 64
 _FOOTER: Final = struct.Struct("<QQII8s")  # of the header: offset, length, checksum; 0; the magic
 _NAME: Final = re.compile(r"snapshot-(\d{10})\.rxps")
 _PARTIAL: Final = "snapshot.partial"
 
 
-class SnapshotError(ReplicaxError, RuntimeError):
-    """A snapshot could not be written, or none can be read."""
+@final
+class SnapshotFolder:
+    """The snapshots of one server.
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A piece as it is written: ``value`` may be a view."""
-
-    key: str
-    spec: Spec
-    number: int
-    value: np.ndarray
-
-
-def write(
-    directory: Path,
-    content: Mapping[str, Any],
-    entries: deque[Entry],
-    on_written: Callable[[str], None] = lambda key: None,
-) -> tuple[Path, int]:
-    """Writes a snapshot beside those that are there, and then removes all but the last ``NUM_KEPT``.
-
-    There is no half of one: it gets its name when all of it is on the disk. While it is written there is one more.
-
-    Args:
-      content: What is to be read first, as JSON.
-      entries: The pieces. They are taken out as they are written, so that views end early.
-      on_written: Told the key of a piece then.
-
-    Returns:
-      Its file and how many bytes it has.
-
-    Raises:
-      SnapshotError: It could not be written; those before are as they were.
+    Attributes:
+      path: Of the folder.
+      last: What was written or restored last, from which the next one may go on.
     """
-    partial, failure = directory / _PARTIAL, None
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:  # one that was left here by a process that died gives its room back
-            _write_all(file, content, entries, on_written)
-            num_bytes = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
-        before = _files(directory)
-        path = directory / f"snapshot-{_number(before[0]) + 1 if before else 1:010}.rxps"
-        partial.rename(path)
-        _sync(directory)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        failure = str(error)
-    finally:
-        entries.clear()
-    if failure is not None:  # raised here, without the error before, whose frames have views
-        raise SnapshotError(
-            f"No snapshot could be written to {directory}: {failure}. The ones before are as they were. "
-            f"Give a folder that can be written to, with room for {NUM_KEPT + 1} snapshots."
-        )
-    for old in before[NUM_KEPT - 1 :]:
-        with contextlib.suppress(OSError):
-            old.unlink()
-    return path, num_bytes
 
+    def __init__(self, path: Path):
+        self.path = path
+        self.last: Manifest | None = None
+        self._needs: dict[int, Needs] = {}
 
-def newest_whole(directory: Path, epoch: int | None = None) -> tuple[SnapshotFile, list[str]] | None:
-    """The newest snapshot that is whole, opened, and what is wrong with those that are newer.
+    def previous(self) -> Manifest | None:
+        """``last``, if all of its files are still there."""
+        if self.last is None:
+            return None
+        num_bytes = dict(self.last.chain)
+        for number in self.last.files | {self.last.chain[-1][0]}:
+            try:
+                if self.file(number).stat().st_size < num_bytes.get(number, 0):
+                    return None
+            except OSError:
+                return None
+        return self.last
 
-    Args:
-      epoch: That its content has to name; None: any.
+    def file(self, number: int) -> Path:
+        """Where the file of this number is."""
+        return self.path / f"snapshot-{number:010}.rxps"
 
-    Returns:
-      None if there is no snapshot.
+    def write(
+        self,
+        content: Mapping[str, Any],
+        plan: Plan,
+        on_written: Callable[[str], None] = lambda key: None,
+    ) -> tuple[Path, int]:
+        """Writes a snapshot beside those that are there, and then removes those that are not needed any more.
 
-    Raises:
-      SnapshotError: There are some, and none that will do.
-    """
-    refused: list[str] = []
-    for path in _files(directory):
+        There is no half of one: it gets its name when all of it is on the disk.
+
+        Args:
+          content: What is to be read first, as JSON.
+          plan: The pieces. They are taken out as they are written, so that views end early.
+          on_written: Told the key of a piece when that is written.
+
+        Returns:
+          Its file and how many bytes it has.
+
+        Raises:
+          SnapshotError: It could not be written; those before are as they were.
+        """
+        partial, failure = self.path / _PARTIAL, None
         try:
-            snapshot = SnapshotFile.opened(path)
-            with contextlib.ExitStack() as closing:
-                closing.callback(snapshot.close)
-                if epoch is not None and snapshot.content["epoch"] != epoch:
-                    raise SnapshotError(f"it is of epoch {snapshot.content['epoch']}, not {epoch}")
-                snapshot.check()
-                closing.pop_all()
-        except (SnapshotError, OSError) as error:
-            refused.append(f"{path.name}: {error}")
-            log.warning("Snapshot %s is not taken: %s", path, error)
-        else:
-            return snapshot, refused
-    if refused:
-        raise SnapshotError(
-            f"None of the snapshots in {directory} can be restored. {'; '.join(refused)}. "
-            "Remove them to start without one, or put back copies of them."
-        )
-    return None
+            self.path.mkdir(parents=True, exist_ok=True)
+            number = max(self._numbers(), default=0) + 1
+            with open(partial, "wb") as file:  # one that a process left here that died gives its room back
+                manifest = _write_all(file, number, content, plan, on_written)
+                num_bytes = file.tell()
+                file.flush()
+                os.fsync(file.fileno())
+            path = self.file(number)
+            partial.rename(path)
+            _sync(self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            failure = str(error)
+        finally:
+            plan.entries.clear()
+        if failure is not None:  # raised here, without the error before, whose frames have views
+            raise SnapshotError(
+                f"No snapshot could be written to {self.path}: {failure}. The ones before are as they were. "
+                "Give a folder that can be written to, with room for four times the variables of the server."
+            )
+        self.last = manifest
+        self._needs[number] = Needs(manifest.base, frozenset(manifest.files | {number}))
+        with contextlib.suppress(
+            OSError
+        ):  # what cannot be read now may be needed: it is removed another time
+            self._remove_others(number)
+        return path, num_bytes
+
+    def newest_whole(self, epoch: int | None = None) -> tuple[Snapshot, list[str]] | None:
+        """The newest snapshot that is whole, opened, and what is wrong with those that are newer.
+
+        Args:
+          epoch: That its content has to name; None: any.
+
+        Returns:
+          None if there is no snapshot.
+
+        Raises:
+          SnapshotError: There are some, and none that will do.
+        """
+        refused: list[str] = []
+        checked: dict[Block, str] = {}
+        for number in sorted(self._numbers(), reverse=True):
+            path = self.file(number)
+            try:
+                snapshot = Snapshot.opened(path, number)
+                with contextlib.ExitStack() as closing:
+                    closing.callback(snapshot.close)
+                    found = snapshot.content["epoch"]
+                    if epoch is not None and found != epoch:
+                        raise SnapshotError(f"it is of epoch {found}, not {epoch}")
+                    snapshot.check(checked)
+                    closing.pop_all()
+            except (SnapshotError, OSError) as error:
+                refused.append(f"{path.name}: {error}")
+                log.warning("Snapshot %s is not taken: %s", path, error)
+            else:
+                return snapshot, refused
+        if refused:
+            raise SnapshotError(
+                f"None of the snapshots in {self.path} can be restored. {'; '.join(refused)}. "
+                "Remove them to start without one, or put back copies of them."
+            )
+        return None
+
+    def _numbers(self) -> list[int]:
+        """Of the files."""
+        if not self.path.is_dir():
+            return []
+        found = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir())
+        return [int(name[1]) for name in found if name is not None]
+
+    def _remove_others(self, newest: int) -> None:
+        numbers = set(self._numbers())
+        for number in numbers - set(self._needs):
+            try:
+                with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
+                    manifest = snapshot.manifest
+                self._needs[number] = Needs(manifest.base, frozenset(manifest.files | {number}))
+            except SnapshotError:  # what it says is lost; others say whether they need its pieces
+                self._needs[number] = Needs(0, frozenset())
+        self._needs = {number: needs for number, needs in self._needs.items() if number in numbers}
+        whole = {number: needs for number, needs in self._needs.items() if needs.base}
+        for number in sorted(numbers - needed(whole, newest)):
+            with contextlib.suppress(OSError):
+                self.file(number).unlink()
 
 
 @final
-class SnapshotFile:
+class Snapshot:
     """A snapshot that is read.
 
     Attributes:
-      content: What was given to ``write``.
-      pieces: key, spec and number of each piece, with where it is.
+      manifest: What is in it, and where.
     """
 
-    def __init__(self, file: BufferedReader, header: Mapping[str, Any]):
+    def __init__(self, file: BufferedReader, number: int, manifest: Manifest):
         self.path = Path(file.name)
-        self.content: dict[str, Any] = header["content"]
-        self.pieces: list[dict[str, Any]] = header["pieces"]
-        self._file = file
+        self.manifest = manifest
+        self._files = {number: file}
 
     @classmethod
-    def opened(cls, path: Path) -> Self:
+    def opened(cls, path: Path, number: int) -> Self:
         """The snapshot in a file. Raises SnapshotError if it has no whole header."""
         file = open(path, "rb")  # noqa: SIM115 - the object closes it
         try:
-            return cls(file, _read_header(file))
+            return cls(file, number, Manifest.of(_read_header(file), number))
         except BaseException:
             file.close()
             raise
 
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """What was given to ``write``."""
+        return self.manifest.content
+
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
 
-    def check(self) -> None:
-        """Reads all of it. Raises SnapshotError if something is not as it was written."""
-        for piece in self.pieces:
-            for _ in self._blocks(piece, BYTES_PER_BLOCK):
-                pass
+    def check(self, checked: dict[Block, str] | None = None) -> None:
+        """Reads all of it. Raises SnapshotError if something is not as it was written.
 
-    def spec(self, piece: Mapping[str, Any]) -> Spec:
-        """Shape and dtype of a piece."""
-        return tuple(piece["shape"]), np.dtype(jnp.dtype(piece["dtype"]))
+        Args:
+          checked: What is known of blocks that other snapshots have too, and becomes known: what is wrong, if anything.
+        """
+        known = {} if checked is None else checked
+        for piece in self.manifest.pieces.values():
+            for part in piece.parts:
+                for block in (part.units, part.values):
+                    if block is not None and block not in known:
+                        known[block] = self._wrong(block, piece.key)
+                    if block is not None and known[block]:
+                        raise SnapshotError(known[block])
 
-    def value(self, piece: Mapping[str, Any], device: Any) -> jax.Array:
+    def value(self, piece: PieceRecord, device: Any) -> jax.Array:
         """The value of a piece, on a device. There is one block of it besides.
 
         Raises:
           SnapshotError: It is not as it was written.
         """
-        shape, dtype = self.spec(piece)
-        if piece["bytes"] <= BYTES_PER_BLOCK or not shape:
-            value = np.empty(shape, dtype)
-            for block in self._blocks(piece, BYTES_PER_BLOCK):
-                value = _as_array(block, dtype, shape)
-            return copied(value, device)
-        row_bytes = piece["bytes"] // shape[0]
-        blocks = self._blocks(piece, num_rows_per_block(shape, dtype) * row_bytes)
-        return filled(
-            shape,
-            dtype,
-            device,
-            lambda start, stop: _as_array(next(blocks), dtype, (stop - start, *shape[1:])),
-        )
+        return read_value(piece, self._bytes, device)
 
-    def _blocks(self, piece: Mapping[str, Any], block_bytes: int) -> Iterator[memoryview]:
-        """The bytes of a piece, one block after the other in the same memory. Wrong ones raise before the last block."""
-        self._file.seek(piece["offset"])
-        memory, checksum, left = _aligned(min(block_bytes, piece["bytes"])).data, 0, piece["bytes"]
-        while left:
-            block = memory[: min(left, len(memory))]
-            if self._file.readinto(block) != len(block):
-                raise SnapshotError(f'piece "{piece["key"]}" is cut off')
-            checksum = zlib.crc32(block, checksum)
-            left -= len(block)
-            if not left and checksum != piece["checksum"]:
-                raise SnapshotError(f'the checksum of piece "{piece["key"]}" is wrong')
-            yield block
+    def _wrong(self, block: Block, key: str) -> str:
+        try:
+            self._bytes(block, key).check()
+        except SnapshotError as error:
+            return str(error)
+        return ""
+
+    def _bytes(self, block: Block, key: str) -> Bytes:
+        path = self.path.with_name(f"snapshot-{block.file:010}.rxps")
+        what = f'piece "{key}"' if path == self.path else f'piece "{key}", whose values are in {path.name},'
+        if block.file not in self._files:
+            try:
+                self._files[block.file] = open(path, "rb")  # noqa: SIM115 - the object closes it
+            except OSError as error:
+                raise SnapshotError(f"{what} cannot be read: {error}") from error
+        return Bytes(self._files[block.file], block, what)
 
 
 def _write_all(
     file: BufferedWriter,
+    number: int,
     content: Mapping[str, Any],
-    entries: deque[Entry],
+    plan: Plan,
     on_written: Callable[[str], None],
-) -> None:
+) -> Manifest:
     file.write(_MAGIC)
-    pieces = []
-    while entries:
-        pieces.append(_write_entry(file, entries.popleft()))
-        on_written(pieces[-1]["key"])
-    header = json.dumps({"format": _FORMAT, "content": content, "pieces": pieces}).encode()
+    pieces: dict[str, PieceRecord] = {}
+    while plan.entries:
+        record = write_entry(file, number, plan.entries.popleft())
+        pieces[record.key] = record
+        on_written(record.key)
+    parts = (part for piece in pieces.values() for part in piece.parts if part.values.file == number)
+    own = (number, sum(part.num_bytes for part in parts))
+    manifest = Manifest(content, pieces, [*(() if plan.previous is None else plan.previous.chain), own])
+    header = json.dumps(manifest.described()).encode()
     offset = file.tell()
     file.write(header)
     file.write(_FOOTER.pack(offset, len(header), zlib.crc32(header), 0, _MAGIC))
-
-
-def _write_entry(file: BufferedWriter, entry: Entry) -> dict[str, Any]:
-    file.write(bytes(-file.tell() % _ALIGNMENT))
-    offset, checksum = file.tell(), 0
-    memory = entry.value.reshape(-1).view(np.uint8).data
-    for start in range(0, len(memory), BYTES_PER_BLOCK):
-        block = memory[start : start + BYTES_PER_BLOCK]
-        checksum = zlib.crc32(block, checksum)
-        file.write(block)
-    shape, dtype = entry.spec
-    return {
-        "key": entry.key,
-        "shape": list(shape),
-        "dtype": dtype.name,
-        "number": entry.number,
-        "offset": offset,
-        "bytes": len(memory),
-        "checksum": checksum,
-    }
+    return manifest
 
 
 def _read_header(file: BufferedReader) -> dict[str, Any]:
@@ -257,31 +284,7 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
     header = file.read(length)
     if zlib.crc32(header) != checksum:
         raise SnapshotError("the checksum of its header is wrong")
-    described = json.loads(header)
-    if described["format"] != _FORMAT:
-        raise SnapshotError(f"it has format {described['format']}, and {_FORMAT} is what is read here")
-    return described
-
-
-def _aligned(num_bytes: int) -> np.ndarray:
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes]
-
-
-def _as_array(block: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-    return np.frombuffer(block, dtype).reshape(shape)
-
-
-def _files(directory: Path) -> list[Path]:
-    """The snapshots in a folder, the newest first."""
-    if not directory.is_dir():
-        return []
-    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("snapshot-").removesuffix(".rxps"))
+    return json.loads(header)
 
 
 def _sync(directory: Path) -> None:

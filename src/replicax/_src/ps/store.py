@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps import snapshots
 from replicax._src.ps.errors import MessageError, UnknownProgramError
 from replicax._src.ps.held_gradients import HeldGradients
 from replicax._src.ps.held_pieces import (
@@ -42,6 +40,8 @@ from replicax._src.ps.requests import (
     new_pieces,
     program_of,
 )
+from replicax._src.ps.snapshot_entries import Plan
+from replicax._src.ps.snapshots import SnapshotFolder
 from replicax._src.ps.store_statistics import StoreStatistics
 from replicax._src.ps.unwritten import Unwritten
 from replicax._src.ps.updates import CompiledUpdate
@@ -74,6 +74,7 @@ class Store:
         self._snapshot_lock = threading.Lock()
         self._has_room = threading.Condition(self._lock)
         self._unwritten: Unwritten | None = None
+        self._folder: SnapshotFolder | None = None
         self._incarnations = Incarnations()
         self._highest_number = self._num_created = 0
         self._clear()
@@ -142,38 +143,46 @@ class Store:
         return self._highest_number
 
     def snapshot(self, directory: str | Path, epoch: int = 0) -> dict[str, Any]:
-        """Writes all values and which closures have been applied to a new file. Updates go on meanwhile.
+        """Writes what has changed since the one before, and which closures have been applied, to a new file.
 
-        The values are those of one moment. Until a piece is written, the first update of it needs memory for another
-        value; where that would be much, the update waits, for 40 s at most (``Unwritten``). Programs are not in it: only
-        which there were. Nor are gradients that wait for others of their round.
+        Updates go on meanwhile. The values are those of one moment. Until a piece is written, the first update of it needs
+        memory for another value; where that would be much, the update waits, for 40 s at most (``Unwritten``). Where few
+        rows have changed they are copied before. Programs are not in it: only which there were. Nor are gradients that wait
+        for others of their round.
 
         Args:
           directory: Of this server alone.
           epoch: A number by which ``restore`` finds it.
 
         Returns:
-          ``file``, ``bytes``, ``epoch``, and ``updates``: how many are in the values.
+          ``file``, ``bytes``, ``epoch``, ``updates``: how many are in the values, and ``is_base``: whether all was written.
 
         Raises:
           SnapshotError: It could not be written; the snapshots before are as they were.
         """
         with self._snapshot_lock:
+            folder = self._folder_of(Path(directory))
+            previous = folder.previous()
             with self._lock:
-                entries = deque(
-                    snapshots.Entry(piece.key, piece.spec, piece.number, piece.view())
-                    for piece in self._pieces.values()
-                )
+                plan = Plan.of(list(self._pieces.values()), previous)
                 content = self._content(epoch)
-                sizes = {piece.key: piece.num_bytes for piece in self._pieces.values()}
-                self._unwritten = Unwritten(sizes, time.monotonic() + _LONGEST_WAIT_S)
+                before = [(piece, piece.changed.begin()) for piece in self._pieces.values()]
+                shared = {entry.key for entry in plan.entries if entry.value is not None}
+                sizes = {piece.key: piece.num_bytes for piece, _ in before}
+                self._unwritten = Unwritten(sizes, shared, time.monotonic() + _LONGEST_WAIT_S)
             try:
-                path, num_bytes = snapshots.write(Path(directory), content, entries, self._is_written)
+                path, num_bytes = folder.write(content, plan, self._is_written)
+            except BaseException:
+                with self._lock:
+                    for piece, counted in before:
+                        piece.changed.put_back(counted)
+                raise
             finally:
                 with self._lock:
                     self._unwritten = None
                     self._has_room.notify_all()
-        return {"file": str(path), "bytes": num_bytes, "epoch": epoch, "updates": content["updates"]}
+        told = {"epoch": epoch, "updates": content["updates"], "is_base": plan.previous is None}
+        return {"file": str(path), "bytes": num_bytes, **told}
 
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
         """Takes what is in the newest whole snapshot, in place of all that is here; with a new ``instance``.
@@ -192,23 +201,23 @@ class Store:
           SnapshotError: There are snapshots, and none is whole and of the epoch; nothing has changed.
         """
         with self._snapshot_lock:
-            found = snapshots.newest_whole(Path(directory), epoch)
+            folder = self._folder_of(Path(directory))
+            found = folder.newest_whole(epoch)
             if found is None:
                 return None
             snapshot, refused = found
+            folder.last = None
             with contextlib.closing(snapshot):
                 with self._lock:
                     self._incarnations.now = None
                     self._clear()  # first: there may be no room for both
                 pieces = {
-                    piece["key"]: HeldPiece(
-                        piece["key"],
-                        snapshot.spec(piece),
-                        snapshot.value(piece, self.device),
-                        piece["number"],
-                    )
-                    for piece in snapshot.pieces
+                    key: HeldPiece(key, piece.spec, snapshot.value(piece, self.device), piece.number)
+                    for key, piece in snapshot.manifest.pieces.items()
                 }
+            for piece in pieces.values():
+                piece.changed.begin()
+            folder.last = snapshot.manifest
             with self._lock:
                 self._take(snapshot.content, pieces)
         told = {name: snapshot.content[name] for name in ("epoch", "incarnation", "updates")}
@@ -221,6 +230,12 @@ class Store:
             "programs": programs,
             "refused": refused,
         }
+
+    def _folder_of(self, directory: Path) -> SnapshotFolder:
+        """That of the snapshot before, from which the next one goes on; a new one if it is another folder."""
+        if self._folder is None or self._folder.path != directory:
+            self._folder = SnapshotFolder(directory)
+        return self._folder
 
     def _is_written(self, key: str) -> None:
         with self._lock:
@@ -472,12 +487,13 @@ class Store:
                 if piece.value is not None and piece.value.is_deleted():
                     piece.value = None  # what was written in place is nowhere else
             raise
-        for piece, value in zip(written, results):
-            self._change(piece, value)
+        for piece, value, rows in zip(written, results, update.rows(operands)):
+            self._change(piece, value, rows)
 
-    def _change(self, piece: HeldPiece, value: jax.Array) -> None:
+    def _change(self, piece: HeldPiece, value: jax.Array, rows: Sequence[np.ndarray] | None = None) -> None:
         piece.value = value
         piece.number += 1
+        piece.changed.change(rows)
         if self._unwritten is not None:
             self._unwritten.change(piece.key)
         self._highest_number = max(self._highest_number, piece.number)

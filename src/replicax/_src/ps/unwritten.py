@@ -17,12 +17,13 @@ class Unwritten:
 
     Args:
       sizes: Bytes of each piece, by its key.
+      keys: Of those that are not written yet.
       until: When that is over: what has waited until then goes on.
     """
 
-    def __init__(self, sizes: Mapping[str, int], until: float):
+    def __init__(self, sizes: Mapping[str, int], keys: Iterable[str], until: float):
         self.until = until
-        self._shared = dict(sizes)
+        self._shared = {key: sizes[key] for key in keys}
         self._twice: dict[str, int] = {}
         self._most_bytes = max(_MIN_TWICE_BYTES, _TWICE * sum(sizes.values()))
 

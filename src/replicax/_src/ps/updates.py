@@ -12,7 +12,7 @@ from jax import export
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.jax_compat import export_platform
 from replicax._src.ps.held_values import Spec, is_wide, with_dtypes
-from replicax._src.ps.programs import UpdateProgram
+from replicax._src.ps.programs import NamedRows, UpdateProgram
 
 _MIN_CHECKED_BYTES: Final = 1 << 20
 
@@ -36,6 +36,7 @@ class CompiledUpdate:
         exported = _deserialized(program, device)
         inputs, results = _specs(exported.in_avals), _specs(exported.out_avals)
         _check(program, inputs, results)
+        _check_rows(program, inputs[len(program.state) :])
         num_state = len(program.state)
         self.state, self.operands, self.results = inputs[:num_state], inputs[num_state:], results
         self._wide = [dtype for _, dtype in (*inputs, *results) if is_wide(dtype)]
@@ -43,6 +44,15 @@ class CompiledUpdate:
             self._run = _compiled(exported, inputs, program.written, device)
         analysis = self._run.memory_analysis()
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", 0)
+
+    def rows(self, operands: Sequence[np.ndarray]) -> list[list[np.ndarray] | None]:
+        """For each piece that is written the numbers of the rows that it may change; None: any."""
+        if not self.program.rows:
+            return [None] * len(self.program.written)
+        return [
+            None if named is None else [_numbers(each, operands[each.operand]) for each in named]
+            for named in self.program.rows
+        ]
 
     def check_operands(self, operands: Sequence[np.ndarray]) -> None:
         """Raises InvalidArgumentError unless the program takes these."""
@@ -121,6 +131,26 @@ def _check(program: UpdateProgram, inputs: Sequence[Spec], results: Sequence[Spe
             f"An update program gives {_texts(results)}, where the pieces that it writes are {_texts(expected)}. It has "
             "to give one new value for each of these, in order, with its shape and dtype; and to write at least one."
         )
+
+
+def _check_rows(program: UpdateProgram, operands: Sequence[Spec]) -> None:
+    if program.rows and len(program.rows) != len(program.written):
+        raise InvalidArgumentError(
+            f"An update program says which rows it changes of {len(program.rows)} pieces, and writes {len(program.written)}. "
+            "Say it for each of these, or for none."
+        )
+    for each in (each for named in program.rows if named is not None for each in named):
+        kinds = operands[each.operand : each.operand + 1] if each.operand >= 0 else ()
+        if not kinds or kinds[0][1].kind not in "iu" or not (kinds[0][0] or not each.are_indices):
+            raise InvalidArgumentError(
+                f"Operand {each.operand} of an update program is to name rows, and its operands are {_texts(operands)}. "
+                "Give the position of one that has whole numbers."
+            )
+
+
+def _numbers(named: NamedRows, operand: np.ndarray) -> np.ndarray:
+    numbers = operand[..., 0] if named.are_indices else operand
+    return numbers if not named.start else numbers.astype(np.int64) - named.start
 
 
 def _compiled(exported: export.Exported, inputs: Sequence[Spec], written: Sequence[int], device: Any) -> Any:

@@ -35,12 +35,14 @@ class AssignmentProgram:
       have_rows: Whether each has the variable's rows, so that a shard takes its own of them.
       apply: From the value there, of a shard perhaps, the operands and the number of the first row to the new value.
       described: What ``apply`` does, comparable.
+      rows: Positions of the operands whose indices name the rows that it changes; None: it may change any.
     """
 
     operands: Sequence[Atom]
     have_rows: Sequence[bool]
     apply: Callable[[Any, Sequence[Any], int], Any]
     described: Any = None
+    rows: Sequence[int] | None = None
 
 
 def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> AssignmentProgram:
@@ -122,7 +124,17 @@ def _change(
         return env[value]
 
     described = _described(path, sources, operands)
-    return AssignmentProgram(operands, [number in with_rows for number in operands], apply, described), None
+    have_rows = [number in with_rows for number in operands]
+    rows = None if by_row else _named_by(scattering, operands)
+    return AssignmentProgram(operands, have_rows, apply, described, rows), None
+
+
+def _named_by(scattering: Sequence[Operation], operands: Sequence[int]) -> list[int] | None:
+    """Which operands name the rows that operations put values into; None if something else does."""
+    indices = [operation.operands[1] for operation in scattering]
+    if any(isinstance(atom, jax_compat.Literal) or atom not in operands for atom in indices):
+        return None
+    return [operands.index(atom) for atom in indices]
 
 
 def _described(path: Sequence[Operation], sources: set[int], operands: Sequence[int]) -> list[Any]:

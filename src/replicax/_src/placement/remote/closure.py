@@ -21,7 +21,7 @@ from replicax._src.program.flat import Atom
 from replicax._src.program.program import Output
 from replicax._src.program.slots import Slot
 from replicax._src.ps.arrays import ServerArray
-from replicax._src.ps.programs import Operand, Piece, Push, UpdateProgram, WorkerProgram
+from replicax._src.ps.programs import NamedRows, Operand, Piece, Push, UpdateProgram, WorkerProgram
 
 
 class Servers(Protocol):
@@ -277,8 +277,12 @@ class _ServerSide:
                 rows = piece.rows if is_cut and len(shape) == len(array.shape) else None
                 shape_there = shape if rows is None else (rows[1] - rows[0], *shape[1:])
                 positions.append(builder.take((self._worker.output(atom), rows), (shape_there, dtype)))
-            key = builder.use(array, piece, is_written=True)
-            builder.add(_assign(key, positions, program.apply, piece.rows[0] if piece.rows else 0))
+            start = piece.rows[0] if piece.rows else 0
+            named = None
+            if program.rows is not None:
+                named = [NamedRows(positions[at], start, are_indices=True) for at in program.rows]
+            key = builder.use(array, piece, is_written=True, rows=named)
+            builder.add(_assign(key, positions, program.apply, start))
 
     def _add_update(
         self,

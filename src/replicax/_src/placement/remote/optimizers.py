@@ -23,7 +23,7 @@ from replicax._src.program import flat
 from replicax._src.program.flat import Atom, FlatProgram, Operation
 from replicax._src.program.row_parallel import Mixing, mixed_values, rows_of, with_rows
 from replicax._src.ps.arrays import ServerArray
-from replicax._src.ps.programs import Piece
+from replicax._src.ps.programs import NamedRows, Piece
 
 Rows = tuple[int, int]
 """From which row on, and up to which, of a variable."""
@@ -241,7 +241,7 @@ class OptimizerUpdate:
                 else:
                     position = builder.take(take_gradient(i, piece), (array.shape_of(piece), array.dtype))
                     given[self._gradients[i]] = position
-        reads, writes = self._keys(builder, traced, pieces, used, is_last=is_last)
+        reads, writes = self._keys(builder, traced, pieces, used, rows_at, is_last=is_last)
 
         def step(values: Values, operands: Sequence[Any]) -> None:
             env = dict(env_of_consts)
@@ -262,6 +262,7 @@ class OptimizerUpdate:
         traced: TracedUpdate,
         pieces: dict[int, Piece],
         used: set[int],
+        rows_at: Mapping[int, int],
         *,
         is_last: bool,
     ) -> tuple[dict[int, str], dict[str, tuple[int, Atom]]]:
@@ -272,7 +273,8 @@ class OptimizerUpdate:
         def meet(array: ServerArray, piece: Piece, number: int, new: Atom) -> None:
             is_written = not _is(new, number)
             if number in used or is_written:
-                key = builder.use(array, piece, is_written=is_written)
+                rows = [NamedRows(rows_at[number])] if number in rows_at else None
+                key = builder.use(array, piece, is_written=is_written, rows=rows)
                 if number in used:
                     reads[number] = key
                 if is_written:

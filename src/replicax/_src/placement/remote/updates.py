@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.ps.arrays import ServerArray
-from replicax._src.ps.programs import Averaging, Piece, UpdateProgram
+from replicax._src.ps.programs import Averaging, NamedRows, Piece, UpdateProgram
 
 Values = dict[str, Any]
 Step = Callable[[Values, Sequence[Any]], None]
@@ -37,18 +37,26 @@ class UpdateBuilder:
         self._positions: dict[Any, int] = {}
         self._avals: list[Any] = []
         self._state: dict[str, Any] = {}
-        self._written: dict[str, None] = {}
+        self._written: dict[str, set[NamedRows] | None] = {}
         self._steps: list[Step] = []
 
     @property
     def is_empty(self) -> bool:
         return not self._steps
 
-    def use(self, array: ServerArray, piece: Piece, *, is_written: bool) -> str:
-        """The program takes a piece, and perhaps changes it. Returns its key."""
+    def use(
+        self,
+        array: ServerArray,
+        piece: Piece,
+        *,
+        is_written: bool,
+        rows: Iterable[NamedRows] | None = None,
+    ) -> str:
+        """The program takes a piece, and perhaps changes it: these rows, or any. Returns its key."""
         self._state.setdefault(piece.key, jax.ShapeDtypeStruct(array.shape_of(piece), array.dtype))
         if is_written:
-            self._written[piece.key] = None
+            before = self._written.get(piece.key, set())
+            self._written[piece.key] = None if rows is None or before is None else before | set(rows)
         return piece.key
 
     def take(self, operand: Any, *avals: tuple[Sequence[int], Any]) -> int:
@@ -81,4 +89,8 @@ class UpdateBuilder:
         avals = [*self._state.values(), *self._avals]
         blob = jax_compat.export(update, avals, platforms, f"update_of_{name}")
         positions = tuple(keys.index(key) for key in written)
-        return UpdateProgram(blob, tuple(keys), positions, tuple(self._averaged))
+        rows: tuple[tuple[NamedRows, ...] | None, ...] = tuple(
+            None if named is None else tuple(sorted(named, key=repr)) for named in self._written.values()
+        )
+        has_rows = any(named is not None for named in rows)
+        return UpdateProgram(blob, tuple(keys), positions, tuple(self._averaged), rows if has_rows else ())
