@@ -207,12 +207,20 @@ def convergence(num_rounds: int, tensorflow_python: str | None) -> None:
     subprocess.run([sys.executable, str(script), "--rounds", str(num_rounds)], check=True, timeout=900)
 
 
+def snapshots(num_rounds: int, tensorflow_python: str | None) -> None:
+    """What a snapshot costs after few rows have changed; the bar: a tenth of the CPU time of one of all."""
+    del tensorflow_python
+    script = Path(__file__).with_name("ps_snapshots.py")
+    subprocess.run([sys.executable, str(script), "--rounds", str(num_rounds)], check=True, timeout=900)
+
+
 PARTS = {
     "closures": closures,
     "mlp": mlp,
     "transfer": transfer,
     "embedding": embedding,
     "memory": memory,
+    "snapshots": snapshots,
     "convergence": convergence,
 }
 

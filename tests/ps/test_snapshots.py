@@ -459,7 +459,7 @@ import json, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from jax import export
 from replicax._src.ps.messages import Message
-from replicax._src.ps.programs import UpdateProgram
+from replicax._src.ps.programs import NamedRows, UpdateProgram
 from replicax._src.ps.store import Store
 
 what, directory = sys.argv[1:]
@@ -476,7 +476,7 @@ def ask(op, arrays=(), **header):
 
 def send(fn, state, written, *avals):
     blob = bytes(export.export(jax.jit(fn), platforms=["cpu"])(*avals).serialize())
-    program = UpdateProgram(blob, state, written)
+    program = UpdateProgram(blob, state, written, rows=tuple((NamedRows(0),) for _ in written))
     ask("program", [np.frombuffer(blob, np.uint8)], digest=program.digest, described=program.described())
     return program.digest
 
@@ -506,6 +506,11 @@ def work(rows, prefix, is_restored):
             ask("step", [ids, g], program=update)
             number += 1
         assert number > 1
+        chance = np.random.default_rng(0)
+        for _ in range(3):  # restored are all of a chain
+            for _ in range(8):
+                ask("step", [chance.integers(0, rows, 4096, np.int32), g], program=update)
+            assert not store.snapshot(directory)["is_base"]
     return 2 * 4 * rows * 64
 
 
