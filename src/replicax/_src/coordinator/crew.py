@@ -10,6 +10,7 @@ from replicax._src.coordinator.closures import ClosureQueue
 from replicax._src.coordinator.dispatch import Dispatch
 from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.ps_recovery import OnPsRestart, Recovery
+from replicax._src.coordinator.ps_replication import Replication
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.resources import Resource, Resources
 from replicax._src.coordinator.round_keeper import RoundKeeper
@@ -48,6 +49,7 @@ class Crew:
             for number, interval_s in enumerate(session.snapshot_intervals_s)
         ]
 
+        self._replication = None if session.groups is None else Replication(session, self._tell_primaries)
         self._rounds = [RoundKeeper(session, self.dispatch, self._on_ps_trouble)] if queue.rounds else []
 
     def start(self) -> None:
@@ -96,11 +98,17 @@ class Crew:
 
     def _on_ps_trouble(self, task: str | None) -> bool:
         """A closure could not use a parameter server, or some. Returns whether it comes back after it died."""
-        met = [watch for watch in self.watches if task is None or watch.name == task]
+        # (With replication it may have asked two.)
+        any_of = task is None or self._replication is not None
+        met = [watch for watch in self.watches if any_of or watch.name == task]
         for watch in met:
             self.on_ps_silent(watch)  # until it has answered, so that nothing is tried in vain
             watch.look()
-        return any(watch.comes_back_s for watch in met)
+        return self._replication is not None or any(watch.comes_back_s for watch in met)
+
+    def _tell_primaries(self) -> None:
+        for worker in self.workers:
+            worker.tell_primaries()
 
     def on_ps_silent(self, watch: PsWatch) -> None:
         """Nothing is sent to workers until it is there again, if it will be."""
@@ -108,14 +116,21 @@ class Crew:
             self.dispatch.pause(watch.name)
 
     def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
-        return self._recovery.restarted(watch, client)
+        return (self._replication or self._recovery).restarted(watch, client)
 
     def on_ps_lost(self, watch: PsWatch, error: BaseException) -> None:
+        if self._replication is not None and isinstance(error, UnavailableError):
+            left = self._replication.lost(watch, error)
+            if left is None:
+                return
+            error = left
         with self._lock:
             self._lost_ps[watch.name] = error
         self.dispatch.broke(error)
 
     def on_ps_back(self, watch: PsWatch) -> None:
+        if self._replication is not None:
+            self._replication.back(watch)
         self.dispatch.resume(watch.name)
         with self._lock:
             was_lost = self._lost_ps.pop(watch.name, None)

@@ -7,8 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from replicax._src.ps.groups import Groups
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import WorkerProgram
+from replicax._src.ps.replica_rules import View
 
 
 class Link(Protocol):
@@ -43,9 +45,11 @@ class Session(Protocol):
       snapshot_intervals_s: Of each parameter server; None for one that takes no snapshots.
       num_made: Is another one after variables were made.
       before_close: What is done before the time with the tasks ends.
+      groups: Who serves which pieces, where each is on two parameter servers; None where it is on one.
     """
 
     before_close: Callable[[], None]
+    groups: Groups | None
 
     @property
     def incarnation(self) -> Any: ...
@@ -67,6 +71,18 @@ class Session(Protocol):
 
         Raises:
           DeviceError: It cannot run what the others run.
+        """
+        ...
+
+    def use_primaries(self) -> None:
+        """The groups have other primaries than before: links go there, and workers read all anew."""
+        ...
+
+    def tell_view(self, task: int, view: View, timeout_s: float) -> None:
+        """Tells a parameter server who has a group.
+
+        Raises:
+          UnavailableError: It does not answer.
         """
         ...
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from replicax._src.coordinator.closures import Closure
 from replicax._src.coordinator.dispatch import Dispatch, Port
-from replicax._src.coordinator.prepared import Session
+from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.resources import Resources
 from replicax._src.coordinator.stream import WorkerStream
 from replicax._src.input.dataset import OutOfRangeError
@@ -120,6 +120,23 @@ class RemoteWorker:
             "statistics": dict(self._beat),
         }
 
+    def tell_primaries(self) -> None:
+        """Other parameter servers than before serve some variables: the worker, if it is there, need not find out. Does not wait."""
+        if (stream := self._stream) is not None and not stream.over.is_set():
+            self._started(self._say_new_primaries, stream)
+
+    def _say_new_primaries(self, stream: WorkerStream) -> None:
+        try:
+            self._say_primaries(stream.client)
+        except Exception as error:
+            log.debug("%s: %s", self.name, error)  # who is no primary says so itself
+
+    def _say_primaries(self, client: Client) -> None:
+        groups = self._session.groups
+        if groups is not None:
+            header = {"incarnation": self._session.incarnation, "primaries": groups.primaries}
+            client.ask("primaries", header, _HELLO_S)
+
     # --- one connection after the other ----------------------------------------------------------------
 
     def _live(self) -> None:
@@ -171,6 +188,7 @@ class RemoteWorker:
                 self._beat = {}
             self._told = told
             self._session.meet_worker(self.name, told)
+            self._say_primaries(client)
             link = client.open()
         except BaseException:
             client.close()

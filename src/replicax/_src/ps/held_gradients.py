@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -47,6 +47,12 @@ class HeldGradients:
         held = self._rounds.setdefault(number, {})
         if closure not in held:
             held[closure] = _Held(update, [np.array(array) for array in gradients])
+
+    def held(self) -> Iterator[tuple[int, int, str, Sequence[np.ndarray]]]:
+        """All: the round, the closure, the digest of the update, the gradients."""
+        for number, held_of in self._rounds.items():
+            for closure, held in held_of.items():
+                yield number, closure, held.update.program.digest, held.arrays
 
     def keys_of(self, number: int) -> list[str]:
         """Of the pieces that a round will write."""

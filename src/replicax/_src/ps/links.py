@@ -51,6 +51,7 @@ class PsLinks:
     """
 
     def __init__(self, clients: Sequence[PsClient], incarnation: Any, timeout_s: float = 60.0):
+        self._clients = clients
         self._servers = [ServerStream(f"ps {i}", client) for i, client in enumerate(clients)]
         self._incarnation = incarnation
         self._timeout_s = timeout_s
@@ -72,6 +73,18 @@ class PsLinks:
         """From now on, these are tried again for as long as a call may take: they come back after they died."""
         for ps in servers:
             self._servers[ps].comes_back = True
+
+    def use_primaries(self, primaries: Sequence[int]) -> None:
+        """Each piece is on two parameter servers, its own and the next one; says for each which of the two serves it now.
+
+        Whoever waits for the other one is woken, and asks this one.
+
+        Args:
+          primaries: By the number of the piece's parameter server.
+        """
+        for ps, primary in enumerate(primaries):
+            self._servers[ps].replicate(ps, self._clients[(ps + 1) % len(self._clients)])
+            self._servers[ps].use(0 if primary == ps else 1)
 
     def send_all_programs(self, ps: int) -> None:
         """Parameter server ``ps`` is another process, which has no program yet: gives it all that there are."""

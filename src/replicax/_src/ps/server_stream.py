@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final, Protocol, final
 
 from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
@@ -13,6 +14,8 @@ from replicax._src.ps.programs import UpdateProgram
 
 _PAUSES_S: Final = (0.0, 0.2, 1.0)
 """Before each time that a broken stream is opened again; the last one as often as there is time, if the server comes back."""
+_TURN_S: Final = 0.1
+"""So it is where two servers are asked in turn, until one says that it is the primary."""
 
 
 class PsLink(Protocol):
@@ -37,6 +40,9 @@ class PsClient(Protocol):
 class ServerStream:
     """The stream to one parameter server, and what it has been sent. Use it under its lock.
 
+    With replication it is that to a group of pieces: to the one of two servers that serves it now. When one does not, the
+    other is tried.
+
     Attributes:
       programs: By digest, what may be sent to it.
       sent: Digests of those that were sent.
@@ -49,10 +55,25 @@ class ServerStream:
         self.programs: dict[str, UpdateProgram] = {}
         self.sent: set[str] = set()
         self.num_messages = self.num_opened = 0
-        self._client = client
+        self._servers = [client]
+        self._group: int | None = None
+        self._at = self._link_at = 0
         self._link: PsLink | None = None
         self._failed: Exception | None = None
         self._is_closed = self.comes_back = False
+
+    def replicate(self, group: int, backup: PsClient) -> None:
+        """What is said to it is said to a group from now on, which is on another server, too. Before the first message."""
+        if self._group is None:
+            self._servers.append(backup)
+            self._group, self.comes_back = group, True
+
+    def use(self, at: int) -> None:
+        """The first (0) or the second (1) server of the group is the primary. Without the lock: who waits for the other is woken."""
+        self._at = at
+        link = self._link
+        if link is not None and self._link_at != at:
+            link.close()
 
     def begin(self, message: Message) -> None:
         """Sends a message. What goes wrong is told by ``end``, after the others have got theirs."""
@@ -64,13 +85,13 @@ class ServerStream:
 
     def end(self, message: Message, deadline: float, may_repeat: bool) -> Message | Exception:
         """The answer to the message that was begun, or the error that it tells of."""
-        pauses = iter(_PAUSES_S if may_repeat else ())
-        if may_repeat and self.comes_back:
-            pauses = itertools.chain(pauses, itertools.repeat(_PAUSES_S[-1]))
+        pauses = self._pauses() if may_repeat else iter(())
         while True:
             try:
                 return self._receive(deadline)
             except UnavailableError as error:
+                if self._at == self._link_at:  # or it was told meanwhile who is the primary
+                    self._at = (self._at + 1) % len(self._servers)
                 self.give_up_link()
                 pause = next(pauses, None)
                 if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
@@ -88,14 +109,24 @@ class ServerStream:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-        self._client.close()
+        self._servers[0].close()  # the other one is another stream's first
+
+    def _pauses(self) -> Iterator[float]:
+        if not self.comes_back:
+            return iter(_PAUSES_S)
+        if self._group is not None:
+            return itertools.chain(_PAUSES_S[:1], itertools.repeat(_TURN_S))
+        return itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1]))
 
     def _send(self, message: Message) -> None:
         if self._is_closed:
             raise UnavailableError(f"The links to {self.name} have been closed.", self.name)
         if self._link is None:
-            self._link = self._client.open()
+            self._link_at = self._at
+            self._link = self._servers[self._link_at].open()
             self.num_opened += 1
+        if self._group is not None:
+            message = Message({**message.header, "group": self._group}, message.arrays)
         self._link.send(message)
         self.num_messages += 1
 

@@ -15,8 +15,10 @@ import numpy as np
 
 from replicax._src.errors import DeviceError
 from replicax._src.ps.arrays import Balance, ServerArray
+from replicax._src.ps.groups import Groups, tell_view
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Piece, UpdateProgram
+from replicax._src.ps.replica_rules import View
 from replicax._src.ps.shared_arrays import SharedArrays, copy_key
 from replicax._src.ps.tasks import Tasks
 
@@ -35,6 +37,7 @@ class Session:
       tasks: The cluster; None if the servers are stores of this process.
       snapshot_intervals_s: Of the parameter servers, in order; None for one that takes no snapshots.
       shared: What programs that share the servers have there; None if this one has them to itself.
+      groups: Who serves which pieces, where each piece is on two servers; None where it is on one.
 
     Attributes:
       client: This program's, random: its closures are numbered by it.
@@ -51,8 +54,12 @@ class Session:
         tasks: Tasks | None = None,
         snapshot_intervals_s: Sequence[float | None] = (),
         shared: SharedArrays | None = None,
+        groups: Groups | None = None,
     ):
         self.links = links
+        self.groups = groups
+        if groups is not None:
+            links.use_primaries(groups.primaries)
         self.client = uuid.uuid4().hex
         self._shared = shared
         self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * links.num_servers
@@ -135,6 +142,21 @@ class Session:
         with self._lock:
             self._met.add(name)
             self._worker_platforms = tuple(sorted({*self._worker_platforms, str(told["platform"])}))
+
+    def use_primaries(self) -> None:
+        """The groups have other primaries than before."""
+        assert self.groups is not None
+        self.links.use_primaries(self.groups.primaries)
+        self.renew()
+
+    def tell_view(self, task: int, view: View, timeout_s: float) -> None:
+        """Tells a parameter server who has a group.
+
+        Raises:
+          UnavailableError: It does not answer.
+        """
+        assert self._tasks is not None
+        tell_view(self._tasks, task, view, timeout_s)
 
     @property
     def bytes_on(self) -> list[int]:

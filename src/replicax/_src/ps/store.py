@@ -6,7 +6,10 @@ import contextlib
 import threading
 import time
 import uuid
+import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -31,6 +34,7 @@ from replicax._src.ps.held_pieces import (
 from replicax._src.ps.held_values import copied, is_overwritten, overwritten
 from replicax._src.ps.incarnations import Incarnations
 from replicax._src.ps.messages import Message
+from replicax._src.ps.programs import UpdateProgram
 from replicax._src.ps.requests import (
     ApplyRound,
     NewPiece,
@@ -49,6 +53,23 @@ from replicax._src.ps.window import Windows
 
 _LONGEST_WAIT_S: Final = 40.0
 """For a snapshot: a client gives a call up after 60 s. Who waits no longer needs memory for all that is not written yet."""
+
+
+@dataclass(frozen=True)
+class StoreState:
+    """All that a store has, at one moment: for another one.
+
+    Attributes:
+      content: What is not arrays, as JSON.
+      pieces: Key, number of the version, and a view of the value; to be let go soon.
+      programs: That update pieces.
+      gradients: That wait for their round: its number, that of the closure, the program's digest, arrays.
+    """
+
+    content: dict[str, Any]
+    pieces: deque[tuple[str, int, np.ndarray]]
+    programs: Sequence[UpdateProgram]
+    gradients: Sequence[tuple[int, int, str, Sequence[np.ndarray]]]
 
 
 @final
@@ -86,6 +107,7 @@ class Store:
             "assign": self._assign,
             "drop": self._drop,
             "find": self._find,
+            "checksum": self._checksum,
         }
 
     def answer(self, message: Message) -> Message:
@@ -237,6 +259,29 @@ class Store:
             self._folder = SnapshotFolder(directory)
         return self._folder
 
+    def state(self) -> StoreState:
+        """All that is here, at one moment. Until a view is let go, the first update of its piece needs other memory."""
+        with self._lock:
+            pieces = deque((piece.key, piece.number, piece.view()) for piece in self._pieces.values())
+            programs = [compiled.program for compiled in self._programs.values()]
+            return StoreState(self._content(0), pieces, programs, list(self._gradients.held()))
+
+    def begin_with(self, content: Mapping[str, Any]) -> None:
+        """Takes the ``content`` of another store's state, in place of all that is here; with a new ``instance``."""
+        with self._lock:
+            self._take(content, {})
+
+    def put(self, key: str, number: int, value: np.ndarray) -> None:
+        """Takes a piece of another store's state: a copy of it."""
+        piece = HeldPiece(key, (value.shape, value.dtype), copied(value, self.device), number)
+        with self._lock:
+            self._pieces[key] = piece
+
+    def hold(self, number: int, closure: int, digest: str, arrays: Sequence[np.ndarray]) -> None:
+        """Takes gradients of another store's state. Their program has to be here."""
+        with self._lock:
+            self._gradients.hold(number, closure, self._known_program(digest), arrays)
+
     def _is_written(self, key: str) -> None:
         with self._lock:
             if self._unwritten is not None:
@@ -324,6 +369,8 @@ class Store:
             if averaged is not None:
                 self._hold(step, averaged)
             is_duplicate = self._update(step, update)
+            if header.get("only_apply"):
+                return Message({"duplicate": is_duplicate})
             return self._read(step, pulled, tables, is_duplicate)
 
     def _apply_round(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
@@ -388,6 +435,17 @@ class Store:
             self._incarnations.check(header.get("incarnation"))
             specs = [(key, self._pieces[key].spec) for key in keys if key in self._pieces]
         return Message({"found": [[key, list(shape), str(dtype)] for key, (shape, dtype) in specs]})
+
+    def _checksum(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        with self._lock:
+            self._incarnations.check(header.get("incarnation"))
+            views = {key: piece.view() for key, piece in self._pieces.items()}
+        crc = 0
+        for key in sorted(views):
+            crc = zlib.crc32(
+                np.ascontiguousarray(views.pop(key)).view(np.uint8), zlib.crc32(key.encode(), crc)
+            )
+        return Message({"checksum": f"{crc:08x}"})
 
     # Under the lock.
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from replicax._src.cluster.routes import routed_address
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.messages import Message
+from replicax._src.ps.replica_rules import View
+from replicax._src.ps.replicas import Replicas
 from replicax._src.ps.resources import WorkerPlace
 from replicax._src.ps.server_def import ServerDef, ServerOptions
 from replicax._src.ps.service import Ask, Host, Work
@@ -24,7 +28,7 @@ def host_of(definition: ServerDef, options: ServerOptions, credentials: Credenti
     if definition.job_name == "ps":
         folder = options.snapshot_dir
         own = None if folder is None else Path(folder) / f"ps-{definition.task_index}"
-        return PsHost(own, options.snapshot_interval_s)
+        return PsHost(own, options.snapshot_interval_s, definition.task_index, credentials)
     place = WorkerPlace(definition.task_index, definition.cluster.num_tasks("worker"))
     return WorkerHost(place, credentials)
 
@@ -34,18 +38,26 @@ class WorkerHost:
     """A worker's: nothing. What it has is its coordinator's."""
 
     def __init__(self, place: WorkerPlace, credentials: Credentials):
-        self.asks: Mapping[str, Ask] = {}
+        self.asks: Mapping[str, Ask] = {"primaries": self._primaries}
         self.restored = self.snapshots = None
         self.instance = uuid.uuid4().hex
         self._place, self._credentials = place, credentials
+        self._links: PsLinks | None = None
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
         """Connects to no ps yet: that is done at first use."""
         clients = [TaskClient(address, self._credentials, f"ps {index}") for index, address in enumerate(ps)]
-        return Worker(PsLinks(clients, incarnation), self._place, lambda: _traffic(clients))
+        self._links = PsLinks(clients, incarnation)
+        return Worker(self._links, self._place, lambda: _traffic(clients))
 
     def close(self) -> None:
         """Nothing."""
+
+    def _primaries(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Variables are on two parameter servers each, and these are the ones that serve them."""
+        if self._links is not None:
+            self._links.use_primaries(header["primaries"])
+        return {}
 
 
 @final
@@ -55,17 +67,21 @@ class PsHost:
     Args:
       directory: Of the snapshots of this task; None: there are none.
       interval_s: Between two of them.
+      index: Of this task.
+      credentials: For other parameter servers, if variables are on two each.
 
     Raises:
       SnapshotError: There are snapshots, and none can be read.
     """
 
-    def __init__(self, directory: Path | None, interval_s: float):
+    def __init__(self, directory: Path | None, interval_s: float, index: int, credentials: Credentials):
         self._store, self._interval_s = Store(), interval_s
+        self._index, self._credentials = index, credentials
         self._keeper = None if directory is None else SnapshotKeeper(self._store, directory, interval_s)
-        self.asks: Mapping[str, Ask] = {}
+        self._replicas: Replicas | None = None
+        self.asks: Mapping[str, Ask] = {"group": self._take_view}
         if self._keeper is not None:
-            self.asks = {"snapshot": self._snapshot, "restore": self._restore}
+            self.asks = {**self.asks, "snapshot": self._snapshot, "restore": self._restore}
 
     @property
     def instance(self) -> str:
@@ -83,12 +99,22 @@ class PsHost:
         """What is in the store stays, if it is of that coordinator."""
         if self._keeper is not None:
             self._keeper.begin()
-        return PsWork(self._store, incarnation, self._keeper)
+        self._replicas = Replicas(self._index, incarnation, self._connect)
+        return PsWork(self._store, incarnation, self._replicas, self._keeper)
 
     def close(self) -> None:
         """Takes the last snapshot."""
         if self._keeper is not None:
             self._keeper.close()
+
+    def _connect(self, index: int, address: str) -> TaskClient:
+        return TaskClient(routed_address(address, os.environ), self._credentials, f"ps {index}")
+
+    def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Who has a group of pieces is decided; tells which parts this task has now."""
+        assert self._replicas is not None
+        self._replicas.take(View.of(header["view"]), header["ps"])
+        return {"groups": self._replicas.described()}
 
     def _snapshot(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._keeper is not None
@@ -107,23 +133,30 @@ class PsWork:
     Args:
       store: Of the task.
       incarnation: Of the coordinator.
+      replicas: What it has of groups, if variables are on two parameter servers each; the store has nothing then.
       keeper: Of the store's snapshots, if there are any.
     """
 
-    def __init__(self, store: Store, incarnation: str, keeper: SnapshotKeeper | None = None):
-        self._store, self._incarnation, self._keeper = store, incarnation, keeper
+    def __init__(
+        self, store: Store, incarnation: str, replicas: Replicas, keeper: SnapshotKeeper | None = None
+    ):
+        self._store, self._incarnation, self._replicas, self._keeper = store, incarnation, replicas, keeper
         store.hello(incarnation)
 
     def answer(self, message: Message) -> Message:
         """Does what a message asks."""
+        if "group" in message.header:
+            return self._replicas.answer(message)
         return self._store.answer(message)
 
     def statistics(self) -> Mapping[str, Any]:
         """The store's, and of its snapshots."""
-        return {**self._store.statistics(), **({} if self._keeper is None else self._keeper.statistics())}
+        held = self._replicas if self._replicas else self._store
+        return {**held.statistics(), **({} if self._keeper is None else self._keeper.statistics())}
 
     def close(self) -> None:
         """Drops all pieces."""
+        self._replicas.close()
         self._store.leave(self._incarnation)
 
 

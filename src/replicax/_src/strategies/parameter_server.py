@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, final
+from typing import Any, Final, Protocol, Self, final
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from replicax._src.options import whole_number
 from replicax._src.program.slots import SlotTable
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnknownProgramError
+from replicax._src.ps.groups import Groups, tell_view
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.resources import WORKER_INDEX, ValueResource, WorkerPlace
 from replicax._src.ps.runner import ClosureCall, Runner
@@ -50,6 +51,7 @@ from replicax._src.variables.partitioners import Partitioner
 from replicax._src.variables.server_placement import ServerPlacement
 
 log = logging.getLogger("replicax")
+_GROUP_S: Final = 10.0
 
 
 class ClosesItself(Protocol):
@@ -81,6 +83,9 @@ class ParameterServerStrategy(Strategy):
         variable is whole, on the server that has the fewest bytes.
       devices_per_worker: On how many devices each worker runs a replica of what ``run`` is given, in sync. They are
         ``num_replicas_in_sync``. None: what ``replicax launch --devices-per-worker`` says, or 1.
+      replication: On how many parameter servers each piece of a variable is: 1, or 2. With 2 a server may die, and nothing
+        that was acknowledged is lost: the next one has it, and the ``ClusterCoordinator`` has all go on there, within
+        seconds. For a coordinator with at least two parameter servers; every update costs about twice as much.
       is_coordinator: Which form it is. None: in a worker the second; in a chief the first, unless ``replicax launch``
         has been told that workers run the script (``--script-in workers``).
 
@@ -102,6 +107,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Partitioner | None = None,
         *,
         devices_per_worker: int | None = None,
+        replication: int = 1,
         is_coordinator: bool | None = None,
     ):
         self._num_devices = devices_of_worker(devices_per_worker)
@@ -110,8 +116,9 @@ class ParameterServerStrategy(Strategy):
             is_coordinator = (
                 resolver.task_type != "worker" and os.environ.get(SCRIPT_IN_VARIABLE) != "workers"
             )
+        _check_replication(replication, is_coordinator)
         if is_coordinator:
-            self._begin_coordinator(resolver, variable_partitioner)
+            self._begin_coordinator(resolver, variable_partitioner, replication)
         else:
             self._begin_worker(resolver, variable_partitioner)
 
@@ -126,22 +133,33 @@ class ParameterServerStrategy(Strategy):
             session.num_ps,
         )
 
-    def _begin_coordinator(self, resolver: ClusterResolver, variable_partitioner: Partitioner | None) -> None:
+    def _begin_coordinator(
+        self, resolver: ClusterResolver, variable_partitioner: Partitioner | None, replication: int
+    ) -> None:
         spec = _checked_spec(resolver)
+        num_ps = spec.num_tasks("ps")
+        if num_ps < replication:
+            raise InvalidArgumentError(
+                f"ParameterServerStrategy(replication={replication}): each variable is on {replication} parameter servers, and "
+                f"the cluster{from_source(spec.source)} has {num_ps}. Add the address of another one (replicax launch --ps 2), "
+                "or leave replication out."
+            )
         tasks = Tasks(
             addresses(spec, "worker"), addresses(spec, "ps"), Credentials.of_environment(os.environ)
         )
         told = tasks.greet_ps(limit_s(os.environ, START_LIMIT))
+        intervals_s = [snapshot_interval_s(answer) for answer in told]
+        groups = _begin_groups(tasks, intervals_s) if replication > 1 else None
         tasks.start_beating()
-        num_ps = len(tasks.addresses("ps"))
         links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
         platforms = sorted({str(answer["platform"]) for answer in told})
-        intervals_s = [snapshot_interval_s(answer) for answer in told]
-        self._set_up(Session(links, platforms, tasks, intervals_s), variable_partitioner, resolver)
+        session = Session(links, platforms, tasks, intervals_s, groups=groups)
+        self._set_up(session, variable_partitioner, resolver)
         log.info(
-            "Using ParameterServerStrategy: %d workers, %d parameter servers.",
+            "Using ParameterServerStrategy: %d workers, %d parameter servers%s.",
             len(tasks.addresses("worker")),
             num_ps,
+            ", each variable on two of them" if groups is not None else "",
         )
 
     @classmethod
@@ -321,6 +339,39 @@ def devices_of_worker(given: int | None) -> int:
     if given is None:
         return optional_number(os.environ, DEVICES_VARIABLE) or 1
     return whole_number("ParameterServerStrategy(devices_per_worker=…)", given, least=1)
+
+
+def _check_replication(replication: int, is_coordinator: bool) -> None:
+    if type(replication) is not int or replication not in (1, 2):
+        raise InvalidArgumentError(
+            f"ParameterServerStrategy(replication={replication!r}): it is 1, each variable on one parameter server, or 2."
+        )
+    if replication > 1 and not is_coordinator:
+        raise InvalidArgumentError(
+            "ParameterServerStrategy(replication=2): a coordinator decides which of two parameter servers is used, and here every "
+            "worker runs the program by itself. Let a chief schedule functions, or leave replication out."
+        )
+
+
+def _begin_groups(tasks: Tasks, intervals_s: Sequence[float | None]) -> Groups:
+    """Has each piece on two parameter servers, from the first one on.
+
+    Raises:
+      InvalidArgumentError: Some take snapshots, too.
+      UnavailableError: A parameter server does not answer.
+    """
+    with_snapshots = [n for n, interval_s in enumerate(intervals_s) if interval_s is not None]
+    if with_snapshots:
+        raise InvalidArgumentError(
+            f"ParameterServerStrategy(replication=2): {', '.join(f'ps {n}' for n in with_snapshots)} take(s) snapshots, which "
+            "would be those of one copy. Start them without snapshot_dir (--snapshot-dir); what is to survive the loss of both "
+            "copies is saved by rx.CheckpointManager."
+        )
+    groups = Groups(len(intervals_s))
+    for view in groups.views:
+        for task in view.members:
+            tell_view(tasks, task, view, _GROUP_S)
+    return groups
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:

@@ -1,0 +1,138 @@
+"""``Replication``: has each group of pieces served by a parameter server that is there, and copied to one that comes back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+from replicax._src.coordinator.prepared import Client, Session
+from replicax._src.coordinator.ps_watch import PsWatch
+from replicax._src.errors import ReplicaxError
+from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.replica_rules import View
+
+log = logging.getLogger("replicax")
+_TELL_S: Final = 3.0
+_HELLO_S: Final = 10.0
+_JOIN_EVERY_S: Final = 1.0
+
+
+@final
+class Replication:
+    """Takes what the watches of parameter servers see to ``Groups``, and what that decides to the servers and the workers.
+
+    What a server did not hear it is told again with its next beat.
+
+    Args:
+      session: With groups.
+      tell_workers: That other parameter servers serve some groups than before.
+    """
+
+    def __init__(self, session: Session, tell_workers: Callable[[], None]):
+        assert session.groups is not None
+        self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
+        self._lock = threading.RLock()
+        self._primaries = session.groups.primaries
+        self._unprotected: list[int] = []
+        self._last_join: dict[int, float] = {}
+
+    def lost(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
+        """One does not answer any more. Returns what the job is told, if some variables are nowhere now."""
+        with self._lock:
+            self._follow(self._groups.gone(watch.index))
+            left = self._without(watch, error)
+            if left is None:
+                self._say_moved(watch, "is lost")
+            return left
+
+    def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
+        """One is another process than before, and has nothing. Returns what the job is told, if it had what nobody else has.
+
+        Raises:
+          Exception: It is gone again: to be tried again.
+        """
+        with self._lock:
+            instance = client.ask("status", {}, _HELLO_S)["instance"]
+            if watch.knows(instance):
+                return None
+            views = self._groups.gone(watch.index)
+            self._follow(views)
+            left = self._without(
+                watch, UnavailableError(f"{watch.name} is another process than before.", watch.name)
+            )
+            if left is not None:
+                return left
+            header = {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
+            watch.accept(client.ask("hello", header, _HELLO_S)["instance"])
+            if views:  # it had not been missed before
+                self._say_moved(watch, "was started again")
+            return None
+
+    def back(self, watch: PsWatch) -> None:
+        """One has answered: it is told what it does not know, and has brought to it what it does not have."""
+        parts: Mapping[str, Any] = watch.statistics()["statistics"].get("groups", {})
+        with self._lock:
+            self._groups.back(watch.index)
+            self._follow(self._groups.told(watch.index, parts))
+            now = time.monotonic()
+            if now >= self._last_join.get(watch.index, 0.0) + _JOIN_EVERY_S:
+                self._last_join[watch.index] = now
+                self._follow(self._groups.join(watch.index))
+            for view in self._groups.to_be_told(watch.index, parts):
+                self._tell(watch.index, view)
+            self._say_protected()
+
+    # --- with the lock ---------------------------------------------------------------------------------
+
+    def _follow(self, views: Sequence[View]) -> None:
+        for view in views:
+            for task in view.members:
+                self._tell(task, view)
+        if self._groups.primaries != self._primaries:
+            self._primaries = self._groups.primaries
+            self._session.use_primaries()
+            self._tell_workers()
+
+    def _tell(self, task: int, view: View) -> None:
+        try:
+            self._session.tell_view(task, view, _TELL_S)
+        except ReplicaxError as error:  # it is told again with its next beat, if there is one
+            log.debug("ps %d does not take the view %s: %s", task, view, error)
+
+    def _without(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
+        gone = [group for group in self._groups.lost if watch.index == self._groups.views[group].primary]
+        if not gone:
+            return None
+        others = sorted(
+            {f"ps {task}" for group in gone for task in self._groups.members(group)} - {watch.name}
+        )
+        return UnavailableError(
+            f"{watch.name} is lost, and {', '.join(others)}, where the other copy of its variables was, is not there or did not "
+            f"have all of it yet: {error} Start them and the program again, from a checkpoint.",
+            watch.name,
+        )
+
+    def _say_moved(self, watch: PsWatch, what: str) -> None:
+        unprotected = self._groups.unprotected
+        log.warning(
+            "%s %s. Nothing that was acknowledged is gone: %s serve(s) its variables. Until it is there and has a copy again, "
+            "those of %s are on one parameter server only.",
+            watch.name,
+            what,
+            _listed(self._groups.views[group].primary for group in unprotected),
+            _listed(unprotected),
+        )
+        self._unprotected = unprotected
+
+    def _say_protected(self) -> None:
+        unprotected = self._groups.unprotected
+        if self._unprotected and not unprotected:
+            log.warning("All variables are on two parameter servers again.")
+        self._unprotected = unprotected
+
+
+def _listed(tasks: Any) -> str:
+    return ", ".join(f"ps {task}" for task in sorted(set(tasks)))

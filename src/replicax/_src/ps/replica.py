@@ -1,0 +1,425 @@
+"""``Replica``: one parameter server's copy of a group of pieces, as the primary or the backup (``replica_rules.py``)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from replicax._src.ps.errors import MessageError, UnavailableError
+from replicax._src.ps.messages import Message
+from replicax._src.ps.replica_copy import CopyTaker, copy_messages
+from replicax._src.ps.replica_rules import Partner, Place, Refusal, ReplicaRules, View
+from replicax._src.ps.server_stream import PsClient, PsLink
+from replicax._src.ps.store import Store
+
+_log = logging.getLogger("replicax")
+
+_WAIT_S: Final = 50.0
+"""For the backup's word, or the coordinator's: who asks gives up after 60 s."""
+_COPY_S: Final = 120.0
+_FEW: Final = 4
+_MANY_BYTES: Final = 256 << 20
+_READS: Final = frozenset({"find"})
+
+
+class _Way:
+    """To a backup, for one epoch."""
+
+    def __init__(self, epoch: int, client: PsClient):
+        self.epoch = epoch
+        self._client = client
+        self.link: PsLink = client.open()
+
+    def close(self) -> None:
+        self.link.close()
+        self._client.close()
+
+
+@final
+class Replica:
+    """A store, the way to the other server that has the same, and the rules. All methods may be called from any thread.
+
+    Two locks: the *order*, held while a message is sent on and applied, which is never waited for with the other one; and
+    ``_changed``, for the rules, held briefly.
+
+    Args:
+      group: Its number.
+      task: The number of this server.
+      incarnation: Of the coordinator.
+      connect: Gives a client of another server, by its number.
+    """
+
+    def __init__(self, group: int, task: int, incarnation: str, connect: Callable[[int], PsClient]):
+        self._group, self._task, self._incarnation, self._connect = group, task, incarnation, connect
+        self._rules = ReplicaRules(task)
+        self._order = threading.Lock()
+        self._changed = threading.Condition()
+        self._store = self._new_store()
+        self._way: _Way | None = None
+        self._opened_epoch = 0
+        self._is_reading = False
+        self._is_closed = False
+        self._outcomes: deque[tuple[int, str]] = deque()
+        self._waiting: list[_Entry] | None = None
+        self._waiting_bytes = 0
+        self._taker: CopyTaker | None = None
+        self._error = ""
+
+    def take(self, view: View) -> None:
+        """The coordinator has decided who has the group.
+
+        Raises:
+          InvalidArgumentError: This server does not have what it would need.
+        """
+        with self._changed:
+            if view.epoch <= self._rules.epoch:
+                return
+            way, self._way = self._way, None
+        if way is not None:
+            way.close()  # who waits on it looks again
+        with self._changed:
+            if not self._rules.take(view):
+                return
+            self._changed.notify_all()
+            joins = view.backup == self._task and view.is_joining
+            brings = self._rules.partner is Partner.JOINING
+        if joins:
+            with self._order:
+                self._store.leave(self._incarnation)
+                self._store, self._taker = self._new_store(), None
+        if brings:
+            threading.Thread(
+                target=self._bring, args=(view,), name=f"replicax-copy-{self._group}", daemon=True
+            ).start()
+
+    def answer(self, message: Message) -> Message:
+        """Does what a client asks, and returns when that cannot be lost any more with one server.
+
+        Raises:
+          UnavailableError: It is to be sent again, maybe to the other server: whether it is lost is not known here.
+          Other errors are the store's.
+        """
+        is_change = _is_change(message.header)
+        with self._order:
+            with self._changed:
+                place = self._rules.order(is_change=is_change)
+                epoch, partner = self._rules.epoch, self._rules.partner
+            entry = _Entry(place.seq, message if is_change else None)
+            if partner is Partner.IN_SYNC:
+                self._send(epoch, entry)
+            answer, error, entry.outcome = _applied(self._store, message)
+            if partner is Partner.IN_SYNC:
+                self._outcomes.append((entry.seq, entry.outcome))
+            elif self._waiting is not None and is_change:
+                self._waiting.append(entry.kept())
+                self._waiting_bytes += entry.num_bytes
+        self._wait(place)
+        if error is not None:
+            raise error
+        assert answer is not None
+        return answer
+
+    def forwarded(self, message: Message) -> Message:
+        """The primary has sent on a message, or a part of what there is."""
+        header = message.header
+        epoch, seq = header["epoch"], header["seq"]
+        if header["op"] == "copy":
+            return self._take_copy(epoch, seq, message)
+        with self._order:
+            with self._changed:
+                verdict = self._rules.forwarded(epoch, seq)
+            if isinstance(verdict, Refusal):
+                return Message({"refused": str(verdict)})
+            outcome = ""
+            inner = header["message"]
+            if verdict and inner is not None:
+                _, _, outcome = _applied(self._store, Message(inner, message.arrays))
+            if verdict:
+                with self._changed:
+                    self._rules.applied(seq)
+        return Message({"applied": seq, "outcome": outcome})
+
+    def statistics(self) -> dict[str, Any]:
+        """The store's."""
+        return self._store.statistics()
+
+    def described(self) -> dict[str, Any]:
+        """Its part; see ``ReplicaRules.described``; and what went wrong with the backup last."""
+        with self._changed:
+            return {**self._rules.described(), "error": self._error}
+
+    def close(self) -> None:
+        """Drops all; who waits raises UnavailableError."""
+        with self._changed:
+            self._is_closed = True
+            way, self._way = self._way, None
+            self._changed.notify_all()
+        if way is not None:
+            way.close()
+        self._store.leave(self._incarnation)
+
+    def _new_store(self) -> Store:
+        store = Store()
+        store.hello(self._incarnation)
+        return store
+
+    # --- the primary: sending on -----------------------------------------------------------------------
+
+    def _send(self, epoch: int, entry: _Entry) -> None:
+        """Under the order. What goes wrong is told by ``_wait``."""
+        try:
+            way = self._way or self._open(epoch)
+            if way is not None and way.epoch == epoch:
+                way.link.send(self._message(epoch, entry))
+        except Exception as error:
+            self._lose(epoch, error)
+
+    def _open(self, epoch: int) -> _Way | None:
+        """The way to a backup that had all from the beginning; once."""
+        with self._changed:
+            view = self._rules.view
+            if view is None or view.epoch != epoch or view.backup is None or self._opened_epoch == epoch:
+                return None
+            self._opened_epoch = epoch
+        way = _Way(epoch, self._connect(view.backup))
+        return way if self._keep(way) else None
+
+    def _keep(self, way: _Way) -> bool:
+        with self._changed:
+            is_of_now = self._rules.epoch == way.epoch and not self._is_closed
+            if is_of_now:
+                self._way = way
+                self._changed.notify_all()
+        if not is_of_now:
+            way.close()
+        return is_of_now
+
+    def _message(self, epoch: int, entry: _Entry) -> Message:
+        return Message({**self._fields("forward", epoch, entry.seq), "message": entry.header}, entry.arrays)
+
+    def _fields(self, op: str, epoch: int, seq: int) -> dict[str, Any]:
+        return {
+            "op": op,
+            "incarnation": self._incarnation,
+            "group": self._group,
+            "epoch": epoch,
+            "seq": seq,
+        }
+
+    def _lose(self, epoch: int, error: Exception) -> None:
+        with self._changed:
+            if epoch == self._rules.epoch and not self._is_closed:
+                self._error = str(error)
+                self._rules.lose(epoch)
+            self._changed.notify_all()
+
+    # --- the primary: waiting --------------------------------------------------------------------------
+
+    def _wait(self, place: Place) -> None:
+        """Until what is at a place may be answered. One of those who wait reads what the backup says."""
+        until = time.monotonic() + _WAIT_S
+        while True:
+            with self._changed:
+                way = self._reads_next(place, until)
+            if way is None:
+                return
+            self._read(way, max(0.0, until - time.monotonic()))
+
+    def _reads_next(self, place: Place, until: float) -> _Way | None:
+        """None when it may be answered; else the way of which this thread reads next. With the lock."""
+        while True:
+            if self._is_closed:
+                raise UnavailableError("The coordinator's time at this parameter server is over.")
+            if self._rules.may_answer(place) and self._waiting_bytes < _MANY_BYTES:
+                return None
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise UnavailableError(
+                    f"The update was not acknowledged for {_WAIT_S:g} s: the second copy of group {self._group} is "
+                    f"{self._rules.partner}. {self._error}"
+                )
+            if self._way is not None and self._rules.partner is Partner.IN_SYNC and not self._is_reading:
+                self._is_reading = True
+                return self._way
+            self._changed.wait(left_s)
+
+    def _read(self, way: _Way, left_s: float) -> None:
+        try:
+            header = way.link.receive(left_s).header
+        except Exception as error:
+            self._lose(way.epoch, error)
+            with self._changed:
+                self._is_reading = False
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._is_reading = False
+            self._note(way.epoch, header)
+            self._changed.notify_all()
+
+    def _note(self, epoch: int, header: Mapping[str, Any]) -> None:
+        """What the backup said to a message. With the lock."""
+        if "refused" in header:
+            self._error = f"It refuses what it is sent: {header['refused']}."
+            self._rules.refused(epoch, Refusal(header["refused"]))
+            return
+        seq, outcome = header["applied"], header["outcome"]
+        while self._outcomes and self._outcomes[0][0] < seq:
+            self._outcomes.popleft()  # of an epoch before
+        # (Its own may not be noted yet; then it is the backup that was quicker.)
+        if self._outcomes and self._outcomes[0][0] == seq and self._outcomes.popleft()[1] != outcome:
+            self._differs(epoch, seq, outcome)
+            return
+        self._rules.acknowledge(epoch, seq)
+
+    def _differs(self, epoch: int, seq: int, outcome: str) -> None:
+        self._error = f"At message {seq} it came to {outcome or 'nothing special'}, and this one did not."
+        _log.error(
+            "The two copies of group %d are not the same: %s The backup is given up, and brought all anew. Do the machines "
+            "have the same jaxlib and the same kind of CPU?",
+            self._group,
+            self._error,
+        )
+        self._rules.lose(epoch)
+
+    # --- bringing what there is to a backup that joins -------------------------------------------------
+
+    def _bring(self, view: View) -> None:
+        assert view.backup is not None
+        way = None
+        try:
+            way = _Way(view.epoch, self._connect(view.backup))
+            acked = self._bring_copy(view, way)
+            self._bring_rest(view, way, acked)
+        except Exception as error:
+            _log.info("ps %d could not be brought a copy of group %d: %s", view.backup, self._group, error)
+            with self._order:
+                if self._rules.epoch == view.epoch:
+                    self._waiting, self._waiting_bytes = None, 0
+            self._lose(view.epoch, error)
+            if way is not None:
+                way.close()
+
+    def _bring_copy(self, view: View, way: _Way) -> int:
+        with self._order:
+            if self._rules.epoch != view.epoch:
+                raise UnavailableError("There is a later view.")
+            state, seq = self._store.state(), self._rules.seq
+            self._waiting, self._waiting_bytes = [], 0
+        for header, arrays in copy_messages(state):
+            fields = self._fields("copy", view.epoch, seq)
+            _check_taken(_called(way, Message({**fields, **header}, arrays)))
+        return seq
+
+    def _bring_rest(self, view: View, way: _Way, acked: int) -> None:
+        """What came meanwhile; the last of it while nothing else comes."""
+        while True:
+            with self._order:
+                waiting = self._waiting
+                if waiting is None or self._rules.epoch != view.epoch:
+                    raise UnavailableError("There is a later view.")
+                if len(waiting) <= _FEW:
+                    self._waiting = None
+                    with self._changed:
+                        self._waiting_bytes = 0
+                        is_one = self._rules.synced(view.epoch, acked)
+                    if not is_one or not self._keep(way):
+                        raise UnavailableError("There is a later view.")
+                    for entry in waiting:
+                        self._outcomes.append((entry.seq, entry.outcome))
+                        way.link.send(self._message(view.epoch, entry))
+                    break
+                self._waiting = []
+                with self._changed:
+                    self._waiting_bytes = 0
+                    self._changed.notify_all()
+            for entry in waiting:
+                taken = _check_taken(_called(way, self._message(view.epoch, entry)))
+                if taken.get("outcome") != entry.outcome:
+                    raise MessageError(
+                        f"At message {entry.seq} it came to {taken.get('outcome')!r}, not {entry.outcome!r}."
+                    )
+                acked = entry.seq
+        if waiting:
+            self._wait(Place(self._rules.tenure, waiting[-1].seq))
+        with self._changed:
+            self._error = ""
+
+    # --- the backup that joins -------------------------------------------------------------------------
+
+    def _take_copy(self, epoch: int, seq: int, message: Message) -> Message:
+        with self._changed:
+            if not self._rules.takes_copy(epoch):
+                return Message({"refused": str(Refusal.INCOMPLETE)})
+        if message.header["part"] == "state":
+            self._taker = CopyTaker(self._new_store())
+        taker = self._taker
+        if taker is None:
+            return Message({"refused": str(Refusal.INCOMPLETE)})
+        if taker.take(message.header, message.arrays):
+            with self._order, self._changed:
+                if not self._rules.has_copy(epoch, seq):
+                    return Message({"refused": str(Refusal.INCOMPLETE)})
+                self._store, self._taker = taker.store, None
+        return Message({"applied": seq, "outcome": ""})
+
+
+class _Entry:
+    """A client's message in the order, as the backup gets it: without what is read, which is nobody's there."""
+
+    __slots__ = ("arrays", "header", "outcome", "seq")
+
+    def __init__(self, seq: int, message: Message | None):
+        self.seq, self.outcome = seq, ""
+        self.header: Mapping[str, Any] | None = None
+        self.arrays: Sequence[np.ndarray] = ()
+        if message is None:
+            return
+        self.header, self.arrays = message.header, message.arrays
+        if message.header["op"] == "step":
+            rows = message.header.get("rows") or ()
+            self.arrays = message.arrays[: len(message.arrays) - len(rows)]
+            self.header = {**message.header, "rows": [], "used": [], "only_apply": True}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def kept(self) -> _Entry:
+        """With arrays of its own: the memory of a message is used again."""
+        self.arrays = [np.array(array) for array in self.arrays]
+        return self
+
+
+def _is_change(header: Mapping[str, Any]) -> bool:
+    op = header.get("op")
+    if op == "step":
+        return header.get("program") is not None or header.get("gradients") is not None
+    return op not in _READS
+
+
+def _applied(store: Store, message: Message) -> tuple[Message | None, Exception | None, str]:
+    """The answer or the error, and in a word what came of it: the same on both servers, or they are not the same."""
+    try:
+        answer = store.answer(message)
+    except Exception as error:
+        return None, error, type(error).__name__
+    header = answer.header
+    return answer, None, str(header.get("checksum") or ("duplicate" if header.get("duplicate") else ""))
+
+
+def _called(way: _Way, message: Message) -> Mapping[str, Any]:
+    way.link.send(message)
+    return way.link.receive(_COPY_S).header
+
+
+def _check_taken(header: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "refused" in header:
+        raise UnavailableError(f"It refuses what it is sent: {header['refused']}.")
+    return header

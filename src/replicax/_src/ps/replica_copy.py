@@ -1,0 +1,53 @@
+"""What a store has, as messages to another server that is to have the same, and the store that becomes of them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src.ps.messages import Message
+from replicax._src.ps.store import Store, StoreState
+
+
+def copy_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
+    """Headers and arrays, in order. Each piece is let go when the next one is asked for: until then it is there twice."""
+    yield {"part": "state", "content": state.content}, ()
+    while state.pieces:
+        key, number, value = state.pieces.popleft()
+        yield {"part": "piece", "key": key, "number": number}, [value]
+    for program in state.programs:
+        blob = np.frombuffer(program.blob, np.uint8)
+        yield {"part": "program", "digest": program.digest, "described": program.described()}, [blob]
+    for number, closure, digest, arrays in state.gradients:
+        yield {"part": "gradients", "round": number, "closure": closure, "program": digest}, arrays
+    yield {"part": "end"}, ()
+
+
+@final
+class CopyTaker:
+    """Makes a store of ``copy_messages``.
+
+    Args:
+      store: A new one.
+    """
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def take(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bool:
+        """Takes the next one; returns whether it was the last."""
+        match header["part"]:
+            case "state":
+                self.store.begin_with(header["content"])
+            case "piece":
+                self.store.put(header["key"], header["number"], arrays[0])
+            case "program":
+                fields = {name: header[name] for name in ("incarnation", "digest", "described")}
+                self.store.answer(Message({"op": "program", **fields}, arrays))
+            case "gradients":
+                self.store.hold(header["round"], header["closure"], header["program"], arrays)
+            case _:
+                return True
+        return False

@@ -1,0 +1,91 @@
+"""``Replicas``: the copies of groups that one parameter server has for one coordinator, by number of the group."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.messages import Message
+from replicax._src.ps.replica import Replica
+from replicax._src.ps.replica_rules import View
+from replicax._src.ps.requests import field_of
+from replicax._src.ps.server_stream import PsClient
+
+_FROM_PRIMARY = frozenset({"forward", "copy"})
+
+
+@final
+class Replicas:
+    """None, until the coordinator has said that there are some.
+
+    Args:
+      task: The number of this server.
+      incarnation: Of the coordinator.
+      connect: Gives a client of a parameter server, by its number and its address.
+    """
+
+    def __init__(self, task: int, incarnation: str, connect: Callable[[int, str], PsClient]):
+        self._task, self._incarnation, self._connect = task, incarnation, connect
+        self._lock = threading.Lock()
+        self._replicas: dict[int, Replica] = {}
+        self._addresses: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._replicas)
+
+    def take(self, view: View, addresses: list[str]) -> None:
+        """The coordinator has decided who has a group.
+
+        Args:
+          addresses: Of all parameter servers, in order.
+
+        Raises:
+          InvalidArgumentError: This server does not have what it would need.
+        """
+        with self._lock:
+            self._addresses = addresses
+            replica = self._replicas.get(view.group)
+            if replica is None:
+                connect = lambda task: self._connect(task, self._addresses[task])  # noqa: E731
+                replica = Replica(view.group, self._task, self._incarnation, connect)
+                self._replicas[view.group] = replica
+        replica.take(view)
+
+    def answer(self, message: Message) -> Message:
+        """Does what a client, or the primary of a group, asks.
+
+        Raises:
+          UnavailableError: This server does not have the group, or does not serve it.
+          Other errors are the store's.
+        """
+        group = field_of(message.header, "group", int)
+        replica = self._replicas.get(group)
+        if replica is None:
+            raise UnavailableError(f"ps {self._task} does not have group {group}, as far as it knows.")
+        if message.header.get("op") in _FROM_PRIMARY:
+            return replica.forwarded(message)
+        return replica.answer(message)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of all stores together, and ``groups``: by group, the part that this server has."""
+        counts: Counter[str] = Counter()
+        told: dict[str, Any] = {}
+        for replica in list(self._replicas.values()):
+            statistics = replica.statistics()
+            told = told or statistics
+            counts.update({name: value for name, value in statistics.items() if type(value) is int})
+        return {**told, **counts, "groups": self.described()}
+
+    def described(self) -> Mapping[str, Any]:
+        """By group, the part that this server has."""
+        return {str(group): replica.described() for group, replica in sorted(self._replicas.items())}
+
+    def close(self) -> None:
+        """Drops all."""
+        with self._lock:
+            replicas, self._replicas = self._replicas, {}
+        for replica in replicas.values():
+            replica.close()
