@@ -92,6 +92,7 @@ class Crew:
                 for worker in self.workers
             },
             "ps": {watch.name: watch.statistics() for watch in self.watches},
+            "replication": None if self._replication is None else self._replication.statistics(),
         }
 
     # --- from the threads ------------------------------------------------------------------------------

@@ -85,6 +85,15 @@ class Replication:
                 self._tell(watch.index, view)
             self._say_protected()
 
+    def statistics(self) -> dict[str, Any]:
+        """By parameter server: which one serves what is its own, ``primaries``; of which there is one copy, ``unprotected``."""
+        with self._lock:
+            return {
+                "primaries": self._groups.primaries,
+                "unprotected": self._groups.unprotected,
+                "lost": self._groups.lost,
+            }
+
     # --- with the lock ---------------------------------------------------------------------------------
 
     def _follow(self, views: Sequence[View]) -> None:
