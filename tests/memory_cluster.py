@@ -333,6 +333,7 @@ class Session:
         self.num_workers, self.ps_addresses = len(cluster.workers), [ps.name for ps in cluster.ps]
         self.devices_per_worker = 1
         self.snapshot_intervals_s, self.num_made = [None] * len(cluster.ps), 0
+        self.groups = None
 
     @property
     def epoch(self):

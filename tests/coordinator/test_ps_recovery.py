@@ -38,7 +38,7 @@ class Ps:
 
 
 class Session:
-    incarnation, num_made, ps_addresses = "me", 1, ("a", "b")
+    incarnation, num_made, ps_addresses, groups = "me", 1, ("a", "b"), None
 
     def __init__(self, snapshot_intervals_s=(60.0, 30.0)):
         self.snapshot_intervals_s = snapshot_intervals_s

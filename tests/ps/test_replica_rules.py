@@ -115,7 +115,9 @@ class World:
 
     def take(self, sent):
         server, rules = sent.to, sent.to.rules
-        if server not in self.servers or not server.is_known:  # another process, or nobody has said hello to it
+        if (
+            server not in self.servers or not server.is_known
+        ):  # another process, or nobody has said hello to it
             return
         if sent.what == "view":
             self.takes_view(server, *sent.content)

@@ -78,6 +78,10 @@ class Session(Protocol):
         """The groups have other primaries than before: links go there, and workers read all anew."""
         ...
 
+    def on_one_server(self) -> list[int]:
+        """Parameter servers of whose pieces there are no two copies that are the same; compares them."""
+        ...
+
     def tell_view(self, task: int, view: View, timeout_s: float) -> None:
         """Tells a parameter server who has a group.
 

@@ -12,7 +12,7 @@ from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.errors import UnavailableError
-from replicax._src.ps.replica_rules import View
+from replicax._src.ps.replica_rules import Partner, View
 
 log = logging.getLogger("replicax")
 _TELL_S: Final = 3.0
@@ -76,7 +76,10 @@ class Replication:
         parts: Mapping[str, Any] = watch.statistics()["statistics"].get("groups", {})
         with self._lock:
             self._groups.back(watch.index)
-            self._follow(self._groups.told(watch.index, parts))
+            given_up = self._groups.told(watch.index, parts)
+            self._follow(given_up)
+            for view in given_up:
+                self._say_given_up(view, parts[str(view.group)])
             now = time.monotonic()
             if now >= self._last_join.get(watch.index, 0.0) + _JOIN_EVERY_S:
                 self._last_join[watch.index] = now
@@ -135,6 +138,18 @@ class Replication:
             _listed(unprotected),
         )
         self._unprotected = unprotected
+
+    def _say_given_up(self, view: View, part: Mapping[str, Any]) -> None:
+        other = next(task for task in self._groups.members(view.group) if task != view.primary)
+        say = log.info if part["backup"] == Partner.FAILED else log.warning
+        say(
+            "ps %d has the variables of ps %d alone for now. The copy on ps %d is given up, and made anew if it can be: %s",
+            view.primary,
+            view.group,
+            other,
+            part["error"],
+        )
+        self._unprotected = self._groups.unprotected
 
     def _say_protected(self) -> None:
         unprotected = self._groups.unprotected

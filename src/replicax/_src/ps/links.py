@@ -243,6 +243,12 @@ class PsLinks:
             for ps in range(self.num_servers)
         ]
 
+    def on_one_server(self) -> list[int]:
+        """Parameter servers of whose pieces there are no two copies that are the same, bit for bit: compares them."""
+        asks = {ps: self._message("checksum", {}) for ps in range(self.num_servers)}
+        answers = self._all(asks, may_repeat=True)
+        return [ps for ps, answer in answers.items() if not answer.header.get("is_on_two")]
+
     @contextlib.contextmanager
     def held(self, servers: Iterable[int] | None = None) -> Iterator[None]:
         """Inside, no other thread uses the links to these servers, or to all."""

@@ -123,6 +123,8 @@ class Replica:
         if error is not None:
             raise error
         assert answer is not None
+        if message.header.get("op") == "checksum":  # the other one's was the same, or it is in sync no more
+            return Message({**answer.header, "is_on_two": self._rules.partner is Partner.IN_SYNC})
         return answer
 
     def forwarded(self, message: Message) -> Message:

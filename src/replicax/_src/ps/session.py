@@ -149,6 +149,10 @@ class Session:
         self.links.use_primaries(self.groups.primaries)
         self.renew()
 
+    def on_one_server(self) -> list[int]:
+        """Parameter servers of whose pieces there are no two copies that are the same; compares them."""
+        return self.links.on_one_server()
+
     def tell_view(self, task: int, view: View, timeout_s: float) -> None:
         """Tells a parameter server who has a group.
 

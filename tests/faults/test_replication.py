@@ -1,0 +1,202 @@
+"""Parameter servers with two copies of everything: one dies, is stopped or cut off, in processes of their own, and nothing is lost."""
+
+import contextlib
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax.coordinator import ClusterCoordinator
+from replicax.errors import InvalidArgumentError, UnavailableError
+from replicax.testing import server_cluster
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+import keras
+
+pytestmark = pytest.mark.timeout(250)
+
+JOIN_S = 120.0
+GOES_ON_S = 10.0
+
+
+def until(is_so, what, timeout_s=60.0):
+    """Waits for something to become so."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+class Job:
+    """A strategy with two copies, its coordinator, a counter on each parameter server, and a small model with Adam."""
+
+    def __init__(self, cluster, num_ps=2, **options):
+        self.cluster = cluster
+        self.strategy = rx.ParameterServerStrategy(cluster.resolver, replication=2, **options)
+        self.coordinator = ClusterCoordinator(self.strategy)
+        self.num_scheduled = 0
+        with self.strategy.scope():
+            self.counters = [rx.Variable(np.float32(0.0), name=f"counter_{n}") for n in range(num_ps)]
+            keras.utils.set_random_seed(0)
+            self.model = keras.Sequential(
+                [keras.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)]
+            )
+            self.optimizer = keras.optimizers.Adam(0.01)
+            self.optimizer.build(self.model.trainable_variables)
+        self.add, self.train = rx.function(self._add), rx.function(self._train)
+        self.x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+
+    def _add(self):
+        for counter in self.counters:
+            counter.assign_add(1.0)
+
+    def _train(self, x):
+        with rx.GradientTape() as tape:
+            loss = ((self.model(x) - x.sum(axis=1, keepdims=True)) ** 2).mean()
+        gradients = tape.gradient(loss, self.model.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
+        self._add()
+
+    def schedule(self, count=1):
+        for _ in range(count):
+            self.coordinator.schedule(self.add)
+        self.num_scheduled += count
+
+    def steps(self, count, first=0):
+        for n in range(first, first + count):
+            self.coordinator.schedule(self.train, args=(self.x[n % 8 * 8 : n % 8 * 8 + 8],))
+        self.num_scheduled += count
+
+    def join(self, timeout_s=JOIN_S):
+        self.coordinator.join(timeout_s)
+
+    def goes_on(self):
+        """One more function is scheduled and ends, within the time that is promised."""
+        started = time.monotonic()
+        self.schedule()
+        self.join()
+        took_s = time.monotonic() - started
+        assert took_s < GOES_ON_S, f"it took {took_s:.1f} s to go on"
+
+    @property
+    def counts(self):
+        return [float(counter.numpy()) for counter in self.counters]
+
+    def check(self):
+        assert self.counts == [self.num_scheduled] * len(self.counters)
+
+    @property
+    def state(self):
+        return [np.array(v.value) for v in (*self.model.variables, *self.optimizer.variables)]
+
+    def assign(self, state):
+        for variable, value in zip((*self.model.variables, *self.optimizer.variables), state, strict=True):
+            variable.assign(value)
+
+    @property
+    def replication(self):
+        return self.coordinator.statistics()["replication"]
+
+    def until_protected(self):
+        until(lambda: not self.replication["unprotected"], "all is on two servers again")
+
+    def ps(self, index):
+        return self.cluster.tasks["ps", index]
+
+    def close(self):
+        self.coordinator.close()
+        self.strategy.close()
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with server_cluster(workers=1, ps=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def job(servers):
+    with contextlib.closing(Job(servers)) as job:
+        yield job
+    for task in servers.servers:
+        if not task.is_running:
+            task.restart()
+    servers.wait_for_servers()
+
+
+def warnings_of(caplog, part):
+    return [record.getMessage() for record in caplog.records if part in record.getMessage()]
+
+
+def test_a_primary_is_killed_and_nothing_is_lost(job, caplog):
+    """One worker, so that the updates have one order: after a kill the model is, to the bit, what it is without."""
+    first = job.state
+    job.steps(60)
+    job.join()
+    expected = job.state
+    job.assign(first)
+    job.steps(30)
+    until(lambda: job.coordinator.statistics()["closures"]["finished"] >= 70, "some have run")
+    job.ps(0).kill()
+    job.steps(30, first=30)
+    job.goes_on()
+    for got, wanted in zip(job.state, expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert int(job.optimizer.iterations.value) == 60
+    job.check()
+    assert job.replication == {"primaries": [1, 1], "unprotected": [0, 1], "lost": []}
+    (warning,) = warnings_of(caplog, "is lost")
+    assert warning.startswith("ps 0 is lost. Nothing that was acknowledged is gone: ps 1")
+
+
+def test_one_comes_back_has_all_brought_to_it_and_takes_over(job, caplog):
+    job.steps(5)
+    job.join()
+    job.ps(1).kill()
+    job.goes_on()
+    over = threading.Event()
+
+    def go_on():
+        while not over.is_set():
+            job.steps(5)
+            job.join()
+
+    going = threading.Thread(target=go_on)
+    going.start()
+    job.cluster.restart("ps", 1)
+    job.until_protected()
+    over.set()
+    going.join()
+    assert warnings_of(caplog, "on two parameter servers again")
+    assert job.coordinator.check_copies() == []
+    job.check()
+    before = job.state
+    job.ps(0).kill()
+    job.goes_on()
+    for got, wanted in zip(job.state, before, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    job.check()
+    job.cluster.restart("ps", 0)
+    job.until_protected()
+    job.ps(0).kill()  # before anybody has used it
+    job.ps(1).kill()
+    job.schedule()
+    error = message(UnavailableError, job.join, "is lost, and ps ")
+    assert "ps 0" in error
+    assert "ps 1" in error
+
+
+def test_too_few_servers_and_snapshots_are_refused(servers, tmp_path):
+    make = lambda **options: rx.ParameterServerStrategy(servers.resolver, **options)  # noqa: E731
+    message(InvalidArgumentError, lambda: make(replication=3), "replication=3", "1", "2")
+    message(InvalidArgumentError, lambda: make(replication=2, is_coordinator=False), "coordinator")
+    with server_cluster(workers=1, ps=1, server_arguments=["--snapshot-dir", tmp_path]) as cluster:
+        options = {"replication": 2}
+        message(
+            InvalidArgumentError, lambda: rx.ParameterServerStrategy(cluster.resolver, **options), "has 1"
+        )
