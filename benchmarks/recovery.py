@@ -1,0 +1,142 @@
+"""Seconds from ``kill -9`` of one of two workers to the first step that all do again, and what they go to: ``replicax launch``,
+with a loop and with Keras's ``fit``, beside torchrun with the same model, in rounds that take turns.
+
+    python benchmarks/recovery.py --rounds 5 --torch PYTHON_WITH_TORCH
+
+CPU seconds are those of one worker from its start to the first step: they say more than seconds where the machine is busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import recovery_marks
+
+HERE = Path(__file__).parent
+NUM_WORKERS, LIMIT_S, GOAL_S = 2, 120.0, 3.0
+LOOP, FIT, TORCH = "replicax, loop", "replicax, Keras fit", "torchrun, DDP"
+COLUMNS = ("total", *recovery_marks.PARTS, "CPU")
+
+
+def main() -> None:
+    """Prints medians and spread of each part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
+    arguments = parser.parse_args()
+    contestants = {LOOP: _launched("loop"), FIT: _launched("fit")}
+    if arguments.torch is not None:
+        contestants[TORCH] = _torchrun(arguments.torch)
+    names, seconds = [*contestants], {name: [] for name in contestants}
+    for number in range(arguments.rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            seconds[name].append(recover(contestants[name], victim=number % NUM_WORKERS))
+    report(seconds)
+
+
+def _launched(how: str) -> list[str]:
+    command = [sys.executable, "-m", "replicax", "launch", "--plain", "--workers", str(NUM_WORKERS)]
+    command += ["--devices-per-worker", "1", "--max-restarts", "1", "--checkpoint-dir", "FOLDER"]
+    return [*command, str(HERE / "recovery_replicax.py"), how]
+
+
+def _torchrun(python: str) -> list[str]:
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_WORKERS)]
+    return [*command, "--max-restarts", "1", str(HERE / "recovery_torch.py")]
+
+
+def recover(command: Sequence[str], victim: int) -> dict[str, float]:
+    """Starts a job, kills a worker when it trains, and ends the job when it trains again.
+
+    Returns:
+      The seconds of each part, up to when the last worker had done it; of all; and the CPU seconds of a worker.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        marks = Path(folder, "marks")
+        marks.touch()
+        job = subprocess.Popen(
+            [folder if word == "FOLDER" else word for word in command],
+            env=_environment(folder, marks),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            ready = _wait_for(marks, recovery_marks.READY, 0, job)
+            os.kill(next(told["pid"] for told in ready if told["rank"] == victim), signal.SIGKILL)
+            at = killed_at = time.monotonic()
+            _wait_for(marks, recovery_marks.READY, 1, job)
+            seconds = {}
+            for part in recovery_marks.PARTS:
+                told = _told(marks, part, 1)
+                seconds[part] = max(each["at"] for each in told) - at
+                at += seconds[part]
+            return {
+                **seconds,
+                "total": at - killed_at,
+                "CPU": statistics.mean(each["cpu"] for each in told),
+            }
+        finally:
+            job.terminate()
+            try:
+                job.wait(30)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+
+
+def _environment(folder: str, marks: Path) -> dict[str, str]:
+    # What Python has compiled is kept, as it is where packages are installed.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    ours = {recovery_marks.MARKS: str(marks), recovery_marks.FOLDER: folder, "OMP_NUM_THREADS": "1"}
+    return {**kept, **ours, "KERAS_BACKEND": "jax"}
+
+
+def _told(marks: Path, name: str, attempt: int) -> list[dict]:
+    """What the workers have said of it, whole lines only."""
+    lines = marks.read_text().split("\n")[:-1]
+    told = [json.loads(line) for line in lines]
+    return [each for each in told if (each["name"], each["attempt"]) == (name, attempt)]
+
+
+def _wait_for(marks: Path, name: str, attempt: int, job: subprocess.Popen) -> list[dict]:
+    deadline = time.monotonic() + LIMIT_S
+    while len(told := _told(marks, name, attempt)) < NUM_WORKERS:
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"{job.args} ended with {job.poll()}, before {name} of attempt {attempt}.")
+        time.sleep(0.01)
+    return told
+
+
+def report(seconds: dict[str, list[dict[str, float]]]) -> None:
+    print(f"\nSeconds from kill -9 of one of {NUM_WORKERS} workers to the next step of all")
+    print(f"  {'':22}{''.join(f'{name:>16}' for name in COLUMNS)}")
+    for name, rounds in seconds.items():
+        cells = []
+        for column in COLUMNS:
+            values = [each[column] for each in rounds]
+            cells.append(f"{statistics.median(values):.2f} [{min(values):.2f}–{max(values):.2f}]")
+        print(f"  {name:22}{''.join(f'{cell:>16}' for cell in cells)}")
+    for name in (LOOP, FIT):
+        median = statistics.median(each["total"] for each in seconds[name])
+        print(f"  {name}: {'within' if median <= GOAL_S else 'over'} the goal of {GOAL_S:g} s")
+    if TORCH in seconds:
+        pairs = [a["total"] / b["total"] for a, b in zip(seconds[LOOP], seconds[TORCH], strict=True)]
+        print(
+            f"  {LOOP} × {TORCH}: median of pairs {statistics.median(pairs):.2f} [{min(pairs):.2f}–{max(pairs):.2f}]"
+        )
+
+
+if __name__ == "__main__":
+    main()
