@@ -230,7 +230,7 @@ def kill_after_saving(job, victim, timeout_s, num_tasks=2):
 
 
 def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):
-    """Kills tasks with `kill -9`, one after the other: mostly soon after the first step, at times while they start.
+    """Kills tasks with `kill -9`, one after the other: mostly in one of the first 20 steps, at times while they start.
 
     Returns:
       Who was killed, and when; fewer if the job ends before.
@@ -238,9 +238,9 @@ def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):
     random_one, killed = random.Random(seed), []
     while len(killed) < num_kills and (pids := _pids(job, num_tasks, timeout_s)):
         is_starting = random_one.random() < 0.1
-        if not is_starting and job.next_line(r"worker \d+ \| step", timeout_s) is None:
-            break
-        time.sleep(random_one.uniform(0, 3) if is_starting else random_one.uniform(0.05, 0.7))
+        for _ in range(0 if is_starting else random_one.randint(1, 20 * num_tasks)):
+            job.next_line(r"worker \d+ \| step", timeout_s)
+        time.sleep(random_one.uniform(0, 3 if is_starting else 0.05))
         victim = random_one.choice(sorted(pids))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[victim], signal.SIGKILL)

@@ -49,7 +49,7 @@ def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, c
 @pytest.mark.long
 @pytest.mark.timeout(2 * LONG_S)
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(("program", "arguments"), [(looping, "1500"), (fitting, "epochs=100")])
+@pytest.mark.parametrize(("program", "arguments"), [(looping, "1100"), (fitting, "epochs=80")])
 def test_fifty_kills(tmp_path, program, arguments, seed):
     """At random moments, while they start too; more often than restarts without progress may be."""
     with LaunchedJob(tmp_path / "alone", program, arguments) as job:
