@@ -1,12 +1,16 @@
 """Variables on parameter servers: read without stopping them, tables in blocks of rows, restored onto other servers and shards."""
 
+import tracemalloc
+
 import keras
 import numpy as np
 import pytest
 
 import replicax as rx
 from replicax._src.checkpoint import arrays as leaves
+from replicax._src.checkpoint import orbax_files, saved, writing
 from replicax._src.ps.arrays import ServerArray
+from replicax.errors import CorruptCheckpointError
 from replicax.experimental.partitioners import FixedShardsPartitioner
 from servers import servers
 
@@ -91,6 +95,46 @@ def test_onto_other_servers_and_shards(is_built_before, tmp_path, monkeypatch):
     assert all(is_on_servers(variable) for variable in second.variables().values())
     for name, value in second.values().items():
         np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+
+
+def test_a_table_is_read_and_given_in_blocks(tmp_path, monkeypatch):
+    """Larger than what there is of it on the coordinator at any time."""
+    monkeypatch.setattr(orbax_files, "_CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(leaves, "_BLOCK_BYTES", 1 << 17)
+    monkeypatch.setattr(writing, "_BLOCK", 1 << 17)
+    values = np.random.RandomState(0).randn(1 << 16, 32).astype(np.float32)
+    with servers(2, FixedShardsPartitioner(2)).scope():
+        table = rx.Variable(values, name="table")
+    path = rx.Checkpoint(table=table).save(tmp_path / "ckpt")
+    with servers(3, FixedShardsPartitioner(3)).scope():
+        other = rx.Variable(lambda: np.zeros_like(values), name="table")
+        other.numpy()
+    largest, rows_in_turn = [0], orbax_files.rows_in_turn
+
+    def measured(*args):
+        for start, rows in rows_in_turn(*args):
+            largest.append(rows.nbytes)
+            yield start, rows
+
+    monkeypatch.setattr(saved, "rows_in_turn", measured)
+    tracemalloc.start()
+    try:
+        rx.Checkpoint(table=other).restore(path).assert_consumed()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert max(largest) <= 1 << 18
+    assert sum(largest) == 2 * values.nbytes  # read once to be checked, and once to be given
+    assert peak < values.nbytes / 2
+    np.testing.assert_array_equal(other.numpy(), values)
+
+    files = [f for f in (tmp_path / "ckpt-1" / "state" / "table").iterdir() if f.name[0].isdigit()]
+    monkeypatch.setattr(saved.SavedCheckpoint, "verify", lambda self: None)
+    for breaks in (lambda f: f.write_bytes(bytes(100) + f.read_bytes()[100:]), lambda f: f.write_bytes(b"")):
+        breaks(files[3])
+        with pytest.raises(CorruptCheckpointError):
+            rx.Checkpoint(table=other).restore(path)
+        np.testing.assert_array_equal(other.numpy(), values)
 
 
 def refuse_whole_tables(patch, strategy):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -63,6 +64,15 @@ class ArrayLeaf(Leaf):
     @abc.abstractmethod
     def give(self, value: np.ndarray, components: np.ndarray | None) -> None:
         """Gives it a value of its shape and dtype, and the components that were saved with it, if any."""
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it is better given rows than a whole value: there may be no room for that here."""
+        return False
+
+    def give_rows(self, blocks: Iterable[tuple[int, np.ndarray]]) -> None:
+        """Gives it a value in order: the number of a row, and those from it on. Of one that takes them."""
+        raise AssertionError("it takes no rows")
 
     def finish(self) -> None:
         """Called when all leaves have been given theirs."""
@@ -182,9 +192,18 @@ class VariableLeaf(ArrayLeaf):
         self._set(placed)
 
     def _give_servers(self, stored: ServerArray, value: np.ndarray) -> None:
-        if not stored.is_table:
+        if stored.is_table:
+            self.give_rows([(0, value)])
+        else:
             stored.assign(value)
-            return
+
+    @property
+    def takes_rows(self) -> bool:
+        stored = self.stored
+        return isinstance(stored, ServerArray) and stored.is_table and bool(math.prod(stored.shape))
+
+    def give_rows(self, blocks: Iterable[tuple[int, np.ndarray]]) -> None:
+        stored: ServerArray = self.stored
         stored.holder.make([stored])
         strategy, variable = context.owner_of(self.of), self.of
 
@@ -192,12 +211,10 @@ class VariableLeaf(ArrayLeaf):
             whole = variable.read_value() if isinstance(variable, Variable) else variable.value
             variable.assign(whole.at[ids].set(rows))  # on the servers, as rows
 
-        for rows in blocks_of_rows(stored.shape, stored.dtype):
-            strategy.run_here(
-                assign,
-                np.arange(rows.start, rows.stop, dtype=np.int32),
-                np.array(value[rows.start : rows.stop]),
-            )
+        for first, values in blocks:
+            for rows in blocks_of_rows(values.shape, values.dtype):
+                numbers = np.arange(first + rows.start, first + rows.stop, dtype=np.int32)
+                strategy.run_here(assign, numbers, np.array(values[rows.start : rows.stop]))
 
 
 def blocks_of_rows(shape: Sequence[int], dtype: Any) -> Iterator[range]:

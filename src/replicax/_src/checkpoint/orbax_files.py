@@ -73,6 +73,24 @@ def read_arrays(path: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) ->
     return found | {key: np.asarray(_at(read, key)) for key in wanted}
 
 
+def rows_in_turn(path: str, key: str) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows of one of the arrays, as they lie in files: the number of the first, and as many as were written together.
+
+    Each array is an array of zarr by itself, whose name has dots between the parts of the key.
+
+    Args:
+      path: Of the item.
+      key: Of an array that has rows.
+    """
+    import tensorstore  # which orbax brings
+
+    place = {"driver": "file", "path": os.path.join(path, key.replace("/", "."))}
+    array = tensorstore.open({"driver": "zarr", "kvstore": place}, open=True, read=True).result()
+    at_once = array.chunk_layout.read_chunk.shape[0]
+    for start in range(0, array.shape[0], at_once):
+        yield start, array[start : min(start + at_once, array.shape[0])].read().result()
+
+
 def _checkpointer(ocp: Any) -> contextlib.AbstractContextManager[Any]:
     """For this process alone.
 

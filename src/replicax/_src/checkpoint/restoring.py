@@ -189,12 +189,19 @@ class Restoration:
 
     def _give(self, pairs: Sequence[_Pair]) -> None:
         arrays = {pair.key: pair.leaf for pair in pairs if isinstance(pair.leaf, ArrayLeaf)}
-        values, components = self.saved.values(arrays), self.saved.components(arrays)
+        tables = {key for key, leaf in arrays.items() if leaf.takes_rows}
+        for key in tables:
+            self.saved.check_rows(key)
+        wanted = [key for key in arrays if key not in tables]
+        values, components = self.saved.values(wanted), self.saved.components(wanted)
         states = [pair for pair in pairs if isinstance(pair.leaf, StateLeaf)]
         for pair in states:
             assert isinstance(pair.leaf, StateLeaf)
             pair.leaf.give(self._state_of(pair.leaf.label, self.saved.contents.states[pair.key]))
         for key, leaf in arrays.items():
+            if key in tables:
+                leaf.give_rows(self.saved.rows(key))
+                continue
             leaf.give(values.pop(key), components.pop(key, None))
         for pair in pairs:
             assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))

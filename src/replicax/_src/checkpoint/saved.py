@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn, final
 
+import jax.numpy as jnp
 import numpy as np
 
 from replicax._src.checkpoint.contents import COMPONENTS, MANIFEST, STATE, Contents
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
-from replicax._src.checkpoint.orbax_files import read_arrays
+from replicax._src.checkpoint.orbax_files import read_arrays, rows_in_turn
 from replicax._src.checkpoint.writing import checksum, file_checksum
 
 
@@ -87,6 +89,30 @@ class SavedCheckpoint:
         self._check([(key, values[key], arrays[key].crc32) for key in wanted])
         return values
 
+    def rows(self, key: str) -> Iterator[tuple[int, np.ndarray]]:
+        """An array that has rows, some after the others: the number of the first, and these.
+
+        Raises:
+          CorruptCheckpointError: It cannot be read.
+        """
+        with self._reading():
+            yield from rows_in_turn(os.path.join(self.path, STATE), key)
+
+    def check_rows(self, key: str) -> None:
+        """Reads such an array.
+
+        Raises:
+          CorruptCheckpointError: It has other bytes than were written, or another shape or dtype.
+        """
+        array, crc, num_rows = self.contents.arrays[key], 0, 0
+        for _, rows in self.rows(key):
+            if rows.dtype != jnp.dtype(array.dtype) or rows.shape[1:] != array.shape[1:]:
+                num_rows = -1
+                break
+            crc, num_rows = checksum(rows, crc), num_rows + len(rows)
+        if (crc, num_rows) != (array.crc32, array.shape[0]):
+            self._raise_damaged([key])
+
     def components(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
         """Of those of some arrays that have components, these.
 
@@ -106,8 +132,13 @@ class SavedCheckpoint:
     def _read(self, item: str, wanted: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
         if not wanted:
             return {}
-        try:
+        with self._reading():
             return read_arrays(os.path.join(self.path, item), wanted)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise CorruptCheckpointError(
                 f"The checkpoint {self.path!r} cannot be read ({type(error).__name__}: {error!s:.300}). Was it deleted meanwhile, "
@@ -117,6 +148,9 @@ class SavedCheckpoint:
     def _check(self, arrays: Sequence[tuple[str, np.ndarray, int | None]]) -> None:
         damaged = [key for key, array, crc in arrays if checksum(array) != crc]
         if damaged:
-            raise CorruptCheckpointError(
-                f"The checkpoint {self.path!r} has other values than were saved for {', '.join(map(repr, damaged[:5]))}."
-            )
+            self._raise_damaged(damaged)
+
+    def _raise_damaged(self, keys: Sequence[str]) -> NoReturn:
+        raise CorruptCheckpointError(
+            f"The checkpoint {self.path!r} has other values than were saved for {', '.join(map(repr, keys[:5]))}."
+        )

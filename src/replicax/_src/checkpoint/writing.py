@@ -134,10 +134,10 @@ def _described(array: HostArray) -> SavedArray:
     )
 
 
-def checksum(array: np.ndarray) -> int:
-    """The CRC-32 of an array's bytes."""
+def checksum(array: np.ndarray, before: int = 0) -> int:
+    """The CRC-32 of an array's bytes, after others of which it is ``before``."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return zlib.crc32(flat)  # type: ignore[arg-type]
+    return zlib.crc32(flat, before)  # type: ignore[arg-type]
 
 
 def file_checksum(path: str) -> tuple[int, int]:
