@@ -114,8 +114,8 @@ def add_parser(subparsers: Any) -> None:
         type=count,
         default=3,
         metavar="N",
-        help="start a worker that runs `replicax server` again when it dies, each at most N times (3); with "
-        "--snapshot-dir a parameter server too",
+        help="start a worker that runs `replicax server` again when it dies, each at most N times (3), not counting those after "
+        "a new checkpoint; with --snapshot-dir a parameter server too",
     )
     how.add_argument(
         "--snapshot-dir",

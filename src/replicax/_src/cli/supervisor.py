@@ -9,14 +9,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from replicax._src.cli.display import Display, Row
-from replicax._src.cli.restarts import Restarts
+from replicax._src.cli.restarts import Restarts, ServerRestarts
 from replicax._src.cli.status import Speed, read_status
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Ending, Process, resident_bytes, signal_name
@@ -71,6 +71,8 @@ class SupervisorOptions:
 class Supervisor:
     """Runs tasks until the training has ended, one of them has failed, or a signal says to end.
 
+    When all are started again after the coordinator alone has failed, servers run on, and wait for the next one.
+
     The training has ended well when all tasks that are awaited have exited with 0. What is left then is ended: the
     evaluator after its time, others at once. When one fails, and is not started again by itself, the others may end by
     themselves for ``grace_s``, then get SIGTERM, and after as long again SIGKILL. SIGINT, SIGTERM and SIGHUP become
@@ -101,46 +103,65 @@ class Supervisor:
         Raises:
           ProcessStartError: A task could not be started; none is left.
         """
-        with self._signals_noticed():
+        with self._signals_noticed(), contextlib.ExitStack() as stack:
             while True:
-                failed = self._run_once()
+                failed = self._run_once(stack)
                 if self._signals:
                     return 128 + self._signals[0]
                 if failed is None:
                     return 0
                 note = self._restarts.after(failed)
-                if note is None:
-                    return failed.exit_code
-                self._display.note(note)
-                self._wait(lambda: False, self._restarts.wait_s)
-                if self._signals:
-                    return 128 + self._signals[0]
+                if note is not None:
+                    self._display.note(note)
+                    self._wait(lambda: False, self._restarts.wait_s)
+                if note is None or self._signals:
+                    self._end_all()
+                    return 128 + self._signals[0] if self._signals else failed.exit_code
 
-    def _run_once(self) -> Ending | None:
-        """Runs all tasks once; returns how the first that failed has ended."""
-        self._processes = {}
-        restarts_left = {start.task: start.max_restarts for start in self._starts}
-        with contextlib.ExitStack() as stack:
-            for start in self._starts:
+    def _run_once(self, stack: contextlib.ExitStack) -> Ending | None:
+        """Runs all tasks once; returns how the first that failed has ended. Servers may run on."""
+        restarts = {
+            start.task: ServerRestarts(start.max_restarts, self._options.checkpoint_dir)
+            for start in self._starts
+        }
+        for start in self._starts:
+            if start.task not in self._processes:
                 self._start(start, stack)
-            self._wait(lambda: self._is_decided(restarts_left, stack))
-            if not self._signals and self._failed() is None:
-                self._await_evaluator()
+        self._wait(lambda: self._is_decided(restarts, stack))
+        if not self._signals and self._failed() is None:
+            self._await_evaluator()
+        failed = self._failed()
+        if failed is not None and not self._signals:
+            self._await_others(failed)
             failed = self._failed()
-            if failed is not None and not self._signals:
-                self._await_others(failed)
-                failed = self._failed()
-            self._end_all()
-            self._refresh(time.monotonic())
-        if failed is None or self._signals:
-            return None
-        ending = self._processes[failed].ending
-        assert ending is not None
-        if ending.code == PREEMPTED_EXIT_CODE:
-            self._display.note(f"{failed} {ending}: it was to end, and has saved.")
-        else:
-            self._show_failure(failed)
-        return ending
+        kept = self._servers_that_stay(failed)
+        self._end_all(kept)
+        self._refresh(time.monotonic())
+        ending = None if failed is None else self._processes[failed].ending
+        if failed is not None and ending is not None and not self._signals:
+            if ending.code == PREEMPTED_EXIT_CODE:
+                self._display.note(f"{failed} {ending}: it was to end, and has saved.")
+            else:
+                self._show_failure(failed)
+        for task in [task for task in self._processes if task not in kept]:
+            self._processes.pop(task).close()
+        return None if self._signals else ending
+
+    def _servers_that_stay(self, failed: Task | None) -> Collection[Task]:
+        """Those that wait for the next coordinator, when it was the coordinator that failed: all, or none.
+
+        None after a restart that was in vain: it may be they of whom it fails.
+        """
+        servers = {start.task for start in self._starts if start.is_server}
+        may_stay = (
+            failed is not None
+            and failed.type == "chief"
+            and not self._signals
+            and not self._restarts.num_in_vain
+            and all(start.task in servers for start in self._starts if start.task.type in ("worker", "ps"))
+            and all(self._processes[task].is_running for task in servers)
+        )
+        return servers if may_stay else ()
 
     def _start(self, start: Start, stack: contextlib.ExitStack) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
@@ -163,7 +184,7 @@ class Supervisor:
 
     # --- how it goes --------------------------------------------------------------------------------------
 
-    def _is_decided(self, restarts_left: dict[Task, int], stack: contextlib.ExitStack) -> bool:
+    def _is_decided(self, restarts: Mapping[Task, ServerRestarts], stack: contextlib.ExitStack) -> bool:
         """Whether the training has ended, or failed. A task that may be started again by itself is, here."""
         if self._is_trained():
             return True
@@ -176,13 +197,10 @@ class Supervisor:
                 process.close()
                 self._start(start, stack)
                 continue
-            if not restarts_left[start.task]:
+            note = restarts[start.task].after()
+            if note is None:
                 return True
-            number = start.max_restarts - restarts_left[start.task] + 1
-            self._display.note(
-                f"{start.task} {process.ending}. Starting it again: restart {number} of {start.max_restarts}."
-            )
-            restarts_left[start.task] -= 1
+            self._display.note(f"{start.task} {process.ending}. {note}")
             process.close()
             self._start(start, stack)
         return False
@@ -207,9 +225,6 @@ class Supervisor:
         status = read_status(self._status_files[task])
         return ending.time if status is None or status.left_at is None else min(ending.time, status.left_at)
 
-    def _running(self) -> list[Process]:
-        return [process for process in self._processes.values() if process.is_running]
-
     def _await_evaluator(self) -> None:
         evaluators = [p for task, p in self._processes.items() if task.type == "evaluator" and p.is_running]
         if evaluators:
@@ -229,9 +244,13 @@ class Supervisor:
             )
             self._wait(lambda: not running(), self._options.grace_s)
 
-    def _end_all(self) -> None:
-        """SIGTERM, then SIGKILL, for all that run."""
-        running = self._running()
+    def _end_all(self, but: Collection[Task] = ()) -> None:
+        """SIGTERM, then SIGKILL, for all that run, but for some."""
+
+        def still_running() -> list[Process]:
+            return [p for task, p in self._processes.items() if task not in but and p.is_running]
+
+        running = still_running()
         if not running:
             return
         if self._signals:
@@ -239,8 +258,8 @@ class Supervisor:
         num_signals = len(self._signals)
         for process in running:
             process.terminate()
-        self._wait(lambda: not self._running(), self._options.grace_s, num_signals)
-        if killed := self._running():
+        self._wait(lambda: not still_running(), self._options.grace_s, num_signals)
+        if killed := still_running():
             self._display.note(f"{_listed(killed)} did not end, and will be killed.")
 
     def _show_failure(self, failed: Task) -> None:
