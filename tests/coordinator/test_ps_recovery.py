@@ -52,6 +52,9 @@ class Session:
         self.was_restored.append((ps, keys))
         return self.missing
 
+    def names_on(self, ps):
+        return [f"w{n}" for n in range(7)]
+
 
 @pytest.fixture
 def session():
@@ -95,10 +98,15 @@ def test_one_goes_on_with_what_it_has(session, dispatch, caplog):
     recovery = Recovery(session, dispatch, "continue")
     watch = watching(session, recovery)
     started_again(session)
-    session.ps[0].restored, watch.num_updates = kept(), 8
+    session.ps[0].restored, watch.num_updates = kept(age_s=14.2, applied=[4, 6]), 8
     assert recovery.restarted(watch, session.ps[0]) is None
     assert session.was_restored == [(0, ["w"])]
-    assert "ps 0 was started again and goes on with its last snapshot: 5 updates" in caplog.text
+    assert (
+        "ps 0 was started again and goes on with its last snapshot, taken 14 s before: 5 updates"
+        in caplog.text
+    )
+    assert "as they were then: w0, w1, w2, w3, w4 and 2 more;" in caplog.text
+    assert "of 0 scheduled functions they have what the first 4 did, and some of the next 2." in caplog.text
     assert watch.knows("second")
     assert recovery.restarted(watch, session.ps[0]) is None  # asked again, by a beat that was late
     assert len(session.was_restored) == 1

@@ -413,6 +413,10 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
         (warning,) = warnings_of(caplog, "goes on with its last snapshot")
         assert warning.startswith("ps 1 was started again")
         num_gone = int(warning.split(": ")[1].split()[0])
+        assert (
+            "its variables are as they were then: counter_1; of 16 scheduled functions they have what the first 0 did"
+            in (warning.replace("Its", "its"))
+        )
         # What it did since its last beat is not among them; what was scheduled after the kill is not lost.
         assert 6 <= num_gone <= 16.0 - counts[1] <= 14.0
         assert job.coordinator.statistics()["ps"]["ps 1"]["restarts"] == 1

@@ -26,6 +26,9 @@ def test_as_a_plain_set(events):
             low = max(low, number)
         assert [n in window for n in range(12)] == [n < low or n in applied for n in range(12)]
         assert window.low == low
+        first, stop = window.extent
+        assert [n in window for n in range(12)][:first] == [True] * first
+        assert not any(n in window for n in range(stop, 12))
         above = {n for n in applied if n >= low}
         assert window.num_runs == sum(n - 1 not in above for n in above)
 

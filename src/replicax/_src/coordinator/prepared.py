@@ -94,6 +94,10 @@ class Session(Protocol):
         """Whether that is a program of a parameter server."""
         ...
 
+    def names_on(self, ps: int) -> Sequence[str]:
+        """Names of the variables of which a parameter server has something."""
+        ...
+
     def restored(self, ps: int, keys: Collection[str]) -> list[str]:
         """A parameter server has gone back to a snapshot, with these pieces. Returns names of variables that it lacks.
 

@@ -91,10 +91,12 @@ class Recovery:
         if missing:
             return _incomplete(watch, missing)
         log.warning(
-            "%s was started again and goes on with its last snapshot: %d updates that it had acknowledged are gone, by "
-            "its last count. The other parameter servers are as they were.",
+            "%s was started again and goes on with its last snapshot%s: %d updates that it had acknowledged are gone, by "
+            "its last count. %sThe other parameter servers are as they were.",
             watch.name,
+            _age(restored),
             max(watch.num_updates - restored["updates"], 0),
+            _state(self._session.names_on(watch.index), restored, self._dispatch.next_number),
         )
         watch.accept(instance)
         return None
@@ -216,6 +218,20 @@ class Epochs:
                 error,
             )
         self._has_failed = True
+
+
+def _age(restored: Mapping[str, Any]) -> str:
+    age_s = restored.get("age_s")
+    return "" if age_s is None else f", taken {age_s:.0f} s before"
+
+
+def _state(names: Sequence[str], restored: Mapping[str, Any], num_scheduled: int) -> str:
+    """Which variables are older now, and which functions they have seen."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    first, stop = restored.get("applied", (0, 0))
+    some = f", and some of the next {stop - first}" if stop > first else ""
+    seen = f"of {num_scheduled} scheduled functions they have what the first {first} did{some}"
+    return f"Its variables are as they were then: {shown}; {seen}. " if names else ""
 
 
 def _gone(watch: PsWatch, why: str) -> UnavailableError:

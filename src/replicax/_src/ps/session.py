@@ -323,6 +323,12 @@ class Session:
             made = list(self._made)
         return [array.name for array in made if not array.keys_on(ps) <= set(keys)]
 
+    def names_on(self, ps: int) -> list[str]:
+        """Names of the arrays of which a parameter server has a piece or a copy."""
+        with self._lock:
+            made = list(self._made)
+        return sorted(array.name for array in made if array.keys_on(ps))
+
     def keep_programs(self, owner: Any, updates: Sequence[tuple[int, UpdateProgram]]) -> None:
         """Gives parameter servers their programs of a function; they are dropped when ``owner`` is gone."""
         uses = [(ps, update.digest) for ps, update in updates]

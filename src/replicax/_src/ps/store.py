@@ -217,7 +217,8 @@ class Store:
 
         Returns:
           None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, ``keys`` of the
-          pieces, ``programs`` (digests: they are to be sent again), and ``refused``: newer ones, and what is wrong with each.
+          pieces, ``programs`` (digests: they are to be sent again), ``refused``: newer ones, and what is wrong with each;
+          ``age_s``: how long ago it was taken, and ``applied``: of the incarnation's closures, see ``Window.extent``.
 
         Raises:
           SnapshotError: There are snapshots, and none is whole and of the epoch; nothing has changed.
@@ -244,6 +245,7 @@ class Store:
                 self._take(snapshot.content, pieces)
         told = {name: snapshot.content[name] for name in ("epoch", "incarnation", "updates")}
         programs = [program["digest"] for program in snapshot.content["programs"]]
+        taken = snapshot.content.get("time")  # earlier versions did not say
         return {
             **told,
             "file": str(snapshot.path),
@@ -251,6 +253,8 @@ class Store:
             "keys": list(pieces),
             "programs": programs,
             "refused": refused,
+            "age_s": None if taken is None else max(0.0, time.time() - taken),
+            "applied": list(self._windows.of_client(str(told["incarnation"])).extent),
         }
 
     def _folder_of(self, directory: Path) -> SnapshotFolder:
@@ -293,6 +297,7 @@ class Store:
             "epoch": epoch,
             "instance": self.instance,
             "incarnation": self._incarnations.now,
+            "time": time.time(),
             "updates": self._statistics.updates,
             "highest_number": self._highest_number,
             "windows": self._windows.described(),

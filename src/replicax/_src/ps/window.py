@@ -42,6 +42,12 @@ class Window:
         """How many runs of numbers are kept."""
         return len(self._starts)
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """All closures below the first number have been applied, or had nothing to apply; none from the second on has been."""
+        is_joined = bool(self._starts) and self._starts[0] <= self._low
+        return self._stops[0] if is_joined else self._low, max([self._low, *self._stops[-1:]])
+
     def __contains__(self, number: int) -> bool:
         """Whether a closure is not to be applied: it has been, or it has ended."""
         if number < self._low:
