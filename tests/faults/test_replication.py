@@ -154,6 +154,7 @@ def test_a_primary_is_killed_and_nothing_is_lost(job, caplog):
     assert warning.startswith("ps 0 is lost. Nothing that was acknowledged is gone: ps 1")
 
 
+@pytest.mark.long
 def test_one_comes_back_has_all_brought_to_it_and_takes_over(job, caplog):
     job.steps(5)
     job.join()
@@ -200,3 +201,163 @@ def test_too_few_servers_and_snapshots_are_refused(servers, tmp_path):
         message(
             InvalidArgumentError, lambda: rx.ParameterServerStrategy(cluster.resolver, **options), "has 1"
         )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_servers_are_killed_at_random_with_time_to_come_back():
+    chance, over = random.Random(1), threading.Event()
+    with server_cluster(workers=2, ps=3) as cluster, contextlib.closing(Job(cluster, num_ps=3)) as job:
+        failures = []
+
+        def go_on():
+            try:
+                while not over.is_set():
+                    job.steps(20)
+                    job.schedule(20)
+                    job.join()
+            except Exception as error:
+                failures.append(error)
+
+        going = threading.Thread(target=go_on)
+        going.start()
+        for _ in range(8):
+            time.sleep(chance.uniform(0.0, 2.0))
+            cluster.restart("ps", chance.randrange(3))
+            until(lambda: failures or job.replication["unprotected"], "it is missed")
+            until(
+                lambda: failures or not job.replication["unprotected"], "all is on two servers again", 120.0
+            )
+        over.set()
+        going.join()
+        assert not failures
+        assert job.coordinator.check_copies() == []
+        job.check()
+        assert int(job.optimizer.iterations.value) <= job.num_scheduled
+
+
+@pytest.mark.long
+def test_a_primary_is_stopped_and_says_nothing_when_it_wakes(job):
+    job.steps(20)
+    job.join()
+    job.steps(200)
+    job.ps(0).stop()  # amid what it is asked
+    started = time.monotonic()
+    job.join()
+    assert time.monotonic() - started < 2 * GOES_ON_S
+    assert job.replication["primaries"] == [1, 1]
+    job.check()
+    job.schedule(50)
+    job.join()
+    job.ps(0).resume()
+    job.until_protected()
+    assert job.replication["primaries"] == [1, 1]
+    assert job.coordinator.check_copies() == []
+    job.check()
+    job.ps(1).kill()
+    job.goes_on()
+    job.check()
+
+
+@pytest.mark.long
+def test_a_backup_is_stopped(job):
+    """It is the primary of others at the same time; with three servers the first of them is neither."""
+    job.steps(20)
+    job.join()
+    job.steps(100)
+    job.ps(1).stop()
+    started = time.monotonic()
+    job.join()
+    assert time.monotonic() - started < 2 * GOES_ON_S
+    assert job.replication["primaries"] == [0, 0]
+    job.ps(1).resume()
+    job.until_protected()
+    assert job.coordinator.check_copies() == []
+    job.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["blackhole", "cut"])
+def test_two_servers_are_parted_that_all_others_reach(how):
+    with (
+        server_cluster(workers=1, ps=2, has_proxies=True) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        job.steps(20)
+        job.join()
+        cluster.partition("ps", 1, how=how)
+        started = time.monotonic()
+        job.steps(20)
+        job.join()
+        assert time.monotonic() - started < 2 * GOES_ON_S
+        assert job.replication["unprotected"] == [0, 1]
+        assert job.replication["primaries"] == [0, 1]
+        job.check()
+        cluster.heal()
+        job.until_protected()
+        assert job.coordinator.check_copies() == []
+        job.ps(0).kill()
+        job.goes_on()
+        job.check()
+
+
+@pytest.mark.long
+def test_shards_and_embeddings(servers):
+    """One worker: a kill changes no bit of a table in shards, whose rows travel, nor of its slots."""
+    partitioner = rx.experimental.partitioners.FixedShardsPartitioner(2)
+    with contextlib.closing(Job(servers, variable_partitioner=partitioner)) as job:
+        with job.strategy.scope():
+            keras.utils.set_random_seed(1)
+            table = keras.layers.Embedding(1000, 8)
+            table.build()
+            optimizer = keras.optimizers.Adagrad(0.1)
+            optimizer.build(table.trainable_variables)
+
+        @rx.function
+        def look_up(ids):
+            with rx.GradientTape() as tape:
+                loss = (table(ids) ** 2).sum()
+            gradients = tape.gradient(loss, table.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, table.trainable_variables))
+
+        ids = np.random.default_rng(0).integers(0, 1000, (60, 16)).astype(np.int32)
+        variables = [*table.variables, *optimizer.variables]
+        first = [np.array(v.value) for v in variables]
+
+        def run(start, stop):
+            for n in range(start, stop):
+                job.coordinator.schedule(look_up, args=(ids[n],))
+
+        run(0, 60)
+        job.join()
+        expected = [np.array(v.value) for v in variables]
+        for variable, value in zip(variables, first, strict=True):
+            variable.assign(value)
+        run(0, 30)
+        job.ps(1).kill()
+        run(30, 60)
+        job.goes_on()
+        for variable, wanted in zip(variables, expected, strict=True):
+            np.testing.assert_array_equal(np.array(variable.value), wanted)
+        job.cluster.restart("ps", 1)
+        job.until_protected()
+
+
+@pytest.mark.long
+def test_fit_goes_on(servers):
+    with contextlib.closing(Job(servers)) as job:
+
+        class Kill(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                if epoch == 1:
+                    job.ps(0).kill()
+
+        with job.strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        x = np.tile(job.x, (4, 1))
+        history = model.fit(x, x.sum(axis=1), batch_size=8, epochs=6, verbose=0, callbacks=[Kill()]).history
+        assert int(model.optimizer.iterations.value) == 6 * 32
+        assert history["loss"][-1] < history["loss"][0]
+        job.cluster.restart("ps", 0)
+        job.until_protected()

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checks import message
@@ -304,3 +303,88 @@ def test_what_was_answered_is_there_and_once(actions):
         before = len(world.acknowledged)
         world.settle()
         assert len(world.acknowledged) > before
+
+
+# The rules one by one, where chance seldom comes.
+
+
+def rules_of(task, *views):
+    rules = ReplicaRules(task)
+    for view in views:
+        assert rules.take(view)
+    return rules
+
+
+PAIR = View(0, 1, 0, 1)
+
+
+def test_a_backup_that_leads_takes_nothing_of_the_one_before():
+    backup = rules_of(1, PAIR)
+    assert backup.forwarded(1, 1) is True
+    backup.applied(1)
+    assert backup.forwarded(1, 1) is False
+    assert backup.forwarded(1, 3) is Refusal.INCOMPLETE
+    backup.take(View(0, 2, 1, None))
+    assert backup.forwarded(1, 2) is Refusal.DEPOSED
+    joined = rules_of(1, PAIR, View(0, 3, 0, 1, is_joining=True))
+    assert joined.forwarded(1, 1) is Refusal.INCOMPLETE  # the same primary, which has not heard of it yet
+    assert joined.forwarded(3, 1) is Refusal.INCOMPLETE
+
+
+def test_what_was_ordered_before_is_not_answered_after_another_time():
+    """Who is the primary, is followed, and is the primary again, has not done what it was asked the first time."""
+    rules = rules_of(0, PAIR)
+    place = rules.order()
+    rules.take(View(0, 3, 1, 0, is_joining=True))
+    message(UnavailableError, lambda: rules.may_answer(place), "does not serve")
+    assert rules.has_copy(3, 5)
+    rules.take(View(0, 4, 0, None))
+    message(UnavailableError, lambda: rules.may_answer(place), "does not serve")
+    assert rules.may_answer(rules.order())
+
+
+def test_the_backup_counts_once_it_has_said_that_it_has_what_was_answered_without_it():
+    rules = rules_of(0, PAIR, View(0, 2, 0, None), View(0, 3, 0, 1, is_joining=True))
+    assert all(rules.may_answer(rules.order()) for _ in range(4))
+    assert rules.synced(3, acked=2)
+    assert rules.described()["backup"] == Partner.JOINING
+    assert not rules.may_answer(rules.order())
+    rules.acknowledge(1, 9)  # of another epoch
+    assert rules.described()["backup"] == Partner.JOINING
+    rules.acknowledge(3, 4)
+    assert rules.described()["backup"] == Partner.IN_SYNC
+    rules.lose(3)
+    assert rules.described()["backup"] == Partner.LOST
+
+
+def test_nobody_is_made_what_it_cannot_be():
+    joins = rules_of(1, PAIR, View(0, 2, 0, 1, is_joining=True))
+    message(InvalidArgumentError, lambda: joins.take(View(0, 3, 1, None)), "does not have all of group 0")
+    followed = rules_of(0, PAIR)
+    followed.refused(1, Refusal.DEPOSED)
+    message(UnavailableError, followed.order, "ps 0 does not serve this group")
+    message(InvalidArgumentError, lambda: followed.take(View(0, 3, 0, None)), "does not have all of group 0")
+
+
+def test_who_leads_is_decided_once_and_a_copy_that_is_behind_never_leads():
+    groups = Groups(3)
+    assert [view.members for view in groups.views] == [(1, 0), (2, 1), (0, 2)]
+    assert [(v.group, v.epoch, v.primary, v.backup) for v in groups.gone(1)] == [
+        (0, 2, 0, None),
+        (1, 2, 2, None),
+    ]
+    assert groups.primaries == [0, 2, 2]
+    assert groups.unprotected == [0, 1]
+    assert [(v.group, v.epoch, v.backup, v.is_joining) for v in groups.join(1)] == [
+        (0, 3, 1, True),
+        (1, 3, 1, True),
+    ]
+    assert groups.gone(2) == [View(2, 2, 0, None)]
+    assert groups.lost == [1]  # what joins has not all
+    groups.back(2)
+    assert groups.lost == []
+    assert groups.told(2, {"1": {"epoch": 2, "backup": "in sync"}}) == []  # of an epoch before
+    assert groups.told(2, {"1": {"epoch": 3, "backup": "in sync"}}) == []
+    assert groups.unprotected == [0, 2]
+    assert groups.told(0, {"0": {"epoch": 3, "backup": "failed"}}) == [View(0, 4, 0, None)]
+    assert groups.to_be_told(0, {"0": {"epoch": 3}}) == [View(0, 4, 0, None), View(2, 2, 0, None)]

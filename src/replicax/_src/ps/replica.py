@@ -22,8 +22,12 @@ _log = logging.getLogger("replicax")
 
 _WAIT_S: Final = 50.0
 """For the backup's word, or the coordinator's: who asks gives up after 60 s."""
+_ACK_S: Final = 5.0
+"""For the backup's word, after the primary has done the same: longer, and it cannot be reached."""
 _COPY_S: Final = 120.0
+_SEND_BYTES_PER_S: Final = 50 << 20
 _FEW: Final = 4
+_ROUNDS: Final = 4
 _MANY_BYTES: Final = 256 << 20
 _READS: Final = frozenset({"find"})
 
@@ -62,6 +66,7 @@ class Replica:
         self._changed = threading.Condition()
         self._store = self._new_store()
         self._way: _Way | None = None
+        self._joining_way: _Way | None = None
         self._opened_epoch = 0
         self._is_reading = False
         self._is_closed = False
@@ -80,8 +85,8 @@ class Replica:
         with self._changed:
             if view.epoch <= self._rules.epoch:
                 return
-            way, self._way = self._way, None
-        if way is not None:
+            ways = self._take_ways()
+        for way in ways:
             way.close()  # who waits on it looks again
         with self._changed:
             if not self._rules.take(view):
@@ -160,11 +165,16 @@ class Replica:
         """Drops all; who waits raises UnavailableError."""
         with self._changed:
             self._is_closed = True
-            way, self._way = self._way, None
+            ways = self._take_ways()
             self._changed.notify_all()
-        if way is not None:
+        for way in ways:
             way.close()
         self._store.leave(self._incarnation)
+
+    def _take_ways(self) -> list[_Way]:
+        ways = [way for way in (self._way, self._joining_way) if way is not None]
+        self._way = self._joining_way = None
+        return ways
 
     def _new_store(self) -> Store:
         store = Store()
@@ -178,7 +188,7 @@ class Replica:
         try:
             way = self._way or self._open(epoch)
             if way is not None and way.epoch == epoch:
-                way.link.send(self._message(epoch, entry))
+                _send(way.link, self._message(epoch, entry))
         except Exception as error:
             self._lose(epoch, error)
 
@@ -196,7 +206,7 @@ class Replica:
         with self._changed:
             is_of_now = self._rules.epoch == way.epoch and not self._is_closed
             if is_of_now:
-                self._way = way
+                self._way, self._joining_way = way, None
                 self._changed.notify_all()
         if not is_of_now:
             way.close()
@@ -231,7 +241,7 @@ class Replica:
                 way = self._reads_next(place, until)
             if way is None:
                 return
-            self._read(way, max(0.0, until - time.monotonic()))
+            self._read(way, min(max(0.0, until - time.monotonic()), _ACK_S))
 
     def _reads_next(self, place: Place, until: float) -> _Way | None:
         """None when it may be answered; else the way of which this thread reads next. With the lock."""
@@ -297,6 +307,10 @@ class Replica:
         way = None
         try:
             way = _Way(view.epoch, self._connect(view.backup))
+            with self._changed:
+                if self._rules.epoch != view.epoch or self._is_closed:
+                    raise _later_view()
+                self._joining_way = way
             acked = self._bring_copy(view, way)
             self._bring_rest(view, way, acked)
         except Exception as error:
@@ -311,7 +325,7 @@ class Replica:
     def _bring_copy(self, view: View, way: _Way) -> int:
         with self._order:
             if self._rules.epoch != view.epoch:
-                raise UnavailableError("There is a later view.")
+                raise _later_view()
             state, seq = self._store.state(), self._rules.seq
             self._waiting, self._waiting_bytes = [], 0
         for header, arrays in copy_messages(state):
@@ -320,38 +334,42 @@ class Replica:
         return seq
 
     def _bring_rest(self, view: View, way: _Way, acked: int) -> None:
-        """What came meanwhile; the last of it while nothing else comes."""
-        while True:
+        """What came meanwhile; the last of it while nothing else comes: others may come faster than they are brought."""
+        for left in reversed(range(_ROUNDS)):
             with self._order:
-                waiting = self._waiting
-                if waiting is None or self._rules.epoch != view.epoch:
-                    raise UnavailableError("There is a later view.")
-                if len(waiting) <= _FEW:
-                    self._waiting = None
+                waiting = self._take_waiting(view)
+                if not left or len(waiting) <= _FEW:
+                    last = self._bring_waiting(view, way, waiting) or acked
                     with self._changed:
-                        self._waiting_bytes = 0
-                        is_one = self._rules.synced(view.epoch, acked)
+                        is_one = self._rules.synced(view.epoch, last)
+                        self._waiting, self._waiting_bytes, self._error = None, 0, ""
+                        self._outcomes.clear()
                     if not is_one or not self._keep(way):
-                        raise UnavailableError("There is a later view.")
-                    for entry in waiting:
-                        self._outcomes.append((entry.seq, entry.outcome))
-                        way.link.send(self._message(view.epoch, entry))
-                    break
-                self._waiting = []
-                with self._changed:
-                    self._waiting_bytes = 0
-                    self._changed.notify_all()
-            for entry in waiting:
-                taken = _check_taken(_called(way, self._message(view.epoch, entry)))
-                if taken.get("outcome") != entry.outcome:
-                    raise MessageError(
-                        f"At message {entry.seq} it came to {taken.get('outcome')!r}, not {entry.outcome!r}."
-                    )
-                acked = entry.seq
-        if waiting:
-            self._wait(Place(self._rules.tenure, waiting[-1].seq))
+                        raise _later_view()
+                    return
+            acked = self._bring_waiting(view, way, waiting) or acked
+
+    def _take_waiting(self, view: View) -> list[_Entry]:
+        """What is to be brought now. Under the order."""
+        waiting = self._waiting
+        if waiting is None or self._rules.epoch != view.epoch:
+            raise _later_view()
         with self._changed:
-            self._error = ""
+            self._waiting, self._waiting_bytes = [], 0
+            self._changed.notify_all()
+        return waiting
+
+    def _bring_waiting(self, view: View, way: _Way, waiting: Sequence[_Entry]) -> int | None:
+        """Returns the number of the last one, which the backup has said that it has."""
+        acked = None
+        for entry in waiting:
+            taken = _check_taken(_called(way, self._message(view.epoch, entry)))
+            if taken["outcome"] != entry.outcome:
+                raise MessageError(
+                    f"At message {entry.seq} it came to {taken['outcome']!r}, not {entry.outcome!r}."
+                )
+            acked = entry.seq
+        return acked
 
     # --- the backup that joins -------------------------------------------------------------------------
 
@@ -399,6 +417,10 @@ class _Entry:
         return self
 
 
+def _later_view() -> UnavailableError:
+    return UnavailableError("The coordinator has decided otherwise meanwhile.")
+
+
 def _is_change(header: Mapping[str, Any]) -> bool:
     op = header.get("op")
     if op == "step":
@@ -416,8 +438,14 @@ def _applied(store: Store, message: Message) -> tuple[Message | None, Exception 
     return answer, None, str(header.get("checksum") or ("duplicate" if header.get("duplicate") else ""))
 
 
+def _send(link: PsLink, message: Message) -> None:
+    """Not for ever: who is cut off takes nothing, and says nothing."""
+    num_bytes = sum(array.nbytes for array in message.arrays)
+    link.send(message, _ACK_S + num_bytes / _SEND_BYTES_PER_S)
+
+
 def _called(way: _Way, message: Message) -> Mapping[str, Any]:
-    way.link.send(message)
+    _send(way.link, message)
     return way.link.receive(_COPY_S).header
 
 

@@ -39,7 +39,8 @@ class StoreLink:
         self._store, self._task = store, task
         self._answers: deque[Message | Exception] = deque()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, timeout_s: float = 60.0) -> None:
+        del timeout_s
         try:
             answer = self._store.answer(message)
             self._answers.append(Message(answer.header, [np.array(array) for array in answer.arrays]))

@@ -1,0 +1,255 @@
+"""Two parameter servers with the same pieces, in this process: what the one does the other does, and goes on with."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from checks import message
+from exported import update_program
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.messages import Message
+from replicax._src.ps.replica_rules import View
+from replicax._src.ps.replicas import Replicas
+from replicax._src.ps.store_link import StoreClient, StoreLink
+
+ME = "me"
+ONE = np.float32(1.0)
+GROUP = 0
+
+
+class Way:
+    """To a server, while it is open."""
+
+    def __init__(self, network, to):
+        self.network, self.inner = network, StoreClient(network.servers[to], f"ps {to}")
+
+    def open(self):
+        self.network.check()
+        return Open(self.network, self.inner.open())
+
+    def close(self):
+        pass
+
+
+class Open:
+    def __init__(self, network, link: StoreLink):
+        self.network, self.link = network, link
+
+    def send(self, message, timeout_s=60.0):
+        self.network.check()
+        self.network.num_sent += 1
+        self.link.send(message)
+
+    def receive(self, timeout_s):
+        self.network.check()
+        return self.link.receive(timeout_s)
+
+    def close(self):
+        self.link.close()
+
+
+class Network:
+    """Two servers, and the coordinator's word on who is what."""
+
+    def __init__(self):
+        self.is_cut, self.num_sent = False, 0
+        self.servers = [Replicas(n, ME, lambda to, _: Way(self, to)) for n in range(2)]
+        self.view(1, 0, 1)
+
+    def check(self):
+        if self.is_cut:
+            raise UnavailableError("The network is cut.")
+
+    def view(self, epoch, primary, backup, is_joining=False, to=(1, 0)):
+        view = View(GROUP, epoch, primary, backup, is_joining)
+        for task in to:
+            if task in view.members:
+                self.servers[task].take(view, ["a:1", "b:1"])
+
+    def ask(self, to, op, arrays=(), **header):
+        header = {"op": op, "incarnation": ME, "group": GROUP, **header}
+        return self.servers[to].answer(Message(header, list(arrays)))
+
+    def create(self, to=0, **values):
+        pieces = [
+            {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "initial": "array"}
+            for key, value in values.items()
+        ]
+        self.ask(to, "create", values.values(), pieces=pieces, if_absent=True)
+
+    def add_program(self, program, to=0):
+        blob = [np.frombuffer(program.blob, np.uint8)]
+        self.ask(to, "program", blob, digest=program.digest, described=program.described())
+        return program.digest
+
+    def step(self, to, program=None, number=None, operands=(), pull=("x",), **more):
+        closure = None if number is None else [ME, number]
+        pull = [[key, None] for key in pull]
+        return self.ask(to, "step", operands, closure=closure, low=0, program=program, pull=pull, **more)
+
+    def read(self, to):
+        return float(self.step(to).arrays[0][0])
+
+    def part(self, task):
+        return self.servers[task].described()[str(GROUP)]
+
+    def until_in_sync(self, task=0):
+        until = time.monotonic() + 20.0
+        while self.part(task)["backup"] != "in sync":
+            assert time.monotonic() < until, self.part(task)
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def network():
+    network = Network()
+    yield network
+    for server in network.servers:
+        server.close()
+
+
+@pytest.fixture
+def add(network):
+    """The digest of what adds to x, which starts at 0."""
+    network.create(x=np.zeros(3, np.float32))
+    return network.add_program(
+        update_program(lambda x, by: (x + by,), ["x"], [0], np.zeros(3, np.float32), ONE)
+    )
+
+
+def test_the_backup_has_what_was_answered_and_goes_on(network, add):
+    for number in range(5):
+        network.step(0, add, number, [ONE])
+    assert network.read(0) == 5.0
+    message(UnavailableError, lambda: network.read(1), "does not serve this group")
+    network.view(2, 1, None, to=[1])  # the first one is dead, and heard nothing
+    assert network.read(1) == 5.0
+    assert network.step(1, add, 4, [ONE]).header["duplicate"]  # its window came with it
+    assert not network.step(1, add, 5, [ONE]).header["duplicate"]
+    assert network.read(1) == 6.0
+
+
+def test_who_was_followed_answers_nobody(network, add):
+    network.step(0, add, 0, [ONE])
+    network.view(2, 1, None, to=[1])
+    network.step(1, add, 1, [ONE])
+    message(UnavailableError, lambda: network.step(0, add, 2, [ONE]), "does not serve this group")
+    message(UnavailableError, lambda: network.read(0), "does not serve this group")
+    assert network.part(0)["role"] == "none"
+    assert network.read(1) == 2.0
+
+
+def test_a_reader_of_who_was_followed_is_told_before_anybody_has_written(network, add):
+    network.view(2, 1, None, to=[1])
+    network.step(1, add, 0, [ONE])
+    message(UnavailableError, lambda: network.read(0), "does not serve this group")
+
+
+def test_without_the_backup_nothing_is_answered_until_it_is_decided(network, add):
+    network.is_cut = True
+    answered = threading.Event()
+    waiting = threading.Thread(target=lambda: (network.step(0, add, 0, [ONE]), answered.set()))
+    waiting.start()
+    assert not answered.wait(0.2)
+    assert network.part(0)["backup"] == "lost"
+    assert "is cut" in network.part(0)["error"]
+    network.view(2, 0, None)
+    assert answered.wait(10.0)
+    waiting.join()
+    assert network.read(0) == 1.0
+
+
+def test_errors_are_the_same_on_both_and_nothing_happens(network, add):
+    message(InvalidArgumentError, lambda: network.step(0, add, 0, [ONE], pull=["y"]), 'no piece "y"')
+    message(
+        InvalidArgumentError, lambda: network.step(0, add, 0, [np.zeros(2, np.float32)]), "takes the operands"
+    )
+    network.step(0, add, 0, [ONE])
+    assert network.part(0)["backup"] == "in sync"
+    assert network.ask(0, "checksum").header["is_on_two"]
+    network.view(2, 1, None, to=[1])
+    assert network.read(1) == 1.0
+
+
+def test_what_reads_sends_no_arrays_and_what_is_read_is_not_read_twice(network, add):
+    rows = [np.array([0], np.int32)]
+    network.step(0, add, 0, [ONE, *rows], rows=["x"])
+    replica = network.servers[1]._replicas[GROUP]
+    assert replica.statistics()["updates"] == 1
+    assert replica.statistics()["pulls"] == 0
+    before = network.num_sent
+    network.read(0)
+    assert network.num_sent == before + 1  # it has asked whether it still is the primary
+
+
+def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
+    large = np.arange(50_000, dtype=np.float32)
+    network.create(large=large)
+    network.step(0, add, 0, [ONE])
+    network.view(2, 0, None)
+    over, numbers = threading.Event(), iter(range(1, 100_000))
+    done = []
+
+    def go_on():
+        while not over.is_set():
+            done.append(next(numbers))
+            network.step(0, add, done[-1], [ONE])
+
+    threads = [threading.Thread(target=go_on) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    network.view(3, 0, 1, is_joining=True)
+    network.until_in_sync()
+    time.sleep(0.05)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert network.ask(0, "checksum").header["is_on_two"]
+    network.view(4, 1, None, to=[1])
+    assert network.read(1) == len(done) + 1
+    assert network.step(1, add, 0, [ONE]).header["duplicate"]
+    assert network.step(1, add, done[-1], [ONE]).header["duplicate"]
+    np.testing.assert_array_equal(network.step(1, pull=["large"]).arrays[0], large)
+
+
+def test_gradients_that_wait_for_their_round_are_brought_too(network, add):
+    program = update_program(
+        lambda x, g: (x + g,), ["x"], [0], np.zeros(3, np.float32), np.zeros(3, np.float32)
+    )
+    program = type(program)(program.blob, program.state, program.written, ("mean",))
+    digest = network.add_program(program)
+    network.view(2, 0, None)
+    hold = {"gradients": {"round": 0, "program": digest, "operands": 1}}
+    network.step(0, None, 0, [np.full(3, 2.0, np.float32)], **hold)
+    network.view(3, 0, 1, is_joining=True)
+    network.until_in_sync()
+    network.step(0, None, 1, [np.full(3, 4.0, np.float32)], **hold)
+    network.view(4, 1, None, to=[1])
+    network.ask(1, "apply", round=[ME, 0], low=0, closures=[0, 1])
+    assert network.read(1) == 3.0
+
+
+def test_copies_that_differ_are_found(network, add, caplog):
+    network.servers[1]._replicas[GROUP]._store.put("x", 1, np.ones(3, np.float32))
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(network.ask(0, "checksum")))
+    asking.start()
+    until = time.monotonic() + 10.0
+    while network.part(0)["backup"] != "lost":
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    network.view(2, 0, None)
+    asking.join()
+    assert not answers[0].header["is_on_two"]
+    assert "are not the same" in caplog.text
+
+
+def test_one_that_has_not_all_is_not_made_the_primary(network, add):
+    network.view(2, 0, None)
+    network.is_cut = True
+    network.view(3, 0, 1, is_joining=True)
+    view = View(GROUP, 4, 1, None)
+    message(InvalidArgumentError, lambda: network.servers[1].take(view, []), "does not have all of group 0")
