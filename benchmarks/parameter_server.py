@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ import workers
 from peer_process import PeerProcess
 
 OURS, WITH_KERAS, TENSORFLOW, SOCKET = "replicax", "replicax, Keras", "TensorFlow", "raw socket"
+REPLICATED = "replicax, replication=2"
 NUM_CLOSURES, NUM_FETCHES, NUM_STEPS, NUM_TRANSFERS = 2000, 100, 200, 5
 LARGE_BYTES = 4 * ps_sizes.LARGE
 MEMORY = {"tables": 4, "rows": 1_000_000, "columns": 32}  # 512 MB
@@ -116,6 +118,20 @@ def embedding(num_rounds: int, tensorflow_python: str | None) -> None:
         rates = {name: ps_sizes.NUM_IDS / timing.median / 1e6 for name, timing in timings.items()}
         print("  " + ", ".join(f"{name}: {rate:.2f} M rows/s" for name, rate in rates.items()))
         _print_bar("rows/s", timings, OURS, bar)
+
+
+def replication(num_rounds: int, tensorflow_python: str | None) -> None:
+    """What a second copy of everything costs: the same two servers, with one copy and with two. There is no bar."""
+    del tensorflow_python
+    num_bytes = sum(4 * a * b + 4 * b for a, b in itertools.pairwise(ps_sizes.MLP))
+    title = f"An MLP's gradients, {num_bytes // 1000} KB, pushed to Adam on two servers, and the new values pulled"
+    more = {REPLICATED: {"task": "push", "replication": 2}}
+    timings = _compare(title, {"task": "push", "replication": 1}, num_rounds, NUM_STEPS, None, more)
+    pairs = [b / a for a, b in zip(timings[OURS].seconds, timings[REPLICATED].seconds, strict=True)]
+    print(
+        f"  replication=2: {timings[REPLICATED].median / timings[OURS].median:.2f} × the time by medians, rounds "
+        f"{min(pairs):.2f}–{max(pairs):.2f}"
+    )
 
 
 def memory(num_rounds: int, tensorflow_python: str | None) -> None:
@@ -219,6 +235,7 @@ PARTS = {
     "mlp": mlp,
     "transfer": transfer,
     "embedding": embedding,
+    "replication": replication,
     "memory": memory,
     "snapshots": snapshots,
     "convergence": convergence,

@@ -27,23 +27,29 @@ import replicax as rx
 from ps_timing import Run
 
 
-def build(task: str, **options: Any) -> Run:
-    """Starts a cluster, and returns what does one of ``TASKS``."""
+def build(task: str, replication: int | None = None, **options: Any) -> Run:
+    """Starts a cluster, of two parameter servers where it is said on how many variables are; returns what does one of ``TASKS``."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     arguments = ["--snapshot-dir", folder.name, "--snapshot-interval", "3600"] if task == "memory" else []
     cluster = rx.testing.LocalCluster(
-        ps_sizes.NUM_WORKERS, chief=True, num_ps=1, server_arguments=arguments, timeout_s=ps_sizes.LIMIT_S
+        ps_sizes.NUM_WORKERS,
+        chief=True,
+        num_ps=1 if replication is None else 2,
+        server_arguments=arguments,
+        timeout_s=ps_sizes.LIMIT_S,
     )
     atexit.register(cluster.close)
     cluster.start_servers()
     os.environ.update(cluster.environment_of("chief", 0))
     if task == "memory":
         return memory(cluster, Path(folder.name), **options)
-    strategy = rx.ParameterServerStrategy(rx.cluster_resolver.TFConfigClusterResolver())
+    strategy = rx.ParameterServerStrategy(
+        rx.cluster_resolver.TFConfigClusterResolver(), replication=replication or 1
+    )
     coordinator = rx.coordinator.ClusterCoordinator(strategy)
-    pids = {"coordinator": os.getpid(), "ps": cluster.tasks["ps", 0].pid}
-    pids |= {f"worker {i}": cluster.tasks["worker", i].pid for i in range(ps_sizes.NUM_WORKERS)}
+    pids = {"coordinator": os.getpid()}
+    pids |= {f"{job} {i}": task.pid for (job, i), task in cluster.tasks.items()}
     return ps_timing.with_cpu_time(TASKS[task](strategy, coordinator, **options), pids)
 
 
@@ -102,6 +108,21 @@ def mlp_keras(strategy: Any, coordinator: Any) -> Run:
         return loss
 
     return ps_timing.of_scheduled(coordinator, step, (_at_workers(coordinator, batch),), read=float)
+
+
+def push(strategy: Any, coordinator: Any) -> Run:
+    """An MLP's gradients, which are there, to Adam on the servers; the new values are what the next one begins with."""
+    weights, _ = ps_sizes.mlp()
+    with strategy.scope():
+        variables = [keras.Variable(w) for w in weights]
+        optimizer = keras.optimizers.Adam(ps_sizes.RATE)
+        optimizer.build(variables)
+
+    def step(gradients: Any) -> Any:
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return sum(jnp.sum(variable.value) for variable in variables)
+
+    return ps_timing.of_scheduled(coordinator, step, (_at_workers(coordinator, weights),), read=float)
 
 
 def _at_workers(coordinator: Any, batch: Any) -> Any:
@@ -226,6 +247,7 @@ TASKS = {
     "fetch": fetch,
     "mlp": mlp,
     "mlp_keras": mlp_keras,
+    "push": push,
     "transfer": transfer,
     "embedding": embedding,
 }
