@@ -19,6 +19,7 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import (
     CHECKPOINT_DIR_VARIABLE,
     DEVICES_VARIABLE,
+    REPLICATION_VARIABLE,
     SCRIPT_IN,
     SERVER_COMMAND,
     Layout,
@@ -115,7 +116,15 @@ def add_parser(subparsers: Any) -> None:
         default=3,
         metavar="N",
         help="start a worker that runs `replicax server` again when it dies, each at most N times (3), not counting those after "
-        "a new checkpoint; with --snapshot-dir a parameter server too",
+        "a new checkpoint; with --replication 2 or --snapshot-dir a parameter server too",
+    )
+    how.add_argument(
+        "--replication",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="on how many parameter servers each variable is, unless the strategy says it (1); with 2, and --ps 2 or more, one may "
+        "die, and nothing is lost",
     )
     how.add_argument(
         "--snapshot-dir",
@@ -245,7 +254,7 @@ def _start_server(
     task: Task,
     secrets: Mapping[str, str],
 ) -> Start:
-    command, may_restart = SERVER_COMMAND, task.type == "worker"
+    command, may_restart = SERVER_COMMAND, task.type == "worker" or options.replication > 1
     if task.type == "ps" and options.snapshot_dir is not None:
         command, may_restart = (*SERVER_COMMAND, "--snapshot-dir", options.snapshot_dir), True
     return dataclasses.replace(
@@ -317,6 +326,8 @@ def _start(
     if options.devices_per_worker is not None and task.type != "ps":
         environment |= device_environment(options.devices_per_worker, os.environ)
         environment[DEVICES_VARIABLE] = str(options.devices_per_worker)
+    if options.replication > 1:
+        environment[REPLICATION_VARIABLE] = str(options.replication)
     return Start(task, [sys.executable, *command], environment)
 
 

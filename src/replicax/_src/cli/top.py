@@ -44,6 +44,8 @@ _STYLES: Final = {
     "busy": "green",
     "serving": "green",
     "running": "green",
+    "backup": "green",
+    "alone": "bold yellow",
     "lost": "bold red",
     "given up": "bold red",
 }

@@ -24,6 +24,8 @@ SCRIPT_IN: Final = ("chief", "workers", "all")
 SCRIPT_IN_VARIABLE: Final = "REPLICAX_SCRIPT_IN"
 # What it is told of how many devices each worker has.
 DEVICES_VARIABLE: Final = "REPLICAX_DEVICES_PER_WORKER"
+# On how many parameter servers each variable is.
+REPLICATION_VARIABLE: Final = "REPLICAX_REPLICATION"
 # What a server is run as, after ``python``; TF_CONFIG says which.
 SERVER_COMMAND: Final = ("-m", "replicax", "server")
 

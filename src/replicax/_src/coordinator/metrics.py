@@ -51,7 +51,7 @@ _TASKS: Final = {
     ),
     "replicax_ps_held_bytes": ("held_bytes", "Size of the values on the parameter server."),
 }
-_UP: Final = ("busy", "idle", "serving", "running")
+_UP: Final = ("busy", "idle", "serving", "backup", "alone", "running")
 _STALENESS: Final = "replicax_ps_staleness_updates"
 # Of the buckets 0, 1, 2 to 3, 4 to 7, ...: always the same ones, as Prometheus expects.
 _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))

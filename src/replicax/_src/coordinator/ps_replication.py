@@ -121,11 +121,13 @@ class Replication:
         others = sorted(
             {f"ps {task}" for group in gone for task in self._groups.members(group)} - {watch.name}
         )
-        return UnavailableError(
-            f"{watch.name} is lost, and {', '.join(others)}, where the other copy of its variables was, is not there or did not "
-            f"have all of it yet: {error} Start them and the program again, from a checkpoint.",
+        left = UnavailableError(
+            f"{watch.name} is lost, and {', '.join(others)}, where the other copy of what it had was to be, is not there or did not "
+            "have all of it yet. Start them and the program again, from a checkpoint.",
             watch.name,
         )
+        left.__cause__ = error
+        return left
 
     def _say_moved(self, watch: PsWatch, what: str) -> None:
         unprotected = self._groups.unprotected

@@ -50,7 +50,7 @@ def status_of(statistics: Mapping[str, Any], process: Mapping[str, Any], time: f
         "tasks": [
             _task("coordinator", "running", process),
             *(_worker(name, told) for name, told in statistics["workers"].items()),
-            *(_ps(name, told) for name, told in ps.items()),
+            *(_ps(name, told, statistics.get("replication")) for name, told in ps.items()),
         ],
     }
 
@@ -97,12 +97,24 @@ def _worker_state(told: Mapping[str, Any]) -> str:
     return "lost" if told["connections"] else "awaited"
 
 
-def _ps(name: str, told: Mapping[str, Any]) -> dict[str, Any]:
+def _ps_state(name: str, told: Mapping[str, Any], replication: Mapping[str, Any] | None) -> str:
+    if not told["connected"]:
+        return "lost"
+    if not told["statistics"]:
+        return "awaited"
+    if replication is None:
+        return "serving"
+    served = [group for group, primary in enumerate(replication["primaries"]) if name == f"ps {primary}"]
+    if not served:
+        return "backup"
+    return "alone" if set(served) & set(replication["unprotected"]) else "serving"
+
+
+def _ps(name: str, told: Mapping[str, Any], replication: Mapping[str, Any] | None) -> dict[str, Any]:
     own, process, transport = _beat(told)
-    has_answered = bool(told["statistics"])
     return _task(
         name,
-        "lost" if not told["connected"] else "serving" if has_answered else "awaited",
+        _ps_state(name, told, replication),
         process,
         updates=own.get("updates"),
         duplicates=own.get("duplicates"),

@@ -78,7 +78,15 @@ CONTENT_SECURITY_POLICY: Final = (
     f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_STATES: Final = {"busy": "good", "serving": "good", "running": "good", "lost": "bad", "given up": "bad"}
+_STATES: Final = {
+    "busy": "good",
+    "serving": "good",
+    "running": "good",
+    "backup": "good",
+    "alone": "bad",
+    "lost": "bad",
+    "given up": "bad",
+}
 
 
 def page_of(status: Mapping[str, Any], query: str = "") -> str:

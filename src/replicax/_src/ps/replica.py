@@ -156,6 +156,12 @@ class Replica:
         """The store's."""
         return self._store.statistics()
 
+    @property
+    def is_primary(self) -> bool:
+        """Whether it serves clients, as far as it knows."""
+        with self._changed:
+            return self._rules.is_primary
+
     def described(self) -> dict[str, Any]:
         """Its part; see ``ReplicaRules.described``; and what went wrong with the backup last."""
         with self._changed:

@@ -15,6 +15,7 @@ from replicax._src.ps.requests import field_of
 from replicax._src.ps.server_stream import PsClient
 
 _FROM_PRIMARY = frozenset({"forward", "copy"})
+_HELD = ("pieces", "bytes", "programs", "gradient_bytes")
 
 
 @final
@@ -70,14 +71,16 @@ class Replicas:
         return replica.answer(message)
 
     def statistics(self) -> dict[str, Any]:
-        """Of all stores together, and ``groups``: by group, the part that this server has."""
+        """Of all stores together what is held; what was done of those that it serves; and ``groups``: what part it has in each."""
         counts: Counter[str] = Counter()
-        told: dict[str, Any] = {}
+        served: list[dict[str, Any]] = []
         for replica in list(self._replicas.values()):
             statistics = replica.statistics()
-            told = told or statistics
-            counts.update({name: value for name, value in statistics.items() if type(value) is int})
-        return {**told, **counts, "groups": self.described()}
+            names = statistics if replica.is_primary else _HELD
+            counts.update({name: statistics[name] for name in names if type(statistics[name]) is int})
+            served += [statistics] if replica.is_primary else []
+        staleness = max((each["staleness"] for each in served), key=lambda s: s["num"], default=None)
+        return {"updates": 0, **counts, "staleness": staleness, "groups": self.described()}
 
     def described(self) -> Mapping[str, Any]:
         """By group, the part that this server has."""

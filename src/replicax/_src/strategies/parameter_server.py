@@ -17,7 +17,7 @@ import numpy as np
 from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.environ import START_LIMIT, limit_s, optional_number
 from replicax._src.cluster.errors import TaskError
-from replicax._src.cluster.layout import DEVICES_VARIABLE, SCRIPT_IN_VARIABLE
+from replicax._src.cluster.layout import DEVICES_VARIABLE, REPLICATION_VARIABLE, SCRIPT_IN_VARIABLE
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
@@ -85,7 +85,8 @@ class ParameterServerStrategy(Strategy):
         ``num_replicas_in_sync``. None: what ``replicax launch --devices-per-worker`` says, or 1.
       replication: On how many parameter servers each piece of a variable is: 1, or 2. With 2 a server may die, and nothing
         that was acknowledged is lost: the next one has it, and the ``ClusterCoordinator`` has all go on there, within
-        seconds. For a coordinator with at least two parameter servers; every update costs about twice as much.
+        seconds. For a coordinator with at least two parameter servers, which do each update twice. None: what
+        ``replicax launch --replication`` says, or 1.
       is_coordinator: Which form it is. None: in a worker the second; in a chief the first, unless ``replicax launch``
         has been told that workers run the script (``--script-in workers``).
 
@@ -107,7 +108,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Partitioner | None = None,
         *,
         devices_per_worker: int | None = None,
-        replication: int = 1,
+        replication: int | None = None,
         is_coordinator: bool | None = None,
     ):
         self._num_devices = devices_of_worker(devices_per_worker)
@@ -116,7 +117,7 @@ class ParameterServerStrategy(Strategy):
             is_coordinator = (
                 resolver.task_type != "worker" and os.environ.get(SCRIPT_IN_VARIABLE) != "workers"
             )
-        _check_replication(replication, is_coordinator)
+        replication = _replication_of(replication, is_coordinator)
         if is_coordinator:
             self._begin_coordinator(resolver, variable_partitioner, replication)
         else:
@@ -341,7 +342,13 @@ def devices_of_worker(given: int | None) -> int:
     return whole_number("ParameterServerStrategy(devices_per_worker=…)", given, least=1)
 
 
-def _check_replication(replication: int, is_coordinator: bool) -> None:
+def _replication_of(given: int | None, is_coordinator: bool) -> int:
+    """On how many parameter servers each piece is: what the program says, or the launcher, or 1.
+
+    Raises:
+      InvalidArgumentError: It cannot be that.
+    """
+    replication = (optional_number(os.environ, REPLICATION_VARIABLE) or 1) if given is None else given
     if type(replication) is not int or replication not in (1, 2):
         raise InvalidArgumentError(
             f"ParameterServerStrategy(replication={replication!r}): it is 1, each variable on one parameter server, or 2."
@@ -351,6 +358,7 @@ def _check_replication(replication: int, is_coordinator: bool) -> None:
             "ParameterServerStrategy(replication=2): a coordinator decides which of two parameter servers is used, and here every "
             "worker runs the program by itself. Let a chief schedule functions, or leave replication out."
         )
+    return replication
 
 
 def _begin_groups(tasks: Tasks, intervals_s: Sequence[float | None]) -> Groups:
