@@ -132,8 +132,8 @@ class Replication:
     def _say_moved(self, watch: PsWatch, what: str) -> None:
         unprotected = self._groups.unprotected
         log.warning(
-            "%s %s. Nothing that was acknowledged is gone: %s serve(s) its variables. Until it is there and has a copy again, "
-            "those of %s are on one parameter server only.",
+            "%s %s. Nothing that was acknowledged is gone: the other copy of its variables is used, on %s. Those of %s are on one "
+            "parameter server now, until it is there again, and has a copy.",
             watch.name,
             what,
             _listed(self._groups.views[group].primary for group in unprotected),
@@ -145,9 +145,9 @@ class Replication:
         other = next(task for task in self._groups.members(view.group) if task != view.primary)
         say = log.info if part["backup"] == Partner.FAILED else log.warning
         say(
-            "ps %d has the variables of ps %d alone for now. The copy on ps %d is given up, and made anew if it can be: %s",
-            view.primary,
+            "The variables of ps %d are on ps %d alone for now. The copy on ps %d is given up, and made anew when it can be: %s",
             view.group,
+            view.primary,
             other,
             part["error"],
         )
