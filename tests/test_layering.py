@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import replicax as rx
+
 PACKAGE = Path(__file__).parents[1] / "src" / "replicax"
 PRIVATE = PACKAGE / "_src"
 
@@ -241,12 +243,14 @@ def test_no_import_cycles():
 
 
 def test_only_jax_compat_knows_jax_internals():
-    others = [file for file in PACKAGE.rglob("*.py") if file != PRIVATE / "jax_compat.py"]
+    others = [
+        file for file in PACKAGE.rglob("*.py") if not file.name.startswith(("jax_compat", "coordination"))
+    ]
     for file in others:
         source = file.read_text()
         assert "jax._src" not in source, file
         assert "jax.__version__" not in source, file
-        assert not [name for name in imports_of(file) if name.startswith("jax._src")], file
+        assert not [name for name in imports_of(file) if name.startswith(("jax._src", "jaxlib"))], file
 
 
 def test_files_are_named_after_concepts():
@@ -255,11 +259,46 @@ def test_files_are_named_after_concepts():
         assert not words & (BANNED_NAMES | {"v1", "v2"}), path
 
 
+def test_each_public_name_is_where_replicax_looks_for_it():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (for_checkers,) = [node for node in tree.body if isinstance(node, ast.If)]
+    modules = {alias.name for node in for_checkers.body if node.module == "replicax" for alias in node.names}
+    places = {
+        alias.name: node.module.removeprefix("replicax._src.")
+        for node in for_checkers.body
+        if node.module != "replicax"
+        for alias in node.names
+    }
+    assert (set(rx._MODULES), rx._PLACES) == (modules, places)
+    assert sorted(rx.__all__) == sorted([*modules, *places])
+    assert {name for name in rx.__all__ if getattr(rx, name, None) is None} == set()
+    assert set(rx.__all__) <= set(dir(rx))
+
+
+# The parts that start without JAX: the launcher and what is beside worker 0. And an attribute that is not there is none.
+WITHOUT_JAX = """
+import sys
+import replicax, replicax.__main__, replicax._src.cluster.service, replicax._src.coordination
+assert not hasattr(replicax, "MirorredStrategy")
+assert not {"jax", "keras", "orbax"} & set(sys.modules)
+from replicax.data import from_arrays
+from replicax.nn import compute_average_loss
+import numpy as np
+assert float(compute_average_loss(np.ones(4), global_batch_size=2)) == 2  # asks for the default strategy
+assert replicax.get_strategy() is replicax.get_strategy()
+assert not replicax.has_strategy()
+"""
+
+
+def test_what_starts_often_starts_without_jax():
+    subprocess.run([sys.executable, "-c", WITHOUT_JAX], check=True, timeout=120)
+
+
 IMPORT_AND_REPORT = """
 import json, os, sys
 from jax._src import xla_bridge  # no public name tells; and jax itself writes the environment when imported
 environment = dict(os.environ)
-import replicax
+from replicax import *
 print(json.dumps({
     "modules": sorted({name.split(".")[0] for name in sys.modules}),
     "is_backend_started": xla_bridge.backends_are_initialized(),

@@ -1,71 +1,75 @@
 """replicax: TensorFlow's ``tf.distribute`` programming model for JAX and Keras 3.
 
-One training program, and one object, the strategy, that says where it runs. Importing this starts no backend.
+One training program, and one object, the strategy, that says where it runs. Importing this starts no backend, and loads
+nothing: each name is loaded when it is first asked for. JAX takes a second, which launchers and parameter servers are not to wait.
 """
 
-from replicax import (
-    checkpoint,
-    cluster_resolver,
-    config,
-    coordinator,
-    data,
-    errors,
-    experimental,
-    keras,
-    nn,
-    optax,
-    summary,
-    testing,
-    tpu,
-)
-from replicax._src.checkpoint.checkpoint import Checkpoint
-from replicax._src.checkpoint.manager import CheckpointManager
-from replicax._src.collectives.cross_device import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from replicax._src.collectives.in_replica import IndexedSlices
-from replicax._src.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from replicax._src.control import assert_same, cond
-from replicax._src.function import function
-from replicax._src.gradients import value_and_grad
-from replicax._src.input.dataset import DistributedDataset, DistributedIterator
-from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
-from replicax._src.options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-    ReduceOp,
-    RunOptions,
-    UnconnectedGradients,
-    ValueContext,
-    VariableAggregation,
-    VariableSynchronization,
-)
-from replicax._src.profiling.profile import Profile, profile
-from replicax._src.program.tape import GradientTape
-from replicax._src.ps.server_def import ServerDef, ServerOptions
-from replicax._src.ps.task import Server
-from replicax._src.strategies import default  # noqa: F401  (makes the default strategy)
-from replicax._src.strategies.central_storage import CentralStorageStrategy
-from replicax._src.strategies.extended import StrategyExtended
-from replicax._src.strategies.mirrored import MirroredStrategy
-from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from replicax._src.strategies.one_device import OneDeviceStrategy
-from replicax._src.strategies.parameter_server import ParameterServerStrategy
-from replicax._src.strategies.strategy import Strategy
-from replicax._src.strategies.tpu import TPUStrategy
-from replicax._src.summaries.writer import SummaryWriter
-from replicax._src.values import DistributedValues, Mirrored, PerReplica
-from replicax._src.variables.variable import Variable
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replicax import (
+        checkpoint,
+        cluster_resolver,
+        config,
+        coordinator,
+        data,
+        errors,
+        experimental,
+        keras,
+        nn,
+        optax,
+        summary,
+        testing,
+        tpu,
+    )
+    from replicax._src.checkpoint.checkpoint import Checkpoint
+    from replicax._src.checkpoint.manager import CheckpointManager
+    from replicax._src.collectives.cross_device import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
+    from replicax._src.collectives.in_replica import IndexedSlices
+    from replicax._src.context import (
+        ReplicaContext,
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from replicax._src.control import assert_same, cond
+    from replicax._src.function import function
+    from replicax._src.gradients import value_and_grad
+    from replicax._src.input.dataset import DistributedDataset, DistributedIterator
+    from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
+    from replicax._src.options import (
+        CommunicationImplementation,
+        CommunicationOptions,
+        ReduceOp,
+        RunOptions,
+        UnconnectedGradients,
+        ValueContext,
+        VariableAggregation,
+        VariableSynchronization,
+    )
+    from replicax._src.profiling.profile import Profile, profile
+    from replicax._src.program.tape import GradientTape
+    from replicax._src.ps.server_def import ServerDef, ServerOptions
+    from replicax._src.ps.task import Server
+    from replicax._src.strategies.central_storage import CentralStorageStrategy
+    from replicax._src.strategies.extended import StrategyExtended
+    from replicax._src.strategies.mirrored import MirroredStrategy
+    from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+    from replicax._src.strategies.one_device import OneDeviceStrategy
+    from replicax._src.strategies.parameter_server import ParameterServerStrategy
+    from replicax._src.strategies.strategy import Strategy
+    from replicax._src.strategies.tpu import TPUStrategy
+    from replicax._src.summaries.writer import SummaryWriter
+    from replicax._src.values import DistributedValues, Mirrored, PerReplica
+    from replicax._src.variables.variable import Variable
 
 __all__ = [
     "CentralStorageStrategy",
@@ -131,3 +135,85 @@ __all__ = [
     "tpu",
     "value_and_grad",
 ]
+
+# Where each name is: as above, which only type checkers read. tests/test_layering.py compares them.
+_MODULES = (
+    "checkpoint",
+    "cluster_resolver",
+    "config",
+    "coordinator",
+    "data",
+    "errors",
+    "experimental",
+    "keras",
+    "nn",
+    "optax",
+    "summary",
+    "testing",
+    "tpu",
+)
+_PLACES = {
+    "Checkpoint": "checkpoint.checkpoint",
+    "CheckpointManager": "checkpoint.manager",
+    "CrossDeviceOps": "collectives.cross_device",
+    "HierarchicalCopyAllReduce": "collectives.cross_device",
+    "NcclAllReduce": "collectives.cross_device",
+    "ReductionToOneDevice": "collectives.cross_device",
+    "IndexedSlices": "collectives.in_replica",
+    "ReplicaContext": "context",
+    "experimental_set_strategy": "context",
+    "get_replica_context": "context",
+    "get_strategy": "context",
+    "has_strategy": "context",
+    "in_cross_replica_context": "context",
+    "assert_same": "control",
+    "cond": "control",
+    "function": "function",
+    "value_and_grad": "gradients",
+    "DistributedDataset": "input.dataset",
+    "DistributedIterator": "input.dataset",
+    "InputContext": "input.split",
+    "InputOptions": "input.split",
+    "InputReplicationMode": "input.split",
+    "CommunicationImplementation": "options",
+    "CommunicationOptions": "options",
+    "ReduceOp": "options",
+    "RunOptions": "options",
+    "UnconnectedGradients": "options",
+    "ValueContext": "options",
+    "VariableAggregation": "options",
+    "VariableSynchronization": "options",
+    "Profile": "profiling.profile",
+    "profile": "profiling.profile",
+    "GradientTape": "program.tape",
+    "ServerDef": "ps.server_def",
+    "ServerOptions": "ps.server_def",
+    "Server": "ps.task",
+    "CentralStorageStrategy": "strategies.central_storage",
+    "StrategyExtended": "strategies.extended",
+    "MirroredStrategy": "strategies.mirrored",
+    "MultiWorkerMirroredStrategy": "strategies.multi_worker_mirrored",
+    "OneDeviceStrategy": "strategies.one_device",
+    "ParameterServerStrategy": "strategies.parameter_server",
+    "Strategy": "strategies.strategy",
+    "TPUStrategy": "strategies.tpu",
+    "SummaryWriter": "summaries.writer",
+    "DistributedValues": "values",
+    "Mirrored": "values",
+    "PerReplica": "values",
+    "Variable": "variables.variable",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"replicax.{name}")
+    if name in _PLACES:
+        value = getattr(importlib.import_module(f"replicax._src.{_PLACES[name]}"), name)
+        globals()[name] = value  # not asked for again
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

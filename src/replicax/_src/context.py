@@ -8,6 +8,7 @@ Strategies are only passed through: nothing here depends on what they are.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ class _Local(threading.local):
 
 _local = _Local()
 _global_strategy: Any = None
-_default: list[Any] = []  # the default strategy, put here when strategies are loaded
+_default: list[Any] = []  # the default strategy, once one was asked for
 # By thread: a strategy and its other parts. Empty almost always, which is quicker to see than a threading.local is
 # to read (36 and 73 ns with the call): every use of a strategy asks.
 _stand_ins: dict[int, tuple[Any, Any]] = {}
@@ -64,6 +65,12 @@ _stand_ins: dict[int, tuple[Any, Any]] = {}
 def set_default_strategy(strategy: Any) -> None:
     """Strategies register the default one here, once."""
     _default[:] = [strategy]
+
+
+def _default_strategy() -> Any:
+    if not _default:
+        importlib.import_module("replicax._src.strategies.default")  # by name: it is in a higher layer
+    return _default[0]
 
 
 def _top() -> _Frame | None:
@@ -79,12 +86,12 @@ def get_strategy() -> Any:
     top = _top()
     if top is not None:
         return top.strategy
-    return _global_strategy if _global_strategy is not None else _default[0]
+    return _global_strategy if _global_strategy is not None else _default_strategy()
 
 
 def has_strategy() -> bool:
     """Whether the current strategy is another than the default one."""
-    return get_strategy() is not _default[0]
+    return get_strategy() is not _default_strategy()
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -99,7 +106,7 @@ def get_replica_context() -> ReplicaContext | None:
         return top.replica_context
     if _global_strategy is not None:
         return None
-    return ReplicaContext(_default[0], 0)
+    return ReplicaContext(_default_strategy(), 0)
 
 
 def in_cross_replica_context() -> bool:
@@ -139,7 +146,7 @@ def experimental_set_strategy(strategy: Any) -> None:
             "Must not be called inside a `tf.distribute.Strategy` scope (rx.experimental_set_strategy): leave the "
             "`with strategy.scope():` block first."
         )
-    _global_strategy = None if strategy is None or strategy is _default[0] else strategy
+    _global_strategy = None if strategy is None or strategy is _default_strategy() else strategy
 
 
 class Scope:
@@ -151,7 +158,9 @@ class Scope:
     def __enter__(self) -> Any:
         strategy = self._strategy
         check_may_enter(strategy)
-        replica = ReplicaContext(strategy, 0) if strategy is _default[0] else None  # it changes nothing
+        replica = (
+            ReplicaContext(strategy, 0) if strategy is _default_strategy() else None
+        )  # it changes nothing
         top = _top()
         if top is not None and top.strategy is strategy:  # perhaps in merge_call or update: still there
             _local.frames.append(_Frame(strategy, replica, top.communicator, top.is_update))
@@ -183,8 +192,8 @@ def check_may_enter(strategy: Any) -> None:
             "inside a function that strategy.run runs: scope, run, reduce and gather belong outside of it; "
             "inside use rx.get_replica_context().all_reduce, all_gather or merge_call."
         )
-    elif top.strategy is not strategy and top.strategy is not _default[0]:
-        if strategy is _default[0]:
+    elif top.strategy is not strategy and top.strategy is not _default_strategy():
+        if strategy is _default_strategy():
             raise ScopeNestingError(
                 f"Must not nest tf.distribute.Strategy scopes: the default strategy's scope was entered inside "
                 f"the scope of {top.strategy!r}."
@@ -203,7 +212,7 @@ def check_strategy_of(owner: Any | None, what: str) -> None:
     """Raises when a value made in the scope of ``owner`` is used under another strategy."""
     top = _top()
     current = top.strategy if top is not None else _global_strategy
-    if owner is None or current is None or current is owner or owner is _default[0]:
+    if owner is None or current is None or current is owner or owner is _default_strategy():
         return
     raise MixedStrategiesError(
         f"Mixing different tf.distribute.Strategy objects: {what} was made in the scope of {owner!r} and is "
