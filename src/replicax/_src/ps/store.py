@@ -447,9 +447,8 @@ class Store:
             views = {key: piece.view() for key, piece in self._pieces.items()}
         crc = 0
         for key in sorted(views):
-            crc = zlib.crc32(
-                np.ascontiguousarray(views.pop(key)).view(np.uint8), zlib.crc32(key.encode(), crc)
-            )
+            value = np.ascontiguousarray(views.pop(key)).reshape(-1)
+            crc = zlib.crc32(value.view(np.uint8).data, zlib.crc32(key.encode(), crc))
         return Message({"checksum": f"{crc:08x}"})
 
     # Under the lock.
