@@ -277,6 +277,31 @@ def test_a_flush_that_takes_too_long_says_so(tmp_path, slow_file):
         writer.scalar("loss", 1.0, 1)
 
 
+def test_nobody_waits_for_ever(tmp_path, slow_file, monkeypatch, caplog):
+    """Neither who adds one, nor an error on its way out, which stays the error; and Python's end waits no second time."""
+    file = slow_file()
+    monkeypatch.setattr("replicax._src.summaries.writer._AFTER_AN_ERROR_S", 0.1)
+    before = time.monotonic()
+
+    def fail():
+        with rx.SummaryWriter(tmp_path, max_in_flight=1) as writer:
+            for step in range(2):  # one is with the thread
+                writer.scalar("loss", 1.0, step)
+                time.sleep(0.05)
+            threads.append(writer._thread)
+            raise KeyError("mine")
+
+    threads = []
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    with pytest.raises(SummaryError, match=r"not written after 0.1 s: 1 are waiting"):
+        threads[0].add(None, timeout_s=0.1)
+    assert "not written after 0.1 s" in caplog.text
+    threads[0].stop(60)
+    assert time.monotonic() - before < 20
+    file.is_open.set()
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_at_the_first_summary(tmp_path):
     (tmp_path / "file").write_text("")
     writer = rx.SummaryWriter(tmp_path / "file" / "run")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from replicax._src.summaries.events import EventFile
 
 Check = Callable[[tuple[int, ...], Any], None]
 Make = Callable[[np.ndarray], Any]
+
+# How long who adds one waits while as many as may be are in flight.
+ADD_LIMIT_S: Final = 300.0
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,20 @@ class WritingThread:
         self._queue: queue.Queue[Entry | _Request] = queue.Queue(max_in_flight)
         self._error: Exception | None = None
         self._num_written, self._waited_s = 0, 0.0
+        self._is_asked_to_end = False
         self._thread = threading.Thread(target=self._run, name="replicax summaries", daemon=True)
         self._thread.start()
 
-    def add(self, entry: Entry) -> None:
-        """Raises what went wrong with an earlier one."""
+    def add(self, entry: Entry, timeout_s: float = ADD_LIMIT_S) -> None:
+        """Raises what went wrong with an earlier one, or a ``SummaryError`` where there is no room for it in time."""
         self.check()
-        if self._queue.full():
-            before = time.monotonic()
-            self._queue.put(entry)
-            self._waited_s += time.monotonic() - before
-        else:
-            self._queue.put(entry)
+        before = time.monotonic() if self._queue.full() else None
+        try:
+            self._queue.put(entry, timeout=timeout_s)
+        except queue.Full:
+            raise self._late(timeout_s) from None
+        finally:
+            self._waited_s += 0.0 if before is None else time.monotonic() - before
 
     def check(self) -> None:
         """Raises what went wrong since the last call."""
@@ -91,8 +96,9 @@ class WritingThread:
         self.check()
 
     def stop(self, timeout_s: float) -> None:
-        """Waits until all is on the disk, and the thread has ended."""
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        """Waits until all is on the disk, and the thread has ended. Only once: who has waited in vain does not wait again."""
+        has_been_asked, self._is_asked_to_end = self._is_asked_to_end, True
+        if not has_been_asked and self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._ask(_Request(is_last=True), timeout_s)
 
     def statistics(self) -> dict[str, float]:
@@ -110,10 +116,13 @@ class WritingThread:
         except queue.Full:
             is_done = False
         if not is_done:
-            raise SummaryError(
-                f"The summaries were not written after {timeout_s:g} s: {self._queue.qsize()} are waiting. One may be of a "
-                "scheduled function that has not run, or the disk is slow; wait longer with timeout_s."
-            )
+            raise self._late(timeout_s)
+
+    def _late(self, timeout_s: float) -> SummaryError:
+        return SummaryError(
+            f"The summaries were not written after {timeout_s:g} s: {self._queue.qsize()} are waiting. One may be of a "
+            "scheduled function that has not run, or the disk is slow; flush() and close() wait longer with timeout_s."
+        )
 
     # --- in the thread --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -22,7 +23,9 @@ from replicax._src.summaries import current, events
 from replicax._src.summaries.taking import check_place, fetching, taken
 from replicax._src.summaries.thread import Check, Entry, Make, WritingThread
 
+log = logging.getLogger("replicax")
 _AT_THE_END_S = 60.0
+_AFTER_AN_ERROR_S = 10.0
 
 
 @final
@@ -33,7 +36,8 @@ class SummaryWriter:
     none; an evaluator too, which is on its own) writes, and only there is a file. With parameter servers the coordinator
     is the chief. Call them outside of replica functions and ``rx.function``, on values that ``reduce``, ``gather`` or a
     metric gave. They do not wait for devices, nor for the disk: arrays are copied where they are, and a thread fetches
-    and writes them. If more than ``max_in_flight`` are behind, the caller waits. What goes wrong in the thread is raised
+    and writes them. If more than ``max_in_flight`` are behind, the caller waits, 300 s at most. The end of a ``with`` waits until
+    all is written; after an error 10 s at most. What goes wrong in the thread is raised
     by the next call.
 
     Args:
@@ -103,7 +107,7 @@ class SummaryWriter:
           PerReplicaUseError: It has a component for each replica: reduce it first.
           ContextError: In a function that is traced, or that every replica runs.
           InvalidArgumentError: There is no step, or the data are not of this kind.
-          SummaryError: An earlier summary could not be written.
+          SummaryError: An earlier summary could not be written, or too many are behind for 300 s.
         """
 
         def check(shape: tuple[int, ...], dtype: Any) -> None:
@@ -251,8 +255,14 @@ class SummaryWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:  # the error is not to wait for what may never come, and to be the one that is raised
+            self.close(_AFTER_AN_ERROR_S)
+        except (SummaryError, InvalidArgumentError) as failure:
+            log.warning("After an error in `with`: %s", failure)
 
     def __repr__(self) -> str:
         return f"<SummaryWriter of {self.logdir}>"
