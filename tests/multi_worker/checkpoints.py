@@ -14,6 +14,7 @@ def training(folder, num_steps, restores):
     import replicax as rx
     from replicax._src.checkpoint import processes, writing
     from replicax.checkpoint import CheckpointError, UnsharedDirectoryError
+    from replicax.errors import InvalidArgumentError
     from replicax.testing import report
 
     strategy = (
@@ -87,6 +88,20 @@ def training(folder, num_steps, restores):
         waited.save()
         waited.wait()
         report(after_failure=[os.path.basename(path) for path in waited.checkpoints])
+        before, index = optimizer.iterations.numpy(), strategy.cluster_resolver.task_id
+        for name, path in (
+            ("another", waited.checkpoints[index]),
+            ("none", [None, waited.checkpoints[0]][index]),
+        ):
+            try:
+                checkpoint.restore(path)
+            except InvalidArgumentError as error:
+                report(**{f"restoring_{name}": str(error)})
+        try:
+            checkpoint.restore([waited.checkpoints[0], f"{folder}-waited/ckpt-999"][index])
+        except CheckpointError as error:
+            report(restoring_missing=f"{type(error).__name__}: {error}")
+        report(untouched=bool(optimizer.iterations.numpy() == before))
         processes._SHARED_WITHIN_S = 0.5
         with tempfile.TemporaryDirectory() as own:
             try:

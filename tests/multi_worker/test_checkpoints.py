@@ -1,6 +1,7 @@
 """Checkpoints of several processes: one writes, all restore, on as many as before bit by bit, and on other numbers."""
 
 import os
+import re
 import shutil
 
 import pytest
@@ -71,3 +72,12 @@ def test_directories_that_are_not_shared_are_found_out(first):
     for worker in first:
         assert "worker 1 cannot see" in worker["unshared"]
         assert "share (NFS" in worker["unshared"]
+
+
+def test_all_restore_one_checkpoint_or_none_does(first):
+    for number, worker in enumerate(first):
+        assert re.search(r"worker 0 '.*ckpt-4', worker 1 '.*ckpt-6'", worker["restoring_another"])
+        assert re.search(r"worker 0 None, worker 1 '.*ckpt-4'", worker["restoring_none"])
+        kind = ("CheckpointError: worker 1 could not", "CheckpointNotFoundError: There is no")[number]
+        assert worker["restoring_missing"].startswith(kind)
+        assert worker["untouched"]

@@ -230,20 +230,29 @@ class Checkpoint:
           CheckpointNotFoundError: There is none.
           CorruptCheckpointError: Files are missing, cut or changed; names them.
           CheckpointMismatchError: Variables have other shapes or dtypes; names them.
+          InvalidArgumentError: Processes were given different checkpoints; raised in all.
+          CheckpointError: Another process could not restore it.
           CrossReplicaContextError: Called in a replica function, or in an ``rx.function``.
         """
-        status = self.read(save_path)
-        if save_path is not None:
-            self.save_counter = SavedCheckpoint(os.fspath(save_path)).contents.number
-        return status
+        return self._read(save_path, is_counting=True)
 
     def read(self, save_path: str | os.PathLike[str] | None) -> LoadStatus:
         """As ``restore``, for what ``write`` has written: the count stays."""
-        if save_path is None:
+        return self._read(save_path, is_counting=False)
+
+    def _read(self, save_path: str | os.PathLike[str] | None, *, is_counting: bool) -> LoadStatus:
+        _check_context("restore")
+        path = None if save_path is None else os.path.abspath(save_path)
+        saved = processes.together("opening a checkpoint", lambda: None if path is None else _verified(path))
+        processes.check_same_checkpoint(path, "" if saved is None else saved.contents.to_text())
+        if saved is None:
             return LoadStatus(None)
-        saved = SavedCheckpoint(os.fspath(save_path))
-        saved.verify()
-        return self.restore_saved(saved)
+        status = processes.together(
+            f"restoring {os.path.basename(saved.path)}", lambda: self.restore_saved(saved)
+        )
+        if is_counting:
+            self.save_counter = saved.contents.number
+        return status
 
     def restore_saved(self, saved: SavedCheckpoint, *, is_strict: bool = False) -> LoadStatus:
         """Restores a checkpoint whose files have been verified; a strict one is of no other model. Private."""
@@ -258,6 +267,12 @@ class Checkpoint:
     def __repr__(self) -> str:
         names = ", ".join(name for name in vars(self) if not name.startswith("_") and name != "save_counter")
         return f"Checkpoint({names}, save_counter={self.save_counter})"
+
+
+def _verified(path: str) -> SavedCheckpoint:
+    saved = SavedCheckpoint(path)
+    saved.verify()
+    return saved
 
 
 def _opened(path: str) -> tuple[bool, str, CheckpointWriteError | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from replicax._src.checkpoint.background import Background
 from replicax._src.checkpoint.errors import CheckpointError, UnsharedDirectoryError
 from replicax._src.cluster.failures import ClusterFailureError
 from replicax._src.cluster.peers import joined_peers
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.elements import NotResumableError
 
 # A network's file system may show a file of another machine later.
@@ -98,6 +100,23 @@ def check_shared(directory: str) -> None:
             "share (NFS, Lustre, a bucket that is mounted)."
         )
     _checked.add(directory)
+
+
+def check_same_checkpoint(path: str | None, manifest: str) -> None:
+    """Makes sure that all processes restore one checkpoint, wherever they see it. All call it.
+
+    Raises:
+      InvalidArgumentError: They were given different ones.
+    """
+    peers = joined_peers()
+    given = gather("which checkpoint to restore", {"path": path, "manifest": zlib.crc32(manifest.encode())})
+    if peers is None or all(each["manifest"] == given[0]["manifest"] for each in given):
+        return
+    listed = ", ".join(f"{name} {each['path']!r}" for name, each in zip(peers.names, given, strict=True))
+    raise InvalidArgumentError(
+        f"Checkpoint.restore was given different checkpoints: {listed}. All processes restore one, from a directory that they share; "
+        "rx.CheckpointManager(...).restore_or_initialize() agrees on the newest that is whole."
+    )
 
 
 def wait_for_chiefs(path: str) -> None:
