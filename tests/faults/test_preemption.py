@@ -227,6 +227,72 @@ def test_a_grace_period(local_cluster, tmp_path):
     assert latest(victim, "began_at") > first + 2
 
 
+def scoped(folder):
+    """A loop that knows from what is saved alone how far it is; who was not told to end waits for who was."""
+    import sys
+    import time
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        state, step = rx.Variable(jnp.zeros(())), rx.Variable(0)
+    data = np.random.default_rng(0).standard_normal(120).astype(np.float32)
+    iterator = iter(strategy.experimental_distribute_dataset(rx.data.from_arrays(data).batch(2)))
+    checkpoint = rx.Checkpoint(state=state, step=step, iterator=iterator)
+    watcher = rx.experimental.PreemptionWatcher()
+
+    def exit_fn():
+        is_told = watcher.preemption_message == f"worker {strategy.cluster_resolver.task_id}: SIGTERM"
+        if is_told:
+            time.sleep(1)
+        began = time.monotonic()
+        watcher.block_until_worker_exit(timeout_s=30)
+        report(is_told=is_told, waited_s=time.monotonic() - began)
+        sys.exit(42)
+
+    handler = rx.experimental.PreemptionCheckpointHandler(
+        strategy.cluster_resolver,
+        checkpoint,
+        folder,
+        termination_config=rx.experimental.TerminationConfig(exit_fn=exit_fn),
+    )
+
+    def train_step(batch):
+        total = rx.get_replica_context().all_reduce("SUM", jnp.sum(batch))
+        state.assign(state * 0.5 + total)
+        step.assign_add(1)
+
+    report(began_at=int(step))
+    with handler.watch_preemption_scope():
+        while int(step) < 60:
+            strategy.run(train_step, args=(next(iterator),))
+            time.sleep(0.02)
+            report(is_training=True)
+    report(bits=np.float32(state).tobytes().hex(), calls=int(step))
+    handler.close()
+    watcher.close()
+
+
+def test_a_scope_and_who_waits_for_the_one_that_is_to_end(local_cluster, tmp_path):
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    cluster.start(scoped, [str(tmp_path)])
+    victim, other = cluster.tasks["worker", 1], cluster.tasks["worker", 0]
+    victim.wait_for_report("is_training", SOON_S)
+    victim.terminate()
+    assert set(wait_for_ends(cluster).values()) == {42}
+    assert (latest(victim, "is_told"), latest(other, "is_told")) == (True, False)
+    assert latest(victim, "waited_s") < 0.5
+    assert 0.5 < latest(other, "waited_s") < 25
+    start_again(cluster)
+    check_finished(cluster)
+    assert 0 < latest(victim, "began_at") == latest(other, "began_at")
+
+
 LAUNCHED = """
 import os, signal
 from pathlib import Path
