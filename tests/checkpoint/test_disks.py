@@ -1,0 +1,88 @@
+"""Disks that are full, or become read-only: real ones, mounted where only the process that is tested sees them."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from checks import path_of_programs
+
+_IN_MOUNTS_OF_ITS_OWN = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def _can_mount():
+    command = [*_IN_MOUNTS_OF_ITS_OWN, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return shutil.which("unshare") is not None and not subprocess.run(command, capture_output=True).returncode
+
+
+PROGRAM = """
+import os, subprocess, sys
+import numpy as np
+import replicax as rx
+from replicax._src.checkpoint import writing
+from replicax.checkpoint import CheckpointWriteError
+
+def mount(*options):
+    subprocess.run(["mount", *options, "saved"], check=True)
+
+def failing(call):
+    try:
+        call()
+    except CheckpointWriteError as error:
+        print(error.errno, error)
+        print("left", sorted(os.listdir("saved")))
+        return
+    print("no error")
+
+os.mkdir("saved")
+mount("-t", "tmpfs", "-o", "size=3m", "tmpfs")
+v = rx.Variable(np.arange(500_000, dtype=np.float32))
+checkpoint = rx.Checkpoint(v=v)
+manager = rx.CheckpointManager(checkpoint, "saved", max_to_keep=3)
+manager.save()
+manager.wait()
+failing(lambda: (manager.save(), manager.wait()))  # seen before anything is written
+check_space, writing._check_space = writing._check_space, lambda path, num_bytes: None
+failing(lambda: (manager.save(), manager.wait()))  # another program has taken the room meanwhile
+failing(lambda: checkpoint.write("saved/exact"))
+writing._check_space = check_space
+mount("-o", "remount,size=40m")
+manager.save()
+manager.wait()
+mount("-o", "remount,ro")
+failing(lambda: (manager.save(), manager.wait()))
+failing(lambda: checkpoint.write("saved/exact"))
+failing(lambda: rx.CheckpointManager(checkpoint, "saved"))
+v.assign(v * 0)
+checkpoint.restore(manager.latest_checkpoint).assert_consumed()
+print("restored", bool((v.numpy() == np.arange(500_000)).all()))
+"""
+
+
+@pytest.mark.skipif(not _can_mount(), reason="disks cannot be mounted here")
+def test_full_and_read_only_disks(tmp_path):
+    """The errors say it, what was there is as it was, and nothing that is half written is left."""
+    result = subprocess.run(
+        [*_IN_MOUNTS_OF_ITS_OWN, sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path_of_programs(), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    said = result.stdout.splitlines()
+    full, read_only = "disk is full. Make room", "its disk is read-only. Choose another directory"
+    expected = ["left. Nothing was written", full, full, read_only, read_only, read_only]
+    errors = [line for line in said if line[0].isdigit()]
+    assert len(errors) == len(expected), result.stdout
+    for error, text in zip(errors, expected, strict=True):
+        assert text in error, result.stdout
+    assert "no error" not in said
+    assert [line for line in said if line.startswith("left")] == ["left ['ckpt-1']"] * 3 + [
+        "left ['ckpt-1', 'ckpt-4']"
+    ] * 3
+    assert said[-1] == "restored True"
