@@ -85,10 +85,10 @@ def rows_in_turn(path: str, key: str) -> Iterator[tuple[int, np.ndarray]]:
     import tensorstore  # which orbax brings
 
     place = {"driver": "file", "path": os.path.join(path, key.replace("/", "."))}
-    array = tensorstore.open({"driver": "zarr", "kvstore": place}, open=True, read=True).result()
-    chunk: Any = array.chunk_layout.read_chunk.shape
-    for start in range(0, array.shape[0], chunk[0]):
-        yield start, array[start : min(start + chunk[0], array.shape[0])].read().result()
+    array: Any = tensorstore.open({"driver": "zarr", "kvstore": place}, open=True, read=True).result()
+    at_once = array.chunk_layout.read_chunk.shape[0]
+    for start in range(0, array.shape[0], at_once):
+        yield start, array[start : min(start + at_once, array.shape[0])].read().result()
 
 
 def _checkpointer(ocp: Any) -> contextlib.AbstractContextManager[Any]:

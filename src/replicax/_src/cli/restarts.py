@@ -63,19 +63,23 @@ class Restarts:
         self._num_counted = self.num_in_vain = 0
         self._progress = Progress(checkpoint_dir)
 
-    def after(self, ending: Ending) -> str | None:
-        """All tasks have ended, and this was the first bad end: what is said before they start again; None: they do not."""
+    def after(self, ending: Ending, who: str = "all tasks") -> str | None:
+        """All tasks have ended, and this was the first bad end: what is said before they start again; None: they do not.
+
+        Args:
+          who: Is started again.
+        """
         is_new = self._progress.is_new()
         is_preempted = ending.code == PREEMPTED_EXIT_CODE and bool(self._most or self._folder)
         self.num_in_vain = 0 if is_new or (is_preempted and self._folder is None) else self.num_in_vain + 1
         if is_preempted:
-            return "Starting all tasks again; this restart is not counted."
+            return f"Starting {who} again; this restart is not counted."
         if is_new and self._most:
-            return "Starting all tasks again: there is a new checkpoint since the last start; this restart is not counted."
+            return f"Starting {who} again: there is a new checkpoint since the last start; this restart is not counted."
         if self._num_counted == self._most:
             return None
         self._num_counted += 1
-        return f"Starting all tasks again: restart {self._num_counted} of {self._most}."
+        return f"Starting {who} again: restart {self._num_counted} of {self._most}."
 
     @property
     def wait_s(self) -> float:

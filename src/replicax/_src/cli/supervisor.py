@@ -110,7 +110,7 @@ class Supervisor:
                     return 128 + self._signals[0]
                 if failed is None:
                     return 0
-                note = self._restarts.after(failed)
+                note = self._restarts.after(failed, "the coordinator" if self._processes else "all tasks")
                 if note is not None:
                     self._display.note(note)
                     self._wait(lambda: False, self._restarts.wait_s)
