@@ -57,11 +57,12 @@ def ps(staleness=None, pid=21, uptime_s=30.0, updates=0, **more):
     }
 
 
-def status(workers=(), servers=(), uptime_s=40.0, **closures):
+def status(workers=(), servers=(), uptime_s=40.0, replication=None, **closures):
     statistics = {
         "closures": {**CLOSURES, **closures},
         "workers": {f"worker {n}": told for n, told in enumerate(workers)},
         "ps": {f"ps {n}": told for n, told in enumerate(servers)},
+        "replication": replication,
     }
     return status_of(statistics, {"pid": 1, "uptime_s": uptime_s, "resident_bytes": 1 << 30}, 1000.0)
 
@@ -119,6 +120,15 @@ def test_states_of_a_worker(state, told):
 )
 def test_states_of_a_parameter_server(state, told):
     assert task(status([], [told]), "ps 0")["state"] == state
+
+
+def test_who_serves_without_a_second_copy_and_who_has_copies_only():
+    replication = {"primaries": [1, 1, 2], "unprotected": [0], "lost": []}
+    told = status([], [ps(), ps(), ps()], replication=replication)
+    states = [task(told, f"ps {n}")["state"] for n in range(3)]
+    assert states == ["backup", "alone", "serving"]
+    assert 'replicax_task_up{task="ps 0"} 1' in metrics_of(told)
+    assert "backup" in page_of(with_rates(None, told))
 
 
 def test_of_a_lost_task_nothing_old_is_shown():

@@ -91,6 +91,7 @@ class Replica:
         with self._changed:
             if not self._rules.take(view):
                 return
+            self._outcomes.clear()
             self._changed.notify_all()
             joins = view.backup == self._task and view.is_joining
             brings = self._rules.partner is Partner.JOINING
@@ -98,6 +99,7 @@ class Replica:
             with self._order:
                 self._store.leave(self._incarnation)
                 self._store, self._taker = self._new_store(), None
+                self._outcomes.clear()  # numbers begin anew
         if brings:
             threading.Thread(
                 target=self._bring, args=(view,), name=f"replicax-copy-{self._group}", daemon=True

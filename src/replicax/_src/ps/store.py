@@ -447,8 +447,8 @@ class Store:
             views = {key: piece.view() for key, piece in self._pieces.items()}
         crc = 0
         for key in sorted(views):
-            value = np.ascontiguousarray(views.pop(key)).reshape(-1)
-            crc = zlib.crc32(value.view(np.uint8).data, zlib.crc32(key.encode(), crc))
+            value = np.asarray(views.pop(key), order="C").reshape(-1).view(np.uint8)
+            crc = zlib.crc32(value.data, zlib.crc32(key.encode(), crc))
         return Message({"checksum": f"{crc:08x}"})
 
     # Under the lock.
