@@ -2,6 +2,8 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -129,3 +131,64 @@ def test_updates_are_of_pieces(state, sizes):
     assert sum(gathered) == of_model  # once, before or after the step, and nothing of the optimizer's
     of_state = of_model // (1 if state == "optimizer" else 2) + 2 * of_model // 2
     assert compiled.memory_analysis().argument_size_in_bytes == of_state + 2 * 4 + inputs.stored.nbytes // 2
+
+
+def unrolled(weights, x):
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x
+
+
+def computed_again(weights, x):
+    for weight in weights:
+        x = jax.checkpoint(lambda weight, x: jnp.tanh(x.astype(jnp.bfloat16) @ weight.astype(jnp.bfloat16)))(
+            weight, x
+        )
+    return x.astype(jnp.float32)
+
+
+def scanned(weights, x):
+    return jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "num_gathers"),
+    [
+        (unrolled, [(8, 8)] * 3, 5),  # forward and backward, the first only forward
+        pytest.param(computed_again, [(8, 8)] * 3, 6, marks=pytest.mark.long),
+        (scanned, [(3, 8, 8)], 4),  # in loops, where each replica computes both sizes
+    ],
+)
+def test_uneven_batches_gather_where_it_is_needed(function, shapes, num_gathers, monkeypatch):
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
+    rows = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    results, texts = [], []
+    for options in {}, {"shard_state": "all"}:
+        strategy = rx.MirroredStrategy(CPUS[:2], **options)
+        with strategy.scope():
+            weights = [
+                rx.Variable(np.random.default_rng(1).normal(size=shape).astype(np.float32))
+                for shape in shapes
+            ]
+
+        def step(x, weights=weights):
+            with rx.GradientTape() as tape:
+                outputs = function(weights if len(weights) > 1 else [weights[0].value], x)
+                loss = rx.nn.compute_average_loss((outputs**2).sum(-1))
+            gradients = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, weights))
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.assign_sub(0.1 * gradient)
+            return loss, jnp.float32(len(x))
+
+        inputs = strategy.experimental_distribute_values_from_function(
+            lambda context: rows[:4] if context.replica_id_in_sync_group == 0 else rows[4:]
+        )
+        for _ in range(2):
+            losses, sizes = strategy.run(step, args=(inputs,))
+        texts.append(strategy.runner.last_launcher.lower([inputs.stored]).as_text())
+        total = strategy.reduce("SUM", losses, axis=None)
+        results.append([total, *strategy.experimental_local_results(sizes), *(w.numpy() for w in weights)])
+    tolerance = 2e-2 if function is computed_again else 1e-5
+    assert_close(results[1], results[0], tolerance, tolerance)
+    assert results[1][1:3] == [4, 1]
+    assert [text.count("stablehlo.all_gather") for text in texts] == [0, num_gathers]

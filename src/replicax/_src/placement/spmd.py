@@ -23,9 +23,10 @@ from replicax._src.collectives.in_replica import Packing, packed_sum
 from replicax._src.errors import TraceError
 from replicax._src.placement import whole_operations
 from replicax._src.placement.rounds import in_rounds
-from replicax._src.placement.uneven import UnevenEvaluator
+from replicax._src.placement.uneven import UnevenEvaluator, compare_variants
+from replicax._src.placement.uneven_gathers import evaluate_uneven_gathering
 from replicax._src.profiling import names
-from replicax._src.program.gathers import evaluate_gathering
+from replicax._src.program.gathers import Divided, evaluate_gathering
 from replicax._src.program.program import ReplicaProgram
 from replicax._src.program.slots import (
     Sharing,
@@ -108,6 +109,8 @@ def replica_body(
             variant = program.variants[0]
             outs = evaluate(variant.jaxpr, [*consts[0], *by_variant[0], *args])
             outs, writes = outs[: variant.num_arrays], outs[variant.num_arrays :]
+        elif any(isinstance(value, Divided) for value in state):
+            outs, writes = evaluate_uneven_gathering(program, consts, by_variant, args)
         else:
             outs, writes = evaluate_uneven(consts, by_variant, args)
         ordered = _in_written_order(program, writes)
@@ -373,6 +376,17 @@ def followed_by_updates(
     return run
 
 
+def _cut(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
+    cut = cut_before_updates(program)
+    if cut is None:
+        return None
+    before, updates = cut
+    if len(before.variants) > 1:
+        compare_variants(before)
+    # (What an update takes is the same on all replicas, since what it assigns is.)
+    return cut if all(before.same_outputs[len(before.same_outputs) - updates.num_handed :]) else None
+
+
 class Launcher:
     """A compiled program with the state that it reads and writes.
 
@@ -408,7 +422,7 @@ class Launcher:
         is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
         self._needs_token = (program.has_collectives or is_divided) and topology.needs_token
         self.consts = [topology.put_whole(v.consts) for v in program.variants]
-        cut = cut_before_updates(program) if placement.layouts is not None and is_divided else None
+        cut = _cut(program) if placement.layouts is not None and is_divided else None
         if cut is None:
             self.placed = self._place(program, self.state, rows_of_replica)
         else:
@@ -470,11 +484,8 @@ class Launcher:
         to_sums = [sum_order[id(s)] for s in written_slots if s.sharing is Sharing.SUMMED]
         given, kept = self._split(self._is_row)
         layouts = self._layouts
-        # Programs of several variants are cut at their collectives, which must be known before.
         is_late = {
-            id(s): layouts is not None
-            and len(program.variants) == 1
-            and layouts.is_gathered_late(s.shape, s.dtype, s.layout)
+            id(s): layouts is not None and layouts.is_gathered_late(s.shape, s.dtype, s.layout)
             for s in loaded
         }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.errors import StructureError
 from replicax._src.program.capture import Uneven
+from replicax._src.program.gathers import Divided, evaluate_gathering
 from replicax._src.program.numbering import number_constant, number_of, number_params, number_values
 from replicax._src.program.program import ReplicaProgram, Variant
 from replicax._src.program.rewrite import evaluate_inlined
 from replicax._src.program.verdict import (
-    Verdict,
     has_replica_collective,
     is_call_with_collective,
     is_replica_collective,
@@ -80,7 +80,7 @@ def trace_uneven(
             "The replica function assigns other variables, or in another order, depending on the local batch "
             "size. Assign the same variables on all replicas; use jnp.where or rx.cond for the value."
         )
-    _compare_numbers(program)
+    compare_variants(program)
     return program
 
 
@@ -125,12 +125,7 @@ def _opened(variant: Variant, num_replicas: int) -> Variant:
         [v.aval for v in variant.jaxpr.invars],
         [(REPLICA_AXIS, num_replicas)],
     )
-    return dataclasses.replace(
-        variant,
-        jaxpr=jaxpr,
-        consts=consts + variant.consts,
-        input_verdicts=[Verdict.SAME] * len(consts) + variant.input_verdicts,
-    )
+    return variant.with_jaxpr(jaxpr, consts)
 
 
 def _check_equal_counts(counts: Sequence[int], what: str) -> None:
@@ -142,8 +137,8 @@ def _check_equal_counts(counts: Sequence[int], what: str) -> None:
         )
 
 
-def _compare_numbers(program: ReplicaProgram) -> None:
-    """A value is the same on all replicas only if it also is the same computation in every variant."""
+def compare_variants(program: ReplicaProgram) -> None:
+    """Notes in ``program`` that a value is the same on all replicas only if it also is the same computation in every variant."""
     out_numbers, write_numbers = [], []
     for variant in program.variants:
         known = number_variant(variant)
@@ -181,13 +176,18 @@ class UnevenEvaluator:
     Args:
       evaluates_all: Every replica evaluates all variants, and takes its own: the compiler may divide what one computes
         over devices with collectives in which all replicas must meet, such as a permutation, and not in a branch.
+      divided: The slots, by id, whose values are ``Divided``, to be gathered where each variant needs them. All are evaluated
+        then too.
     """
 
-    def __init__(self, program: ReplicaProgram, evaluates_all: bool = False):
-        self._program, self._evaluates_all = program, evaluates_all
+    def __init__(
+        self, program: ReplicaProgram, evaluates_all: bool = False, divided: Collection[int] = frozenset()
+    ):
+        self._program, self._evaluates_all = program, evaluates_all or bool(divided)
+        self._evaluate = _evaluate_gathering if divided else _evaluate
         self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants]
         _check_equal_counts([len(c) for c in self._cuts], "collectives")
-        self._shared = _shared_values(program.variants, self._cuts)
+        self._shared = _shared_values(program.variants, self._cuts, divided)
         first = program.variants[0].jaxpr
         for variant, cuts in zip(program.variants[1:], self._cuts[1:], strict=True):
             for a, b in zip(self._cuts[0], cuts, strict=True):
@@ -287,9 +287,8 @@ class UnevenEvaluator:
         def branch(number: int) -> Callable[[], list[Any]]:
             def evaluate() -> list[Any]:
                 env = dict(envs[number])
-                for eqn in eqns[number]:
-                    args = [_read(env, a) for a in eqn.invars]
-                    env.update(zip(eqn.outvars, jax_compat.bind_equation(eqn, args), strict=True))
+                needed = [*(column[number] for column in wanted), *live[number]]
+                _evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed)
                 results = [
                     _padded(_read(env, column[number]), shape, dtype)
                     for column, (shape, dtype) in zip(wanted, wanted_shapes, strict=True)
@@ -317,9 +316,9 @@ class UnevenEvaluator:
 
 
 def _shared_values(
-    variants: Sequence[Variant], cuts: Sequence[Sequence[int]]
+    variants: Sequence[Variant], cuts: Sequence[Sequence[int]], apart: Collection[int]
 ) -> list[dict[Any, tuple[Any, int]]]:
-    """Finds what all variants compute alike, between the same cuts.
+    """Finds what all variants compute alike, between the same cuts, and not from the slots with the ids ``apart``.
 
     (A value that one variant computes before a collective and another after it is no such value: it must be there
     when each of them needs it.)
@@ -338,6 +337,11 @@ def _shared_values(
         for numbers, piece in zip(known, pieces, strict=True)
     ]
     shared = set.intersection(*(set(own.values()) for own in places))
+    shared -= {
+        places[0][var]
+        for entry, var in zip(variants[0].entries, variants[0].state_vars, strict=True)
+        if id(entry.slot) in apart
+    }
     while True:
         lost = {
             own[v]
@@ -359,6 +363,24 @@ def _is_literal(atom: Any) -> bool:
 def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:
     """Whether all variants evaluate an equation alike; what has only an effect stays with its replica."""
     return bool(eqn.outvars) and all(v in shared for v in eqn.outvars)
+
+
+def _evaluate(jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any]) -> None:
+    """Evaluates some of the equations of a jaxpr; ``env`` learns at least those of their results that are needed."""
+    del jaxpr, needed
+    for eqn in eqns:
+        args = [_read(env, a) for a in eqn.invars]
+        env.update(zip(eqn.outvars, jax_compat.bind_equation(eqn, args), strict=True))
+
+
+def _evaluate_gathering(jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any]) -> None:
+    """The same, where values may be ``Divided``."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    used = dict.fromkeys(a for eqn in eqns for a in eqn.invars if not _is_literal(a) and a not in made)
+    results = dict.fromkeys(a for a in needed if not _is_literal(a) and a in made)
+    piece = jax_compat.rebuild(jaxpr, invars=list(used), outvars=list(results), eqns=list(eqns))
+    args = [env[v] if isinstance(env[v], Divided) else _read(env, v) for v in used]
+    env.update(zip(results, evaluate_gathering(piece, args), strict=True))
 
 
 class _Piece:
@@ -436,4 +458,5 @@ def _padded(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 def _read(env: dict[Any, Any], atom: Any) -> Any:
     if isinstance(atom, jax_compat.Literal):
         return atom.val
-    return cut(env[atom], atom.aval.shape)
+    value = env[atom]
+    return value.whole() if isinstance(value, Divided) else cut(value, atom.aval.shape)

@@ -87,18 +87,29 @@ class Divided:
     later: tuple[Any, ...] = ()
     variable: Any = dataclasses.field(default_factory=object)
 
+    def whole(self) -> Any:
+        """Gathered now."""
+        value = self.gather(self.pieces, self.dim)
+        for eqn in self.later:
+            value = _applied(eqn, value)
+        return value
 
-def evaluate_gathering(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a jaxpr without constvars, in a trace; what is ``Divided`` among its arguments, or marked, is gathered late."""
+
+def evaluate_gathering(jaxpr: Any, args: Sequence[Any], *, recomputes_gathers: bool = True) -> list[Any]:
+    """The outputs of a jaxpr without constvars, in a trace; what is ``Divided`` among its arguments, or marked, is gathered late.
+
+    Args:
+      recomputes_gathers: What is computed once more on the way back gathers inside; else before it, for all of it.
+    """
     arrays = [arg.pieces if isinstance(arg, Divided) else arg for arg in args]
 
     def evaluated(evaluation: _Evaluation, values: Sequence[Any]) -> list[Any]:
         return [evaluation.whole(out) for out in evaluation.run(jaxpr, _like(args, values))]
 
-    trial = _Evaluation(frozenset())
+    trial = _Evaluation(frozenset(), recomputes_gathers)
     jax.eval_shape(lambda *values: evaluated(trial, values), *arrays)
     shared = frozenset(key for key, count in trial.num_gathers.items() if count > _MOST_GATHERS)
-    return evaluated(_Evaluation(shared), arrays)
+    return evaluated(_Evaluation(shared, recomputes_gathers), arrays)
 
 
 @final
@@ -107,13 +118,14 @@ class _Evaluation:
 
     Args:
       at_once: The variables that are gathered where the program begins, by key.
+      recomputes_gathers: See ``evaluate_gathering``.
 
     Attributes:
       num_gathers: Of each variable, by key.
     """
 
-    def __init__(self, at_once: frozenset[Any]):
-        self._at_once = at_once
+    def __init__(self, at_once: frozenset[Any], recomputes_gathers: bool):
+        self._at_once, self._recomputes_gathers = at_once, recomputes_gathers
         self.num_gathers: collections.Counter[Any] = collections.Counter()
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -130,7 +142,7 @@ class _Evaluation:
 
     def _as_given(self, value: Any) -> Any:
         if isinstance(value, Divided) and value.variable in self._at_once:
-            return value.gather(value.pieces, value.dim)
+            return value.whole()
         return value
 
     def whole(self, value: Any) -> Any:
@@ -147,6 +159,8 @@ class _Evaluation:
         if name == "scan":
             return self._scan(eqn, operands)
         if name in _RECOMPUTED:
+            if not self._recomputes_gathers:
+                return jax_compat.bind_equation(eqn, self._tied(operands))
             return self._recomputed(eqn, operands)
         if is_call(eqn):
             inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
@@ -175,11 +189,8 @@ class _Evaluation:
             for i, value in zip(others, values, strict=True):
                 results[i] = value
         for i, piece in zip(late, pieces, strict=True):
-            value = operands[i]
-            self.num_gathers[value.variable] += 1
-            results[i] = value.gather(piece, value.dim)
-            for eqn in value.later:
-                results[i] = _applied(eqn, results[i])
+            self.num_gathers[operands[i].variable] += 1
+            results[i] = dataclasses.replace(operands[i], pieces=piece).whole()
         return results
 
     def _recomputed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:

@@ -7,6 +7,7 @@ variants of one program.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,24 @@ class Variant:
     @property
     def num_arrays(self) -> int:
         return sum(output.is_array for output in self.outputs)
+
+    @property
+    def state_vars(self) -> list[Any]:
+        """The invars of ``entries``."""
+        return self.jaxpr.invars[len(self.consts) : len(self.consts) + len(self.entries)]
+
+    def with_jaxpr(self, jaxpr: Any, consts: Sequence[Any]) -> Variant:
+        """The same computation, written otherwise.
+
+        Args:
+          consts: Of further invars, before all others.
+        """
+        return dataclasses.replace(
+            self,
+            jaxpr=jaxpr,
+            consts=[*consts, *self.consts],
+            input_verdicts=[Verdict.SAME] * len(consts) + self.input_verdicts,
+        )
 
 
 class _VariablesWereBuilt(BaseException):

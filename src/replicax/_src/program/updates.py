@@ -38,7 +38,10 @@ class Updates:
 
 def cut_before_updates(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
     """The program up to its updates, and these; None where replicas with different shapes end differently, or none ends so."""
-    halves = [_cut(variant) for variant in program.variants]
+    differing = [
+        program.slots[i] for i, same in zip(program.written, program.same_writes, strict=True) if not same
+    ]
+    halves = [_cut(variant, set(map(id, differing))) for variant in program.variants]
     first = halves[0][1]
     if not first.written:
         return None
@@ -49,11 +52,18 @@ def cut_before_updates(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates
     return ReplicaProgram([variant for variant, _ in halves], program.variant_of_replica), first
 
 
-def _cut(variant: Variant) -> tuple[Variant, Updates]:
+def _cut(variant: Variant, differing: set[int]) -> tuple[Variant, Updates]:
+    """Cuts one variant.
+
+    Args:
+      differing: The slots that replicas assign different values, by id: perhaps only because their rows are.
+    """
     jaxpr, num_consts, num_arrays = variant.jaxpr, len(variant.consts), variant.num_arrays
     _, verdicts = analyse(jaxpr, variant.input_verdicts)
     writes = list(zip(variant.written, jaxpr.outvars[num_arrays:], strict=True))
-    of_replicas = [var for entry, var in writes if entry.slot.sharing.is_per_replica]
+    of_replicas = [
+        var for entry, var in writes if entry.slot.sharing.is_per_replica or id(entry.slot) in differing
+    ]
     live = _live(jaxpr)
     ending = _ending(live, verdicts, _variables([*jaxpr.outvars[:num_arrays], *of_replicas]))
     state = jaxpr.invars[num_consts : num_consts + len(variant.entries)]
