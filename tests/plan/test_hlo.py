@@ -7,25 +7,35 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.hlo import read_hlo
 
-# A loop of 80 steps whose length only its condition tells; its all-gather stands in the text three times, under one channel.
+# A loop of 80 steps whose length only its condition tells; its all-gather stands in the text three times: where it starts, in a
+# step of something else, where it ends. All collectives have one channel, as those of a shard_map do.
 TPU_LOOP = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
 
-%async_computation (p.0: f32[4,16]) -> f32[32,16] {
+%fused_computation.68 (p.0: f32[4,16]) -> (f32[4,16], f32[32,16], u32[]) {
   %p.0 = f32[4,16]{1,0:T(8,128)} parameter(0)
-  ROOT %all-gather.3 = f32[32,16]{1,0:T(8,128)} all-gather(%p.0), channel_id=5, replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true
+  %all-gather.3 = f32[32,16]{1,0:T(8,128)} all-gather(%p.0), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true
+  ROOT %custom-call.1 = (f32[4,16]{1,0:T(8,128)}, f32[32,16]{1,0:T(8,128)}, u32[]{:S(2)}) custom-call(%all-gather.3), custom_call_target="AsyncCollectiveStart"
 }
 
-%fused_step (p.1: f32[4,16]) -> f32[32,16] {
+%async_collective_fusion.116 (p.1: f32[4,16]) -> f32[32,16] {
   %p.1 = f32[4,16]{1,0:T(8,128)} parameter(0)
-  ROOT %all-gather.4 = f32[32,16]{1,0:T(8,128)} all-gather(%p.1), channel_id=5, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %all-gather.4 = f32[32,16]{1,0:T(8,128)} all-gather(%p.1), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%fused_computation.70 (p.3: f32[4,16], p.4: f32[32,16]) -> f32[32,16] {
+  %p.3 = f32[4,16]{1,0:T(8,128)} parameter(0)
+  %p.4 = f32[32,16]{1,0:T(8,128)} parameter(1)
+  %all-gather.5 = f32[32,16]{1,0:T(8,128)} all-gather(%p.3), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %custom-call.3 = f32[32,16]{1,0:T(8,128)} custom-call(%p.3, %p.4, %all-gather.5), custom_call_target="AsyncCollectiveDone"
 }
 
 %body (arg: (s32[], f32[4,16])) -> (s32[], f32[4,16]) {
   %arg = (s32[]{:T(128)}, f32[4,16]{1,0:T(8,128)}) parameter(0)
   %gte.1 = f32[4,16]{1,0:T(8,128)} get-tuple-element(%arg), index=1
-  %all-gather-start = ((f32[4,16]{1,0:T(8,128)}), f32[32,16]{1,0:T(8,128)}, u32[]) async-start(%gte.1), calls=%async_computation
-  %fusion.1 = f32[32,16]{1,0:T(8,128)} fusion(%gte.1), kind=kCustom, calls=%fused_step, backend_config={"estimated_cycles":"1000"}
+  %async-collective-start = (f32[4,16]{1,0:T(8,128)}, f32[32,16]{1,0:T(8,128)}, u32[]{:S(2)}) fusion(%gte.1), kind=kCustom, calls=%fused_computation.68
+  %fusion.1 = f32[32,16]{1,0:T(8,128)} fusion(%gte.1), kind=kCustom, calls=%async_collective_fusion.116, backend_config={"estimated_cycles":"1000"}
+  %async-collective-done = f32[32,16]{1,0:T(8,128)} fusion(%gte.1, %fusion.1), kind=kCustom, calls=%fused_computation.70
   ROOT %tuple = (s32[]{:T(128)}, f32[4,16]{1,0:T(8,128)}) tuple(%gte.1, %gte.1)
 }
 
@@ -38,8 +48,14 @@ HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %all-reduce-scatter.1 (p.2: f32[64,16]) -> f32[8,16] {
   %p.2 = f32[64,16]{1,0:T(8,128)} parameter(0)
-  %all-reduce.1 = f32[64,16]{1,0:T(8,128)} all-reduce(%p.2), channel_id=5, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %all-reduce.1 = f32[64,16]{1,0:T(8,128)} all-reduce(%p.2), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
   ROOT %dynamic-slice.1 = f32[8,16]{1,0:T(8,128)} dynamic-slice(%all-reduce.1, %p.2), dynamic_slice_sizes={8,16}
+}
+
+%all-reduce-scatter.2 (p.5: f32[64,16]) -> f32[8,16] {
+  %p.5 = f32[64,16]{1,0:T(8,128)} parameter(0)
+  %all-reduce.2 = f32[64,16]{1,0:T(8,128)} all-reduce(%p.5), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %dynamic-slice.2 = f32[8,16]{1,0:T(8,128)} dynamic-slice(%all-reduce.2, %p.5), dynamic_slice_sizes={8,16}
 }
 
 ENTRY %main (x: f32[4,16]) -> f32[4,16] {
@@ -47,6 +63,7 @@ ENTRY %main (x: f32[4,16]) -> f32[4,16] {
   %y = f32[64,16]{1,0:T(8,128)} broadcast(%x), dimensions={}, backend_config={"estimated_cycles":"9223372036854775807"}
   %while.1 = (s32[]{:T(128)}, f32[4,16]{1,0:T(8,128)}) while(%tuple.9), condition=%condition, body=%body
   %fusion.2 = f32[8,16]{1,0:T(8,128)} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1, backend_config={"estimated_cycles":"500"}
+  %fusion.3 = f32[8,16]{1,0:T(8,128)} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.2
   ROOT %gte.3 = f32[4,16]{1,0:T(8,128)} get-tuple-element(%while.1), index=1
 }
 """
@@ -82,7 +99,7 @@ def test_tpu():
     found = read_hlo(TPU_LOOP, 8)
     assert found.collectives == [
         Collective("all-gather", 32 * 16 * 4, 8, 80),
-        Collective("reduce-scatter", 64 * 16 * 4, 8, 1),
+        Collective("reduce-scatter", 64 * 16 * 4, 8, 2),
     ]
     assert found.cycles == 80 * 1000 + 500
 

@@ -19,7 +19,9 @@ _COLLECTIVE = re.compile(
     r"^(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
     r"(?:-start)?$"
 )
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+# On TPUs an exchange may be spread over fused steps, each of which has the whole collective in its text.
+_STEP_OF_ASYNC = re.compile(r"async_collective_fusion")
+_END_OF_ASYNC = 'custom_call_target="AsyncCollectiveDone"'
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[^=]*?\})\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _LOOP = re.compile(r"condition=%([\w.\-]+), body=%([\w.\-]+)")
@@ -75,9 +77,6 @@ class _Reader:
 
     def read(self, root: str, times: int) -> None:
         """Adds what the entry, or a loop body, does, with all that it calls."""
-        seen: dict[
-            str, str
-        ] = {}  # by channel, the computation: others repeat it; two in one computation are two
         for name, instruction, depth in self._called(root, 0):
             loop = _LOOP.search(instruction.rest) if instruction.opcode == "while" else None
             if loop:
@@ -87,17 +86,21 @@ class _Reader:
                 self._found.cycles += times * int(cycles[1])
             self._add_between_slices(name, instruction, times)
             kind = _COLLECTIVE.match(instruction.opcode)
-            if kind:
-                channel = _CHANNEL.search(instruction.rest)
-                key = channel[1] if channel else f"{name}/{instruction.name}"
-                if seen.setdefault(key, name) == name:
-                    self._add(kind["kind"], name, instruction, times)
+            if kind and not self._goes_on(name):
+                self._add(kind["kind"], name, instruction, times)
 
     def _called(self, name: str, depth: int) -> Iterator[tuple[str, Instruction, int]]:
         for instruction in self._computations.get(name, ()):
             yield name, instruction, depth
             for called in names_called(instruction):
                 yield from self._called(called, depth + 1)
+
+    def _goes_on(self, name: str) -> bool:
+        """Whether a computation is a step or the end of an exchange that another one starts; its channel would not tell, since
+        all collectives of a ``shard_map`` have the same."""
+        if _STEP_OF_ASYNC.match(name):
+            return True
+        return any(_END_OF_ASYNC in instruction.rest for instruction in self._computations[name])
 
     def _trips(self, rest: str, condition: str) -> int:
         """How often a loop runs: as the text says, or the largest number in its condition, which TPU's compiler leaves."""
