@@ -1,6 +1,6 @@
 """What is tried to make a program fit, on a program whose memory is a formula."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from replicax._src.options import ShardState
 from replicax._src.plan.hardware import hardware_of
 from replicax._src.plan.plan import Memory, Plan, PlannedArray
-from replicax._src.plan.remedies import Attempt, Search
+from replicax._src.plan.remedies import Attempt, Search, notes_of_whole_arguments
 
 LIMIT = hardware_of("v5e:2x4").chip.memory_bytes
 
@@ -142,3 +142,16 @@ def test_what_is_said_to_fit_does(variables, row, rows, fixed):
 def test_more_devices_of_the_same_kind(name, num_devices, larger):
     found = hardware_of(name).at_least(num_devices)
     assert (found and found.name) == larger
+
+
+def test_functional_state_is_told_why_nothing_divides_it():
+    plan = Program(LIMIT // 4, 1).plan()
+    assert not list(notes_of_whole_arguments(plan))
+    whole = PlannedArray("argument", "args[0]['w']", (1,), "bfloat16", 8 << 30, (None,))
+    plan = replace(plan, arrays=[*plan.arrays, whole, replace(whole, name="args[1]", device_bytes=1 << 30)])
+    assert not list(notes_of_whole_arguments(plan))  # fits, or fewer rows would do
+    plan = replace(plan, arrays=[*plan.arrays, replace(whole, device_bytes=9 << 30)])
+    (told,) = notes_of_whole_arguments(plan)
+    assert "18.0 GiB of a device are arguments" in told
+    assert "args[0]['w'] with 9.0 GiB" in told
+    assert "would leave 2.2 GiB of them on each of 8 replicas" in told

@@ -13,7 +13,8 @@ from typing import Any, final
 
 from replicax._src.options import ShardState
 from replicax._src.plan.hardware import Hardware
-from replicax._src.variables.state_shards import MOST_SHARDS
+from replicax._src.plan.report import size
+from replicax._src.variables.state_shards import MOST_SHARDS, StateShards
 
 _MOST_HALVINGS = 6
 
@@ -207,6 +208,23 @@ class Search:
         ):
             parts.append(f"{_rows(found.rows)} for each replica (a global batch of {found.global_batch:,})")
         return ", ".join(parts)
+
+
+def notes_of_whole_arguments(plan: Any) -> Iterator[str]:
+    """Why nothing above divides what is too large, where that is functional state: arguments that every device has whole."""
+    whole = [a for a in plan.arrays if a.role == "argument" and not any(a.split)]
+    in_bytes = sum(a.device_bytes for a in whole)
+    if plan.state_bytes <= plan.memory.limit or 2 * in_bytes < plan.state_bytes:
+        return
+    largest = max(whole, key=lambda a: a.device_bytes)
+    shards = StateShards.of(ShardState.ALL, None, plan.num_replicas)
+    count = shards.num_shards if shards else 1
+    yield (
+        f"{size(in_bytes)} of a device are arguments that each device has whole, {largest.name} with {size(largest.device_bytes)} the largest. "
+        f"Neither fewer rows nor more devices make them fewer, and shard_state divides variables only: with the same arrays as "
+        f'variables (rx.Variable, or those of a Keras or nnx model) shard_state="all" would leave {size(in_bytes / count)} of them on '
+        f"each of {count} replicas."
+    )
 
 
 def _rows(count: int) -> str:

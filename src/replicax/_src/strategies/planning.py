@@ -21,7 +21,7 @@ from replicax._src.plan.costs import Costs, costs_of
 from replicax._src.plan.hardware import Chip, Hardware, chips, hardware_of, this_machine
 from replicax._src.plan.hlo import read_hlo
 from replicax._src.plan.plan import Plan, PlannedArray, bounds_of, memory_traffic
-from replicax._src.plan.remedies import Attempt, Change, Search
+from replicax._src.plan.remedies import Attempt, Change, Search, notes_of_whole_arguments
 from replicax._src.plan.report import answer, outcome, size
 from replicax._src.program import key
 from replicax._src.program.capture import planning
@@ -367,7 +367,7 @@ def _with_remedies(plan: Plan, step: _Step) -> Plan:
     end = time.monotonic() + step.request.remedy_limit_s
     may_divide = topology.num_replicas > 1 and topology.num_logical_devices == 1
     search = Search(plan, step.attempt, may_divide=may_divide, time_left=lambda: end - time.monotonic())
-    found, notes = [], list(plan.notes)
+    found, notes = [], [*plan.notes, *notes_of_whole_arguments(plan)]
     try:
         for remedy in search.remedies():
             found.append(remedy)
