@@ -59,6 +59,95 @@ def test_a_model_larger_than_any_machine(tmp_path):
     assert "this was run" not in done.stderr
 
 
+FIT = """
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+rows = np.ones((64, 8), "float32")
+model.fit(rows, rows[:, :4], batch_size=4 * strategy.num_replicas_in_sync)
+"""
+OF_SEVERAL_TASKS = """
+import json, os, keras, numpy as np, replicax as rx
+
+tasks = {"worker": ["localhost:1", "localhost:2"], **MORE}
+os.environ["TF_CONFIG"] = json.dumps({"cluster": tasks, "task": TASK})
+"""
+
+
+def test_a_script_for_tpus(tmp_path):
+    """Of a TPU that has a name, with a device assignment, as Google's machines have them."""
+    source = """
+import keras, numpy as np, replicax as rx
+
+resolver = rx.cluster_resolver.TPUClusterResolver("my-tpu")
+rx.config.experimental_connect_to_cluster(resolver)
+topology = rx.tpu.experimental.initialize_tpu_system(resolver)
+assignment = rx.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], num_replicas=4)
+strategy = rx.TPUStrategy(resolver, assignment)
+"""
+    done = plan(tmp_path, source + FIT, "--topology", "cpu:8", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["num_replicas"], facts["num_logical_devices"]) == (4, 2)
+    assert (facts["rows_per_replica"], facts["global_batch"]) == (4, 16)
+    assert "8 virtual device(s) stand for the TPU's cores" in done.stderr
+
+
+@pytest.mark.long
+def test_a_script_of_several_workers(tmp_path):
+    source = OF_SEVERAL_TASKS.replace("MORE", "{}").replace("TASK", '{"type": "worker", "index": 1}')
+    source += "strategy = rx.MultiWorkerMirroredStrategy()" + FIT
+    done = plan(tmp_path, source, "--topology", "cpu:8", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["num_replicas"], facts["rows_per_replica"]) == (8, 4)
+    assert "are not waited for" in done.stderr
+
+
+@pytest.mark.long
+def test_a_script_with_parameter_servers(tmp_path):
+    source = OF_SEVERAL_TASKS.replace("MORE", '{"ps": ["localhost:3"]}').replace("TASK", '{"type": "chief"}')
+    resolver = "rx.cluster_resolver.TFConfigClusterResolver()"
+    source += f"strategy = rx.ParameterServerStrategy({resolver})" + FIT
+    done = plan(tmp_path, source, "--topology", "cpu:8")
+    assert (done.returncode, done.stdout) == (1, "")
+    told = " ".join(done.stderr.split())
+    assert "UnsupportedError: ParameterServerStrategy keeps its variables on parameter servers" in told
+    assert "train.py:6" in told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("import sys; sys.exit('usage: train.py DATA')", ["usage: train.py DATA\n", "ended itself"]),
+        (
+            "def load():\n    open('missing')\nload()",
+            ["FileNotFoundError", "line 2, in load", "failed before"],
+        ),
+        ("import replicax as rx\nrx.MirroredStrategy(['tpu:7'])", ["DeviceError: ", "train.py:2"]),
+        ("def f(:\n    pass", ["SyntaxError", "failed before"]),
+    ],
+)
+def test_scripts_that_end_before(tmp_path, source, told):
+    done = plan(tmp_path, source, "--topology", "cpu:2")
+    assert (done.returncode, done.stdout) == (1, "")
+    for text in told:
+        assert text in done.stderr
+    assert "runpy" not in done.stderr
+    assert "planned_script" not in done.stderr
+
+
+@pytest.mark.long
+def test_a_script_that_catches_everything(tmp_path):
+    source = "import keras, numpy as np, replicax as rx\nstrategy = rx.MirroredStrategy()\ntry:"
+    source += FIT.replace("\n", "\n    ") + "\nexcept:\n    print('went on')\n"
+    done = plan(tmp_path, source, "--topology", "cpu:2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_replicas"] == 2
+    assert "went on" in done.stderr
+
+
 @pytest.mark.long
 def test_a_script_without_a_program(tmp_path):
     done = plan(tmp_path, "print('nothing to do')", "--topology", "cpu:2")

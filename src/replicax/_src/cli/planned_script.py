@@ -12,6 +12,7 @@ import math
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import jax
 
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
+from replicax._src.cli.planned_clusters import stand_in_for_clusters
 from replicax._src.errors import PlanError, ReplicaxError
 from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
@@ -27,6 +29,7 @@ from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture, planning
 from replicax._src.strategies.planning import components_of_one, listeners
 from replicax._src.strategies.strategy import Strategy
+from replicax._src.user_code import UNKNOWN, user_line_of
 
 _DEFERRED_BYTES = 1 << 20
 _LOOPS = ("fit", "train_on_batch", "evaluate", "test_on_batch", "predict", "predict_on_batch")
@@ -150,7 +153,7 @@ def _deferred(original: Any, variable: Any) -> None:
 
 def _heard(result: Path, text: str, plan: Plan | None) -> None:
     """Says how far it is; a plan is written down before its remedies are computed, which may take longer than there is."""
-    print(f"replicax plan: {text}", file=sys.stderr, flush=True)
+    _say(text)
     if plan is not None:
         _write(result, plan)
 
@@ -170,19 +173,45 @@ def main() -> int:
     result = Path(asked.pop("result"))
     listeners.append(functools.partial(_heard, result))
     _FirstProgram(asked).install()
+    stand_in_for_clusters(asked["topology"], _say)
     try:
         runpy.run_path(script, run_name="__main__")
     except _Planned as planned:
         _write(result, planned.plan)
         return 0
     except ReplicaxError as error:
-        print(f"replicax plan: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    error = PlanError(
-        f"{script} ended without a program: it called no strategy.run, no rx.function and no fit."
-    )
-    print(f"replicax plan: {error}", file=sys.stderr)
-    return 1
+        line = user_line_of(error)
+        _say(f"{type(error).__name__}: {error}" + ("" if line == UNKNOWN else f" (at {line})"))
+    except SystemExit as end:
+        if not result.exists():
+            _say_end(end, script)
+    except Exception as error:
+        error.__traceback__ = _from_script_on(error, script)
+        traceback.print_exception(error)
+        _say(f"there is no plan: {script} failed before its first program was compiled.")
+    else:
+        if not result.exists():
+            told = "it called no strategy.run, no rx.function and no fit"
+            _say(str(PlanError(f"{script} ended without a program: {told}.")))
+    return 0 if result.exists() else 1  # a plan may be there if the script caught what leaves it
+
+
+def _say(text: str) -> None:
+    print(f"replicax plan: {text}", file=sys.stderr, flush=True)
+
+
+def _say_end(end: SystemExit, script: str) -> None:
+    if end.code is not None and not isinstance(end.code, int):
+        print(end.code, file=sys.stderr)  # as Python would
+    _say(f"there is no plan: {script} ended itself (sys.exit) before its first program.")
+
+
+def _from_script_on(error: BaseException, script: str) -> Any:
+    """The traceback without what runs the script."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename != script:
+        found = found.tb_next
+    return found
 
 
 if __name__ == "__main__":

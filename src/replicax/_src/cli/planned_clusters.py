@@ -1,0 +1,88 @@
+"""Strategies of several tasks, and of TPUs, in the process of ``replicax plan``: nobody else comes, and there is no TPU.
+
+What is planned is one step on the devices of a topology, whoever has them. So the script gets its strategy at once, of this task alone;
+of TPUs with virtual devices for their cores, as many as the topology has, so that it counts the replicas that it will have there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+from replicax._src import jax_compat
+from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, is_one_task
+from replicax._src.cluster.spec import ClusterSpec
+from replicax._src.cluster.tpu import TPUClusterResolver
+from replicax._src.errors import UnsupportedError
+from replicax._src.plan.hardware import hardware_of
+from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from replicax._src.strategies.parameter_server import ParameterServerStrategy
+from replicax._src.strategies.tpu_system import TPUSystem
+from replicax._src.topology import set_local_devices
+
+# More virtual devices would take time; a script that needs to see all of a larger slice sets them itself.
+_MOST_CORES: Final = 64
+_CORES_OF_A_HOST: Final = 8
+
+_Say = Callable[[str], None]
+
+
+def stand_in_for_clusters(topology: str, say: _Say) -> None:
+    """Replaces what would wait for other tasks, or for TPUs.
+
+    Args:
+      topology: That is planned for.
+      say: Tells people what stands in.
+    """
+    _replace_init(MultiWorkerMirroredStrategy, functools.partial(_alone, say=say))
+    _replace_init(ParameterServerStrategy, _refused)
+    of, num_devices = TPUSystem.of, hardware_of(topology).num_devices
+    TPUSystem.of = functools.partial(_virtual, of, num_devices=num_devices, say=say)
+
+
+def _replace_init(kind: type[Any], replacement: Callable[..., None]) -> None:
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(strategy: Any, *args: Any, **kwargs: Any) -> None:
+        replacement(original, strategy, *args, **kwargs)
+
+    kind.__init__ = init
+
+
+def _alone(
+    original: Callable[..., None],
+    strategy: Any,
+    cluster_resolver: ClusterResolver | None = None,
+    *args: Any,
+    say: _Say,
+    **kwargs: Any,
+) -> None:
+    del cluster_resolver
+    original(strategy, SimpleClusterResolver(ClusterSpec({})), *args, **kwargs)
+    say(
+        "the other workers of MultiWorkerMirroredStrategy are not waited for: the script runs as one worker, and its step is planned "
+        "for all devices of the topology."
+    )
+
+
+def _refused(original: Callable[..., None], strategy: Any, *args: Any, **kwargs: Any) -> None:
+    del original, args, kwargs
+    raise UnsupportedError(
+        f"{type(strategy).__name__} keeps its variables on parameter servers, and a plan is of the devices that compute. Plan the "
+        "step with rx.MirroredStrategy."
+    )
+
+
+def _virtual(
+    original: Callable[[Any], TPUSystem], resolver: Any, *, num_devices: int, say: _Say
+) -> TPUSystem:
+    if not isinstance(resolver, TPUClusterResolver):
+        return original(resolver)
+    if not jax_compat.backend_started() and not jax_compat.has_several_cpu_devices():
+        count = num_devices if num_devices <= _MOST_CORES else _CORES_OF_A_HOST
+        set_local_devices(count)
+        say(f"{count} virtual device(s) stand for the TPU's cores while the script runs.")
+    is_here = is_one_task(resolver.cluster_spec()) and not resolver.needs_tpu
+    return original(resolver if is_here else TPUClusterResolver("local"))
