@@ -40,6 +40,21 @@ def examples(number, *, short):
     return hypothesis.settings(max_examples=number if runs_long else short)
 
 
+def xla_flags(optimization_level=0):
+    """XLA_FLAGS with which programs are compiled in a third of the time; none where the long tests run too.
+
+    Three quarters of the time of most tests go where XLA makes code for CPUs: these leave out most of what it does there. What
+    a program is, how XLA partitions it and which collectives it has stays the same. `make test-long` compiles as users' programs do.
+
+    Args:
+      optimization_level: 1 where much is computed: compiling takes twice as long then, computing half.
+    """
+    if runs_long:
+        return ""
+    how = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # jaxlib 0.10
+    return f"--xla_backend_optimization_level={optimization_level} {how}"
+
+
 def message(error_type, call, *says):
     """The message of the error that ``call`` raises, having checked that it says all of ``says``."""
     with pytest.raises(error_type) as caught:

@@ -1,5 +1,6 @@
 """What every test needs before anything starts: Keras on JAX, eight virtual devices, and the module ``checks``."""
 
+import gc
 import os
 import runpy
 import signal
@@ -44,6 +45,15 @@ def pytest_configure(config):
     import checks
 
     checks.runs_long = "not long" not in config.getoption("markexpr")
+    if not checks.runs_long:
+        # XLA reads it when it compiles for the first time; processes that tests start have it too.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {checks.xla_flags()}".strip()
+
+
+def pytest_collection_finish(session):
+    # A million objects of JAX, Keras and pytest stay: without this the garbage collector visits them, for a third of a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from checks import path_of_programs
+from checks import path_of_programs, xla_flags
 from replicax import testing
 from replicax._src.cluster.layout import free_ports
 
@@ -33,6 +33,7 @@ def shell(tmp_path):
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": path_of_programs(ROOT / "src"),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(),
         "HOME": str(tmp_path),
     }
 

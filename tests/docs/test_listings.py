@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from checks import path_of_programs
+from checks import path_of_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
@@ -49,7 +49,12 @@ def test_listings_print_what_the_page_says(page, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         input=repr([code for code, _ in listings] + [SEPARATOR]),
-        env={"PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
+        env={
+            "PYTHONPATH": path_of_programs(ROOT / "src"),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": xla_flags(),
+            "HOME": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         timeout=240,

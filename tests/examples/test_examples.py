@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from checks import path_of_programs
+from checks import path_of_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 EPOCH = re.compile(r"epoch +(\d+)/(\d+)   train loss (\S+) accuracy (\S+)   test loss (\S+) accuracy (\S+)")
@@ -27,6 +27,7 @@ def run(name: str, *options: str, **environment: str) -> subprocess.CompletedPro
         **inherited,
         "PYTHONPATH": path_of_programs(ROOT / "src"),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(optimization_level=1),
         **environment,
     }
     return subprocess.run(

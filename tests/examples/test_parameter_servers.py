@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from checks import path_of_programs
+from checks import path_of_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -18,6 +18,7 @@ def launched(example, *options):
     left_out = ("KERAS_BACKEND", "TF_CONFIG", "PJRT_NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"PYTHONPATH": path_of_programs(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
+    environment |= {"XLA_FLAGS": xla_flags(optimization_level=1)}
     command = [sys.executable, "-m", "replicax", "launch", "--workers", "2", "--ps", "2"]
     done = subprocess.run(
         [*command, str(ROOT / "examples" / example), *options],

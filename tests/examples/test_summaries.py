@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 
-from checks import path_of_programs
+from checks import path_of_programs, xla_flags
 from event_files import scalars_in, summaries_in
 from trace_files import events_in, files_in
 
@@ -13,7 +13,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_summaries_writes_losses_weights_pictures_and_a_trace(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key not in ("TF_CONFIG", "XLA_FLAGS")}
+    environment = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
+    environment |= {"XLA_FLAGS": xla_flags(optimization_level=1)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "summaries.py"), "--logdir", str(tmp_path), "--epochs", "2"],
         env=environment
