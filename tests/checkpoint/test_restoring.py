@@ -1,5 +1,7 @@
 """What comes back: under another strategy, on other numbers of replicas, bit by bit on the same, and later, when it is made."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -167,6 +169,31 @@ def test_what_each_replica_has_of_its_own(aggregation, dtype, values, on_two, on
 
 
 # --- shards ------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_metric_come_back_before_its_first_step(tmp_path):
+    """Each replica goes on with its own sum: another order would round otherwise."""
+    values = np.float32([[0.1, 1e3], [0.7, 3e-3], [1e-4, 0.3], [0.2, 7e3], [1e-3, 0.9]])
+
+    def means(halves):
+        path = None
+        for half in halves:
+            strategy = mirrored(2)
+            with strategy.scope():
+                metric = keras.metrics.Mean()
+            checkpoint = rx.Checkpoint(metric=metric)
+            checkpoint.restore(path)
+            gc.collect()
+            for rows in half:
+                each = strategy.experimental_distribute_values_from_function(
+                    lambda ctx, rows=rows: rows[ctx.replica_id_in_sync_group]
+                )
+                strategy.run(metric.update_state, args=(each,))
+            path = checkpoint.save(tmp_path / "metric")
+        return bits([v.value.tolist() for v in metric.variables])
+
+    assert means([values[:3], values[3:]]) == means([values])
+    assert means([values[:1], values[1:2], values[2:]]) == means([values])
 
 
 def test_shards_are_saved_as_one_and_restored_into_any_number(saved):

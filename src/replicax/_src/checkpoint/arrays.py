@@ -185,10 +185,9 @@ class VariableLeaf(ArrayLeaf):
 
     def _give_summed(self, placed: jax.Array, components: np.ndarray | None) -> None:
         """A variable that shows a sum: where the parts are as many as they were, they go on as they were."""
-        topology = self._topology
+        strategy, topology = context.owner_of(self.of), self._topology
         if components is not None and topology is not None and len(components) == topology.num_replicas:
-            self.slot.components = own_copy(components, topology.per_replica)
-            self.slot.placed = placed
+            strategy.slots.give_components(self.of, placed, own_copy(components, topology.per_replica))
         self._set(placed)
 
     def _give_servers(self, stored: ServerArray, value: np.ndarray) -> None:

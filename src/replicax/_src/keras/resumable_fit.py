@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from replicax._src.checkpoint.arrays import slot_of
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import InvalidArgumentError
@@ -65,8 +64,6 @@ class ResumableFit:
         self._is_to_resume = False
         self._metrics: tuple[list[Any], list[Any]] = ([], [])
         self._initial_epoch = model._initial_epoch
-        # What metrics have for each replica is in slots, which no program holds before the first step.
-        self._slots = [slot_of(variable) for variable in model.metrics_variables]
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
 

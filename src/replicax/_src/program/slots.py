@@ -130,6 +130,7 @@ class SlotTable:
         self._layout_by_rule = layout_by_rule
         self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         self._layouts: dict[int, Any] = {}
+        self._components: dict[int, tuple[Any, Any]] = {}
         self._mesh: Any = None
 
     def on(self, topology: Topology, layout_by_rule: Callable[[Any], Any] | None) -> SlotTable:
@@ -146,8 +147,19 @@ class SlotTable:
             slot = next(slot for slot in made if slot is not None)
             slot.num_replicas = self._num_replicas
             slot.layout = None if slot.sharing.is_per_replica else self.layout_of(variable)
+            slot.placed, slot.components = self._components.get(id(variable), (None, None))
             self._slots[id(variable)] = slot
         return slot
+
+    def give_components(self, variable: Any, placed: Any, components: Any) -> None:
+        """Says what is behind the sum that a SUMMED variable is given: also to slots that are made later, as nothing may
+        hold one yet. It counts as long as the variable shows that sum.
+        """
+        slot = self.slot_of(variable)
+        slot.placed, slot.components = placed, components
+        if id(variable) not in self._components:
+            weakref.finalize(variable, self._components.pop, id(variable), None)
+        self._components[id(variable)] = placed, components
 
     def layout_of(self, variable: Any) -> Any:
         """How a variable lies over the devices; None: each holds all of it."""
