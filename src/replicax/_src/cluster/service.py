@@ -1,7 +1,7 @@
 """The process beside worker 0 that outlives it: the hub of the control channel, and JAX's coordination service.
 
 With the coordination service in worker 0 itself the death of that worker aborts all others, without a Python error.
-``start.py`` runs it without the rest of the package. It reads its settings from stdin, one line of JSON, and answers with a line:
+``python -m replicax._src.cluster.service`` reads its settings from stdin, one line of JSON, and answers with a line:
 ``{"coordinator": "host:port"}`` or ``{"error": "..."}``. It ends when all who were there have gone; and when stdin has
 ended, which is worker 0's end, at the latest after ``linger_s``.
 """
@@ -205,9 +205,8 @@ def main() -> None:
     except OSError as error:
         _answer({"error": error.strerror or str(error), "errno": error.errno})
         return
-    from replicax._src.coordination import (
-        start_coordination_service,
-    )  # after the port is ours: it loads jaxlib
+    # After the port is ours: it loads jaxlib.
+    from replicax._src.coordination import start_coordination_service
 
     host, _ = split_address(settings["address"])
     with bind_shared(join_address(host, 0)) as held:
@@ -233,3 +232,7 @@ def _answer(answer: dict[str, Any]) -> None:
 def _wait_for_end_of_stdin(must_end: threading.Event) -> None:
     sys.stdin.read()
     must_end.set()
+
+
+if __name__ == "__main__":
+    main()

@@ -36,14 +36,6 @@ _LAST_TO_LEAVE_S = 60.0
 _REMINDER_S = 10.0
 _POLL_S = 0.3
 _ANSWER_S = 2.0
-# The package's own import would take five times as long as all that the service needs, which worker 0 waits for.
-_SERVICE = """
-import sys, types
-package = sys.modules["replicax"] = types.ModuleType("replicax")
-package.__path__ = [sys.argv[1]]
-from replicax._src.cluster.service import main
-main()
-"""
 # The hub says once a second who is missing.
 _LEAST_WAIT_S = 3.0
 
@@ -195,13 +187,16 @@ def _start_service(
 
 def _try_service(settings: Mapping[str, Any]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """The process, and what it answers; it has ended if that is not where the coordination service is."""
+    root = str(Path(__file__).parents[3])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     # A session of its own: Ctrl-C is for the tasks, and it must outlive them.
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVICE, str(Path(__file__).parents[2])],
+        [sys.executable, "-m", "replicax._src.cluster.service"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     assert process.stdin is not None
     assert process.stdout is not None
