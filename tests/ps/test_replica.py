@@ -253,3 +253,12 @@ def test_one_that_has_not_all_is_not_made_the_primary(network, add):
     network.view(3, 0, 1, is_joining=True)
     view = View(GROUP, 4, 1, None)
     message(InvalidArgumentError, lambda: network.servers[1].take(view, []), "does not have all of group 0")
+
+
+def test_who_asks_how_it_is_does_not_wait_for_an_update(network, add):
+    server = network.servers[0]
+    before = server.statistics()
+    with server._replicas[GROUP]._store._lock:  # an update lasts
+        started = time.monotonic()
+        assert server.statistics() == before
+        assert time.monotonic() - started < 5.0

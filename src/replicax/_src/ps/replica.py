@@ -24,6 +24,8 @@ _WAIT_S: Final = 50.0
 """For the backup's word, or the coordinator's: who asks gives up after 60 s."""
 _ACK_S: Final = 5.0
 """For the backup's word, after the primary has done the same: longer, and it cannot be reached."""
+_TIMES_AS_LONG: Final = 4.0
+"""Besides, the backup may take so many times as long as the primary: what is compiled, say, or made, on a busy machine."""
 _COPY_S: Final = 120.0
 _SEND_BYTES_PER_S: Final = 50 << 20
 _FEW: Final = 4
@@ -68,6 +70,7 @@ class Replica:
         self._way: _Way | None = None
         self._joining_way: _Way | None = None
         self._opened_epoch = 0
+        self._patient_until = 0.0
         self._is_reading = False
         self._is_closed = False
         self._outcomes: deque[tuple[int, str]] = deque()
@@ -120,7 +123,9 @@ class Replica:
             entry = _Entry(place.seq, message if is_change else None)
             if partner is Partner.IN_SYNC:
                 self._send(epoch, entry)
+            began = time.monotonic()
             answer, error, entry.outcome = _applied(self._store, message)
+            self._be_patient(time.monotonic() - began)
             if partner is Partner.IN_SYNC:
                 self._outcomes.append((entry.seq, entry.outcome))
             elif self._waiting is not None and is_change:
@@ -249,7 +254,15 @@ class Replica:
                 way = self._reads_next(place, until)
             if way is None:
                 return
-            self._read(way, min(max(0.0, until - time.monotonic()), _ACK_S))
+            now = time.monotonic()
+            limit_s = max(_ACK_S, self._patient_until - now)
+            self._read(way, min(max(0.0, until - now), limit_s))
+
+    def _be_patient(self, took_s: float) -> None:
+        """The backup does now what took the primary so long. Under the order."""
+        if took_s > _ACK_S / _TIMES_AS_LONG:
+            until = time.monotonic() + _ACK_S + _TIMES_AS_LONG * took_s
+            self._patient_until = max(self._patient_until, until)
 
     def _reads_next(self, place: Place, until: float) -> _Way | None:
         """None when it may be answered; else the way of which this thread reads next. With the lock."""

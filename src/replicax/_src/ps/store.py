@@ -54,6 +54,8 @@ from replicax._src.ps.window import Windows
 _LONGEST_WAIT_S: Final = 40.0
 """For a snapshot: a client gives a call up after 60 s. Who waits no longer needs memory for all that is not written yet."""
 
+_BRIEFLY_S: Final = 0.2
+
 
 @dataclass(frozen=True)
 class StoreState:
@@ -98,6 +100,7 @@ class Store:
         self._folder: SnapshotFolder | None = None
         self._incarnations = Incarnations()
         self._highest_number = self._num_created = 0
+        self._told: dict[str, Any] = {}
         self._clear()
         self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
             "create": self._create,
@@ -144,15 +147,23 @@ class Store:
             self._clear()
 
     def statistics(self) -> dict[str, Any]:
-        """Counts, as JSON: see ``StoreStatistics``; and ``pieces``, ``bytes``, ``programs``, ``gradient_bytes`` held now."""
-        with self._lock:
+        """Counts, as JSON: see ``StoreStatistics``; and ``pieces``, ``bytes``, ``programs``, ``gradient_bytes`` held now.
+
+        Those of a moment ago while an update lasts: who asks wants to know whether the server is alive.
+        """
+        if not self._lock.acquire(timeout=_BRIEFLY_S if self._told else -1):
+            return self._told
+        try:
             held = {
                 "pieces": len(self._pieces),
                 "bytes": sum(piece.num_bytes for piece in self._pieces.values()),
                 "programs": len(self._programs),
                 "gradient_bytes": self._gradients.num_bytes,
             }
-            return {**held, **self._statistics.described()}
+            self._told = {**held, **self._statistics.described()}
+            return self._told
+        finally:
+            self._lock.release()
 
     @property
     def num_created(self) -> int:
