@@ -329,6 +329,10 @@ def test_a_backup_that_leads_takes_nothing_of_the_one_before():
     joined = rules_of(1, PAIR, View(0, 3, 0, 1, is_joining=True))
     assert joined.forwarded(1, 1) is Refusal.INCOMPLETE  # the same primary, which has not heard of it yet
     assert joined.forwarded(3, 1) is Refusal.INCOMPLETE
+    assert joined.has_copy(3, 0)
+    assert joined.forwarded(1, 1) is Refusal.INCOMPLETE  # late, of the epoch before
+    assert joined.forwarded(4, 1) is Refusal.INCOMPLETE
+    assert joined.forwarded(3, 1) is True
 
 
 def test_what_was_ordered_before_is_not_answered_after_another_time():
