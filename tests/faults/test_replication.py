@@ -1,6 +1,7 @@
 """Parameter servers with two copies of everything: one dies, is stopped or cut off, in processes of their own, and nothing is lost."""
 
 import contextlib
+import json
 import os
 import random
 import threading
@@ -11,6 +12,8 @@ import pytest
 
 import replicax as rx
 from checks import message
+from replicax._src.cluster.tf_config import TFConfigClusterResolver
+from replicax._src.strategies import parameter_server
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, UnavailableError
 from replicax.testing import server_cluster
@@ -193,15 +196,20 @@ def test_one_comes_back_has_all_brought_to_it_and_takes_over(job, caplog):
     assert "ps 1" in error
 
 
-def test_too_few_servers_and_snapshots_are_refused(servers, tmp_path):
-    make = lambda **options: rx.ParameterServerStrategy(servers.resolver, **options)  # noqa: E731
-    message(InvalidArgumentError, lambda: make(replication=3), "replication=3", "1", "2")
-    message(InvalidArgumentError, lambda: make(replication=2, is_coordinator=False), "coordinator")
-    with server_cluster(workers=1, ps=1, server_arguments=["--snapshot-dir", tmp_path]) as cluster:
-        options = {"replication": 2}
-        message(
-            InvalidArgumentError, lambda: rx.ParameterServerStrategy(cluster.resolver, **options), "has 1"
-        )
+def test_too_few_servers_and_snapshots_are_refused():
+    cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
+    told = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+    resolver = TFConfigClusterResolver(environ={"TF_CONFIG": told})
+    make = lambda **options: rx.ParameterServerStrategy(resolver, **options)  # noqa: E731
+    message(InvalidArgumentError, lambda: make(replication=2), "on 2 parameter servers", "has 1", "--ps 2")
+    message(InvalidArgumentError, lambda: make(replication=3), "replication=3", "or 2")
+    message(InvalidArgumentError, lambda: make(replication=2, is_coordinator=False), "a coordinator decides")
+    message(
+        InvalidArgumentError,
+        lambda: parameter_server._begin_groups(None, [None, 60.0]),
+        "ps 1 take(s) snapshots",
+        "--snapshot-dir",
+    )
 
 
 @pytest.mark.long
