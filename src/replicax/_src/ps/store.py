@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.errors import MessageError, UnknownProgramError
+from replicax._src.ps.errors import MessageError, SnapshotError, UnknownProgramError
 from replicax._src.ps.held_gradients import HeldGradients
 from replicax._src.ps.held_pieces import (
     HeldPiece,
@@ -45,6 +45,7 @@ from replicax._src.ps.requests import (
     program_of,
 )
 from replicax._src.ps.snapshot_entries import Plan
+from replicax._src.ps.snapshot_manifest import Manifest
 from replicax._src.ps.snapshots import SnapshotFolder
 from replicax._src.ps.store_statistics import StoreStatistics
 from replicax._src.ps.unwritten import Unwritten
@@ -72,6 +73,10 @@ class StoreState:
     pieces: deque[tuple[str, int, np.ndarray]]
     programs: Sequence[UpdateProgram]
     gradients: Sequence[tuple[int, int, str, Sequence[np.ndarray]]]
+
+
+class _NoRoomForBaseError(SnapshotError):
+    """A base could not be written, and what has changed would be much less."""
 
 
 @final
@@ -196,26 +201,10 @@ class Store:
         with self._snapshot_lock:
             folder = self._folder_of(Path(directory))
             previous = folder.previous()
-            with self._lock:
-                plan = Plan.of(list(self._pieces.values()), previous)
-                content = self._content(epoch)
-                before = [(piece, piece.changed.begin()) for piece in self._pieces.values()]
-                shared = {entry.key for entry in plan.entries if entry.value is not None}
-                sizes = {piece.key: piece.num_bytes for piece, _ in before}
-                self._unwritten = Unwritten(sizes, shared, time.monotonic() + _LONGEST_WAIT_S)
             try:
-                path, num_bytes = folder.write(content, plan, self._is_written)
-            except BaseException:
-                with self._lock:
-                    for piece, counted in before:
-                        piece.changed.put_back(counted)
-                raise
-            finally:
-                with self._lock:
-                    self._unwritten = None
-                    self._has_room.notify_all()
-        told = {"epoch": epoch, "updates": content["updates"], "is_base": plan.previous is None}
-        return {"file": str(path), "bytes": num_bytes, **told}
+                return self._write(folder, previous, epoch)
+            except _NoRoomForBaseError:  # there may be for what has changed
+                return self._write(folder, previous, epoch, may_be_base=False)
 
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
         """Takes what is in the newest whole snapshot, in place of all that is here; with a new ``instance``.
@@ -296,6 +285,32 @@ class Store:
         """Takes gradients of another store's state. Their program has to be here."""
         with self._lock:
             self._gradients.hold(number, closure, self._known_program(digest), arrays)
+
+    def _write(
+        self, folder: SnapshotFolder, previous: Manifest | None, epoch: int, *, may_be_base: bool = True
+    ) -> dict[str, Any]:
+        with self._lock:
+            plan = Plan.of(list(self._pieces.values()), previous, may_be_base=may_be_base)
+            content = self._content(epoch)
+            before = [(piece, piece.changed.begin()) for piece in self._pieces.values()]
+            shared = {entry.key for entry in plan.entries if entry.value is not None}
+            sizes = {piece.key: piece.num_bytes for piece, _ in before}
+            self._unwritten = Unwritten(sizes, shared, time.monotonic() + _LONGEST_WAIT_S)
+        try:
+            path, num_bytes = folder.write(content, plan, self._is_written)
+        except BaseException as error:
+            with self._lock:
+                for piece, counted in before:
+                    piece.changed.put_back(counted)
+            if isinstance(error, SnapshotError) and plan.could_be_less:
+                raise _NoRoomForBaseError(str(error)) from None
+            raise
+        finally:
+            with self._lock:
+                self._unwritten = None
+                self._has_room.notify_all()
+        told = {"epoch": epoch, "updates": content["updates"], "is_base": plan.previous is None}
+        return {"file": str(path), "bytes": num_bytes, **told}
 
     def _is_written(self, key: str) -> None:
         with self._lock:
