@@ -2,8 +2,12 @@
 
 import json
 import os
+import random
 import shutil
 import struct
+import subprocess
+import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -420,3 +424,41 @@ def _flip(path):
     content = bytearray(Path(path).read_bytes())
     content[-60] ^= 1
     Path(path).write_bytes(content)
+
+
+def work(directory, until=1_000_000):
+    """Updates that follow from how many there have been, and a snapshot after every few; goes on from the last one."""
+    store, told = restored(directory)
+    if told is None:
+        store = new_store()
+        done = 0
+    else:
+        send(store)
+        done = told["updates"]
+    while done < until:
+        update(store, *((7 * done + 301 * n) % ROWS for n in range(NUM_IDS)), seed=done)
+        done += 1
+        if until == 1_000_000 and done % 3 == 0:
+            store.snapshot(directory)
+            print(done, flush=True)
+    return store
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_process_that_is_killed_while_it_writes(tmp_path):
+    """By `kill -9`, ten times, at random moments: what comes back is what a store has after as many updates, bit by bit."""
+    chance = random.Random(0)
+    command = [sys.executable, "-c", f"import test_snapshot_chains as t; t.work({str(tmp_path / 'ps')!r})"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    for _ in range(10):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            told = int(process.stdout.readline())
+            time.sleep(chance.uniform(0.0, 0.3))
+            process.kill()
+            told = max([told, *(int(line) for line in process.stdout if line.endswith("\n"))])
+        again, what = restored(tmp_path / "ps")
+        assert what["updates"] >= told
+        assert not what["refused"]
+        assert_same(again, values(work(tmp_path / "none", until=what["updates"])))
