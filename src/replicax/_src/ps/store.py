@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import uuid
@@ -588,8 +589,10 @@ class Store:
 
     def _wait_for_room(self, keys: Sequence[str]) -> None:
         """Until these can change beside a snapshot that is being written. Others have the lock meanwhile."""
+        until = math.inf  # that of the first one: another may follow at once
         while (unwritten := self._unwritten) is not None and not unwritten.has_room(keys):
-            left_s = unwritten.until - time.monotonic()
+            until = min(until, unwritten.until)
+            left_s = until - time.monotonic()
             if left_s <= 0 or not self._has_room.wait(left_s):
                 return
 
