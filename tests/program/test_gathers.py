@@ -128,3 +128,36 @@ def test_each_equation_gathers_what_it_needs(monkeypatch, function, is_one, expe
     assert_close(
         got, jax.tree_util.tree_leaves(jax.jit(jax.grad(function))(weights, x)), tolerance, tolerance
     )
+
+
+def test_gradients_of_stacked_variables_are_cut_in_the_loop(monkeypatch):
+    """Asked for whole, then in pieces, behind the loop: no device ever has the stack."""
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))
+    whole, pieces = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (None, "shard")))
+    random = np.random.default_rng(0)
+    x = random.normal(size=(4, WIDTH)).astype(np.float32)
+    weights = random.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32)
+
+    def step(weights, x):
+        read = gathers.divided_read_p.bind(weights, dim=1, whole=whole)
+        gradient = 2.0 * jax.grad(scanned)(read, x)
+        for sharding in (whole, pieces):
+            gradient = jax.lax.with_sharding_constraint(gradient, sharding)
+        return gradient, gradient.sum()
+
+    jaxpr, consts = jax_compat.open_jaxpr(jax.make_jaxpr(step)(weights, x))
+    closed = jax.make_jaxpr(lambda *args: gathers.evaluate_gathering(jaxpr, [*consts, *args]))(weights, x)
+    _, back = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan"]
+    asked = [
+        eqn.params["sharding"].spec for eqn in _constraints(jax_compat.inner_jaxpr(back.params["jaxpr"])[0])
+    ]
+    assert asked == [PartitionSpec(), PartitionSpec(), PartitionSpec("shard")]  # a gather, and these two
+    assert [eqn.params["sharding"] for eqn in _constraints(closed.jaxpr)] == [pieces]
+    got = jax.jit(jex.jaxpr_as_fun(closed))(weights, x)
+    wanted = 2.0 * jax.jit(jax.grad(scanned))(weights, x)
+    assert_close(got, [wanted, wanted.sum()], 1e-5, 1e-5)
+
+
+def _constraints(jaxpr):
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]

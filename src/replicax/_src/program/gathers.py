@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.program.verdict import is_call
@@ -127,6 +128,9 @@ class _Evaluation:
     def __init__(self, at_once: frozenset[Any], recomputes_gathers: bool):
         self._at_once, self._recomputes_gathers = at_once, recomputes_gathers
         self.num_gathers: collections.Counter[Any] = collections.Counter()
+        # What scans stack that is wanted in pieces only, and the equations, by id, that need not make it whole.
+        self._scattered: dict[Any, _Scattered] = {}
+        self._is_in_pieces: set[int] = set()
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
         """The outputs of a jaxpr; they may be ``Divided``."""
@@ -136,6 +140,7 @@ class _Evaluation:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
 
+        self._scattered.update(_scattered_later(jaxpr))
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self._outputs(eqn, list(map(read, eqn.invars))), strict=True))
         return list(map(read, jaxpr.outvars))
@@ -153,6 +158,8 @@ class _Evaluation:
         name = eqn.primitive.name
         if eqn.primitive is divided_read_p:
             return [self._as_given(_marked(eqn, operands[0]))]
+        if id(eqn) in self._is_in_pieces:
+            return operands
         divided = [operand for operand in operands if isinstance(operand, Divided)]
         if not divided:
             return jax_compat.bind_equation(eqn, operands)
@@ -226,7 +233,8 @@ class _Evaluation:
             outs = self.run(inner, given_slices, consts)
             # A slice that is an output is one that the backward pass will need.
             outputs[:] = [
-                out if i >= num_carry and _is_plain(out) else self.whole(out) for i, out in enumerate(outs)
+                out if i >= num_carry and _is_plain(out) else self._in_pieces_later(eqn.outvars[i], out)
+                for i, out in enumerate(outs)
             ]
             return [out.pieces if isinstance(out, Divided) else out for out in outputs]
 
@@ -243,6 +251,68 @@ class _Evaluation:
             else result
             for out, result in zip(outputs, results, strict=True)
         ]
+
+    def _in_pieces_later(self, var: Any, value: Any) -> Any:
+        """What a loop gives, or stacks as ``var``: summed and cut in the loop, where the stack would be behind it. All that a
+        device ever has of a stack of gradients is its piece then."""
+        value = self.whole(value)
+        if var in self._scattered:
+            scattered = self._scattered[var]
+            self._is_in_pieces.add(id(scattered.whole))
+            for sharding in scattered.slices:
+                value = jax.lax.with_sharding_constraint(value, sharding)
+        return value
+
+
+@dataclass(frozen=True)
+class _Scattered:
+    """What is asked of a stack.
+
+    Attributes:
+      slices: Shardings of a slice: whole, then in pieces.
+      whole: The equation that asks for the whole stack.
+    """
+
+    slices: Sequence[NamedSharding]
+    whole: Any
+
+
+def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
+    """The stacks of large slices of which a program asks only that they are whole, then in pieces."""
+    users = collections.defaultdict(list)
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, jax_compat.Literal):
+                users[atom].append(eqn)
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, jax_compat.Literal):
+            users[atom].append(None)
+
+    def asking(var: Any) -> list[Any]:
+        eqn = users[var][0] if len(users[var]) == 1 else None
+        if eqn is None:
+            return []
+        if eqn.primitive.name == "sharding_constraint":
+            return [eqn, *asking(eqn.outvars[0])]
+        return asking(eqn.outvars[0]) if eqn.primitive.name in _ELEMENTWISE and _is_of_one(eqn) else []
+
+    found = {}
+    for eqn in jaxpr.eqns:
+        first = jax_compat.scan_counts(eqn)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
+        for var in eqn.outvars[first:]:
+            size = math.prod(var.aval.shape[1:]) * getattr(var.aval.dtype, "itemsize", 0)
+            asked = asking(var)[:2] if is_large(size) else []
+            slices = [_of_slice(one.params["sharding"]) for one in asked]
+            if len(slices) == 2 and None not in slices:
+                found[var] = _Scattered(slices, asked[0])
+    return found
+
+
+def _of_slice(sharding: Any) -> NamedSharding | None:
+    """The sharding of what is stacked; None where it is the slices that are divided among devices."""
+    if not isinstance(sharding, NamedSharding) or (sharding.spec and sharding.spec[0] is not None):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 def _marked(eqn: Any, value: Any) -> Divided:
