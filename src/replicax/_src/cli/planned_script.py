@@ -82,7 +82,8 @@ class _FirstProgram:
 
     def _init(self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
         original(strategy, *args, **kwargs)
-        self._strategies.append(strategy)
+        if not strategy.is_default:  # which is made when it is first asked for
+            self._strategies.append(strategy)
 
     def _run(
         self,
