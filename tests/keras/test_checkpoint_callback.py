@@ -149,6 +149,9 @@ FEEDS = {
     },
     "generator": lambda strategy: {"x": generator(), "steps_per_epoch": 5},
 }
+# Each place in the data is kept by one that stays: passes of arrays, a PyDataset's with its state, that of rx.data, of which
+# test_goes_on_at_the_end_of_an_epoch has the distributed one.
+LONG_FEEDS = {"arrays_by_steps", "py_dataset", "distributed"}
 
 
 def fit(strategy, feed, callbacks, **options):
@@ -195,7 +198,9 @@ def assert_goes_on(strategy, feed, folder, dies_after, save_freq=1, **options):
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize(
+    "feed", [pytest.param(feed, marks=[pytest.mark.long] * (feed in LONG_FEEDS)) for feed in FEEDS]
+)
 def test_goes_on_in_the_middle_of_an_epoch(mirrored, feed, tmp_path):
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=8)
     assert len(again.batches) == len(log.batches) - 8

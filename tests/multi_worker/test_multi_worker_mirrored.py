@@ -110,7 +110,9 @@ def test_replica_functions_do_not_run_eagerly_in_a_cluster(size, workers):
         assert worker["total_after_eager"] == 3.0
 
 
-@pytest.mark.parametrize("config", ["", "{}", '{"cluster": {}, "task": {}}'])
+@pytest.mark.parametrize(
+    "config", ["", pytest.param("{}", marks=pytest.mark.long), '{"cluster": {}, "task": {}}']
+)
 def test_an_empty_configuration_is_one_worker(config):
     """Which can do all that one process can: it joins nobody, and JAX may have started."""
     shown = in_a_process_of_its_own(

@@ -942,8 +942,9 @@ CASES = {
 UNEVEN = ("sgd", "batch normalisation", "dropout")
 
 
-# The last two are in test_steps_may_be_mixed and test_training_with_an_empty_replica as well.
-LONG = ("adam with clipping", "adamw with averages", "dropout", "batch normalisation")
+# The others have what these have: optimizers do in "built in the step" and "loss scaling", uneven rows, batch normalisation and
+# dropout in test_training_with_an_empty_replica and test_steps_may_be_mixed.
+LONG = ("sgd", "adam with clipping", "adamw with averages", "dropout", "batch normalisation")
 
 
 @pytest.mark.parametrize(
