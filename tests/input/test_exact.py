@@ -7,10 +7,11 @@ import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import replicax as rx
+from checks import examples
 from replicax._src.input.split import split_sizes
 
 NUM_ROWS = st.integers(0, 40)
@@ -36,7 +37,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@settings(max_examples=60)
+@examples(60, short=30)
 @given(NUM_ROWS, BATCH_SIZE, NUM_REPLICAS)
 def test_every_row_reaches_one_replica(source, num_rows, batch_size, num_replicas):
     strategy = strategy_of(num_replicas)
@@ -50,7 +51,7 @@ def test_every_row_reaches_one_replica(source, num_rows, batch_size, num_replica
         np.testing.assert_array_equal(np.concatenate([np.asarray(part) for part in parts]), batch)
 
 
-@settings(max_examples=25)
+@examples(25, short=9)
 @given(NUM_ROWS, BATCH_SIZE, NUM_REPLICAS)
 def test_an_epoch_is_as_on_one_device(num_rows, batch_size, num_replicas):
     strategy = strategy_of(num_replicas)

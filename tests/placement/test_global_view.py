@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from checks import examples
 from replicax._src.placement.batch import Batch
 from replicax._src.placement.global_view import GlobalStep
 from replicax._src.placement.held_state import HeldState
@@ -53,7 +54,7 @@ def made(num_replicas, step=running_sums, *, donates=True, keeps_all=False):
     return GlobalStep(step, "step", places, donates=donates, keeps_all=keeps_all), HeldState(places)
 
 
-@settings(max_examples=25)
+@examples(25, short=10)
 @given(rows=st.integers(0, 12), num_replicas=st.sampled_from([1, 2, 3, 8]), num_steps=st.integers(1, 3))
 def test_steps_are_those_of_one_device(rows, num_replicas, num_steps):
     step, held = made(num_replicas)

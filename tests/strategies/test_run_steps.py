@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import replicax as rx
+from checks import examples
 
 STRATEGIES = {
     "default": rx.get_strategy,
@@ -87,7 +88,7 @@ def test_as_single_steps(strategy, steps):
     assert other.state()[1:] == (7, 26.0)
 
 
-@settings(max_examples=6)
+@examples(6, short=4)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 6))
 def test_whatever_the_sizes(num_rows, batch_size, steps):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -87,7 +87,7 @@ def test_no_table(params, says):
         embedding_lookup(params, [0])
 
 
-@settings(max_examples=25)
+@examples(25, short=10)
 @given(
     table=npst.arrays(np.float32, (4, 2, 2), elements=st.floats(-8, 8, width=16)), max_norm=st.floats(0.5, 9)
 )
