@@ -205,14 +205,16 @@ _PLACES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"replicax.{name}")
-    if name in _PLACES:
-        value = getattr(importlib.import_module(f"replicax._src.{_PLACES[name]}"), name)
-        globals()[name] = value  # not asked for again
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"replicax.{name}")
+        if name in _PLACES:
+            value = getattr(importlib.import_module(f"replicax._src.{_PLACES[name]}"), name)
+            globals()[name] = value  # not asked for again
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
