@@ -117,19 +117,26 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def servers():
+def tasks():
     with server_cluster(workers=1, ps=2) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def servers(tasks):
+    """A worker and two parameter servers, all of which run; tests leave them as they like."""
+    dead = [task for task in tasks.servers if not task.is_running]
+    for task in dead:
+        task.restart()
+    if dead:
+        tasks.wait_for_servers()
+    return tasks
 
 
 @pytest.fixture
 def job(servers):
     with contextlib.closing(Job(servers)) as job:
         yield job
-    for task in servers.servers:
-        if not task.is_running:
-            task.restart()
-    servers.wait_for_servers()
 
 
 def warnings_of(caplog, part):
