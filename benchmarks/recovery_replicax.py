@@ -15,6 +15,7 @@ mark = functools.partial(
 mark("python")
 if sys.argv[1] == "fit":
     import keras
+import jax.numpy as jnp
 import numpy as np
 
 import replicax as rx
@@ -28,8 +29,6 @@ LABELS = FEATURES[:, : recovery_marks.SIZES[-1]]
 
 def loop(strategy):
     """Gradients, momentum, a loss."""
-    import jax.numpy as jnp
-
     dataset = rx.data.from_arrays((FEATURES, LABELS)).repeat().batch(recovery_marks.ROWS)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     with strategy.scope():
