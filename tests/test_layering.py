@@ -261,7 +261,7 @@ def test_files_are_named_after_concepts():
 
 def test_each_public_name_is_where_replicax_looks_for_it():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (for_checkers,) = [node for node in tree.body if isinstance(node, ast.If)]
+    for_checkers = next(node for node in tree.body if isinstance(node, ast.If))
     modules = {alias.name for node in for_checkers.body if node.module == "replicax" for alias in node.names}
     places = {
         alias.name: node.module.removeprefix("replicax._src.")
