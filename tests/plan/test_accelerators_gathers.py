@@ -105,3 +105,34 @@ def test_gathers_stand_between_multiplications(monkeypatch):
     assert letters.count("G") == 2 * MANY - 1  # forward and backward, but for the first layer
     assert letters.count("m") >= 3 * MANY - 1
     assert "GGGG" not in letters, letters
+
+
+class Stacked(keras.layers.Layer):
+    """Scanned layers with a stack of kernels."""
+
+    def __init__(self, num_layers, width):
+        super().__init__()
+        self._stack = num_layers, width, width
+
+    def build(self, shape):
+        self.kernels = self.add_weight(shape=self._stack)
+
+    def call(self, rows):
+        layer = jax.checkpoint(lambda h, kernel: (h + jnp.tanh(h @ kernel), None))
+        return jax.lax.scan(layer, rows, self.kernels.value)[0]
+
+
+def test_gradients_of_scanned_layers_are_never_stacked_whole():
+    width = 2048
+
+    def peak(num_layers):
+        strategy = rx.MirroredStrategy(["cpu:0"], shard_state="all")
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((width,)), Stacked(num_layers, width)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        rows = jax.ShapeDtypeStruct((64, width), jnp.float32)
+        plan = strategy.plan(model.fit, (rows, rows), {"batch_size": 64}, topology="h100:1x8")
+        return plan.memory.peak
+
+    of_layers = (MANY - FEW) * width * width * 4
+    assert peak(MANY) - peak(FEW) < 0.4 * of_layers  # the state, and the gradients, in eighths
