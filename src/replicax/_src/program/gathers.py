@@ -302,8 +302,8 @@ def _scattered_later(jaxpr: Any) -> dict[Any, _Scattered]:
         for var in eqn.outvars[first:]:
             size = math.prod(var.aval.shape[1:]) * getattr(var.aval.dtype, "itemsize", 0)
             asked = asking(var)[:2] if is_large(size) else []
-            slices = [_of_slice(one.params["sharding"]) for one in asked]
-            if len(slices) == 2 and None not in slices:
+            slices = [one for one in (_of_slice(eqn.params["sharding"]) for eqn in asked) if one is not None]
+            if len(slices) == 2:
                 found[var] = _Scattered(slices, asked[0])
     return found
 
