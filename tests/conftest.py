@@ -21,6 +21,9 @@ runpy.run_path(str(Path(__file__).with_name("quick_start") / "sitecustomize.py")
 
 config.set_local_devices(8)
 
+# Processes that tests start find compiled Python files: without them each would compile three hundred, for half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Who runs the tests in the background of a shell has Ctrl-C ignored there, and who runs them with nohup SIGHUP: all
 # processes that tests start would ignore them too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
