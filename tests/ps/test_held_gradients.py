@@ -130,9 +130,9 @@ def test_a_round_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch
     server = Server()
     server.push(0, 0, 2)
     applying = threading.Thread(target=server.apply, args=[0, [0]])
-    write_entry = snapshots._write_entry
+    write_entry = snapshots.write_entry
 
-    def write(file, entry):
+    def write(file, number, entry):
         if entry.key == "w":
             applying.start()
             applying.join(timeout=0.5)
@@ -140,9 +140,9 @@ def test_a_round_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch
         elif applying.ident is not None:
             applying.join(timeout=30)
             assert not applying.is_alive()
-        return write_entry(file, entry)
+        return write_entry(file, number, entry)
 
-    monkeypatch.setattr(snapshots, "_write_entry", write)
+    monkeypatch.setattr(snapshots, "write_entry", write)
     server.store.snapshot(tmp_path)
     applying.join(timeout=30)
     assert server.values() == [-2, 1]

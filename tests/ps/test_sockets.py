@@ -165,10 +165,13 @@ def test_a_link_is_on_a_socket_of_its_own_unless_the_server_has_none():
     ],
 )
 def test_who_cannot_reach_the_socket_has_a_stream_of_arrow_flight(why, monkeypatch):
-    with echo_server() as server, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        echo_server() as server,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        Proxy("127.0.0.1", server.port) as proxy,
+    ):
         address = server.address
         if why == "behind a proxy":  # that of the streams may not be passed on
-            proxy = Proxy("127.0.0.1", server.port)
             address = proxy.address
         elif why == "nobody listens there":
             server._listener.close()

@@ -76,8 +76,8 @@ class StoreState:
     gradients: Sequence[tuple[int, int, str, Sequence[np.ndarray]]]
 
 
-class _NoRoomForBaseError(SnapshotError):
-    """A base could not be written, and what has changed would be much less."""
+class _NoRoomForBaseError(Exception):
+    """A base could not be written, and what has changed would be much less. It goes no further than this file."""
 
 
 @final
@@ -304,7 +304,7 @@ class Store:
                 for piece, counted in before:
                     piece.changed.put_back(counted)
             if isinstance(error, SnapshotError) and plan.could_be_less:
-                raise _NoRoomForBaseError(str(error)) from None
+                raise _NoRoomForBaseError from error
             raise
         finally:
             with self._lock:
