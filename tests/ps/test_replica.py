@@ -9,6 +9,7 @@ import pytest
 from checks import message
 from exported import update_program
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps import replica
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.messages import Message
 from replicax._src.ps.replica_rules import View
@@ -37,6 +38,7 @@ class Way:
 class Open:
     def __init__(self, network, link: StoreLink):
         self.network, self.link = network, link
+        self.is_closed = threading.Event()
 
     def send(self, message, timeout_s=60.0):
         self.network.check()
@@ -45,9 +47,15 @@ class Open:
 
     def receive(self, timeout_s):
         self.network.check()
+        if self.network.is_silent:
+            self.network.is_awaited.set()
+            self.is_closed.wait(20.0)
+            time.sleep(0.1)  # who closed it has gone on
+            raise UnavailableError("The link was closed.")
         return self.link.receive(timeout_s)
 
     def close(self):
+        self.is_closed.set()
         self.link.close()
 
 
@@ -56,6 +64,7 @@ class Network:
 
     def __init__(self):
         self.is_cut, self.num_sent = False, 0
+        self.is_silent, self.is_awaited = False, threading.Event()
         self.servers = [Replicas(n, ME, lambda to, _: Way(self, to)) for n in range(2)]
         self.view(1, 0, 1)
 
@@ -213,6 +222,57 @@ def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
     assert network.step(1, add, 0, [ONE]).header["duplicate"]
     assert network.step(1, add, done[-1], [ONE]).header["duplicate"]
     np.testing.assert_array_equal(network.step(1, pull=["large"]).arrays[0], large)
+
+
+def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there_is(network, add, monkeypatch):
+    monkeypatch.setattr(replica, "_MANY_BYTES", 3 * ONE.nbytes)
+    monkeypatch.setattr(replica, "_WAIT_S", 2.0)
+    network.view(2, 0, None)
+    network.is_silent = True  # stopped: its system takes what is sent
+    network.view(3, 0, 1, is_joining=True)
+    assert network.is_awaited.wait(20.0)
+    (bringing,) = [thread for thread in threading.enumerate() if thread.name == f"replicax-copy-{GROUP}"]
+    network.step(0, add, 0, [ONE])
+    network.view(4, 0, None)
+    bringing.join(20.0)
+    assert not bringing.is_alive()
+    for number in range(1, 6):
+        network.step(0, add, number, [ONE])
+    assert network.read(0) == 6.0
+
+
+def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network, add):
+    network.step(0, add, 0, [ONE])
+    network.view(2, 0, None)
+    joining, is_brought = network.servers[1]._replicas[GROUP], threading.Event()
+
+    class Order:
+        """The thread that takes the view gets it after those that bring."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __enter__(self):
+            if threading.current_thread() is taking:
+                assert is_brought.wait(20.0)
+            self.inner.acquire()
+
+        def __exit__(self, *_):
+            self.inner.release()
+
+    joining._order = Order(joining._order)
+    taking = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True, to=[1]))
+    taking.start()
+    until = time.monotonic() + 20.0
+    while network.part(1)["epoch"] != 3:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    network.view(3, 0, 1, is_joining=True, to=[0])  # as the other one has not said in time that it has taken it
+    network.until_in_sync()
+    is_brought.set()
+    taking.join()
+    network.view(4, 1, None, to=[1])
+    assert network.read(1) == 1.0
 
 
 def test_gradients_that_wait_for_their_round_are_brought_too(network, add):

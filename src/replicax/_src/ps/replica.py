@@ -75,7 +75,7 @@ class Replica:
         self._is_closed = False
         self._outcomes: deque[tuple[int, str]] = deque()
         self._waiting: list[_Entry] | None = None
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._waiting_epoch = 0
         self._taker: CopyTaker | None = None
         self._error = ""
 
@@ -98,11 +98,13 @@ class Replica:
             self._changed.notify_all()
             joins = view.backup == self._task and view.is_joining
             brings = self._rules.partner is Partner.JOINING
+            if joins:
+                self._taker = None
         if joins:
-            with self._order:
-                self._store.leave(self._incarnation)
-                self._store, self._taker = self._new_store(), None
-                self._outcomes.clear()  # numbers begin anew
+            with self._order, self._changed:
+                if self._rules.takes_copy(view.epoch):  # or all was brought while this waited for the order
+                    self._store.leave(self._incarnation)
+                    self._store = self._new_store()
         if brings:
             threading.Thread(
                 target=self._bring, args=(view,), name=f"replicax-copy-{self._group}", daemon=True
@@ -337,7 +339,7 @@ class Replica:
         except Exception as error:
             _log.info("ps %d could not be brought a copy of group %d: %s", view.backup, self._group, error)
             with self._order:
-                if self._rules.epoch == view.epoch:
+                if self._waiting_epoch == view.epoch:  # in a later view as well: nobody else drops what waits
                     self._waiting, self._waiting_bytes = None, 0
             self._lose(view.epoch, error)
             if way is not None:
@@ -348,7 +350,7 @@ class Replica:
             if self._rules.epoch != view.epoch:
                 raise _later_view()
             state, seq = self._store.state(), self._rules.seq
-            self._waiting, self._waiting_bytes = [], 0
+            self._waiting, self._waiting_bytes, self._waiting_epoch = [], 0, view.epoch
         for header, arrays in copy_messages(state):
             fields = self._fields("copy", view.epoch, seq)
             _check_taken(_called(way, Message({**fields, **header}, arrays)))
@@ -408,6 +410,7 @@ class Replica:
                 if not self._rules.has_copy(epoch, seq):
                     return Message({"refused": str(Refusal.INCOMPLETE)})
                 self._store, self._taker = taker.store, None
+                self._outcomes.clear()  # numbers begin anew
         return Message({"applied": seq, "outcome": ""})
 
 
