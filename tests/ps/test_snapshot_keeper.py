@@ -70,6 +70,17 @@ def test_what_was_made_is_kept_soon_and_what_changes_is_not(store, keeping):
     until_count(keeper, 2)
 
 
+def test_a_change_of_what_was_made_first_is_one(store, keeping):
+    keeper = keeping(math.inf)
+    create(store, "w")
+    for number in range(3):
+        create(store, f"frozen{number}")
+    keeper.take()
+    assign(store, "w")
+    keeper.close()
+    assert count(keeper) == 2
+
+
 def test_without_an_interval_there_is_one_at_the_end(store, keeping):
     keeper = keeping(math.inf)
     create(store, "w")

@@ -105,7 +105,7 @@ class Store:
         self._unwritten: Unwritten | None = None
         self._folder: SnapshotFolder | None = None
         self._incarnations = Incarnations()
-        self._highest_number = self._num_created = 0
+        self._highest_number = self._num_created = self._num_changes = 0
         self._told: dict[str, Any] = {}
         self._clear()
         self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
@@ -179,7 +179,7 @@ class Store:
     @property
     def num_changes(self) -> int:
         """Is another one after every change of a value."""
-        return self._highest_number
+        return self._num_changes
 
     def snapshot(self, directory: str | Path, epoch: int = 0) -> dict[str, Any]:
         """Writes what has changed since the one before, and which closures have been applied, to a new file.
@@ -366,6 +366,7 @@ class Store:
                 if is_new:
                     self._highest_number += 1
                     self._num_created += 1
+                    self._num_changes += 1
                     self._pieces[piece.key] = HeldPiece(piece.key, piece.spec, value, self._highest_number)
             self._statistics.bytes_received += sum(array.nbytes for array in arrays)
         return Message({})
@@ -586,6 +587,7 @@ class Store:
         if self._unwritten is not None:
             self._unwritten.change(piece.key)
         self._highest_number = max(self._highest_number, piece.number)
+        self._num_changes += 1
 
     def _wait_for_room(self, keys: Sequence[str]) -> None:
         """Until these can change beside a snapshot that is being written. Others have the lock meanwhile."""
