@@ -267,6 +267,14 @@ def test_what_might_happen_twice_is_not_tried_again(links, clients):
     assert links.read([WHOLE])[0] == 9
 
 
+def test_what_is_not_tried_again_goes_to_the_server_that_was_named_meanwhile(links, clients, stores):
+    links.use_primaries([0, 1])
+    links.read([WHOLE, SHARDS])
+    links.use_primaries([1, 1])  # nobody waits for an answer
+    links.create([NewPiece(Piece(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
+    assert [store.statistics()["pieces"] for store in stores] == [1, 3]
+
+
 def test_an_error_of_one_server_leaves_no_answer_in_the_stream_of_another(links, clients):
     with pytest.raises(InvalidArgumentError, match='no piece "nothing"'):
         links.step(None, 0, {0: Ask(pull=[("nothing", None)]), 1: Ask(pull=[("w", None)])})

@@ -121,6 +121,8 @@ class ServerStream:
     def _send(self, message: Message) -> None:
         if self._is_closed:
             raise UnavailableError(f"The links to {self.name} have been closed.", self.name)
+        if self._link_at != self._at:  # told while nobody waited: the link is closed
+            self.give_up_link()
         if self._link is None:
             self._link_at = self._at
             self._link = self._servers[self._link_at].open()
