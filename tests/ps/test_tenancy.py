@@ -67,6 +67,21 @@ def test_silence_ends_it(tenancy):
     message(StaleCoordinatorError, lambda: tenancy.beat("a", now=111.0), "nothing was heard of it for 60 s")
 
 
+def test_who_was_silent_and_knows_begins_anew_unless_another_one_has_come(tenancy):
+    tenancy.hello("a", now=0.0)
+    tenancy.give_up(now=100.0)
+    message(StaleCoordinatorError, lambda: tenancy.hello("a", now=101.0), "nothing was heard")
+    assert tenancy.hello("a", now=102.0, again=True)
+    assert not tenancy.hello("a", now=103.0)
+    tenancy.check("a")
+    tenancy.give_up(now=200.0)
+    tenancy.hello("b", now=201.0)
+    message(StaleCoordinatorError, lambda: tenancy.hello("a", now=202.0, again=True), "nothing was heard")
+    tenancy.leave("b", now=203.0)
+    for name in "ab":
+        message(StaleCoordinatorError, lambda: tenancy.hello(name, now=204.0, again=True), f"coordinator {name}")
+
+
 def test_how_long_it_has_waited(tenancy):
     assert tenancy.waited_s(now=5.0) == 5.0
     tenancy.hello("a", now=6.0)

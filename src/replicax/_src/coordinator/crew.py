@@ -116,6 +116,10 @@ class Crew:
         if watch.comes_back_s:
             self.dispatch.pause(watch.name)
 
+    def on_ps_given_up(self, watch: PsWatch, client: Client) -> None:
+        if self._replication is not None:
+            self._replication.given_up(client)
+
     def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
         return (self._replication or self._recovery).restarted(watch, client)
 

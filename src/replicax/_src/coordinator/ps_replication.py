@@ -65,11 +65,20 @@ class Replication:
             )
             if left is not None:
                 return left
-            header = {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
-            watch.accept(client.ask("hello", header, _HELLO_S)["instance"])
+            watch.accept(client.ask("hello", self._hello, _HELLO_S)["instance"])
             if views:  # it had not been missed before
                 self._say_moved(watch, "was started again")
             return None
+
+    def given_up(self, client: Client) -> None:
+        """One that was out of reach for long has given this coordinator up, and has nothing any more: it may be used again.
+
+        It is another one with its next beat, as if it had been started again. Not if it works for another coordinator.
+        """
+        try:
+            client.ask("hello", {**self._hello, "again": True}, _HELLO_S)
+        except ReplicaxError as error:
+            log.debug("%s", error)
 
     def back(self, watch: PsWatch) -> None:
         """One has answered: it is told what it does not know, and has brought to it what it does not have."""
@@ -96,6 +105,10 @@ class Replication:
                 "unprotected": self._groups.unprotected,
                 "lost": self._groups.lost,
             }
+
+    @property
+    def _hello(self) -> dict[str, Any]:
+        return {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
 
     # --- with the lock ---------------------------------------------------------------------------------
 

@@ -32,6 +32,10 @@ class PsEvents(Protocol):
         """It answers, as the same process."""
         ...
 
+    def on_ps_given_up(self, watch: PsWatch, client: Client) -> None:
+        """One that was lost answers, and does not work for this coordinator any more; told with each beat."""
+        ...
+
     def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
         """It is another process. Returns why it is lost, or nothing once its ``instance`` is accepted.
 
@@ -113,6 +117,8 @@ class PsWatch:
                     self._heard(answer, client)
                     missed = 0
                 except StaleCoordinatorError as error:
+                    if self._is_lost:
+                        self._events.on_ps_given_up(self, client)
                     self._lose(error)
                 except Exception as error:
                     missed += 1

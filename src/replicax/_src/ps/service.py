@@ -190,11 +190,15 @@ class TaskService:
 
     def _hello(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._begin(header["incarnation"], header["ps"], header.get("member"))
+            self._begin(
+                header["incarnation"], header["ps"], header.get("member"), again=bool(header.get("again"))
+            )
         return self._described()
 
-    def _begin(self, incarnation: str, ps: Sequence[str], member: str | None = None) -> None:
-        if self._tenancy.hello(incarnation, time.monotonic(), member):
+    def _begin(
+        self, incarnation: str, ps: Sequence[str], member: str | None = None, *, again: bool = False
+    ) -> None:
+        if self._tenancy.hello(incarnation, time.monotonic(), member, again=again):
             self._drop()
             try:
                 self._work = self._host.begin(incarnation, ps)

@@ -92,7 +92,7 @@ class Store:
 
     Attributes:
       instance: Random; versions of another store, one that ran before at the same address say, are no versions here.
-        A restored store is another one.
+        A restored store is another one, and so is one whose coordinator has left.
     """
 
     def __init__(self, device: Any = None):
@@ -150,6 +150,7 @@ class Store:
         """A coordinator ends its session: all that it made is dropped. It may say hello again."""
         with self._lock:
             self._incarnations.leave(incarnation)
+            self.instance = uuid.uuid4().hex
             self._clear()
 
     def statistics(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A coordinator is known by its *incarnation*. ``hello`` begins its time at a task, ``leave`` ends it, and so do another
 coordinator's ``hello`` and silence: no ``hello`` and no ``beat`` for as long as is allowed. Who has left, was followed or
-was silent does not come back: what was made for it is gone, and it has to know.
+was silent does not come back: what was made for it is gone, and it has to know. One that was silent, and knows, says so
+with its ``hello``.
 
 Several programs may share one incarnation. Each is a *member* then, and says who all of them are when it leaves: the time
 ends with the last one.
@@ -40,6 +41,7 @@ class Tenancy:
         self._last_heard = now
         self._has_ended = False
         self._left: set[str] = set()
+        self._silent: str | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -51,18 +53,24 @@ class Tenancy:
         """Of the coordinator that it works for; None while it waits for one."""
         return self._incarnation
 
-    def hello(self, incarnation: str, now: float, member: str | None = None) -> bool:
+    def hello(self, incarnation: str, now: float, member: str | None = None, *, again: bool = False) -> bool:
         """Begins the time of a coordinator; returns whether it has not begun before.
 
         A member that has left, and says it again, is there again.
 
+        Args:
+          again: It knows that all is gone if its time has ended by silence, and begins anew then, unless another one has come.
+
         Raises:
           StaleCoordinatorError: Its time has ended before.
         """
+        if again and incarnation == self._silent:
+            self._past.pop(incarnation, None)
         self._refuse_past(incarnation)
         is_new = incarnation != self._incarnation
         if is_new:
             self._end("another coordinator has taken over")
+        self._silent = None
         self._incarnation, self._last_heard = incarnation, now
         self._left.discard(member or "")
         return is_new
@@ -98,6 +106,7 @@ class Tenancy:
 
     def give_up(self, now: float) -> None:
         """Ends the time of a coordinator that ``is_silent``."""
+        self._silent = self._incarnation
         self._end(f"nothing was heard of it for {self._silence_timeout_s:g} s")
         self._last_heard = now
 
