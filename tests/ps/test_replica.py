@@ -224,7 +224,9 @@ def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
     np.testing.assert_array_equal(network.step(1, pull=["large"]).arrays[0], large)
 
 
-def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there_is(network, add, monkeypatch):
+def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there_is(
+    network, add, monkeypatch
+):
     monkeypatch.setattr(replica, "_MANY_BYTES", 3 * ONE.nbytes)
     monkeypatch.setattr(replica, "_WAIT_S", 2.0)
     network.view(2, 0, None)
@@ -239,6 +241,38 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
     for number in range(1, 6):
         network.step(0, add, number, [ONE])
     assert network.read(0) == 6.0
+
+
+def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add, monkeypatch):
+    monkeypatch.setattr(replica, "_MANY_BYTES", 2 * ONE.nbytes)
+    monkeypatch.setattr(replica, "_WAIT_S", 2.0)
+    network.view(2, 0, None)
+    arrived = network.servers[1]._replicas[GROUP]._order
+    with arrived:  # the last part of what there is waits here
+        bringing = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
+        bringing.start()
+        until = time.monotonic() + 20.0
+        while network.servers[0]._replicas[GROUP]._waiting is None:
+            assert time.monotonic() < until
+            network.servers[0].take(View(GROUP, 3, 0, 1, True), ["a:1", "b:1"])
+            time.sleep(0.005)
+        for _ in range(4):
+            network.step(0, add, 0, [ONE])
+    bringing.join()
+    network.until_in_sync()
+    assert network.ask(0, "checksum").header["is_on_two"]
+    network.view(4, 1, None, to=[1])
+    assert network.step(1, add, 0, [ONE]).header["duplicate"]
+    assert network.read(1) == 1.0
+
+
+def test_a_backup_that_cannot_be_reached_leaves_no_client_behind(network, monkeypatch):
+    closed = threading.Event()
+    monkeypatch.setattr(Way, "close", lambda way: closed.set())
+    network.view(2, 0, None)
+    network.is_cut = True
+    network.view(3, 0, 1, is_joining=True)
+    assert closed.wait(20.0)
 
 
 def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network, add):
@@ -267,7 +301,9 @@ def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network
     while network.part(1)["epoch"] != 3:
         assert time.monotonic() < until
         time.sleep(0.005)
-    network.view(3, 0, 1, is_joining=True, to=[0])  # as the other one has not said in time that it has taken it
+    network.view(
+        3, 0, 1, is_joining=True, to=[0]
+    )  # as the other one has not said in time that it has taken it
     network.until_in_sync()
     is_brought.set()
     taking.join()

@@ -1,5 +1,7 @@
 """``Tenancy``: whose messages a task answers, without a clock or threads."""
 
+import functools
+
 import pytest
 
 from checks import message
@@ -79,7 +81,8 @@ def test_who_was_silent_and_knows_begins_anew_unless_another_one_has_come(tenanc
     message(StaleCoordinatorError, lambda: tenancy.hello("a", now=202.0, again=True), "nothing was heard")
     tenancy.leave("b", now=203.0)
     for name in "ab":
-        message(StaleCoordinatorError, lambda: tenancy.hello(name, now=204.0, again=True), f"coordinator {name}")
+        again = functools.partial(tenancy.hello, name, now=204.0, again=True)
+        message(StaleCoordinatorError, again, f"coordinator {name}")
 
 
 def test_how_long_it_has_waited(tenancy):

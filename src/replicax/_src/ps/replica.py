@@ -32,6 +32,7 @@ _FEW: Final = 4
 _ROUNDS: Final = 4
 _MANY_BYTES: Final = 256 << 20
 _READS: Final = frozenset({"find"})
+_DUPLICATE: Final = "duplicate"
 
 
 class _Way:
@@ -40,7 +41,11 @@ class _Way:
     def __init__(self, epoch: int, client: PsClient):
         self.epoch = epoch
         self._client = client
-        self.link: PsLink = client.open()
+        try:
+            self.link: PsLink = client.open()
+        except BaseException:
+            client.close()
+            raise
 
     def close(self) -> None:
         self.link.close()
@@ -131,6 +136,10 @@ class Replica:
             if partner is Partner.IN_SYNC:
                 self._outcomes.append((entry.seq, entry.outcome))
             elif self._waiting is not None and is_change:
+                if (
+                    entry.outcome == _DUPLICATE
+                ):  # nothing has happened; who has to wait sends it again and again
+                    entry = _Entry(place.seq, None)
                 self._waiting.append(entry.kept())
                 self._waiting_bytes += entry.num_bytes
         self._wait(place)
@@ -459,7 +468,7 @@ def _applied(store: Store, message: Message) -> tuple[Message | None, Exception 
     except Exception as error:
         return None, error, type(error).__name__
     header = answer.header
-    return answer, None, str(header.get("checksum") or ("duplicate" if header.get("duplicate") else ""))
+    return answer, None, str(header.get("checksum") or (_DUPLICATE if header.get("duplicate") else ""))
 
 
 def _send(link: PsLink, message: Message) -> None:

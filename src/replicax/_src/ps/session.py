@@ -71,6 +71,7 @@ class Session:
         self.before_close: Callable[[], None] = lambda: None
         self._platforms = tuple(platforms)
         self._lock = threading.RLock()
+        self._epoch_lock = threading.Lock()
         self._balance = Balance(links.num_servers)
         self._unmade: list[weakref.ref[ServerArray]] = []
         self._made: weakref.WeakKeyDictionary[ServerArray, weakref.finalize | None] = (
@@ -398,9 +399,10 @@ class Session:
     def renew(self) -> None:
         """Begins another epoch: what workers have read ahead is read again by the closures sent from now on.
 
-        So whoever has assigned a variable, or knows that a closure has run, finds that in the next ones.
+        So whoever has assigned a variable, or knows that a closure has run, finds that in the next ones. Waits for nobody who
+        waits for a server.
         """
-        with self._lock:
+        with self._epoch_lock:
             self.epoch += 1
 
 
