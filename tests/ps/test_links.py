@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checks import message
 from exported import update_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import server_stream
@@ -273,6 +274,14 @@ def test_what_is_not_tried_again_goes_to_the_server_that_was_named_meanwhile(lin
     links.use_primaries([1, 1])  # nobody waits for an answer
     links.create([NewPiece(Piece(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
     assert [store.statistics()["pieces"] for store in stores] == [1, 3]
+
+
+def test_a_server_that_has_given_the_coordinator_up_is_passed_over_while_the_other_one_serves(links, stores):
+    stores[1].hello("another")
+    links.use_primaries([1, 1])
+    np.testing.assert_array_equal(links.read([SHARDS[:1]])[0], TABLE[:3])
+    stores[0].hello("another")
+    message(StaleCoordinatorError, lambda: links.read([SHARDS[:1]]), "another")
 
 
 def test_an_error_of_one_server_leaves_no_answer_in_the_stream_of_another(links, clients):

@@ -301,9 +301,8 @@ def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network
     while network.part(1)["epoch"] != 3:
         assert time.monotonic() < until
         time.sleep(0.005)
-    network.view(
-        3, 0, 1, is_joining=True, to=[0]
-    )  # as the other one has not said in time that it has taken it
+    # The coordinator goes on: the other one has not said in time that it has taken it.
+    network.view(3, 0, 1, is_joining=True, to=[0])
     network.until_in_sync()
     is_brought.set()
     taking.join()

@@ -136,10 +136,8 @@ class Replica:
             if partner is Partner.IN_SYNC:
                 self._outcomes.append((entry.seq, entry.outcome))
             elif self._waiting is not None and is_change:
-                if (
-                    entry.outcome == _DUPLICATE
-                ):  # nothing has happened; who has to wait sends it again and again
-                    entry = _Entry(place.seq, None)
+                # What is a duplicate has done nothing, and who has to wait sends it again and again.
+                entry = _Entry(place.seq, None) if entry.outcome == _DUPLICATE else entry
                 self._waiting.append(entry.kept())
                 self._waiting_bytes += entry.num_bytes
         self._wait(place)

@@ -8,7 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import Final, Protocol, final
 
-from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
+from replicax._src.ps.errors import (
+    MessageError,
+    StaleCoordinatorError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import UpdateProgram
 
@@ -86,10 +91,15 @@ class ServerStream:
     def end(self, message: Message, deadline: float, may_repeat: bool) -> Message | Exception:
         """The answer to the message that was begun, or the error that it tells of."""
         pauses = self._pauses() if may_repeat else iter(())
+        stale_at: set[int] = set()
         while True:
             try:
                 return self._receive(deadline)
-            except UnavailableError as error:
+            except (UnavailableError, StaleCoordinatorError) as error:
+                if isinstance(error, StaleCoordinatorError):  # of two one may have been out of reach for long
+                    stale_at.add(self._link_at)
+                    if len(stale_at) == len(self._servers):
+                        return error
                 if self._at == self._link_at:  # or it was told meanwhile who is the primary
                     self._at = (self._at + 1) % len(self._servers)
                 self.give_up_link()
@@ -143,5 +153,7 @@ class ServerStream:
         if link is not None:
             link.close()
 
-    def _named(self, error: UnavailableError) -> UnavailableError:
+    def _named(self, error: UnavailableError | StaleCoordinatorError) -> Exception:
+        if isinstance(error, StaleCoordinatorError):
+            return error
         return error if error.task else UnavailableError(f"{self.name}: {error}", self.name)
