@@ -1,6 +1,7 @@
 """Loops that call ``run`` with state that replicas divide among them: the numbers of one device, and less memory on each."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,17 @@ def computed_again(weights, x):
     return x.astype(jnp.float32)
 
 
+def by_rows(weights, x):
+    return jnp.tanh(x @ (weights[0] / len(x)))
+
+
+def ordered_by_rows(weights, x):
+    of_all = {}
+    for i in (0, 1) if len(x) > 2 else (1, 0):
+        of_all[i] = jnp.tanh(x @ weights[i])
+    return of_all[0] - 2 * of_all[1]
+
+
 def scanned(weights, x):
     return jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights[0])[0]
 
@@ -156,7 +168,10 @@ def scanned(weights, x):
     [
         (unrolled, [(8, 8)] * 3, 5),  # forward and backward, the first only forward
         pytest.param(computed_again, [(8, 8)] * 3, 6, marks=pytest.mark.long),
-        (scanned, [(3, 8, 8)], 4),  # in loops, where each replica computes both sizes
+        # What they gather depends on their sizes, or in loops: each replica computes both.
+        (by_rows, [(8, 8)], 2),
+        (ordered_by_rows, [(8, 8)] * 2, 4),
+        (scanned, [(3, 8, 8)], 4),
     ],
 )
 def test_uneven_batches_gather_where_it_is_needed(function, shapes, num_gathers, monkeypatch):
@@ -173,7 +188,7 @@ def test_uneven_batches_gather_where_it_is_needed(function, shapes, num_gathers,
 
         def step(x, weights=weights):
             with rx.GradientTape() as tape:
-                outputs = function(weights if len(weights) > 1 else [weights[0].value], x)
+                outputs = function([weight.value for weight in weights], x)
                 loss = rx.nn.compute_average_loss((outputs**2).sum(-1))
             gradients = rx.get_replica_context().all_reduce("SUM", tape.gradient(loss, weights))
             for weight, gradient in zip(weights, gradients, strict=True):
@@ -192,3 +207,5 @@ def test_uneven_batches_gather_where_it_is_needed(function, shapes, num_gathers,
     assert_close(results[1], results[0], tolerance, tolerance)
     assert results[1][1:3] == [4, 1]
     assert [text.count("stablehlo.all_gather") for text in texts] == [0, num_gathers]
+    gathered = re.findall(r"stablehlo.all_gather.* -> tensor<(\d+x\d+)x\w+>\n", texts[1])
+    assert gathered == ["8x8"] * num_gathers  # a slice at a time

@@ -185,7 +185,7 @@ class UnevenEvaluator:
     ):
         self._program, self._evaluates_all = program, evaluates_all or bool(divided)
         self._evaluate = _evaluate_gathering if divided else _evaluate
-        self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if _is_cut(e)] for v in program.variants]
+        self._cuts = [[i for i, e in enumerate(v.jaxpr.eqns) if is_cut(e)] for v in program.variants]
         _check_equal_counts([len(c) for c in self._cuts], "collectives")
         self._shared = _shared_values(program.variants, self._cuts, divided)
         first = program.variants[0].jaxpr
@@ -288,7 +288,7 @@ class UnevenEvaluator:
             def evaluate() -> list[Any]:
                 env = dict(envs[number])
                 needed = [*(column[number] for column in wanted), *live[number]]
-                _evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed)
+                self._evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed)
                 results = [
                     _padded(_read(env, column[number]), shape, dtype)
                     for column, (shape, dtype) in zip(wanted, wanted_shapes, strict=True)
@@ -398,7 +398,8 @@ class _Piece:
         self.live = [] if is_last else _live_across(jaxpr, start, stop)
 
 
-def _is_cut(eqn: Any) -> bool:
+def is_cut(eqn: Any) -> bool:
+    """Whether replicas meet in an equation, or inside of it."""
     return is_replica_collective(eqn) or any(
         has_replica_collective(jax_compat.inner_jaxpr(s)[0]) is not None for s in jax_compat.sub_jaxprs(eqn)
     )

@@ -2,7 +2,8 @@
 
 A gather needs all replicas, so it may not stand in a branch that only some of them take. It becomes a cut between branches, as any
 collective is (``uneven.py``): each replica computes up to the equation that needs the variable, all gather it, each goes on. Gathers
-in a loop cannot be cut out of it: there each replica evaluates all variants, gathers among them, and takes its own.
+in a loop cannot be cut out of it, and replicas that would gather different things (other variables, or multiples of one by their number
+of rows) must not meet: there each replica evaluates all variants, gathers among them, and takes its own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from replicax._src import jax_compat
 from replicax._src.errors import StructureError
-from replicax._src.placement.uneven import UnevenEvaluator
+from replicax._src.placement.uneven import UnevenEvaluator, is_cut
 from replicax._src.program.gathers import Divided, evaluate_gathering
+from replicax._src.program.numbering import number_constant, number_of, number_params
 from replicax._src.program.program import ReplicaProgram, Variant
 from replicax._src.program.verdict import has_replica_collective
 from replicax._src.topology import REPLICA_AXIS
@@ -56,9 +58,12 @@ def _cut_at_gathers(
     for before, after in zip(program.variants, variants, strict=True):
         if _num_in_loops(after) > _num_in_loops(before):
             return None
+    given = [_pieces_given(*each) for each in zip(variants, state, strict=True)]
+    if any(other != given[0] for other in given[1:]):
+        return None
     try:
         evaluate = UnevenEvaluator(ReplicaProgram(variants, program.variant_of_replica))
-    except StructureError:  # variants gather other variables, or in another order
+    except StructureError:  # they gather more often, or something of another shape
         return None
     more = [
         len(after.consts) - len(before.consts)
@@ -85,6 +90,41 @@ def _with_gathers(variant: Variant, values: Sequence[Any], num_replicas: int) ->
     ]
     jaxpr, consts = jax_compat.trace(evaluated, avals, [(REPLICA_AXIS, num_replicas)])
     return variant.with_jaxpr(jaxpr, consts)
+
+
+def _pieces_given(variant: Variant, values: Sequence[Any]) -> list[list[Any]]:
+    """Of each collective, by operand, which pieces it is given, comparable between variants; None: what is not of pieces.
+
+    Their shapes do not tell: pieces of two variables may have the same, and so has one that was divided by the number of rows.
+    """
+    consts = zip(variant.jaxpr.invars, variant.consts, strict=False)
+    numbers = {var: number_constant(value) for var, value in consts}
+    entries = zip(variant.state_vars, variant.entries, values, strict=True)
+    pieces = {
+        var: ("variable", id(entry.slot)) for var, entry, value in entries if isinstance(value, Divided)
+    }
+    numbers.update(pieces)
+    given: list[list[Any]] = []
+    for eqn in variant.jaxpr.eqns:
+        is_of_pieces = [not isinstance(a, jax_compat.Literal) and a in pieces for a in eqn.invars]
+        if is_cut(eqn):
+            given.append(
+                [pieces[a] if is_one else None for a, is_one in zip(eqn.invars, is_of_pieces, strict=True)]
+            )
+        elif eqn.primitive.name == "optimization_barrier":  # gathers are tied by it to what differs
+            moved = {new: pieces[a] for a, new in zip(eqn.invars, eqn.outvars, strict=True) if a in pieces}
+            pieces.update(moved)
+            numbers.update(moved)
+        elif any(is_of_pieces):
+            is_known = all(isinstance(a, jax_compat.Literal) or a in numbers for a in eqn.invars)
+            operands = (
+                [number_of(numbers, a) for a in eqn.invars] if is_known else [object()]
+            )  # like no other
+            base = hash((eqn.primitive.name, tuple(operands), number_params(eqn)))
+            made = {var: (base, i) for i, var in enumerate(eqn.outvars)}
+            pieces.update(made)
+            numbers.update(made)
+    return given
 
 
 def _num_in_loops(variant: Variant) -> int:
