@@ -277,6 +277,20 @@ def test_a_flush_that_takes_too_long_says_so(tmp_path, slow_file):
         writer.scalar("loss", 1.0, 1)
 
 
+def test_what_took_too_long_to_close_is_waited_for_again(tmp_path, slow_file):
+    file = slow_file()
+    writer = rx.SummaryWriter(tmp_path)
+    writer.scalar("loss", 1.0, 0)
+    for _ in range(2):
+        with pytest.raises(SummaryError, match=r"not written after 0.1 s"):
+            writer.close(timeout_s=0.1)
+    threading.Timer(0.3, file.is_open.set).start()
+    writer.close()
+    assert file.num_added == 1
+    writer.flush(timeout_s=0.1)  # all is there
+    writer.close(timeout_s=0.1)
+
+
 def test_nobody_waits_for_ever(tmp_path, slow_file, monkeypatch, caplog):
     """Neither who adds one, nor an error on its way out, which stays the error; and Python's end waits no second time."""
     file = slow_file()
@@ -297,7 +311,7 @@ def test_nobody_waits_for_ever(tmp_path, slow_file, monkeypatch, caplog):
     with pytest.raises(SummaryError, match=r"not written after 0.1 s: 1 are waiting"):
         threads[0].add(None, timeout_s=0.1)
     assert "not written after 0.1 s" in caplog.text
-    threads[0].stop(60)
+    threads[0].stop_unless_asked(60)
     assert time.monotonic() - before < 20
     file.is_open.set()
 

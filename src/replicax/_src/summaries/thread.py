@@ -50,7 +50,7 @@ class _Request:
     """To flush, or to end; and its answer."""
 
     def __init__(self, *, is_last: bool):
-        self.is_last = is_last
+        self.is_last, self.is_in_queue = is_last, False
         self.is_done = threading.Event()
 
 
@@ -69,7 +69,7 @@ class WritingThread:
         self._queue: queue.Queue[Entry | _Request] = queue.Queue(max_in_flight)
         self._error: Exception | None = None
         self._num_written, self._waited_s = 0, 0.0
-        self._is_asked_to_end = False
+        self._end, self._is_asked_to_end = _Request(is_last=True), False
         self._thread = threading.Thread(target=self._run, name="replicax summaries", daemon=True)
         self._thread.start()
 
@@ -92,14 +92,18 @@ class WritingThread:
 
     def flush(self, timeout_s: float) -> None:
         """Waits until all is on the disk."""
-        self._ask(_Request(is_last=False), timeout_s)
+        self._ask(self._end if self._end.is_in_queue else _Request(is_last=False), timeout_s)
         self.check()
 
     def stop(self, timeout_s: float) -> None:
-        """Waits until all is on the disk, and the thread has ended. Only once: who has waited in vain does not wait again."""
-        has_been_asked, self._is_asked_to_end = self._is_asked_to_end, True
-        if not has_been_asked and self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._ask(_Request(is_last=True), timeout_s)
+        """Waits until all is on the disk, and the thread has ended. Who has waited in vain may wait again."""
+        self._is_asked_to_end = True
+        self._ask(self._end, timeout_s)
+
+    def stop_unless_asked(self, timeout_s: float) -> None:
+        """The same, but when Python ends: who has waited in vain does not wait again."""
+        if not self._is_asked_to_end:
+            self.stop(timeout_s)
 
     def statistics(self) -> dict[str, float]:
         return {
@@ -109,9 +113,13 @@ class WritingThread:
         }
 
     def _ask(self, request: _Request, timeout_s: float) -> None:
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return  # all is written, or who asks would wait for itself
         until = time.monotonic() + timeout_s
         try:
-            self._queue.put(request, timeout=timeout_s)
+            if not request.is_in_queue:
+                self._queue.put(request, timeout=timeout_s)
+                request.is_in_queue = True
             is_done = request.is_done.wait(max(until - time.monotonic(), 0))
         except queue.Full:
             is_done = False

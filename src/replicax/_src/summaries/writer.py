@@ -209,7 +209,9 @@ class SummaryWriter:
                 except OSError as error:
                     raise SummaryError(f"Summaries cannot be written to {self.logdir}: {error}.") from error
                 self._thread = WritingThread(file, self._max_in_flight, self._flush_every_s)
-                weakref.finalize(self, self._thread.stop, _AT_THE_END_S)  # at the latest when Python ends
+                weakref.finalize(
+                    self, self._thread.stop_unless_asked, _AT_THE_END_S
+                )  # at the latest when Python ends
             return self._thread
 
     # --- the default writer ---------------------------------------------------------------------------
@@ -234,13 +236,12 @@ class SummaryWriter:
             self._thread.flush(timeout_s)
 
     def close(self, timeout_s: float = 300.0) -> None:
-        """Writes what is waiting, and ends. Further summaries are refused; closing again does nothing.
+        """Writes what is waiting, and ends. Further summaries are refused. Closing again does nothing, but where it took too
+        long: then it waits once more.
 
         Raises:
           SummaryError: One could not be written, or they were not after ``timeout_s``.
         """
-        if self._is_closed:
-            return
         self._is_closed = True
         if self._thread is not None:
             self._thread.stop(timeout_s)
