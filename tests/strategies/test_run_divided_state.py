@@ -209,3 +209,26 @@ def test_uneven_batches_gather_where_it_is_needed(function, shapes, num_gathers,
     assert [text.count("stablehlo.all_gather") for text in texts] == [0, num_gathers]
     gathered = re.findall(r"stablehlo.all_gather.* -> tensor<(\d+x\d+)x\w+>\n", texts[1])
     assert gathered == ["8x8"] * num_gathers  # a slice at a time
+
+
+def test_uneven_batches_call_back_once_for_each_replica(monkeypatch):
+    """In loops too, in which all replicas compute all sizes if nothing is called."""
+    monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)
+    strategy = rx.MirroredStrategy(CPUS[:2], shard_state="all")
+    with strategy.scope():
+        weights = rx.Variable(np.ones((3, 8, 8), np.float32))
+    seen = []
+
+    def step(x):
+        outputs = scanned([weights.value], x)
+        jax.debug.callback(lambda outputs: seen.append(outputs.shape), outputs)
+        return outputs.sum()
+
+    rows = np.full((5, 8), 0.01, np.float32)
+    inputs = strategy.experimental_distribute_values_from_function(
+        lambda context: rows[:4] if context.replica_id_in_sync_group == 0 else rows[4:]
+    )
+    results = strategy.experimental_local_results(strategy.run(step, args=(inputs,)))
+    jax.effects_barrier()
+    assert sorted(seen) == [(1, 8), (4, 8)]
+    assert_close(results[0], 4 * results[1], 1e-5)

@@ -4,6 +4,7 @@ A gather needs all replicas, so it may not stand in a branch that only some of t
 collective is (``uneven.py``): each replica computes up to the equation that needs the variable, all gather it, each goes on. Gathers
 in a loop cannot be cut out of it, and replicas that would gather different things (other variables, or multiples of one by their number
 of rows) must not meet: there each replica evaluates all variants, gathers among them, and takes its own.
+But callbacks into Python would then be called for all variants: such programs gather where they begin.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from replicax._src.errors import StructureError
 from replicax._src.placement.uneven import UnevenEvaluator, is_cut
 from replicax._src.program.gathers import Divided, evaluate_gathering
 from replicax._src.program.numbering import number_constant, number_of, number_params
-from replicax._src.program.program import ReplicaProgram, Variant
+from replicax._src.program.program import ReplicaProgram, Variant, shows_how_often
 from replicax._src.program.verdict import has_replica_collective
 from replicax._src.topology import REPLICA_AXIS
 
@@ -30,6 +31,11 @@ def evaluate_uneven_gathering(
 ) -> tuple[list[Any], list[Any]]:
     """What ``UnevenEvaluator`` gives, where some of the state is ``Divided``. Inside ``shard_map``."""
     cut = _cut_at_gathers(program, state)
+    if cut is None and any(shows_how_often(variant.jaxpr) for variant in program.variants):
+        pieces = {id(value): value for values in state for value in values if isinstance(value, Divided)}
+        whole = {key: value.whole() for key, value in pieces.items()}
+        gathered = [[whole.get(id(value), value) for value in values] for values in state]
+        return UnevenEvaluator(program)(consts, gathered, args)
     if cut is None:
         divided = {
             id(entry.slot)

@@ -407,8 +407,14 @@ def _leaked(line: str) -> TraceError:
 
 
 _CALLBACKS = {"io_callback", "pure_callback", "python_callback", "ffi_call_callback"}
+_FOR_DEBUGGING = {"debug_callback", "debug_print"}
 
 
 def has_callback(jaxpr: Any) -> bool:
     """Whether Python is called back from ``jaxpr``, at any depth; debug prints do not count."""
     return not _CALLBACKS.isdisjoint(jax_compat.primitives_of(jaxpr))
+
+
+def shows_how_often(jaxpr: Any) -> bool:
+    """Whether somebody sees how often ``jaxpr`` is evaluated: Python is called back, or something is printed."""
+    return not (_CALLBACKS | _FOR_DEBUGGING).isdisjoint(jax_compat.primitives_of(jaxpr))
