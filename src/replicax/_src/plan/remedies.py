@@ -219,11 +219,18 @@ def notes_of_whole_arguments(plan: Any) -> Iterator[str]:
     largest = max(whole, key=lambda a: a.device_bytes)
     shards = StateShards.of(ShardState.ALL, None, plan.num_replicas)
     count = shards.num_shards if shards else 1
+    state = 'with the same arrays as variables (rx.Variable, or those of a Keras or nnx model) shard_state="all" would'
+    if plan.num_logical_devices > 1:  # with which shard_state is refused
+        instead = "with the same arrays as variables a layout_map could divide them over the logical devices"
+    elif count > 1:
+        instead = f"{state} leave {size(in_bytes / count)} of them on each of {plan.num_replicas} replicas"
+    else:
+        instead = (
+            f"{state} divide them among replicas, of which there is one here, or a number without divisors"
+        )
     yield (
         f"{size(in_bytes)} of a device are arguments that each device has whole, {largest.name} with {size(largest.device_bytes)} the largest. "
-        f"Neither fewer rows nor more devices make them fewer, and shard_state divides variables only: with the same arrays as "
-        f'variables (rx.Variable, or those of a Keras or nnx model) shard_state="all" would leave {size(in_bytes / count)} of them on '
-        f"each of {count} replicas."
+        f"Neither fewer rows nor more devices make them fewer, and shard_state divides variables only: {instead}."
     )
 
 
