@@ -147,7 +147,11 @@ class SlotTable:
             slot = next(slot for slot in made if slot is not None)
             slot.num_replicas = self._num_replicas
             slot.layout = None if slot.sharing.is_per_replica else self.layout_of(variable)
-            slot.placed, slot.components = self._components.get(id(variable), (None, None))
+            placed, components = self._components.get(id(variable), (None, None))
+            if (
+                components is not None and not components.is_deleted()
+            ):  # as a program leaves it that was given its memory
+                slot.placed, slot.components = placed, components
             self._slots[id(variable)] = slot
         return slot
 
