@@ -49,7 +49,7 @@ def pytest_configure(config):
 
     checks.runs_long = "not long" not in config.getoption("markexpr")
     if not checks.runs_long:
-        # XLA reads it when it compiles for the first time; processes that tests start have it too.
+        # As `make test` calls it. XLA reads it when it compiles for the first time; processes that tests start have it too.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {checks.xla_flags()}".strip()
 
 
