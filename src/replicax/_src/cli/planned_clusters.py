@@ -63,7 +63,7 @@ def _alone(
     original(strategy, SimpleClusterResolver(ClusterSpec({})), *args, **kwargs)
     say(
         "the other workers of MultiWorkerMirroredStrategy are not waited for: the script runs as one worker, and its step is planned "
-        "for all devices of the topology."
+        "for all devices of the topology. Each gets as many rows as a device has here: --global-batch says how many there are in all."
     )
 
 
@@ -83,6 +83,9 @@ def _virtual(
     if not jax_compat.backend_started() and not jax_compat.has_several_cpu_devices():
         count = num_devices if num_devices <= _MOST_CORES else _CORES_OF_A_HOST
         set_local_devices(count)
-        say(f"{count} virtual device(s) stand for the TPU's cores while the script runs.")
+        rows = f" Each of the {num_devices} gets as many rows as one of these: --global-batch says how many there are in all."
+        say(
+            f"{count} virtual device(s) stand for the TPU's cores while the script runs.{rows if count < num_devices else ''}"
+        )
     is_here = is_one_task(resolver.cluster_spec()) and not resolver.needs_tpu
     return original(resolver if is_here else TPUClusterResolver("local"))
