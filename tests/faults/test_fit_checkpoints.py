@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from task_reports import latest, wait_for_count
+
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 120
 SOON_S = 100
@@ -93,22 +95,6 @@ def backing_up(folder, num_epochs):
     )
 
 
-def latest(task, name):
-    return next(report[name] for report in reversed(task.reports) if name in report)
-
-
-def count(task, name):
-    return sum(name in report for report in task.reports)
-
-
-def wait_for_count(task, name, number):
-    deadline = time.monotonic() + SOON_S
-    while count(task, name) < number:
-        assert task.is_running, "\n".join(task.output[-30:])
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def run_to_the_end(cluster, args):
     cluster.start(fitting, args)
     assert {task.wait(SOON_S).exit_code for task in cluster.tasks.values()} == {0}
@@ -135,7 +121,7 @@ def test_workers_that_end_go_on_in_the_middle_of_an_epoch(local_cluster, tmp_pat
     cluster.start(fitting, [str(tmp_path / "parts"), shard_state, data])
     for number, fault in enumerate([*faults, None]):
         for task in cluster.tasks.values():
-            wait_for_count(task, "began_at", number + 1)
+            wait_for_count(task, "began_at", number + 1, SOON_S)
         if fault is None:
             break
         time.sleep(random.uniform(0.1, 0.3))

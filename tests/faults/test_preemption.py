@@ -7,6 +7,8 @@ import time
 import numpy as np
 import pytest
 
+from task_reports import count, latest, wait_for_count
+
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 120
 SOON_S = 60
@@ -105,22 +107,6 @@ def wait_for_ends(cluster):
     return {key: task.wait(SOON_S).exit_code for key, task in cluster.tasks.items()}
 
 
-def latest(task, name):
-    return next(report[name] for report in reversed(task.reports) if name in report)
-
-
-def count(task, name):
-    return sum(name in report for report in task.reports)
-
-
-def wait_for_count(task, name, number):
-    deadline = time.monotonic() + SOON_S
-    while count(task, name) < number:
-        assert task.is_running, "\n".join(task.output[-30:])
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def start_again(cluster):
     for kind, index in cluster.tasks:
         cluster.restart(kind, index)
@@ -144,7 +130,7 @@ def test_tasks_that_are_told_to_end_go_on_where_they_were(local_cluster, tmp_pat
     began_at = []
     for number in range(len(preempted) + 1):
         for task in cluster.tasks.values():
-            wait_for_count(task, "began_at", number + 1)
+            wait_for_count(task, "began_at", number + 1, SOON_S)
         starts = {latest(task, "began_at") for task in cluster.tasks.values()}
         assert len(starts) == 1
         began_at += starts

@@ -19,14 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import export
 
+from asked_store import ME, ask, create, send
 from replicax._src.ps import held_values, snapshot_entries, snapshot_manifest, snapshot_parts, snapshots
 from replicax._src.ps.errors import SnapshotError
-from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import NamedRows, UpdateProgram
 from replicax._src.ps.snapshot_manifest import Needs, needed
 from replicax._src.ps.store import Store
 
-ME = "me"
 ROWS, COLUMNS, NUM_IDS = 1701, 24, 5  # rows of 96 bytes, 3 in a unit; the last unit has fewer
 UNIT_BYTES = 3 * COLUMNS * 4
 
@@ -55,30 +54,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(snapshot_parts, "_UNITS_BYTES", 1000)
 
 
-def ask(store, op, arrays=(), **header):
-    return store.answer(Message({"op": op, "incarnation": ME, **header}, list(arrays)))
-
-
-def send(store):
-    blob = np.frombuffer(PROGRAM.blob, np.uint8)
-    ask(store, "program", [blob], digest=PROGRAM.digest, described=PROGRAM.described())
-
-
-def create(store, **values):
-    described = [
-        {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "initial": "array"}
-        for key, value in values.items()
-    ]
-    ask(store, "create", values.values(), pieces=described)
-
-
 def new_store():
     """A table, its slot, and something small."""
     store = Store()
     store.hello(ME)
     table = np.random.default_rng(0).standard_normal((ROWS, COLUMNS)).astype(np.float32)
     create(store, t=table, m=np.zeros_like(table), count=np.zeros((), np.int64))
-    send(store)
+    send(store, PROGRAM)
     return store
 
 
@@ -149,7 +131,7 @@ def test_it_goes_on_after_restoring(tmp_path):
     update(store, 1, 2, 3)
     store.snapshot(tmp_path)
     again, _ = restored(tmp_path)
-    send(again)
+    send(again, PROGRAM)
     update(again, 1699, 2)
     told = again.snapshot(tmp_path)
     assert not told["is_base"]
@@ -318,7 +300,7 @@ def test_each_file_that_is_broken(chains, tmp_path, number, how):
     there = [n for n in range(6, newest, -1) if how != "missing" or n != number]
     assert len(what["refused"]) == len(there)
     assert all(path.name in text for text in what["refused"])
-    send(again)
+    send(again, PROGRAM)
     update(again, 5)
     again.snapshot(folder)
     assert_same(restored(folder)[0], values(again))
@@ -354,7 +336,7 @@ def test_files_of_earlier_versions(tmp_path):
     store, what = restored(tmp_path)
     assert (what["updates"], what["pieces"]) == (4, 3)
     assert_same(store, [table, table**2, np.array(3)])
-    send(store)
+    send(store, PROGRAM)
     update(store, 1, 2)
     assert not store.snapshot(tmp_path)["is_base"]
     assert numbers(tmp_path) == [7, 8]
@@ -396,7 +378,7 @@ def test_what_comes_back_is_what_the_last_whole_snapshot_was_of(tmp_path, data):
                 store, told = restored(folder)
                 assert told["file"] == states[-1][1]
                 assert_same(store, states[-1][0])
-                send(store)
+                send(store, PROGRAM)
         if states:
             assert_same(restored(folder)[0], states[-1][0])
 
@@ -433,7 +415,7 @@ def work(directory, until=1_000_000):
         store = new_store()
         done = 0
     else:
-        send(store)
+        send(store, PROGRAM)
         done = told["updates"]
     while done < until:
         update(store, *((7 * done + 301 * n) % ROWS for n in range(NUM_IDS)), seed=done)

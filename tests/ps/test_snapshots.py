@@ -17,14 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import export
 
+from asked_store import ME, ask, create, send
 from replicax._src.ps import snapshot_parts, snapshots, unwritten
 from replicax._src.ps.errors import SnapshotError, StaleCoordinatorError, UnknownProgramError
 from replicax._src.ps.held_values import BYTES_PER_BLOCK
-from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import UpdateProgram
 from replicax._src.ps.store import Store
 
-ME = "me"
 ONE = np.ones(4, np.float32)
 
 
@@ -36,23 +35,6 @@ def program_of(like):
 
 
 ADD = program_of(ONE)
-
-
-def ask(store, op, arrays=(), **header):
-    return store.answer(Message({"op": op, "incarnation": ME, **header}, list(arrays)))
-
-
-def send(store, program=ADD):
-    blob = np.frombuffer(program.blob, np.uint8)
-    ask(store, "program", [blob], digest=program.digest, described=program.described())
-
-
-def create(store, **values):
-    described = [
-        {"key": key, "shape": list(value.shape), "dtype": value.dtype.name, "initial": "array"}
-        for key, value in values.items()
-    ]
-    ask(store, "create", values.values(), pieces=described)
 
 
 def step(store, closure=None, program=ADD, like=ONE):
@@ -70,7 +52,7 @@ def new_store(**values):
     store = Store()
     store.hello(ME)
     create(store, **values)
-    send(store)
+    send(store, ADD)
     return store
 
 
@@ -126,7 +108,7 @@ def test_all_comes_back(tmp_path):
 
     with pytest.raises(UnknownProgramError):
         step(again, 6)
-    send(again)
+    send(again, ADD)
     assert [step(again, number).header["duplicate"] for number in (0, 5, 6)] == [True, True, False]
     again.hello(ME)  # the same coordinator goes on
     assert read(again, "w")[0].max() == 3.0
@@ -152,7 +134,7 @@ def test_a_new_version_after_restoring_is_none_from_before(tmp_path, monkeypatch
     store.restore(tmp_path)  # the store that runs goes back
     assert num_held == [0]  # there may be no room for both
     assert store.instance != instance
-    send(store)
+    send(store, ADD)
     ask(store, "assign", [ONE * 9], keys=["w"])
     answer = ask(store, "step", pull=[["w", seen]])
     assert [array.max() for array in answer.arrays] == [9.0]
@@ -189,7 +171,7 @@ def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
     assert read(store, "w")[0].max() == 2.0
     again, what = restored(tmp_path)
     assert [value.max() for value in read(again, "w", "v")] == [0.0, 0.0]
-    send(again)
+    send(again, ADD)
     assert step(again, 0).header["duplicate"] is False  # whose update is not in the values
     assert what["updates"] == 0
 

@@ -1,0 +1,22 @@
+"""What the tasks of a ``LocalCluster`` have reported, while they run."""
+
+import time
+
+
+def latest(task, name):
+    """The newest value of this name."""
+    return next(report[name] for report in reversed(task.reports) if name in report)
+
+
+def count(task, name):
+    """How often there was one."""
+    return sum(name in report for report in task.reports)
+
+
+def wait_for_count(task, name, number, within_s):
+    """Waits until there have been as many; the task has to run meanwhile."""
+    deadline = time.monotonic() + within_s
+    while count(task, name) < number:
+        assert task.is_running, "\n".join(task.output[-30:])
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
