@@ -675,7 +675,11 @@ def test_only_the_coordinator_gets_a_status_address_which_is_printed(script, tmp
     assert result.returncode == 0
     shown = re.fullmatch(r"Status: http://(127\.0\.0\.1:\d+)/ and replicax top \1\n", result.stderr)
     assert shown
-    assert sorted(result.stdout.splitlines()) == [f"chief 0  | {shown[1]}", "ps 0     | none", "worker 0 | none"]
+    assert sorted(result.stdout.splitlines()) == [
+        f"chief 0  | {shown[1]}",
+        "ps 0     | none",
+        "worker 0 | none",
+    ]
 
 
 def test_the_status_address_may_be_chosen(script):

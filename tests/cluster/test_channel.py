@@ -161,6 +161,49 @@ def test_who_leaves_is_no_failure_until_it_is_needed():
         message(PeerFailureError, call, "worker 1 has ended its program", "All tasks must run the same steps")
 
 
+def test_who_has_left_is_not_needed_for_programs_that_it_has_run():
+    """Of such programs some have nothing to wait for: variables whose pieces all lie in one process are read in them."""
+    with serving() as address, channels(address) as (first, second, third):
+        unblocked = []
+        for channel in (first, third):
+            channel.on_failure = lambda failure, channel=channel: unblocked.append(channel)
+        first.begin(3, "#0 read")
+        third.begin(6, "#0 read")
+        for position in (3, 4, 5):
+            second.begin(position, "#0 read")
+            second.end()
+        second.leave()
+        for channel in (first, third):
+            assert channel.wait_for_failure(PATIENCE_S) is not None
+        for position in (4, 5):
+            first.end()
+            first.check(position)
+            first.begin(position, "#0 read")
+        first.end()
+        says = "worker 1 has ended its program, and this process still needs it", "after its program number 5"
+        message(PeerFailureError, lambda: first.check(6), *says)
+        message(PeerFailureError, lambda: first.begin(6, "#0 read"), *says)
+        message(PeerFailureError, lambda: first.gather("k", 1, PATIENCE_S, what="to test"), *says)
+        first._thread.join(0.1)
+        assert unblocked == [third]  # which was in a program that it would have waited in
+
+
+def test_who_leaves_earlier_or_dies_is_needed_for_more():
+    with serving() as address, channels(address) as (first, second, third):
+        for channel, position in (second, 5), (third, 4), (first, 3):
+            channel.begin(position, "#0 read")
+            channel.end()
+        second.leave()
+        assert first.wait_for_failure(PATIENCE_S) is not None
+        first.check(5)
+        third.tell_error("ValueError: x")
+        third.leave()
+        until = time.monotonic() + PATIENCE_S
+        while "raised" not in str(first.failure) and time.monotonic() < until:
+            time.sleep(0.01)
+        message(PeerFailureError, lambda: first.check(4), "worker 2 raised an error", "ValueError: x")
+
+
 def test_who_is_silent_is_given_up():
     with serving(silence_s=3.0) as address, channels(address) as (first, second, _):
         second._write_lock.acquire()  # it beats no more, as if it were stopped

@@ -23,7 +23,7 @@ class Channel:
     def end(self):
         pass
 
-    def check(self):
+    def check(self, position=None):
         pass
 
 

@@ -37,6 +37,7 @@ _BEAT_S = 1.0
 _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
 _LOOK_S = 0.2
+_NO_PROGRAM = -2  # before the position of who has run none
 
 
 class _RefusedForNow(Exception):
@@ -74,6 +75,7 @@ class Channel:
         self._gathered: dict[str, list[Any]] = {}
         self._missing: dict[str, Mapping[str, Any]] = {}
         self._failure: ClusterFailureError | None = None
+        self._last_common = _NO_PROGRAM
         self._is_closed = False
         self._decoder = Decoder()
         self._received: collections.deque[dict[str, Any]] = collections.deque()
@@ -190,13 +192,17 @@ class Channel:
         """Why the tasks cannot go on together, if they cannot."""
         return self._failure
 
-    def check(self) -> None:
+    def check(self, position: int | None = None) -> None:
         """Raises what has happened to the others.
+
+        Args:
+          position: Of a program that this process runs next. Who has run it and has left is not needed for it: this process is
+            behind, in programs in which nobody waits for another.
 
         Raises:
           ClusterFailureError: They cannot go on.
         """
-        if self._failure is not None:
+        if self._failure is not None and (position is None or position > self._last_common):
             raise again(self._failure)
 
     def gather(
@@ -271,11 +277,16 @@ class Channel:
         )
 
     def begin(self, position: int, program: str) -> None:
-        """A program begins; if it is another one than before the others hear of it at once."""
+        """A program begins; if it is another one than before the others hear of it at once.
+
+        Raises:
+          ClusterFailureError: Somebody is gone who is needed for it.
+        """
         before = self._status.get("program")
         self._status = {"position": position, "program": program, "doing": "in"}
         if program != before:
             self._send({"kind": "beat", "status": self._status})
+        self.check(position)  # what came since may have found this process between programs
 
     def end(self) -> None:
         """The program has ended, or has been dispatched."""
@@ -337,7 +348,8 @@ class Channel:
             case "timeout":
                 self._fail(of_timeout(self._names, message))
             case "gone":
-                self._fail(self._of_gone(message))
+                last = message["status"].get("position", -1) if message["how"] == "left" else _NO_PROGRAM
+                self._fail(self._of_gone(message), last)
             case "mismatch":
                 self._fail(of_mismatch(self._names, message["statuses"]))
             case "preempted" | "hold" | "stop" | "resume":
@@ -402,10 +414,13 @@ class Channel:
             )
         )
 
-    def _fail(self, failure: ClusterFailureError) -> None:
+    def _fail(self, failure: ClusterFailureError, last_common: int = _NO_PROGRAM) -> None:
+        """The tasks can go on together no longer, or only up to the program at ``last_common``."""
         with self._changed:
-            if self._failure is not None:
+            if self._failure is not None and last_common >= self._last_common:
                 return
+            self._last_common = last_common  # first: `check` takes no lock
             self._failure = failure
             self._changed.notify_all()
-        self.on_failure(failure)
+        if self._status["position"] > last_common:
+            self.on_failure(failure)

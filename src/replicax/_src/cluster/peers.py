@@ -202,15 +202,15 @@ class Peers:
         Raises:
           ClusterFailureError: Somebody is gone; also in place of the error that this gives on the devices.
         """
-        self._channel.check()
         with self._lock:
+            self._channel.check(self._position + 1)
             if (self._last, label) not in self._orders:
                 self._agree_now(self._digests[label], label.partition(" ")[2])
             self._last = label
             self._position += 1
             self._is_running = True
-            self._channel.begin(self._position, label)
             try:
+                self._channel.begin(self._position, label)
                 with self.watchdog.learning() if is_new else contextlib.nullcontext():
                     yield
             except Exception as error:
