@@ -27,6 +27,7 @@ HloModule jit_step, is_scheduled=true, num_partitions=8
   %p.3 = f32[4,16]{1,0:T(8,128)} parameter(0)
   %p.4 = f32[32,16]{1,0:T(8,128)} parameter(1)
   %all-gather.5 = f32[32,16]{1,0:T(8,128)} all-gather(%p.3), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  %all-to-all.1 = f32[32,16]{1,0:T(8,128)} all-to-all(%p.4), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
   ROOT %custom-call.3 = f32[32,16]{1,0:T(8,128)} custom-call(%p.3, %p.4, %all-gather.5), custom_call_target="AsyncCollectiveDone"
 }
 
@@ -99,6 +100,7 @@ def test_tpu():
     found = read_hlo(TPU_LOOP, 8)
     assert found.collectives == [
         Collective("all-gather", 32 * 16 * 4, 8, 80),
+        Collective("all-to-all", 32 * 16 * 4, 8, 80),  # beside the end of another
         Collective("reduce-scatter", 64 * 16 * 4, 8, 2),
     ]
     assert found.cycles == 80 * 1000 + 500

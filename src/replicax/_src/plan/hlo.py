@@ -86,7 +86,7 @@ class _Reader:
                 self._found.cycles += times * int(cycles[1])
             self._add_between_slices(name, instruction, times)
             kind = _COLLECTIVE.match(instruction.opcode)
-            if kind and not self._goes_on(name):
+            if kind and not self._goes_on(name, instruction):
                 self._add(kind["kind"], name, instruction, times)
 
     def _called(self, name: str, depth: int) -> Iterator[tuple[str, Instruction, int]]:
@@ -95,12 +95,11 @@ class _Reader:
             for called in names_called(instruction):
                 yield from self._called(called, depth + 1)
 
-    def _goes_on(self, name: str) -> bool:
-        """Whether a computation is a step or the end of an exchange that another one starts; its channel would not tell, since
+    def _goes_on(self, name: str, instruction: Instruction) -> bool:
+        """Whether a collective is a step or the end of an exchange that another one starts; its channel would not tell, since
         all collectives of a ``shard_map`` have the same."""
-        if _STEP_OF_ASYNC.match(name):
-            return True
-        return any(_END_OF_ASYNC in instruction.rest for instruction in self._computations[name])
+        ends = (other for other in self._computations[name] if _END_OF_ASYNC in other.rest)
+        return bool(_STEP_OF_ASYNC.match(name)) or any(instruction.name in end.operands for end in ends)
 
     def _trips(self, rest: str, condition: str) -> int:
         """How often a loop runs: as the text says, or the largest number in its condition, which TPU's compiler leaves."""
