@@ -178,6 +178,21 @@ def test_functional_state_is_described_by_replicate(training):
     assert [array.name for array in plan.arrays] == ["args[0]['w']", "args[1]"]
 
 
+def test_plain_arrays_are_whole_on_each_device():
+    """As ``run`` gives them to every replica."""
+    x, table = np.ones((ROWS, IN), "float32"), jnp.ones((IN, 4))
+    plan = rx.MirroredStrategy(["cpu:0"]).plan(
+        lambda x, more: x @ more["table"] * more["scale"],
+        (x, {"table": table, "scale": 2.0}),
+        topology="cpu:4",
+    )
+    assert [(a.name, a.device_bytes, a.split) for a in plan.arrays] == [
+        ("args[0]", x.nbytes, (None, None)),
+        ("args[1]['table']", table.nbytes, (None, None)),
+    ]
+    assert plan.memory.arguments - x.nbytes - table.nbytes <= F32  # the number
+
+
 @pytest.fixture
 def forgotten_by_keras():
     """Keras gives variables without values some as soon as anything else is traced: it forgets them."""

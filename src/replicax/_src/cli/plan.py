@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, str]:
     """Of the process that plans: JAX starts on the CPU, with the compilers for TPUs and GPUs beside it."""
-    new = dict(environ) | QUIET_TPU | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    new = dict(environ) | QUIET_TPU | {"JAX_PLATFORMS": "cpu"}
     new.setdefault("KERAS_BACKEND", "jax")
     if hardware.chip.kind == "gpu":
         new[GPU_VARIABLE] = "1"

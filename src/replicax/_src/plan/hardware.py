@@ -25,8 +25,10 @@ QUIET_TPU = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""libtpu asks the environment which machine this is, and complains on one that is none of its own."""
+"""libtpu asks the environment which machine this is, and complains on one that is none of its own. It takes a lock for the chips,
+which a process that compiles only does not need: two of them may plan at once."""
 
 _NAME = re.compile(
     r"^(?:(?P<slices>[1-9][0-9]*)x)?(?P<chip>[a-z][a-z0-9]*)(?:[:=](?P<shape>[0-9]+(?:x[0-9]+)*)|-(?P<number>[0-9]+))$"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaxError, UnsupportedError
@@ -183,22 +184,26 @@ class Arguments:
 
     Attributes:
       rows: Of a replica's batch; None where no argument is split.
+      topology: The devices.
     """
 
     args: Sequence[Any]
     kwargs: dict[str, Any]
     rows: int | None
+    topology: Topology
 
     @property
     def arrays(self) -> list[PlannedArray]:
         """Those that are on the devices, under their names."""
-        return [
-            planned_array("argument", f"args{jax.tree_util.keystr(path[1:])}", leaf.stored)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(
-                (self.args, self.kwargs), is_leaf=is_value
-            )[0]
-            if isinstance(leaf, (PerReplica, Mirrored))
-        ]
+        leaves, _ = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs), is_leaf=is_value)
+        named = [(f"args{jax.tree_util.keystr(path[1:])}", self._stored(leaf)) for path, leaf in leaves]
+        return [planned_array("argument", name, stored) for name, stored in named if stored is not None]
+
+    def _stored(self, leaf: Any) -> Any:
+        """An argument as it is on the devices; None if it is no array."""
+        if isinstance(leaf, (PerReplica, Mirrored)):
+            return leaf.stored
+        return self.topology.put_whole(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
 
 
 def arguments_on(
@@ -226,7 +231,7 @@ def arguments_on(
         else:
             placed.append(leaf)
     new_args, new_kwargs = jax.tree_util.tree_unflatten(tree, placed)
-    return Arguments(new_args, new_kwargs, rows)
+    return Arguments(new_args, new_kwargs, rows, topology)
 
 
 def _component(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
