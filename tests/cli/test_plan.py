@@ -46,7 +46,8 @@ def plan(tmp_path, source, *options, arguments=()):
 
 
 def test_a_model_larger_than_any_machine(tmp_path):
-    done = plan(tmp_path, HUGE, "--topology", "cpu:4", "--json", arguments=["--fast"])
+    behind = ["--fast", "--topology", "cpu:4", "1e-3", "--json", "--", "--json"]
+    done = plan(tmp_path, HUGE, arguments=behind)
     assert done.returncode == 3, done.stderr
     facts = json.loads(done.stdout)
     assert facts["name"] == "step"
@@ -55,7 +56,7 @@ def test_a_model_larger_than_any_machine(tmp_path):
     assert not facts["fits"]
     assert weights <= facts["memory"]["arguments"] <= weights + 4096
     assert facts["flops"]["float32"] > 2 * 16 * 1e12
-    assert "arguments ['--fast']" in done.stderr
+    assert "arguments ['--fast', '1e-3', '--json']" in done.stderr
     assert "this was run" not in done.stderr
 
 
@@ -168,7 +169,11 @@ def test_the_time_limit(tmp_path):
         (["--topology", "v5p:16x16x17", "train.py"], "v5p:16x16x16"),
         (["--topology", "cpu:4", "missing.py"], "there is no file missing.py"),
         (["--topology", "cpu:4", "--global-batch", "0", "train.py"], "at least 1"),
-        (["train.py"], "--topology"),
+        ([], "say which script"),
+        (["--topology", "cpu:4"], "say which script"),
+        (["train.py", "--", "--topology", "cpu:4"], "say which hardware: --topology v5p:16x16x16"),
+        (["--topology", "cpu:4", "train.py", "--limit", "soon"], "--limit"),
+        (["train.py", "--topology", "cpu:x"], "cpu:8"),
     ],
 )
 def test_bad_input(options, told, capsys):

@@ -36,37 +36,60 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="say what a script's step would need on TPUs or GPUs that are not here",
+        usage="replicax plan script.py --topology NAME [options] [arguments of the script]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_options(parser)
+    parser.set_defaults(limit=600.0, remedy_limit=120.0)
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        help="the Python file, and its arguments; such as are called as the options here stand behind --",
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that may stand before the script or behind it."""
     parser.add_argument(
         "--topology",
-        required=True,
         metavar="NAME",
         help="v5p:16x16x16 (a TPU slice), h100:16x8 (hosts and GPUs of each), cpu:8 (virtual devices of this machine)",
     )
     parser.add_argument("--global-batch", type=positive, metavar="ROWS", help="rows of all replicas together")
     parser.add_argument("--svg", metavar="FILE", help="write a picture of where the variables are")
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
-    parser.add_argument(
-        "--limit", type=seconds, default=600.0, metavar="S", help="how long it may take, in seconds (600)"
-    )
+    parser.add_argument("--limit", type=seconds, metavar="S", help="how long it may take, in seconds (600)")
     parser.add_argument(
         "--remedy-limit",
         type=seconds,
-        default=120.0,
         metavar="S",
         help="for how long something is compiled that would make it fit (120)",
     )
-    parser.add_argument("script", help="the Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    parser.set_defaults(run=run, parser=parser)
+
+
+def _with_options_behind(options: argparse.Namespace) -> argparse.Namespace:
+    """What is asked for, with the options that stand behind the script; the other arguments, and all behind --, are its own."""
+    script, *given = options.script or [None]
+    end = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = options.parser.error
+    _add_options(parser)
+    options, of_script = parser.parse_known_args(given[:end], options)
+    options.script, options.arguments = script, [*of_script, *given[end + 1 :]]
+    if script is None:
+        options.parser.error("say which script: replicax plan script.py --topology v5p:16x16x16")
+    if options.topology is None:
+        options.parser.error("say which hardware: --topology v5p:16x16x16, h100:16x8 or cpu:8, say")
+    return options
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns the exit code."""
+    options = _with_options_behind(options)
     try:
         hardware = hardware_of(options.topology)
     except ReplicaxError as error:
