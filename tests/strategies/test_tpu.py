@@ -258,6 +258,30 @@ def test_random_numbers_and_the_replicas_number_in_a_loop(strategy):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_rows", [8, 7])
+def test_callbacks_and_prints_are_called_once_for_each_replica(strategy, num_rows, capfd):
+    """Also where the replicas have different numbers of rows, and each evaluates the programs of both."""
+    weights, seen = np.ones((8, 6), np.float32), []
+
+    def step(x):
+        hidden = strategy.experimental_split_to_logical_devices(jnp.tanh(x @ weights), [1, 2])
+        jax.debug.callback(
+            lambda rows, value: seen.append((int(rows), float(value))), len(x), jnp.sum(hidden)
+        )
+        jax.jit(lambda y: jax.debug.print("the sum is {:.3f}", jnp.sum(y)))(hidden)
+        return jnp.sum(hidden)
+
+    (batch,) = strategy.experimental_distribute_dataset(rx.data.from_arrays(ROWS[:num_rows]).batch(num_rows))
+    strategy.run(step, (batch,))
+    jax.effects_barrier()
+    parts = [np.tanh(rows @ weights) for rows in (ROWS[:4], ROWS[4:num_rows])]
+    expected = sorted((len(part), float(part.sum())) for part in parts)
+    assert [rows for rows, _ in sorted(seen)] == [rows for rows, _ in expected]
+    np.testing.assert_allclose([v for _, v in sorted(seen)], [v for _, v in expected], rtol=1e-5)
+    printed = [line for line in capfd.readouterr().out.splitlines() if "the sum is" in line]
+    assert sorted(printed) == sorted(f"the sum is {value:.3f}" for _, value in expected)
+
+
 # --- variables over logical devices -----------------------------------------------------------------------
 
 

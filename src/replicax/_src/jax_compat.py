@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config as _private_config
 from jax._src import core as _private_core
+from jax._src import debugging as _debugging
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _private_source_info
 from jax._src import xla_bridge as _xla_bridge
@@ -324,25 +325,35 @@ def sharding_primitive(name: str) -> Any:
     return primitive
 
 
-def _lower_axis_index(ctx: Any, *, axis_name: Any) -> Any:
-    """Where some axes of the mesh are the compiler's, JAX's own rule opens a ``shard_map`` over the mesh of the context, and an
-    equation that was traced without a mesh has none (jax 0.10).
+def _in_mesh(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Where some axes of the mesh are the compiler's, a rule of JAX's own opens a ``shard_map`` over the mesh of the context, and
+    an equation that was traced without a mesh has none (jax 0.10).
 
     It is registered for the whole process: it does what JAX's rule does, but for programs that JAX could not lower. To confine it
     there are two ways. One is ``override_lowering_rules`` of ``LoweringParameters``, which only ``lower`` takes, ahead of time:
     calls would leave the quick way of ``jax.jit``. The other is to give all equations of a trace, at any depth, the mesh of each
     placement, while equations are meant to serve several.
     """
-    where = ctx.module_context.axis_context
-    with contextlib.ExitStack() as stack:
-        if isinstance(where, _sharding_impls.SPMDAxisContext) and jax.sharding.get_abstract_mesh().empty:
-            types = dict.fromkeys(where.manual_axes, jax.sharding.AxisType.Manual)
-            mesh = where.mesh.abstract_mesh.update_axis_types(types)
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        return _parallel._axis_index_lowering(ctx, axis_name=axis_name)
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        where = ctx.module_context.axis_context
+        with contextlib.ExitStack() as stack:
+            if isinstance(where, _sharding_impls.SPMDAxisContext) and jax.sharding.get_abstract_mesh().empty:
+                types = dict.fromkeys(where.manual_axes, jax.sharding.AxisType.Manual)
+                mesh = where.mesh.abstract_mesh.update_axis_types(types)
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            return rule(ctx, *args, **params)
+
+    return lower
 
 
-mlir.register_lowering(jax.lax.axis_index_p, _lower_axis_index)
+mlir.register_lowering(jax.lax.axis_index_p, _in_mesh(_parallel._axis_index_lowering))
+for _primitive, _rule in (
+    (_debugging.debug_callback_p, _debugging.debug_callback_lowering),
+    (_debugging.debug_print_p, _debugging.debug_print_lowering_rule),
+):
+    for _platform in ("cpu", "gpu", "tpu"):
+        mlir.register_lowering(_primitive, _in_mesh(_rule), platform=_platform, cacheable=False)
 
 
 def marker_primitive(

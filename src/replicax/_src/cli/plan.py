@@ -73,15 +73,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _with_options_behind(options: argparse.Namespace) -> argparse.Namespace:
     """What is asked for, with the options that stand behind the script; the other arguments, and all behind --, are its own."""
-    script, *given = options.script or [None]
+    if not options.script:
+        options.parser.error("say which script: replicax plan script.py --topology v5p:16x16x16")
+    script, *given = options.script
     end = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = options.parser.error
     _add_options(parser)
     options, of_script = parser.parse_known_args(given[:end], options)
     options.script, options.arguments = script, [*of_script, *given[end + 1 :]]
-    if script is None:
-        options.parser.error("say which script: replicax plan script.py --topology v5p:16x16x16")
     if options.topology is None:
         options.parser.error("say which hardware: --topology v5p:16x16x16, h100:16x8 or cpu:8, say")
     return options

@@ -21,10 +21,11 @@ from replicax._src.errors import StructureError
 from replicax._src.program.capture import Uneven
 from replicax._src.program.gathers import Divided, evaluate_gathering
 from replicax._src.program.numbering import number_constant, number_of, number_params, number_values
-from replicax._src.program.program import ReplicaProgram, Variant
+from replicax._src.program.program import ReplicaProgram, Variant, is_print
 from replicax._src.program.rewrite import evaluate_inlined
 from replicax._src.program.verdict import (
     has_replica_collective,
+    is_call,
     is_call_with_collective,
     is_replica_collective,
 )
@@ -288,7 +289,8 @@ class UnevenEvaluator:
             def evaluate() -> list[Any]:
                 env = dict(envs[number])
                 needed = [*(column[number] for column in wanted), *live[number]]
-                self._evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed)
+                is_ours = choice == number if self._evaluates_all else None
+                self._evaluate(self._program.variants[number].jaxpr, eqns[number], env, needed, is_ours)
                 results = [
                     _padded(_read(env, column[number]), shape, dtype)
                     for column, (shape, dtype) in zip(wanted, wanted_shapes, strict=True)
@@ -365,16 +367,47 @@ def _is_all_shared(eqn: Any, shared: dict[Any, Any]) -> bool:
     return bool(eqn.outvars) and all(v in shared for v in eqn.outvars)
 
 
-def _evaluate(jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any]) -> None:
-    """Evaluates some of the equations of a jaxpr; ``env`` learns at least those of their results that are needed."""
+def _evaluate(
+    jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any], is_ours: Any = None
+) -> None:
+    """Evaluates some of the equations of a jaxpr; ``env`` learns at least those of their results that are needed.
+
+    Args:
+      is_ours: Where every replica evaluates all variants: whether this one is the replica's own. Others print nothing, but in
+        loops.
+    """
     del jaxpr, needed
     for eqn in eqns:
         args = [_read(env, a) for a in eqn.invars]
-        env.update(zip(eqn.outvars, jax_compat.bind_equation(eqn, args), strict=True))
+        if is_ours is not None and _prints(eqn):
+            results = _shown_if(is_ours, eqn, args)
+        else:
+            results = jax_compat.bind_equation(eqn, args)
+        env.update(zip(eqn.outvars, results, strict=True))
 
 
-def _evaluate_gathering(jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any]) -> None:
-    """The same, where values may be ``Divided``."""
+def _prints(eqn: Any) -> bool:
+    if is_call(eqn):
+        return any(map(_prints, jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])[0].eqns))
+    return is_print(eqn)
+
+
+def _shown_if(is_ours: Any, eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a print, or a call in which one stands; prints only if ``is_ours``."""
+    if is_print(eqn):
+        return jax.lax.cond(is_ours, lambda *a: jax_compat.bind_equation(eqn, a), lambda *_: [], *args)
+    inner, consts = jax_compat.inner_jaxpr(jax_compat.sub_jaxprs(eqn)[0])
+    env = dict(zip(inner.invars, args[len(args) - len(inner.invars) :], strict=True))
+    env |= dict(zip(inner.constvars, consts, strict=True))
+    _evaluate(inner, inner.eqns, env, inner.outvars, is_ours)
+    return [_read(env, a) for a in inner.outvars]
+
+
+def _evaluate_gathering(
+    jaxpr: Any, eqns: Sequence[Any], env: dict[Any, Any], needed: Sequence[Any], is_ours: Any = None
+) -> None:
+    """The same, where values may be ``Divided``. Programs that print are not evaluated so."""
+    del is_ours
     made = {v for eqn in eqns for v in eqn.outvars}
     used = dict.fromkeys(a for eqn in eqns for a in eqn.invars if not _is_literal(a) and a not in made)
     results = dict.fromkeys(a for a in needed if not _is_literal(a) and a in made)

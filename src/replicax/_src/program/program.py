@@ -415,6 +415,11 @@ def has_callback(jaxpr: Any) -> bool:
     return not _CALLBACKS.isdisjoint(jax_compat.primitives_of(jaxpr))
 
 
+def is_print(eqn: Any) -> bool:
+    """Whether an equation is ``jax.debug.print`` or ``jax.debug.callback``: it gives nothing."""
+    return eqn.primitive.name in _FOR_DEBUGGING
+
+
 def shows_how_often(jaxpr: Any) -> bool:
     """Whether somebody sees how often ``jaxpr`` is evaluated: Python is called back, or something is printed."""
     return not (_CALLBACKS | _FOR_DEBUGGING).isdisjoint(jax_compat.primitives_of(jaxpr))
