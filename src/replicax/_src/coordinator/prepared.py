@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.groups import Groups
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import WorkerProgram
-from replicax._src.ps.replica_rules import View
 
 
 class Link(Protocol):

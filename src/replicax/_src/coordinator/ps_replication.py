@@ -12,7 +12,7 @@ from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.errors import UnavailableError
-from replicax._src.ps.replica_rules import Partner, View
+from replicax._src.ps.group_rules import Partner, View
 
 log = logging.getLogger("replicax")
 _TELL_S: Final = 3.0

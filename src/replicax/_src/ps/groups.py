@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, final
 
-from replicax._src.ps.replica_rules import Partner, View
+from replicax._src.ps.group_rules import Partner, View
 from replicax._src.ps.tasks import Tasks
 
 
@@ -66,7 +66,7 @@ class Groups:
         self._lost -= {view.group for view in self._views if view.primary == task}
 
     def told(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
-        """A parameter server has said what its parts are, as ``ReplicaRules.described``. Returns the views that follow."""
+        """A parameter server has said what its parts are, as ``GroupRules.described``. Returns the views that follow."""
         changed = []
         for view in self._views:
             part = parts.get(str(view.group))

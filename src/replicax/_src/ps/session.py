@@ -15,10 +15,10 @@ import numpy as np
 
 from replicax._src.errors import DeviceError
 from replicax._src.ps.arrays import Balance, ServerArray
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.groups import Groups, tell_view
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Piece, UpdateProgram
-from replicax._src.ps.replica_rules import View
 from replicax._src.ps.shared_arrays import SharedArrays, copy_key
 from replicax._src.ps.tasks import Tasks
 

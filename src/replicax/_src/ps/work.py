@@ -10,10 +10,10 @@ from typing import Any, final
 
 from replicax._src.cluster.routes import routed_address
 from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.group_copies import GroupCopies
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.messages import Message
-from replicax._src.ps.replica_rules import View
-from replicax._src.ps.replicas import Replicas
 from replicax._src.ps.resources import WorkerPlace
 from replicax._src.ps.server_def import ServerDef, ServerOptions
 from replicax._src.ps.service import Ask, Host, Work
@@ -78,7 +78,7 @@ class PsHost:
         self._store, self._interval_s = Store(), interval_s
         self._index, self._credentials = index, credentials
         self._keeper = None if directory is None else SnapshotKeeper(self._store, directory, interval_s)
-        self._replicas: Replicas | None = None
+        self._copies: GroupCopies | None = None
         self.asks: Mapping[str, Ask] = {"group": self._take_view}
         if self._keeper is not None:
             self.asks = {**self.asks, "snapshot": self._snapshot, "restore": self._restore}
@@ -99,8 +99,8 @@ class PsHost:
         """What is in the store stays, if it is of that coordinator."""
         if self._keeper is not None:
             self._keeper.begin()
-        self._replicas = Replicas(self._index, incarnation, self._connect)
-        return PsWork(self._store, incarnation, self._replicas, self._keeper)
+        self._copies = GroupCopies(self._index, incarnation, self._connect)
+        return PsWork(self._store, incarnation, self._copies, self._keeper)
 
     def close(self) -> None:
         """Takes the last snapshot."""
@@ -112,9 +112,9 @@ class PsHost:
 
     def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Who has a group of pieces is decided; tells which parts this task has now."""
-        assert self._replicas is not None
-        self._replicas.take(View.of(header["view"]), header["ps"])
-        return {"groups": self._replicas.described()}
+        assert self._copies is not None
+        self._copies.take(View.of(header["view"]), header["ps"])
+        return {"groups": self._copies.described()}
 
     def _snapshot(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._keeper is not None
@@ -133,30 +133,30 @@ class PsWork:
     Args:
       store: Of the task.
       incarnation: Of the coordinator.
-      replicas: What it has of groups, if variables are on two parameter servers each; the store has nothing then.
+      copies: What it has of groups, if variables are on two parameter servers each; the store has nothing then.
       keeper: Of the store's snapshots, if there are any.
     """
 
     def __init__(
-        self, store: Store, incarnation: str, replicas: Replicas, keeper: SnapshotKeeper | None = None
+        self, store: Store, incarnation: str, copies: GroupCopies, keeper: SnapshotKeeper | None = None
     ):
-        self._store, self._incarnation, self._replicas, self._keeper = store, incarnation, replicas, keeper
+        self._store, self._incarnation, self._copies, self._keeper = store, incarnation, copies, keeper
         store.hello(incarnation)
 
     def answer(self, message: Message) -> Message:
         """Does what a message asks."""
         if "group" in message.header:
-            return self._replicas.answer(message)
+            return self._copies.answer(message)
         return self._store.answer(message)
 
     def statistics(self) -> Mapping[str, Any]:
         """The store's, and of its snapshots."""
-        held = self._replicas if self._replicas else self._store
+        held = self._copies if self._copies else self._store
         return {**held.statistics(), **({} if self._keeper is None else self._keeper.statistics())}
 
     def close(self) -> None:
         """Drops all pieces."""
-        self._replicas.close()
+        self._copies.close()
         self._store.leave(self._incarnation)
 
 

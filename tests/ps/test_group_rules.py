@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from checks import message
 from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.group_rules import GroupRules, Partner, Refusal, View
 from replicax._src.ps.groups import Groups
-from replicax._src.ps.replica_rules import Partner, Refusal, ReplicaRules, View
 from replicax.errors import InvalidArgumentError
 
 
@@ -17,7 +17,7 @@ class Server:
 
     def __init__(self, task):
         self.task = task
-        self.rules = ReplicaRules(task)
+        self.rules = GroupRules(task)
         self.log, self.is_known = [], False
         self.asked = []  # (place, what it was, what it read) that have no answer
         self.joining = None  # (epoch, what came meanwhile) while it brings what it has to another
@@ -309,7 +309,7 @@ def test_what_was_answered_is_there_and_once(actions):
 
 
 def rules_of(task, *views):
-    rules = ReplicaRules(task)
+    rules = GroupRules(task)
     for view in views:
         assert rules.take(view)
     return rules

@@ -1,4 +1,4 @@
-"""``Replicas``: the copies of groups that one parameter server has for one coordinator, by number of the group."""
+"""``GroupCopies``: the copies of groups that one parameter server has for one coordinator, by number of the group."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.group_copy import GroupCopy
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.messages import Message
-from replicax._src.ps.replica import Replica
-from replicax._src.ps.replica_rules import View
 from replicax._src.ps.requests import field_of
 from replicax._src.ps.server_stream import PsClient
 
@@ -19,7 +19,7 @@ _HELD = ("pieces", "bytes", "programs", "gradient_bytes")
 
 
 @final
-class Replicas:
+class GroupCopies:
     """None, until the coordinator has said that there are some.
 
     Args:
@@ -31,11 +31,11 @@ class Replicas:
     def __init__(self, task: int, incarnation: str, connect: Callable[[int, str], PsClient]):
         self._task, self._incarnation, self._connect = task, incarnation, connect
         self._lock = threading.Lock()
-        self._replicas: dict[int, Replica] = {}
+        self._copies: dict[int, GroupCopy] = {}
         self._addresses: list[str] = []
 
     def __bool__(self) -> bool:
-        return bool(self._replicas)
+        return bool(self._copies)
 
     def take(self, view: View, addresses: list[str]) -> None:
         """The coordinator has decided who has a group.
@@ -48,12 +48,12 @@ class Replicas:
         """
         with self._lock:
             self._addresses = addresses
-            replica = self._replicas.get(view.group)
-            if replica is None:
+            copy = self._copies.get(view.group)
+            if copy is None:
                 connect = lambda task: self._connect(task, self._addresses[task])  # noqa: E731
-                replica = Replica(view.group, self._task, self._incarnation, connect)
-                self._replicas[view.group] = replica
-        replica.take(view)
+                copy = GroupCopy(view.group, self._task, self._incarnation, connect)
+                self._copies[view.group] = copy
+        copy.take(view)
 
     def answer(self, message: Message) -> Message:
         """Does what a client, or the primary of a group, asks.
@@ -63,32 +63,32 @@ class Replicas:
           Other errors are the store's.
         """
         group = field_of(message.header, "group", int)
-        replica = self._replicas.get(group)
-        if replica is None:
+        copy = self._copies.get(group)
+        if copy is None:
             raise UnavailableError(f"ps {self._task} does not have group {group}, as far as it knows.")
         if message.header.get("op") in _FROM_PRIMARY:
-            return replica.forwarded(message)
-        return replica.answer(message)
+            return copy.forwarded(message)
+        return copy.answer(message)
 
     def statistics(self) -> dict[str, Any]:
         """Of all stores together what is held; what was done of those that it serves; and ``groups``: what part it has in each."""
         counts: Counter[str] = Counter()
         served: list[dict[str, Any]] = []
-        for replica in list(self._replicas.values()):
-            statistics = replica.statistics()
-            names = statistics if replica.is_primary else _HELD
+        for copy in list(self._copies.values()):
+            statistics = copy.statistics()
+            names = statistics if copy.is_primary else _HELD
             counts.update({name: statistics[name] for name in names if type(statistics[name]) is int})
-            served += [statistics] if replica.is_primary else []
+            served += [statistics] if copy.is_primary else []
         staleness = max((each["staleness"] for each in served), key=lambda s: s["num"], default=None)
         return {"updates": 0, **counts, "staleness": staleness, "groups": self.described()}
 
     def described(self) -> Mapping[str, Any]:
         """By group, the part that this server has."""
-        return {str(group): replica.described() for group, replica in sorted(self._replicas.items())}
+        return {str(group): copy.described() for group, copy in sorted(self._copies.items())}
 
     def close(self) -> None:
         """Drops all."""
         with self._lock:
-            replicas, self._replicas = self._replicas, {}
-        for replica in replicas.values():
-            replica.close()
+            copies, self._copies = self._copies, {}
+        for copy in copies.values():
+            copy.close()

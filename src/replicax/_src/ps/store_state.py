@@ -11,7 +11,7 @@ from replicax._src.ps.messages import Message
 from replicax._src.ps.store import Store, StoreState
 
 
-def copy_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
+def state_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
     """Headers and arrays, in order. Each piece is let go when the next one is asked for: until then it is there twice."""
     yield {"part": "state", "content": state.content}, ()
     while state.pieces:
@@ -26,8 +26,8 @@ def copy_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence[
 
 
 @final
-class CopyTaker:
-    """Makes a store of ``copy_messages``.
+class StateTaker:
+    """Makes a store of ``state_messages``.
 
     Args:
       store: A new one.

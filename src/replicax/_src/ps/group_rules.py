@@ -97,7 +97,7 @@ class Place(NamedTuple):
 
 
 @final
-class ReplicaRules:
+class GroupRules:
     """One server's part in one group. Not for several threads at once.
 
     Args:

@@ -9,11 +9,11 @@ import pytest
 from checks import message
 from exported import update_program
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps import replica
+from replicax._src.ps import group_copy
 from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.group_copies import GroupCopies
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.messages import Message
-from replicax._src.ps.replica_rules import View
-from replicax._src.ps.replicas import Replicas
 from replicax._src.ps.store_link import StoreClient, StoreLink
 
 ME = "me"
@@ -65,7 +65,7 @@ class Network:
     def __init__(self):
         self.is_cut, self.num_sent = False, 0
         self.is_silent, self.is_awaited = False, threading.Event()
-        self.servers = [Replicas(n, ME, lambda to, _: Way(self, to)) for n in range(2)]
+        self.servers = [GroupCopies(n, ME, lambda to, _: Way(self, to)) for n in range(2)]
         self.view(1, 0, 1)
 
     def check(self):
@@ -186,9 +186,9 @@ def test_errors_are_the_same_on_both_and_nothing_happens(network, add):
 def test_what_reads_sends_no_arrays_and_what_is_read_is_not_read_twice(network, add):
     rows = [np.array([0], np.int32)]
     network.step(0, add, 0, [ONE, *rows], rows=["x"])
-    replica = network.servers[1]._replicas[GROUP]
-    assert replica.statistics()["updates"] == 1
-    assert replica.statistics()["pulls"] == 0
+    copy = network.servers[1]._copies[GROUP]
+    assert copy.statistics()["updates"] == 1
+    assert copy.statistics()["pulls"] == 0
     before = network.num_sent
     network.read(0)
     assert network.num_sent == before + 1  # it has asked whether it still is the primary
@@ -227,8 +227,8 @@ def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
 def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there_is(
     network, add, monkeypatch
 ):
-    monkeypatch.setattr(replica, "_MANY_BYTES", 3 * ONE.nbytes)
-    monkeypatch.setattr(replica, "_WAIT_S", 2.0)
+    monkeypatch.setattr(group_copy, "_MANY_BYTES", 3 * ONE.nbytes)
+    monkeypatch.setattr(group_copy, "_WAIT_S", 2.0)
     network.view(2, 0, None)
     network.is_silent = True  # stopped: its system takes what is sent
     network.view(3, 0, 1, is_joining=True)
@@ -244,15 +244,15 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
 
 
 def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add, monkeypatch):
-    monkeypatch.setattr(replica, "_MANY_BYTES", 2 * ONE.nbytes)
-    monkeypatch.setattr(replica, "_WAIT_S", 2.0)
+    monkeypatch.setattr(group_copy, "_MANY_BYTES", 2 * ONE.nbytes)
+    monkeypatch.setattr(group_copy, "_WAIT_S", 2.0)
     network.view(2, 0, None)
-    arrived = network.servers[1]._replicas[GROUP]._order
+    arrived = network.servers[1]._copies[GROUP]._order
     with arrived:  # the last part of what there is waits here
         bringing = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
         bringing.start()
         until = time.monotonic() + 20.0
-        while network.servers[0]._replicas[GROUP]._waiting is None:
+        while network.servers[0]._copies[GROUP]._waiting is None:
             assert time.monotonic() < until
             network.servers[0].take(View(GROUP, 3, 0, 1, True), ["a:1", "b:1"])
             time.sleep(0.005)
@@ -278,7 +278,7 @@ def test_a_backup_that_cannot_be_reached_leaves_no_client_behind(network, monkey
 def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network, add):
     network.step(0, add, 0, [ONE])
     network.view(2, 0, None)
-    joining, is_brought = network.servers[1]._replicas[GROUP], threading.Event()
+    joining, is_brought = network.servers[1]._copies[GROUP], threading.Event()
 
     class Order:
         """The thread that takes the view gets it after those that bring."""
@@ -328,7 +328,7 @@ def test_gradients_that_wait_for_their_round_are_brought_too(network, add):
 
 
 def test_copies_that_differ_are_found(network, add, caplog):
-    network.servers[1]._replicas[GROUP]._store.put("x", 1, np.ones(3, np.float32))
+    network.servers[1]._copies[GROUP]._store.put("x", 1, np.ones(3, np.float32))
     answers = []
     asking = threading.Thread(target=lambda: answers.append(network.ask(0, "checksum")))
     asking.start()
@@ -353,7 +353,7 @@ def test_one_that_has_not_all_is_not_made_the_primary(network, add):
 def test_who_asks_how_it_is_does_not_wait_for_an_update(network, add):
     server = network.servers[0]
     before = server.statistics()
-    with server._replicas[GROUP]._store._lock:  # an update lasts
+    with server._copies[GROUP]._store._lock:  # an update lasts
         started = time.monotonic()
         assert server.statistics() == before
         assert time.monotonic() - started < 5.0

@@ -1,4 +1,4 @@
-"""``Replica``: one parameter server's copy of a group of pieces, as the primary or the backup (``replica_rules.py``)."""
+"""``GroupCopy``: one parameter server's copy of a group of pieces, as the primary or the backup (``group_rules.py``)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Final, final
 import numpy as np
 
 from replicax._src.ps.errors import MessageError, UnavailableError
+from replicax._src.ps.group_rules import GroupRules, Partner, Place, Refusal, View
 from replicax._src.ps.messages import Message
-from replicax._src.ps.replica_copy import CopyTaker, copy_messages
-from replicax._src.ps.replica_rules import Partner, Place, Refusal, ReplicaRules, View
 from replicax._src.ps.server_stream import PsClient, PsLink
 from replicax._src.ps.store import Store
+from replicax._src.ps.store_state import StateTaker, state_messages
 
 _log = logging.getLogger("replicax")
 
@@ -53,7 +53,7 @@ class _Way:
 
 
 @final
-class Replica:
+class GroupCopy:
     """A store, the way to the other server that has the same, and the rules. All methods may be called from any thread.
 
     Two locks: the *order*, held while a message is sent on and applied, which is never waited for with the other one; and
@@ -68,7 +68,7 @@ class Replica:
 
     def __init__(self, group: int, task: int, incarnation: str, connect: Callable[[int], PsClient]):
         self._group, self._task, self._incarnation, self._connect = group, task, incarnation, connect
-        self._rules = ReplicaRules(task)
+        self._rules = GroupRules(task)
         self._order = threading.Lock()
         self._changed = threading.Condition()
         self._store = self._new_store()
@@ -81,7 +81,7 @@ class Replica:
         self._outcomes: deque[tuple[int, str]] = deque()
         self._waiting: list[_Entry] | None = None
         self._waiting_bytes = self._waiting_epoch = 0
-        self._taker: CopyTaker | None = None
+        self._taker: StateTaker | None = None
         self._error = ""
 
     def take(self, view: View) -> None:
@@ -179,7 +179,7 @@ class Replica:
             return self._rules.is_primary
 
     def described(self) -> dict[str, Any]:
-        """Its part; see ``ReplicaRules.described``; and what went wrong with the backup last."""
+        """Its part; see ``GroupRules.described``; and what went wrong with the backup last."""
         with self._changed:
             return {**self._rules.described(), "error": self._error}
 
@@ -358,7 +358,7 @@ class Replica:
                 raise _later_view()
             state, seq = self._store.state(), self._rules.seq
             self._waiting, self._waiting_bytes, self._waiting_epoch = [], 0, view.epoch
-        for header, arrays in copy_messages(state):
+        for header, arrays in state_messages(state):
             fields = self._fields("copy", view.epoch, seq)
             _check_taken(_called(way, Message({**fields, **header}, arrays)))
         return seq
@@ -408,7 +408,7 @@ class Replica:
             if not self._rules.takes_copy(epoch):
                 return Message({"refused": str(Refusal.INCOMPLETE)})
         if message.header["part"] == "state":
-            self._taker = CopyTaker(self._new_store())
+            self._taker = StateTaker(self._new_store())
         taker = self._taker
         if taker is None:
             return Message({"refused": str(Refusal.INCOMPLETE)})
