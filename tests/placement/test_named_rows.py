@@ -8,6 +8,7 @@ import pytest
 import replicax as rx
 from replicax._src.ps import changed_rows
 from replicax._src.ps.store import Store
+from replicax._src.ps.store_contents import StoreContents
 from replicax.experimental.partitioners import FixedShardsPartitioner
 from servers import servers
 
@@ -19,7 +20,7 @@ O = keras.optimizers  # noqa: E741
 @pytest.fixture
 def named(monkeypatch):
     """For each update, by piece, whether it said which rows it changes; that it changes no others is checked."""
-    seen, apply = [], Store._apply
+    seen, apply = [], StoreContents._apply
 
     def checked(self, update, state, operands):
         before = {piece.key: piece.view().copy() for piece in state}
@@ -35,7 +36,7 @@ def named(monkeypatch):
                 np.testing.assert_array_equal(piece.view()[others], before[piece.key][others])
         seen.append(told)
 
-    monkeypatch.setattr(Store, "_apply", checked)
+    monkeypatch.setattr(StoreContents, "_apply", checked)
     return seen
 
 
@@ -90,8 +91,8 @@ def test_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch)
         assert told["bytes"] < sizes[number] / 2
         again = Store()
         again.restore(tmp_path / str(number))
-        for key, piece in store._pieces.items():
-            assert again._pieces[key].view().tobytes() == piece.view().tobytes()
+        for key, piece in store._contents.pieces.items():
+            assert again._contents.pieces[key].view().tobytes() == piece.view().tobytes()
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

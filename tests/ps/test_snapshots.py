@@ -150,9 +150,9 @@ def test_updates_are_in_place_after_restoring_and_after_a_snapshot(tmp_path):
     again, _ = restored(tmp_path)
     for each in (store, again):
         send(each, add)
-        before = each._pieces["w"].value.unsafe_buffer_pointer()
+        before = each._contents.pieces["w"].value.unsafe_buffer_pointer()
         step(each, program=add, like=like)
-        assert each._pieces["w"].value.unsafe_buffer_pointer() == before
+        assert each._contents.pieces["w"].value.unsafe_buffer_pointer() == before
 
 
 def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
 def test_an_update_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch, ends):
     store = new_store(w=np.zeros(4, np.float32), v=np.zeros(4, np.float32))
     monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
-    monkeypatch.setattr("replicax._src.ps.store._LONGEST_WAIT_S", 0.2 if ends == "late" else 60)
+    monkeypatch.setattr("replicax._src.ps.store_snapshots._LONGEST_WAIT_S", 0.2 if ends == "late" else 60)
     write_entry, threads = snapshots.write_entry, []
 
     def write(file, number, entry):
@@ -377,9 +377,9 @@ def test_a_snapshot_that_fails_keeps_no_views(tmp_path, monkeypatch):
         with pytest.raises(SnapshotError, match="no room") as failure:
             store.snapshot(tmp_path)
     assert not list(tmp_path.iterdir())
-    before = store._pieces["w"].value.unsafe_buffer_pointer()
+    before = store._contents.pieces["w"].value.unsafe_buffer_pointer()
     step(store, program=add, like=like)
-    assert store._pieces["w"].value.unsafe_buffer_pointer() == before
+    assert store._contents.pieces["w"].value.unsafe_buffer_pointer() == before
     assert failure.value.__traceback__ is not None
 
 

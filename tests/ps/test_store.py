@@ -77,7 +77,7 @@ def client(store):
 
 
 def pointer(store, key):
-    return store._pieces[key].value.unsafe_buffer_pointer()
+    return store._contents.pieces[key].value.unsafe_buffer_pointer()
 
 
 def aligned(shape, fill=0.0):

@@ -1,7 +1,7 @@
 """What the coordinator sends instead of code: programs of parameter servers and of workers, as data. Pure.
 
 Both hold a computation as StableHLO (``jax.export``) and say what its operands and results are. They are made by
-``placement/remote``, run by ``ps/store.py`` and ``ps/runner.py``.
+``placement/remote``, run by ``ps/store_contents.py`` and ``ps/runner.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Snapshots of a store, in the files of a folder: each is written as one, and checked when it is read.
 
-What is in one is ``store.py``'s; which files belong together, and stay, ``snapshot_manifest.py``'s.
+What is in one is ``store_contents.py``'s; which files belong together, and stay, ``snapshot_manifest.py``'s.
 """
 
 from __future__ import annotations

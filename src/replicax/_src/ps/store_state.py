@@ -8,7 +8,8 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.ps.messages import Message
-from replicax._src.ps.store import Store, StoreState
+from replicax._src.ps.store import Store
+from replicax._src.ps.store_contents import StoreState
 
 
 def state_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
