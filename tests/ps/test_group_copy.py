@@ -357,3 +357,24 @@ def test_who_asks_how_it_is_does_not_wait_for_an_update(network, add):
         started = time.monotonic()
         assert server.statistics() == before
         assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ({"pull": ["y"]}, 'no piece "y"'),
+        ({"rows": ["y"], "operands": [np.array([0], np.int32)]}, 'no piece "y"'),
+        ({"rows": ["x"], "operands": [np.array([0], np.int64)]}, "Row numbers are int32"),
+        ({"rows": ["scalar"], "operands": [np.array([0], np.int32)]}, "rows of it were to be read"),
+    ],
+)
+@pytest.mark.parametrize("is_update", [True, False])
+def test_what_cannot_be_read_is_refused_by_both(network, add, what, expected, is_update):
+    network.create(scalar=np.zeros((), np.float32))
+    program, number = (add, 0) if is_update else (None, None)
+    operands = [*([ONE] if is_update else []), *what.get("operands", ())]
+    asked = {"pull": (), **what, "operands": operands}
+    message(InvalidArgumentError, lambda: network.step(0, program, number, **asked), expected)
+    assert network.read(0) == 0.0
+    assert network.part(0)["backup"] == "in sync", network.part(0)
+    assert network.ask(0, "checksum").header["is_on_two"]

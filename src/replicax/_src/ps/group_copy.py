@@ -131,7 +131,8 @@ class GroupCopy:
             if partner is Partner.IN_SYNC:
                 self._send(epoch, entry)
             began = time.monotonic()
-            answer, error, entry.outcome = _applied(self._store, message)
+            answer, error, outcome = _applied(self._store, message)
+            entry.outcome = outcome if is_change else ""  # what only reads is nobody's there
             self._be_patient(time.monotonic() - began)
             if partner is Partner.IN_SYNC:
                 self._outcomes.append((entry.seq, entry.outcome))
@@ -422,7 +423,7 @@ class GroupCopy:
 
 
 class _Entry:
-    """A client's message in the order, as the backup gets it: without what is read, which is nobody's there."""
+    """A client's message in the order, as the backup gets it: nothing is read there, but refused all the same what cannot be."""
 
     __slots__ = ("arrays", "header", "outcome", "seq")
 
@@ -433,10 +434,9 @@ class _Entry:
         if message is None:
             return
         self.header, self.arrays = message.header, message.arrays
-        if message.header["op"] == "step":
-            rows = message.header.get("rows") or ()
-            self.arrays = message.arrays[: len(message.arrays) - len(rows)]
-            self.header = {**message.header, "rows": [], "used": [], "only_apply": True}
+        if message.header.get("op") == "step":
+            self.arrays = _with_no_row_numbers(message)
+            self.header = {**message.header, "used": [], "only_apply": True}
 
     @property
     def num_bytes(self) -> int:
@@ -446,6 +446,16 @@ class _Entry:
         """With arrays of its own: the memory of a message is used again."""
         self.arrays = [np.array(array) for array in self.arrays]
         return self
+
+
+def _with_no_row_numbers(message: Message) -> Sequence[np.ndarray]:
+    """The arrays of a step, of row numbers none, but of the same kind."""
+    rows = message.header.get("rows")
+    first = len(message.arrays) - len(rows) if isinstance(rows, list) else len(message.arrays)
+    if first < 0:
+        return message.arrays
+    numbers = [array[:0] if array.ndim else array for array in message.arrays[first:]]
+    return [*message.arrays[:first], *numbers]
 
 
 def _later_view() -> UnavailableError:
