@@ -378,3 +378,18 @@ def test_what_cannot_be_read_is_refused_by_both(network, add, what, expected, is
     assert network.read(0) == 0.0
     assert network.part(0)["backup"] == "in sync", network.part(0)
     assert network.ask(0, "checksum").header["is_on_two"]
+
+
+def test_a_backup_is_not_lost_because_who_waits_for_it_has_waited_for_long(network, add, monkeypatch):
+    monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
+    receive = Open.receive
+
+    def slow(link, timeout_s):
+        time.sleep(min(timeout_s, 1.0))
+        if timeout_s < 1.0:
+            raise UnavailableError("It has not answered in time.")
+        return receive(link, timeout_s)
+
+    monkeypatch.setattr(Open, "receive", slow)
+    network.step(0, add, 0, [ONE])
+    assert network.part(0)["backup"] == "in sync"

@@ -264,9 +264,8 @@ class GroupCopy:
                 way = self._reads_next(place, until)
             if way is None:
                 return
-            now = time.monotonic()
-            limit_s = max(_ACK_S, self._patient_until - now)
-            self._read(way, min(max(0.0, until - now), limit_s))
+            # All of it, though this one may wait no longer: who reads too briefly would lose a backup that is there.
+            self._read(way, max(_ACK_S, self._patient_until - time.monotonic()))
 
     def _be_patient(self, took_s: float) -> None:
         """The backup does now what took the primary so long. Under the order."""
