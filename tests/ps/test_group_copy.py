@@ -1,5 +1,6 @@
 """Two parameter servers with the same pieces, in this process: what the one does the other does, and goes on with."""
 
+import contextlib
 import threading
 import time
 
@@ -228,7 +229,7 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
     network, add, monkeypatch
 ):
     monkeypatch.setattr(group_copy, "_MANY_BYTES", 3 * ONE.nbytes)
-    monkeypatch.setattr(group_copy, "_WAIT_S", 2.0)
+    monkeypatch.setattr(group_copy, "_ENTRY_BYTES", 0)
     network.view(2, 0, None)
     network.is_silent = True  # stopped: its system takes what is sent
     network.view(3, 0, 1, is_joining=True)
@@ -238,27 +239,64 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
     network.view(4, 0, None)
     bringing.join(20.0)
     assert not bringing.is_alive()
+    assert network.servers[0]._copies[GROUP]._waiting is None
     for number in range(1, 6):
         network.step(0, add, number, [ONE])
     assert network.read(0) == 6.0
 
 
-def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add, monkeypatch):
-    monkeypatch.setattr(group_copy, "_MANY_BYTES", 2 * ONE.nbytes)
-    monkeypatch.setattr(group_copy, "_WAIT_S", 2.0)
+@contextlib.contextmanager
+def bringing(network):
+    """Inside, the last part of what there is has not arrived."""
     network.view(2, 0, None)
-    arrived = network.servers[1]._copies[GROUP]._order
-    with arrived:  # the last part of what there is waits here
-        bringing = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
-        bringing.start()
+    with network.servers[1]._copies[GROUP]._order:
+        joining = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
+        joining.start()
         until = time.monotonic() + 20.0
         while network.servers[0]._copies[GROUP]._waiting is None:
             assert time.monotonic() < until
             network.servers[0].take(View(GROUP, 3, 0, 1, True), ["a:1", "b:1"])
             time.sleep(0.005)
+        yield
+    joining.join()
+
+
+def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add, monkeypatch):
+    monkeypatch.setattr(group_copy, "_MANY_BYTES", ONE.nbytes)
+    monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
+    monkeypatch.setattr(group_copy, "_ROOM_S", 0.3)
+    with bringing(network):
+        for number in range(3):
+            started = time.monotonic()
+            network.step(0, add, number, [ONE])
+            assert time.monotonic() - started >= 0.3  # so that it does not become more without end
+        monkeypatch.setattr(group_copy, "_ROOM_S", 60.0)
+        assert network.read(0) == 3.0  # this does not wait
+    network.until_in_sync()
+    assert network.ask(0, "checksum").header["is_on_two"]
+
+
+def test_what_comes_while_all_is_brought_does_not_become_more_than_all(network, add, monkeypatch):
+    monkeypatch.setattr(group_copy, "_MOST_BYTES", 4 * group_copy._ENTRY_BYTES)
+    copy = network.servers[0]._copies[GROUP]
+    with bringing(network):
+        for number in range(6):
+            network.step(0, add, number, [ONE])
+        assert copy._waiting is None
+        assert network.part(0)["backup"] == "failed"
+        assert "bytes came while it was brought" in network.part(0)["error"]
+    network.view(4, 0, None)
+    network.view(5, 0, 1, is_joining=True)
+    network.until_in_sync()
+    assert network.ask(0, "checksum").header["is_on_two"]
+
+
+def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add, monkeypatch):
+    monkeypatch.setattr(group_copy, "_ENTRY_BYTES", 0)
+    with bringing(network):
         for _ in range(4):
             network.step(0, add, 0, [ONE])
-    bringing.join()
+        assert network.servers[0]._copies[GROUP]._waiting_bytes == ONE.nbytes
     network.until_in_sync()
     assert network.ask(0, "checksum").header["is_on_two"]
     network.view(4, 1, None, to=[1])

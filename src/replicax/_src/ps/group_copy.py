@@ -31,6 +31,12 @@ _SEND_BYTES_PER_S: Final = 50 << 20
 _FEW: Final = 4
 _ROUNDS: Final = 4
 _MANY_BYTES: Final = 256 << 20
+_MOST_BYTES: Final = 1 << 30
+"""More may not wait to be brought, if it is more than all that there is, too: the copy is given up then."""
+_ENTRY_BYTES: Final = 16 << 10
+"""What waits to be brought counts as so much more: a message takes its time, and memory, however small it is."""
+_ROOM_S: Final = 20.0
+"""While many bytes wait to be brought an update is answered so much later; not never, as bringing takes as long as it takes."""
 _READS: Final = frozenset({"find"})
 _DUPLICATE: Final = "duplicate"
 
@@ -80,7 +86,7 @@ class GroupCopy:
         self._is_closed = False
         self._outcomes: deque[tuple[int, str]] = deque()
         self._waiting: list[_Entry] | None = None
-        self._waiting_bytes = self._waiting_epoch = 0
+        self._waiting_bytes = self._waiting_epoch = self._most_waiting_bytes = 0
         self._taker: StateTaker | None = None
         self._error = ""
 
@@ -139,8 +145,9 @@ class GroupCopy:
             elif self._waiting is not None and is_change:
                 # What is a duplicate has done nothing, and who has to wait sends it again and again.
                 entry = _Entry(place.seq, None) if entry.outcome == _DUPLICATE else entry
-                self._waiting.append(entry.kept())
-                self._waiting_bytes += entry.num_bytes
+                self._keep_waiting(entry.kept())
+        if is_change:
+            self._wait_for_room()
         self._wait(place)
         if error is not None:
             raise error
@@ -249,7 +256,7 @@ class GroupCopy:
 
     def _lose(self, epoch: int, error: Exception) -> None:
         with self._changed:
-            if epoch == self._rules.epoch and not self._is_closed:
+            if epoch == self._rules.epoch and not self._is_closed and self._rules.has_partner:
                 self._error = str(error)
                 self._rules.lose(epoch)
             self._changed.notify_all()
@@ -267,6 +274,11 @@ class GroupCopy:
             # All of it, though this one may wait no longer: who reads too briefly would lose a backup that is there.
             self._read(way, max(_ACK_S, self._patient_until - time.monotonic()))
 
+    def _wait_for_room(self) -> None:
+        """While what waits to be brought is much: updates that come slower than it is brought are what makes it less."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._waiting_bytes < _MANY_BYTES, _ROOM_S)
+
     def _be_patient(self, took_s: float) -> None:
         """The backup does now what took the primary so long. Under the order."""
         if took_s > _ACK_S / _TIMES_AS_LONG:
@@ -278,7 +290,7 @@ class GroupCopy:
         while True:
             if self._is_closed:
                 raise UnavailableError("The coordinator's time at this parameter server is over.")
-            if self._rules.may_answer(place) and self._waiting_bytes < _MANY_BYTES:
+            if self._rules.may_answer(place):
                 return None
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -347,10 +359,31 @@ class GroupCopy:
             _log.info("ps %d could not be brought a copy of group %d: %s", view.backup, self._group, error)
             with self._order:
                 if self._waiting_epoch == view.epoch:  # in a later view as well: nobody else drops what waits
-                    self._waiting, self._waiting_bytes = None, 0
+                    self._drop_waiting()
             self._lose(view.epoch, error)
             if way is not None:
                 way.close()
+
+    def _keep_waiting(self, entry: _Entry) -> None:
+        """What comes while all is brought is to be brought, too, if it does not become too much. Under the order."""
+        assert self._waiting is not None
+        self._waiting.append(entry)
+        self._waiting_bytes += entry.num_bytes + _ENTRY_BYTES
+        if self._waiting_bytes <= self._most_waiting_bytes:
+            return
+        error = (
+            f"Updates of {self._waiting_bytes} bytes came while it was brought what there is, which was less."
+        )
+        self._drop_waiting()
+        self._lose(self._waiting_epoch, UnavailableError(error))
+        way = self._joining_way
+        if way is not None and way.epoch == self._waiting_epoch:
+            way.close()  # who brings it finds that this is over
+
+    def _drop_waiting(self) -> None:
+        with self._changed:
+            self._waiting, self._waiting_bytes = None, 0
+            self._changed.notify_all()
 
     def _bring_copy(self, view: View, way: _Way) -> int:
         with self._order:
@@ -358,6 +391,7 @@ class GroupCopy:
                 raise _later_view()
             state, seq = self._store.state(), self._rules.seq
             self._waiting, self._waiting_bytes, self._waiting_epoch = [], 0, view.epoch
+            self._most_waiting_bytes = max(_MOST_BYTES, sum(value.nbytes for _, _, value in state.pieces))
         for header, arrays in state_messages(state):
             fields = self._fields("copy", view.epoch, seq)
             _check_taken(_called(way, Message({**fields, **header}, arrays)))

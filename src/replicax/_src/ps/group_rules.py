@@ -135,6 +135,11 @@ class GroupRules:
         return self._tenure
 
     @property
+    def has_partner(self) -> bool:
+        """Whether it is the primary, and there is a backup that has not been lost."""
+        return self.is_primary and self.partner in (Partner.JOINING, Partner.IN_SYNC)
+
+    @property
     def is_backup(self) -> bool:
         """Whether it takes what a primary sends."""
         return self.view is not None and self.view.backup == self._task
