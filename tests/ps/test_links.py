@@ -11,6 +11,7 @@ from exported import update_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import server_stream
 from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Piece
 from replicax._src.ps.steps import Ask
@@ -268,17 +269,22 @@ def test_what_might_happen_twice_is_not_tried_again(links, clients):
     assert links.read([WHOLE])[0] == 9
 
 
+def views(*primaries, epoch=1):
+    return [View(group, epoch, primary, None) for group, primary in enumerate(primaries)]
+
+
 def test_what_is_not_tried_again_goes_to_the_server_that_was_named_meanwhile(links, clients, stores):
-    links.use_primaries([0, 1])
+    links.use_primaries(views(0, 1))
     links.read([WHOLE, SHARDS])
-    links.use_primaries([1, 1])  # nobody waits for an answer
+    links.use_primaries(views(1, 1, epoch=3))  # nobody waits for an answer
+    links.use_primaries(views(0, 1, epoch=2))  # was sent before
     links.create([NewPiece(Piece(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
     assert [store.statistics()["pieces"] for store in stores] == [1, 3]
 
 
 def test_a_server_that_has_given_the_coordinator_up_is_passed_over_while_the_other_one_serves(links, stores):
     stores[1].hello("another")
-    links.use_primaries([1, 1])
+    links.use_primaries(views(1, 1))
     np.testing.assert_array_equal(links.read([SHARDS[:1]])[0], TABLE[:3])
     stores[0].hello("another")
     message(StaleCoordinatorError, lambda: links.read([SHARDS[:1]]), "another")

@@ -134,7 +134,8 @@ class RemoteWorker:
     def _say_primaries(self, client: Client) -> None:
         groups = self._session.groups
         if groups is not None:
-            header = {"incarnation": self._session.incarnation, "primaries": groups.primaries}
+            views = [view.described() for view in groups.views]
+            header = {"incarnation": self._session.incarnation, "views": views}
             client.ask("primaries", header, _HELLO_S)
 
     # --- one connection after the other ----------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.buffers import aligned_empty
 from replicax._src.ps.errors import UnknownProgramError
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.lookups import RowsWanted
 from replicax._src.ps.messages import Message
 from replicax._src.ps.programs import Piece, UpdateProgram
@@ -74,17 +75,15 @@ class PsLinks:
         for ps in servers:
             self._servers[ps].comes_back = True
 
-    def use_primaries(self, primaries: Sequence[int]) -> None:
-        """Each piece is on two parameter servers, its own and the next one; says for each which of the two serves it now.
+    def use_primaries(self, views: Iterable[View]) -> None:
+        """Each piece is on two parameter servers, its own and the next one; the views say which of the two serves it now.
 
-        Whoever waits for the other one is woken, and asks this one.
-
-        Args:
-          primaries: By the number of the piece's parameter server.
+        Whoever waits for the other one is woken, and asks this one. Older views than those that came before say nothing.
         """
-        for ps, primary in enumerate(primaries):
-            self._servers[ps].replicate(ps, self._clients[(ps + 1) % len(self._clients)])
-            self._servers[ps].use(0 if primary == ps else 1)
+        for view in views:
+            server, ps = self._servers[view.group], view.group
+            server.replicate(ps, self._clients[(ps + 1) % len(self._clients)])
+            server.use(0 if view.primary == ps else 1, view.epoch)
 
     def send_all_programs(self, ps: int) -> None:
         """Parameter server ``ps`` is another process, which has no program yet: gives it all that there are."""

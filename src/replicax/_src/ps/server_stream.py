@@ -62,7 +62,8 @@ class ServerStream:
         self.num_messages = self.num_opened = 0
         self._servers = [client]
         self._group: int | None = None
-        self._at = self._link_at = 0
+        self._telling = threading.Lock()
+        self._at = self._link_at = self._epoch = 0
         self._link: PsLink | None = None
         self._failed: Exception | None = None
         self._is_closed = self.comes_back = False
@@ -73,9 +74,15 @@ class ServerStream:
             self._servers.append(backup)
             self._group, self.comes_back = group, True
 
-    def use(self, at: int) -> None:
-        """The first (0) or the second (1) server of the group is the primary. Without the lock: who waits for the other is woken."""
-        self._at = at
+    def use(self, at: int, epoch: int) -> None:
+        """The first (0) or the second (1) server of the group is the primary, if nobody has said otherwise of a later epoch.
+
+        Without the lock: who waits for the other one is woken.
+        """
+        with self._telling:
+            if epoch < self._epoch:
+                return
+            self._at, self._epoch = at, epoch
         link = self._link
         if link is not None and self._link_at != at:
             link.close()

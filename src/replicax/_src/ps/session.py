@@ -59,7 +59,7 @@ class Session:
         self.links = links
         self.groups = groups
         if groups is not None:
-            links.use_primaries(groups.primaries)
+            links.use_primaries(groups.views)
         self.client = uuid.uuid4().hex
         self._shared = shared
         self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * links.num_servers
@@ -147,7 +147,7 @@ class Session:
     def use_primaries(self) -> None:
         """The groups have other primaries than before."""
         assert self.groups is not None
-        self.links.use_primaries(self.groups.primaries)
+        self.links.use_primaries(self.groups.views)
         self.renew()
 
     def on_one_server(self) -> list[int]:

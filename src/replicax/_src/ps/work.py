@@ -56,7 +56,7 @@ class WorkerHost:
     def _primaries(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Variables are on two parameter servers each, and these are the ones that serve them."""
         if self._links is not None:
-            self._links.use_primaries(header["primaries"])
+            self._links.use_primaries(map(View.of, header["views"]))
         return {}
 
 
