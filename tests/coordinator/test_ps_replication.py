@@ -112,6 +112,19 @@ def test_one_that_was_cut_off_until_it_gave_the_coordinator_up_is_a_backup_again
         watch.join(20.0)
 
 
+def test_who_asks_how_it_is_does_not_wait_for_servers_that_are_told(session, monkeypatch):
+    replication, goes_on = Events(session).replication, threading.Event()
+    monkeypatch.setattr(session, "tell_view", lambda task, view, timeout_s: goes_on.wait(60.0))
+    watch = PsWatch(1, session, Limits(), None)
+    losing = threading.Thread(target=lambda: replication.lost(watch, UnavailableError("It is gone.")))
+    losing.start()
+    until(lambda: replication.statistics()["unprotected"] == [0, 1])
+    assert replication.statistics()["primaries"] == [0, 0]
+    assert losing.is_alive()
+    goes_on.set()
+    losing.join()
+
+
 def until(is_so):
     deadline = time.monotonic() + 20.0
     while not is_so():

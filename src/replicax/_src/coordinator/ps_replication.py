@@ -38,6 +38,7 @@ class Replication:
         self._primaries = session.groups.primaries
         self._unprotected: list[int] = []
         self._last_join: dict[int, float] = {}
+        self._described = self._now
 
     def lost(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
         """One does not answer any more. Returns what the job is told, if some variables are nowhere now."""
@@ -99,12 +100,14 @@ class Replication:
 
     def statistics(self) -> dict[str, Any]:
         """By parameter server: which one serves what is its own, ``primaries``; of which there is one copy, ``unprotected``."""
-        with self._lock:
-            return {
-                "primaries": self._groups.primaries,
-                "unprotected": self._groups.unprotected,
-                "lost": self._groups.lost,
-            }
+        return dict(
+            self._described
+        )  # not with the lock: it is held while servers are told, which may not answer
+
+    @property
+    def _now(self) -> dict[str, Any]:
+        groups = self._groups
+        return {"primaries": groups.primaries, "unprotected": groups.unprotected, "lost": groups.lost}
 
     @property
     def _hello(self) -> dict[str, Any]:
@@ -113,6 +116,7 @@ class Replication:
     # --- with the lock ---------------------------------------------------------------------------------
 
     def _follow(self, views: Sequence[View]) -> None:
+        self._described = self._now
         for view in views:
             for task in view.members:
                 self._tell(task, view)
