@@ -1,6 +1,7 @@
 """``replicax launch``: what it prints, what it exits with, and that it leaves nothing. The scripts are a few lines."""
 
 import contextlib
+import gc
 import json
 import os
 import pty
@@ -12,13 +13,16 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 import replicax
+from replicax._src.cli import supervisor
 from replicax._src.cli.display import make_display
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
+from replicax._src.cluster.processes import Process
 from replicax._src.cluster.spec import Task
 
 LIMIT_S = 100
@@ -350,8 +354,18 @@ def test_who_exits_with_42_is_started_again_and_not_counted(script, tmp_path):
     assert "the first to fail" not in result.stderr
 
 
-def test_a_server_that_was_told_to_end_comes_back_and_is_not_counted(tmp_path, capfd):
+def test_a_server_that_was_told_to_end_comes_back_and_is_not_counted(tmp_path, capfd, monkeypatch):
     """It keeps nothing that is lost, so its machine may be taken away as often as it likes."""
+    made, num_kept = [], []
+
+    class Counted(Process):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(weakref.ref(self))
+            gc.collect()
+            num_kept.append(sum(process() is not None for process in made))
+
+    monkeypatch.setattr(supervisor, "Process", Counted)
     server = tmp_path / "server.py"
     server.write_text(
         f"import os, pathlib, time\npath = pathlib.Path({str(tmp_path)!r}, str(os.getpid()))\n"
@@ -377,6 +391,8 @@ for number in range(3):
         display.close()
     told = capfd.readouterr().err
     assert told.count("worker 0 was told to end. Starting it again; this is not counted.") >= 2
+    assert len(made) >= 4
+    assert max(num_kept) <= 3  # the chief's, this one, and that before for a moment
 
 
 def test_output_that_nobody_reads_ends_it(script):

@@ -90,6 +90,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._wake = threading.Event()
         self._processes: dict[Task, Process] = {}
+        self._held: dict[Task, contextlib.ExitStack] = {}
         self._speeds: dict[Task, Speed] = {}
         self._restarts = Restarts(options.max_restarts, options.checkpoint_dir)
         self._num_starts: collections.Counter[Task] = collections.Counter()
@@ -103,9 +104,9 @@ class Supervisor:
         Raises:
           ProcessStartError: A task could not be started; none is left.
         """
-        with self._signals_noticed(), contextlib.ExitStack() as stack:
+        with self._signals_noticed(), self._none_left():
             while True:
-                failed = self._run_once(stack)
+                failed = self._run_once()
                 if self._signals:
                     return 128 + self._signals[0]
                 if failed is None:
@@ -118,7 +119,7 @@ class Supervisor:
                     self._end_all()
                     return 128 + self._signals[0] if self._signals else failed.exit_code
 
-    def _run_once(self, stack: contextlib.ExitStack) -> Ending | None:
+    def _run_once(self) -> Ending | None:
         """Runs all tasks once; returns how the first that failed has ended. Servers may run on."""
         restarts = {
             start.task: ServerRestarts(start.max_restarts, self._options.checkpoint_dir)
@@ -126,8 +127,8 @@ class Supervisor:
         }
         for start in self._starts:
             if start.task not in self._processes:
-                self._start(start, stack)
-        self._wait(lambda: self._is_decided(restarts, stack))
+                self._start(start)
+        self._wait(lambda: self._is_decided(restarts))
         if not self._signals and self._failed() is None:
             self._await_evaluator()
         failed = self._failed()
@@ -163,8 +164,22 @@ class Supervisor:
         )
         return servers if may_stay else ()
 
-    def _start(self, start: Start, stack: contextlib.ExitStack) -> None:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
+    @contextlib.contextmanager
+    def _none_left(self) -> Iterator[None]:
+        """Afterwards there is no process of a task, and none of their folders."""
+        try:
+            yield
+        finally:
+            with contextlib.ExitStack() as stack:
+                for held in self._held.values():
+                    stack.enter_context(held)
+
+    def _start(self, start: Start) -> None:
+        """Starts a task; of its process before, if there was one, nothing is left."""
+        if start.task in self._held:
+            self._held.pop(start.task).close()
+        held = self._held[start.task] = contextlib.ExitStack()
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
         self._status_files[start.task] = Path(folder) / "status.json"
         self._speeds[start.task] = Speed()
         own = {
@@ -180,11 +195,11 @@ class Supervisor:
             num_lines_kept=_NUM_LAST_LINES,
             on_line=functools.partial(self._display.line, start.task),
         )
-        self._processes[start.task] = stack.enter_context(process)
+        self._processes[start.task] = held.enter_context(process)
 
     # --- how it goes --------------------------------------------------------------------------------------
 
-    def _is_decided(self, restarts: Mapping[Task, ServerRestarts], stack: contextlib.ExitStack) -> bool:
+    def _is_decided(self, restarts: Mapping[Task, ServerRestarts]) -> bool:
         """Whether the training has ended, or failed. A task that may be started again by itself is, here."""
         if self._is_trained():
             return True
@@ -194,15 +209,13 @@ class Supervisor:
                 continue
             if _was_taken(start, process.ending):
                 self._display.note(f"{start.task} was told to end. Starting it again; this is not counted.")
-                process.close()
-                self._start(start, stack)
+                self._start(start)
                 continue
             note = restarts[start.task].after()
             if note is None:
                 return True
             self._display.note(f"{start.task} {process.ending}. {note}")
-            process.close()
-            self._start(start, stack)
+            self._start(start)
         return False
 
     def _is_trained(self) -> bool:
