@@ -273,6 +273,26 @@ def views(*primaries, epoch=1):
     return [View(group, epoch, primary, None) for group, primary in enumerate(primaries)]
 
 
+def test_what_is_assigned_again_does_not_undo_what_came_between(links, clients):
+    program = add_one(links)
+    step = lambda number: links.step((ME, number), 0, {1: Ask(program)})  # noqa: E731
+    step(0)
+
+    class Between(list):
+        """The answer is lost, and before it is asked for again another client has its turn."""
+
+        def __delitem__(self, at):
+            super().__delitem__(at)
+            with PsLinks([Client(client.store, client.task) for client in clients], ME) as others:
+                others.step((ME, 1), 0, {1: Ask(program)})
+
+    clients[1].breaks = Between(["receive"])
+    links.assign([(WHOLE, np.float32(3))])
+    assert links.read([WHOLE])[0] == 4
+    links.assign([(WHOLE, np.float32(1))])
+    assert links.read([WHOLE])[0] == 1
+
+
 def test_what_is_not_tried_again_goes_to_the_server_that_was_named_meanwhile(links, clients, stores):
     links.use_primaries(views(0, 1))
     links.read([WHOLE, SHARDS])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, final
@@ -56,6 +58,10 @@ class PsLinks:
         self._servers = [ServerStream(f"ps {i}", client) for i, client in enumerate(clients)]
         self._incarnation = incarnation
         self._timeout_s = timeout_s
+        self._client = uuid.uuid4().hex
+        self._numbers_lock = threading.Lock()
+        self._num_numbered = 0
+        self._unended: set[int] = set()
 
     @classmethod
     def of_stores(cls, stores: Sequence[Answering], incarnation: Any) -> Self:
@@ -210,15 +216,14 @@ class PsLinks:
             return rows[wanted.positions]
 
     def assign(self, values: Sequence[tuple[Sequence[Piece], np.ndarray]]) -> None:
-        """Replaces the values of variables, each given as its pieces."""
+        """Replaces the values of variables, each given as its pieces; once, also where it is said again."""
         parts = [(p.ps, (p.key, part_of(value, p.rows))) for pieces, value in values for p in pieces]
-        self._all(
-            {
-                ps: self._message("assign", {"keys": [key for key, _ in ours]}, [part for _, part in ours])
-                for ps, ours in _by_ps(parts).items()
-            },
-            may_repeat=True,
-        )
+        with self._numbered() as once:
+            messages = {}
+            for ps, ours in _by_ps(parts).items():
+                keys, values = zip(*ours, strict=True)
+                messages[ps] = self._message("assign", {"keys": list(keys), **once}, values)
+            self._all(messages, may_repeat=True)
 
     def drop(self, pieces: Sequence[Piece], programs: Sequence[tuple[int, str]] = ()) -> None:
         """Frees pieces, and programs: each its parameter server and its digest."""
@@ -279,6 +284,20 @@ class PsLinks:
 
     def _message(self, op: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Message:
         return Message({"op": op, "incarnation": self._incarnation, **fields}, arrays)
+
+    @contextlib.contextmanager
+    def _numbered(self) -> Iterator[dict[str, Any]]:
+        """What a call says that is done once: without it, the second time would undo what others have done since the first."""
+        with self._numbers_lock:
+            number = self._num_numbered
+            self._num_numbered += 1
+            self._unended.add(number)
+            low = min(self._unended)
+        try:
+            yield {"number": [self._client, number], "low": low}
+        finally:
+            with self._numbers_lock:
+                self._unended.discard(number)
 
     def _step_message(self, closure: Closure | None, low: int, ask: Ask, round_number: int | None) -> Message:
         fields = {

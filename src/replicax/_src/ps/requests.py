@@ -20,7 +20,7 @@ _PAIRS = (list, tuple)
 
 @dataclass(frozen=True)
 class Closure:
-    """A closure: its number, and whose. Or a round, of which it is ``of_rounds``."""
+    """A closure: its number, and whose. Or a round, of which it is ``of_rounds``, or another call that is done once."""
 
     incarnation: str
     number: int
@@ -86,6 +86,31 @@ class ApplyRound:
                 f"A round has a number and the numbers of closures, got {number!r:.100} and {closures!r:.100}."
             )
         return cls(number.of_rounds, field_of(header, "low", int, None) or 0, closures)
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Values that pieces are to have.
+
+    Attributes:
+      number: Whose, and which; None: not one that could come twice.
+      low: All that client's below have ended.
+    """
+
+    keys: list[str]
+    values: Sequence[np.ndarray]
+    number: Closure | None
+    low: int
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Self:
+        """What a message asks for."""
+        keys = keys_of(header, "keys")
+        if len(keys) != len(arrays) or len(set(keys)) != len(keys):
+            raise InvalidArgumentError(
+                f"Keys {keys} and {len(arrays)} values were to be assigned. Give one value for each key, and each key once."
+            )
+        return cls(keys, arrays, _closure(header, "number"), field_of(header, "low", int, None) or 0)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import MessageError
 from replicax._src.ps.held_pieces import (
     HeldPiece,
@@ -25,6 +24,7 @@ from replicax._src.ps.held_values import copied, is_overwritten, overwritten
 from replicax._src.ps.messages import Message
 from replicax._src.ps.requests import (
     ApplyRound,
+    Assign,
     NewPiece,
     Step,
     field_of,
@@ -256,15 +256,13 @@ class Store:
             return Message({"duplicate": self._contents.apply_round(asked)})
 
     def _assign(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        contents, keys = self._contents, keys_of(header, "keys")
-        if len(keys) != len(arrays) or len(set(keys)) != len(keys):
-            raise InvalidArgumentError(
-                f"Keys {keys} and {len(arrays)} values were to be assigned. Give one value for each key, and each key once."
-            )
+        contents, asked = self._contents, Assign.of(header, arrays)
         with self._lock:
-            self._snapshots.wait_for_room(keys)
+            self._snapshots.wait_for_room(asked.keys)
             self._check(header)
-            pieces = [contents.piece(key) for key in keys]
+            if asked.number is not None and contents.has_done(asked.number, asked.low):
+                return Message({"duplicate": True})
+            pieces = [contents.piece(key) for key in asked.keys]
             for piece, array in zip(pieces, arrays):
                 check_assigned(piece, array)
             # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
@@ -277,6 +275,8 @@ class Store:
                     old, piece.value = piece.held(), None
                     value = overwritten(old, array)
                 contents.change(piece, value)
+            if asked.number is not None:
+                contents.windows.of_client(asked.number.incarnation).add(asked.number.number)
             contents.statistics.bytes_received += sum(array.nbytes for array in arrays)
         return Message({})
 

@@ -19,7 +19,7 @@ from replicax._src.ps.held_pieces import HeldPiece, check_state, few, staleness_
 from replicax._src.ps.held_values import Spec
 from replicax._src.ps.incarnations import Incarnations
 from replicax._src.ps.programs import UpdateProgram
-from replicax._src.ps.requests import ApplyRound, NewPiece, Step
+from replicax._src.ps.requests import ApplyRound, Closure, NewPiece, Step
 from replicax._src.ps.store_statistics import StoreStatistics
 from replicax._src.ps.unwritten import Unwritten
 from replicax._src.ps.updates import CompiledUpdate
@@ -55,7 +55,7 @@ class StoreContents:
       num_changes: Is another one after every change of a value.
       pieces: By key.
       programs: By digest.
-      windows: Which closures have been applied.
+      windows: Which closures have been applied, by client, and which rounds and assignments.
       gradients: That wait for others of their round.
       statistics: Since the coordinator came.
     """
@@ -155,6 +155,19 @@ class StoreContents:
             'created. Drop it first; or, for one that may be there with this shape and dtype, say "if_absent": true.'
         )
 
+    def has_done(self, number: Closure, low: int) -> bool:
+        """Whether what is done once has been; all of that client's below ``low`` have ended.
+
+        Raises:
+          InvalidArgumentError: There is no room to remember it.
+        """
+        window = self.windows.of_client(number.incarnation)
+        window.raise_low(low)
+        if number.number in window:
+            return True
+        window.check_room(number.number)
+        return False
+
     # --- changes ---------------------------------------------------------------------------------------
 
     def add(self, key: str, spec: Spec, value: jax.Array) -> None:
@@ -212,18 +225,16 @@ class StoreContents:
 
     def apply_round(self, asked: ApplyRound) -> bool:
         """Applies the mean of the gradients of a round, if that has not been done. Returns whether it had been."""
-        number, window = asked.number.number, self.windows.of_client(asked.number.incarnation)
-        window.raise_low(asked.low)
+        number = asked.number.number
         self.gradients.end_below(asked.low)
-        if number in window:
+        if self.has_done(asked.number, asked.low):
             return True
-        window.check_room(number)
         found = self.gradients.mean(number, asked.closures)
         if found is not None:
             update, operands = found
             self._apply(update, self._state(update), operands)
             self.statistics.updates += 1
-        window.add(number)
+        self.windows.of_client(asked.number.incarnation).add(number)
         self.gradients.end(number)
         return False
 
