@@ -195,10 +195,10 @@ class World:
             self.reports.append((server, {"0": server.rules.described()}))
 
     def hear(self, n):
-        """A report arrives, late perhaps."""
+        """A report arrives, late perhaps; of a process that another one has followed, too."""
         if self.reports:
             server, parts = self.reports.pop(n % len(self.reports))
-            if server in self.servers:
+            if server in self.servers or self.servers[server.task].is_known:
                 self.groups.back(server.task)
                 self.follow(self.groups.told(server.task, parts))
                 self.follow(self.groups.to_be_told(server.task, parts))
