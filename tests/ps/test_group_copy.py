@@ -10,7 +10,7 @@ import pytest
 from checks import message
 from exported import update_program
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps import group_copy
+from replicax._src.ps import group_copy, group_entries
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_copies import GroupCopies
 from replicax._src.ps.group_rules import View
@@ -228,8 +228,8 @@ def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
 def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there_is(
     network, add, monkeypatch
 ):
-    monkeypatch.setattr(group_copy, "_MANY_BYTES", 3 * ONE.nbytes)
-    monkeypatch.setattr(group_copy, "_ENTRY_BYTES", 0)
+    monkeypatch.setattr(group_entries, "_MANY_BYTES", 3 * ONE.nbytes)
+    monkeypatch.setattr(group_entries, "_ENTRY_BYTES", 0)
     network.view(2, 0, None)
     network.is_silent = True  # stopped: its system takes what is sent
     network.view(3, 0, 1, is_joining=True)
@@ -262,7 +262,7 @@ def bringing(network):
 
 
 def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add, monkeypatch):
-    monkeypatch.setattr(group_copy, "_MANY_BYTES", ONE.nbytes)
+    monkeypatch.setattr(group_entries, "_MANY_BYTES", ONE.nbytes)
     monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
     monkeypatch.setattr(group_copy, "_ROOM_S", 0.3)
     with bringing(network):
@@ -277,7 +277,7 @@ def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add
 
 
 def test_what_comes_while_all_is_brought_does_not_become_more_than_all(network, add, monkeypatch):
-    monkeypatch.setattr(group_copy, "_MOST_BYTES", 4 * group_copy._ENTRY_BYTES)
+    monkeypatch.setattr(group_entries, "_MOST_BYTES", 4 * group_entries._ENTRY_BYTES)
     copy = network.servers[0]._copies[GROUP]
     with bringing(network):
         for number in range(6):
@@ -292,11 +292,11 @@ def test_what_comes_while_all_is_brought_does_not_become_more_than_all(network, 
 
 
 def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add, monkeypatch):
-    monkeypatch.setattr(group_copy, "_ENTRY_BYTES", 0)
+    monkeypatch.setattr(group_entries, "_ENTRY_BYTES", 0)
     with bringing(network):
         for _ in range(4):
             network.step(0, add, 0, [ONE])
-        assert network.servers[0]._copies[GROUP]._waiting_bytes == ONE.nbytes
+        assert network.servers[0]._copies[GROUP]._waiting.num_bytes == ONE.nbytes
     network.until_in_sync()
     assert network.ask(0, "checksum").header["is_on_two"]
     network.view(4, 1, None, to=[1])
