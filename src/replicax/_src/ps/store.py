@@ -329,14 +329,15 @@ class Store:
     def _read(
         self, step: Step, pulled: Sequence[HeldPiece], tables: Sequence[HeldPiece], is_duplicate: bool
     ) -> Message:
+        instance = self.instance
         changed = [
             piece
             for piece, (_, version) in zip(pulled, step.pull)
-            if version is None or tuple(version) != (self.instance, piece.number)
+            if version is None or tuple(version) != (instance, piece.number)
         ]
         values = shown(changed)
         rows = [rows_of(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]
         if pulled or tables:
             self._contents.statistics.count_pull(values, rows)
-        versions = [[self.instance, piece.number] for piece in pulled]
+        versions = [[instance, piece.number] for piece in pulled]
         return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])
