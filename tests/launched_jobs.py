@@ -21,7 +21,11 @@ print("pid", os.getpid(), flush=True)
 
 
 def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
-    """A loop with momentum, a random mask for the whole batch, a count with a value for each replica, and a position."""
+    """A loop with momentum, a random mask for the whole batch, a count with a value for each replica, and a position.
+
+    It prints how many programs it has compiled that JAX had not kept.
+    """
+    import collections
     import hashlib
     import os
     import time
@@ -32,6 +36,8 @@ def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
 
     import replicax as rx
 
+    events = collections.Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
     is_launched = "TF_CONFIG" in os.environ
     strategy = (
         rx.MultiWorkerMirroredStrategy() if is_launched else rx.MirroredStrategy(jax.local_devices()[:2])
@@ -74,6 +80,7 @@ def looping(num_steps, batch_size=12, pause_s=0.02, save_every=4):
         time.sleep(pause_s)
         if (number + 1) % save_every == 0:
             manager.save()
+    print("anew", events["compile_requests_use_cache"] - events["cache_hits"], flush=True)
     manager.close()
     digest = hashlib.sha256(repr(float(total)).encode())
     for variable in [*weights, *velocities]:

@@ -30,20 +30,21 @@ def damage(folder):
 def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
     """The chief and the other one, where one restart may count: only those without progress do.
 
-    Compiled programs are kept; that they are damaged before the last start is no failure.
+    Compiled programs are kept, those of all tasks; that they are damaged is no failure, and only the next start compiles them anew.
     """
     monkeypatch.setenv("REPLICAX_CHECKPOINT_DIR", str(tmp_path / "alone"))
     looping(100, pause_s=0)
     expected = re.search(r"^bits (\w+)$", capsys.readouterr().out, re.MULTILINE)[1]
     with LaunchedJob(tmp_path, looping, "100", max_restarts=1) as job:
         kill_after_saving(job, "worker 0", SOON_S)
-        kill_after_saving(job, "worker 1", SOON_S)
         num_damaged = damage(job.saved)
+        kill_after_saving(job, "worker 1", SOON_S)
         assert job.wait(SOON_S) == 0, job.text()
     assert [bits for _, bits in job.printed("bits")] == [expected, expected], job.text()
     assert counted(job) == (0, 2)
     assert num_damaged > 0
     assert "Error reading persistent compilation cache" in "\n".join(job.lines)
+    assert sorted(job.printed("anew")) == [("worker 0", "0"), ("worker 1", "0")]
 
 
 @pytest.mark.long

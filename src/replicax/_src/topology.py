@@ -410,7 +410,7 @@ def cpu_pool_is_large() -> bool:
 
 
 def prepare_backend(num_processes_here: int = 1, *, has_callbacks: bool = True) -> None:
-    """Before JAX's backend starts: chooses how many threads XLA computes with on CPUs, unless the user has.
+    """Before JAX's backend starts: keeps what is compiled, and chooses how many threads XLA computes with on CPUs, unless the user has.
 
     Several devices in one process need threads for queued collectives. Processes with one device each share the cores: with
     as many threads as for several devices a step of a small network took twice as long on two cores (jax 0.10).
@@ -421,6 +421,7 @@ def prepare_backend(num_processes_here: int = 1, *, has_callbacks: bool = True) 
     """
     if jax_compat.backend_started():
         return
+    jax_compat.keep_programs()
     if jax_compat.has_several_cpu_devices():
         os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
     elif num_processes_here > 1:
