@@ -11,6 +11,7 @@ import pytest
 
 from checks import message, needs_ipv6
 from replicax._src.cli.status import read_status
+from replicax._src.cluster import channel as channel_module
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.frames import Decoder, FrameError, bind_shared, encode, listen
 from replicax._src.cluster.hub import Hub
@@ -151,6 +152,14 @@ def test_an_error_of_another_is_shown():
         second.tell_error("Traceback\n  line 3\nValueError: my own")
         assert first.wait_for_failure(PATIENCE_S) is not None
         message(PeerFailureError, first.check, "worker 1 raised an error", "    ValueError: my own")
+
+
+def test_who_leaves_does_not_wait_for_the_next_beat(monkeypatch):
+    monkeypatch.setattr(channel_module, "_BEAT_S", 1000.0)
+    monkeypatch.setattr(channel_module, "_STATUS_FILE_S", 1000.0)
+    with serving(NAMES[:1]) as address, channels(address, NAMES[:1]) as (member,):
+        member.leave()
+        assert not member._thread.is_alive()
 
 
 def test_who_leaves_is_no_failure_until_it_is_needed():

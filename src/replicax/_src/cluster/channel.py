@@ -6,6 +6,7 @@ See hub.py for the rules.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import selectors
@@ -171,6 +172,8 @@ class Channel:
         self._note_end()
         self._send({"kind": "left", "status": self._status})
         self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)  # the thread, which waits for a message, hears of it
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         self._socket.close()
