@@ -122,6 +122,13 @@ def test_exit_code(code, text):
         assert not process.is_running
 
 
+def test_its_end_is_told_when_it_is_known():
+    has_ended = threading.Event()
+    with python("raise SystemExit(3)", on_end=has_ended.set) as process:
+        assert has_ended.wait(LIMIT_S)
+        assert process.ending.code == 3
+
+
 def test_death_by_a_signal():
     with python("import time; time.sleep(60)") as process:
         assert process.is_running

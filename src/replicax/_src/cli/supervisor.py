@@ -194,6 +194,7 @@ class Supervisor:
             own_folder=folder,
             num_lines_kept=_NUM_LAST_LINES,
             on_line=functools.partial(self._display.line, start.task),
+            on_end=self._wake.set,
         )
         self._processes[start.task] = held.enter_context(process)
 

@@ -83,6 +83,7 @@ class Process:
       num_lines_kept: How many of its last lines ``lines`` has.
       on_line: Called with each line of its output, standard error included, in a thread of its own. If it raises,
         it is not called any more, and ``wait`` or ``close`` raises that.
+      on_end: Called in that thread when it has ended, and ``ending`` says how.
 
     Raises:
       ProcessStartError: There is no such program or directory, or no process could be made.
@@ -98,10 +99,11 @@ class Process:
         own_folder: str | os.PathLike[str] = "",
         num_lines_kept: int = 1000,
         on_line: Callable[[str], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ):
         self.name = name
         self.is_stopped = False
-        self._on_line = on_line
+        self._on_line, self._on_end = on_line, on_end
         self._error: BaseException | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=num_lines_kept)
         self._num_lines = 0
@@ -259,6 +261,7 @@ class Process:
             else:  # its keeper was killed, and the command with it
                 self._ending = Ending(None, signal.SIGKILL, time.monotonic())
         self._has_ended.set()
+        self._on_end()
 
     def _deliver(self, lines: Sequence[str]) -> None:
         for line in lines:
