@@ -3,12 +3,14 @@ with a loop and with Keras's ``fit``, beside torchrun with the same model, in ro
 
     python benchmarks/recovery.py --rounds 5 --torch PYTHON_WITH_TORCH
 
-CPU seconds are those of one worker from its start to the first step: they say more than seconds where the machine is busy.
+CPU seconds are those of one worker from its start to the first step: they say more than seconds where the machine is busy. Keras
+imports scikit-learn and matplotlib where they are installed; where they are, ``fit`` is also measured without.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -18,14 +20,48 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import recovery_marks
 
 HERE = Path(__file__).parent
 NUM_WORKERS, LIMIT_S, GOAL_S, MOST_FAILURES = 2, 60.0, 3.0, 12
-LOOP, FIT, TORCH = "replicax, loop", "replicax, Keras fit", "torchrun, DDP"
+LOOP, FIT, BARE_FIT, TORCH = (
+    "replicax, loop",
+    "replicax, Keras fit",
+    "  without plots etc.",
+    "torchrun, DDP",
+)
 COLUMNS = ("total", *recovery_marks.PARTS, "CPU")
+
+
+class NotRecoveredError(Exception):
+    """A job did not train, or did not train again. (Of torchrun's some do not: gloo asks for the addresses of workers that have died.)"""
+
+
+@dataclass
+class Contestant:
+    """What is measured, and what was.
+
+    Attributes:
+      command: The job.
+      seconds: Of each job that trained again, its parts.
+      num_failures: How many jobs did not.
+    """
+
+    command: Sequence[str]
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    num_failures: int = 0
+
+    def measure(self, number: int) -> None:
+        """One more job that trains again; none once ``MOST_FAILURES`` have not."""
+        while len(self.seconds) <= number and self.num_failures < MOST_FAILURES:
+            try:
+                self.seconds.append(recover(self.command, victim=number % NUM_WORKERS))
+            except NotRecoveredError as error:
+                self.num_failures += 1
+                print(error, file=sys.stderr)
 
 
 def main() -> None:
@@ -36,25 +72,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
     arguments = parser.parse_args()
-    contestants = {LOOP: _launched("loop"), FIT: _launched("fit")}
+    contestants = {LOOP: Contestant(_launched("loop")), FIT: Contestant(_launched("fit"))}
+    if any(importlib.util.find_spec(name) for name in recovery_marks.NOT_NEEDED):
+        contestants[BARE_FIT] = Contestant(_launched("bare_fit"))
     if arguments.torch is not None:
-        contestants[TORCH] = _torchrun(arguments.torch)
-    names, seconds = [*contestants], {name: [] for name in contestants}
-    failures = dict.fromkeys(names, 0)
+        contestants[TORCH] = Contestant(_torchrun(arguments.torch))
+    names = [*contestants]
     for number in range(arguments.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            while len(seconds[name]) <= number:
-                try:
-                    seconds[name].append(recover(contestants[name], victim=number % NUM_WORKERS))
-                except NotRecoveredError as error:
-                    failures[name] += 1
-                    if failures[name] > MOST_FAILURES:
-                        raise SystemExit(f"{name}: {error}") from None
-    report(seconds, failures)
-
-
-class NotRecoveredError(Exception):
-    """A job did not train, or did not train again. (Of torchrun's some do not: gloo asks for the addresses of workers that have died.)"""
+            contestants[name].measure(number)
+    report(contestants)
 
 
 def _launched(how: str) -> list[str]:
@@ -131,25 +158,27 @@ def _wait_for(marks: Path, name: str, attempt: int, job: subprocess.Popen) -> li
     return told
 
 
-def report(seconds: dict[str, list[dict[str, float]]], failures: dict[str, int]) -> None:
+def report(contestants: dict[str, Contestant]) -> None:
     print(f"\nSeconds from kill -9 of one of {NUM_WORKERS} workers to the next step of all")
-    print(f"  {'':22}{''.join(f'{name:>16}' for name in COLUMNS)}")
-    for name, rounds in seconds.items():
-        cells = []
-        for column in COLUMNS:
-            values = [each[column] for each in rounds]
-            cells.append(f"{statistics.median(values):.2f} [{min(values):.2f}–{max(values):.2f}]")
-        print(f"  {name:22}{''.join(f'{cell:>16}' for cell in cells)}")
-        if failures[name]:
-            print(f"  {'':22}{failures[name]} more times it did not train again, and was started anew")
-    for name in (LOOP, FIT):
-        median = statistics.median(each["total"] for each in seconds[name])
-        print(f"  {name}: {'within' if median <= GOAL_S else 'over'} the goal of {GOAL_S:g} s")
-    if TORCH in seconds:
-        pairs = [a["total"] / b["total"] for a, b in zip(seconds[LOOP], seconds[TORCH], strict=True)]
-        print(
-            f"  {LOOP} × {TORCH}: median of pairs {statistics.median(pairs):.2f} [{min(pairs):.2f}–{max(pairs):.2f}]"
-        )
+    print(f"  {'':22}{''.join(f'{name:>18}' for name in COLUMNS)}")
+    for name, contestant in contestants.items():
+        cells = [_cell([each[column] for each in contestant.seconds]) for column in COLUMNS]
+        print(f"  {name:22}{''.join(f'{cell:>18}' for cell in cells)}")
+        if contestant.num_failures:
+            print(f"  {'':22}{contestant.num_failures} more did not train again")
+    for name, contestant in contestants.items():
+        if name != TORCH and contestant.seconds:
+            median = statistics.median(each["total"] for each in contestant.seconds)
+            print(f"  {name.strip()}: {'within' if median <= GOAL_S else 'over'} the goal of {GOAL_S:g} s")
+    if TORCH in contestants and contestants[TORCH].seconds:
+        totals = [[each["total"] for each in contestants[name].seconds] for name in (LOOP, TORCH)]
+        print(f"  {LOOP} × {TORCH}: median of pairs {_cell([a / b for a, b in zip(*totals, strict=False)])}")
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    return f"{statistics.median(values):.2f} [{min(values):.2f}–{max(values):.2f}]"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 MARKS, FOLDER = "RECOVERY_MARKS", "RECOVERY_FOLDER"
 PARTS = ("python", "imports", "join", "restore", "first step")
 READY = "ready"
+NOT_NEEDED = ("sklearn", "matplotlib")
 SIZES, ROWS, SAVE_EVERY, READY_AT = (64, 256, 256, 10), 128, 10, 25
 
 

@@ -1,4 +1,4 @@
-"""One worker of replicax in ``recovery.py``, under ``replicax launch``: ``recovery_replicax.py loop``, or ``fit``."""
+"""One worker of replicax in ``recovery.py``, under ``replicax launch``: ``recovery_replicax.py loop``, ``fit``, or ``bare_fit``."""
 
 import functools
 import json
@@ -13,7 +13,9 @@ mark = functools.partial(
     attempt=int(os.environ["REPLICAX_RESTART_COUNT"]),
 )
 mark("python")
-if sys.argv[1] == "fit":
+if sys.argv[1] == "bare_fit":
+    sys.modules.update(dict.fromkeys(recovery_marks.NOT_NEEDED))  # as if they were not installed
+if sys.argv[1] != "loop":
     import keras
 import jax.numpy as jnp
 import numpy as np
@@ -105,4 +107,4 @@ def after(number):
 if __name__ == "__main__":
     strategy = rx.MultiWorkerMirroredStrategy()
     mark("join")
-    {"loop": loop, "fit": fit}[sys.argv[1]](strategy)
+    {"loop": loop, "fit": fit, "bare_fit": fit}[sys.argv[1]](strategy)
