@@ -12,6 +12,9 @@ import replicax as rx
 from checkpoint_bits import bits
 from checks import message
 from replicax._src.checkpoint.saved import SavedCheckpoint
+from replicax._src.placement import spmd
+from replicax._src.program import slots
+from replicax._src.program.slots import own_copy
 from replicax.checkpoint import CheckpointMismatchError, UnmatchedCheckpointError
 from replicax.errors import CrossReplicaContextError
 
@@ -218,6 +221,27 @@ def test_parts_that_a_program_was_given_are_not_given_again(tmp_path):
     gc.collect()
     update()
     assert metric.result() == 4
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_was_restored_is_copied_for_the_first_step_only_if_somebody_holds_it(
+    is_held, tmp_path, monkeypatch
+):
+    strategy = rx.MirroredStrategy(jax.local_devices()[:2])
+    with strategy.scope():
+        v = rx.Variable([1.0, 2.0])
+    checkpoint = rx.Checkpoint(v=v)
+    path = checkpoint.save(tmp_path / "ckpt")
+    v.assign([0.0, 0.0])
+    checkpoint.restore(path)
+    held = v.value if is_held else None
+    num_copies = []
+    monkeypatch.setattr(spmd, "own_copy", lambda *arguments: num_copies.append(1) or own_copy(*arguments))
+    monkeypatch.setattr(slots, "own_copy", spmd.own_copy)
+    strategy.run(lambda: v.assign_add([1.0, 1.0]))
+    assert len(num_copies) == is_held
+    assert v.numpy().tolist() == [2.0, 3.0]
+    assert held is None or np.asarray(held).tolist() == [1.0, 2.0]
 
 
 def test_shards_are_saved_as_one_and_restored_into_any_number(saved):

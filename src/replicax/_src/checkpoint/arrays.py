@@ -15,7 +15,7 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.checkpoint.tracked import Leaf, Parts, walkers
 from replicax._src.options import VariableAggregation
-from replicax._src.program.slots import Sharing, Slot, own_copy, slot_makers
+from replicax._src.program.slots import Sharing, Slot, note_unshared, own_copy, slot_makers
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.topology import Topology
 from replicax._src.values import is_variable
@@ -154,7 +154,9 @@ class VariableLeaf(ArrayLeaf):
         elif self.slot.sharing is Sharing.SUMMED:
             self._give_summed(placed_as(value, stored), components)
         else:
-            self._set(placed_as(value, stored))
+            placed = placed_as(value, stored)
+            note_unshared(placed)
+            self._set(placed)
 
     def _set(self, value: Any) -> None:
         self.slot.accessor.set([self.of], [value])

@@ -217,6 +217,15 @@ def own_copy(value: Any, sharding: Any) -> jax.Array:
 _uncompared: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
+# Arrays that nobody has but the variables that they were made for, by id.
+_unshared: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+def note_unshared(value: jax.Array) -> None:
+    """``value`` was made for a variable, and nobody else has it: who adopts it need not copy it."""
+    _unshared[id(value)] = value
+
+
 def placed_by_each(value: Any, topology: Topology) -> jax.Array:
     """A copy of a value that a variable is given outside of programs, whole on every device.
 
@@ -277,7 +286,9 @@ def adopt(slot: Slot, value: Any, topology: Topology) -> jax.Array:
       TraceError: The variable holds a tracer of a trace that has ended.
     """
     check_no_tracer(slot, value)
-    if slot.sharing is Sharing.COMPONENTS:
+    if _unshared.get(id(value)) is value and value.sharding == slot.placement_on(topology):
+        placed = value
+    elif slot.sharing is Sharing.COMPONENTS:
         placed = own_copy(value, topology.per_replica)
     elif topology.peers is not None and (is_local(value) or _uncompared.get(id(value)) is value):
         here = value if is_local(value) else value.addressable_data(0)
