@@ -123,10 +123,15 @@ def test_numbers_and_intervals(checkpoint, tmp_path):
     assert names(filter(None, saved)) == ["model-0", "model-10", "model-20"]
     assert names([manager.save(check_interval=False)]) == ["model-21"]
     manager.close()
-    for number in (-1, "three"):
+    for number in (-1, "three", 2.7):
         message(InvalidArgumentError, lambda n=number: manager.save(n, check_interval=False), "at least 0")
     for wrong in (
         {"max_to_keep": 0},
+        {"max_to_keep": 2.5},
+        {"max_to_keep": "3"},
+        {"keep_best": 1, "best_fn": "loss"},
+        {"keep_checkpoint_every_n_hours": "1"},
+        {"step_counter": step, "checkpoint_interval": 0},
         {"best_mode": "best"},
         {"keep_best": 1},
         {"checkpoint_interval": 3},
@@ -134,6 +139,14 @@ def test_numbers_and_intervals(checkpoint, tmp_path):
     ):
         with pytest.raises(InvalidArgumentError):
             rx.CheckpointManager(checkpoint, tmp_path, **wrong)
+    for directory in (3, None, ""):
+        message(
+            InvalidArgumentError,
+            lambda d=directory: rx.CheckpointManager(checkpoint, d),
+            "directory is a path",
+        )
+    no_step = rx.CheckpointManager(checkpoint, tmp_path, step_counter="step", checkpoint_interval=3)
+    message(InvalidArgumentError, no_step.save, "step_counter is a variable or a function", "'step'")
 
 
 def test_metrics_are_judged_before_they_are_saved(checkpoint, tmp_path):

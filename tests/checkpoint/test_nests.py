@@ -14,6 +14,7 @@ import replicax as rx
 from checkpoint_bits import bits
 from checks import message
 from replicax.checkpoint import CheckpointMismatchError, HostRandomState, UntrackableError
+from replicax.errors import InvalidArgumentError
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -125,8 +126,86 @@ def test_states_and_the_hosts_random_numbers(saved):
     message(UntrackableError, lambda: saved(c=Counter(object())), "Counter", "JSON cannot hold")
 
 
+def test_numbers_are_restored_as_they_were_saved(saved):
+    """Programs begin with ``best = 0``, and save 0.25, or an array with one number."""
+    path = saved(
+        best=0.25, large=2**70, flag=True, rate=1, loss=jnp.float32(0.5), count=np.int64(3), name="it"
+    )
+    checkpoint = rx.Checkpoint(best=0, large=0, flag=0, rate=0.5, loss=float("inf"), count=0, name="")
+    checkpoint.restore(path).assert_consumed()
+    got = [getattr(checkpoint, name) for name in ("best", "large", "flag", "rate", "loss", "count", "name")]
+    assert [(value, type(value)) for value in got] == [
+        (0.25, float), (2**70, int), (True, bool), (1.0, float), (0.5, float), (3, int), ("it", str)
+    ]  # fmt: skip
+
+
+def test_a_text_is_no_number(saved):
+    path = saved(a="hello", b="no", c=3)
+    checkpoint = rx.Checkpoint(a=3, b=False, c="")
+    text = message(
+        CheckpointMismatchError, lambda: checkpoint.restore(path), "a: 'hello' was saved, str, and 3 is here"
+    )
+    assert "b: 'no'" in text
+    assert "c: 3" in text
+    assert (checkpoint.a, checkpoint.b, checkpoint.c) == (3, False, "")
+
+
+def test_nests_with_objects_in_them_are_saved_with_all_that_they_have(saved):
+    variable = rx.Variable(1.0)
+    optimizer = optax.adam(0.1)
+
+    def state(fill):
+        optimizer_state = jax.tree.map(lambda x: x + fill, optimizer.init({"w": jnp.zeros(2)}))
+        return {
+            "v": variable,
+            "epoch": fill,
+            "train": Pair([variable, optimizer_state], (jax.random.key(fill), None, str(fill))),
+        }
+
+    path = saved(state=state(3))
+    checkpoint = rx.Checkpoint(state=state(0))
+    mine, _ = variable.assign(9.0), checkpoint.state
+    checkpoint.restore(path).assert_consumed()
+    assert mine is not None
+    assert float(variable.read_value()) == 1.0
+    assert checkpoint.state["epoch"] == 3
+    (same, slots), (key, nothing, text) = checkpoint.state["train"]
+    assert same is variable
+    assert isinstance(checkpoint.state["train"], Pair)
+    jax.tree.map(np.testing.assert_array_equal, slots, state(3)["train"].left[1])
+    assert (jax.random.key_data(key) == jax.random.key_data(jax.random.key(3))).all()
+    assert (nothing, text) == (None, "3")
+
+
+def test_a_nest_may_be_the_root(saved):
+    checkpoint = rx.Checkpoint({"w": jnp.ones(2)})
+    path = saved(root={"w": jnp.full(2, 5.0)})
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.root["w"].tolist() == [5.0, 5.0]
+
+
+def test_what_nests_cannot_have_is_said():
+    variable = rx.Variable(1.0)
+    message(
+        UntrackableError, lambda: rx.Checkpoint(a={1: variable, "1": rx.Variable(2.0)}), "the keys 1 and '1'"
+    )
+    message(UntrackableError, lambda: rx.Checkpoint(a=[variable, print]), "a/1=")
+    message(UntrackableError, lambda: rx.Checkpoint(a=np.array(["x"])), "ndarray")
+
+
+def test_names_that_a_checkpoint_has_itself_are_refused():
+    for name in ("save", "parts", "save_counter", "_mine"):
+        message(InvalidArgumentError, lambda name=name: rx.Checkpoint(**{name: 3}), name, "another name")
+    checkpoint = rx.Checkpoint()
+    message(InvalidArgumentError, lambda: setattr(checkpoint, "restore", 3), "'my_restore'")
+    message(InvalidArgumentError, lambda: checkpoint.save(3), "file_prefix is a path", "int")
+    message(InvalidArgumentError, lambda: checkpoint.restore(3), "save_path is a path", "int")
+
+
 def test_what_was_an_array_is_no_number(saved):
-    path = saved(state={"a": np.ones(()), "b": 1})
+    path = saved(state={"a": np.ones(1), "b": 1})
     checkpoint = rx.Checkpoint(state={"a": 1, "b": np.ones(())})
-    text = message(CheckpointMismatchError, lambda: checkpoint.restore(path), "state/a: an array was saved")
+    text = message(
+        CheckpointMismatchError, lambda: checkpoint.restore(path), "state/a: an array of shape (1,) was saved"
+    )
     assert "state/b: a state was saved" in text

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -46,6 +47,7 @@ def test_plain_orbax_reads_it(model, saved):
 def test_by_name(model, saved):
     path = saved(model=model)
     assert list_variables(path) == [("model/layers/0/bias", (3,)), ("model/layers/0/kernel", (4, 3))]
+    assert list_variables(Path(path).parent) == list_variables(path), "the newest of the directory"
     np.testing.assert_array_equal(load_variable(path, "model/layers/0/kernel"), np.ones((4, 3)))
     message(CheckpointNotFoundError, lambda: load_variable(path, "kernel"), "It has model/layers/0/bias")
 

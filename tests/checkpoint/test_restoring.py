@@ -318,6 +318,20 @@ def test_layers_are_restored_as_they_are_built(saved):
     message(CheckpointMismatchError, lambda: wrong(x), "shape (3, 4) in the checkpoint, (3, 5) here")
 
 
+def test_a_normalization_computes_with_what_was_restored(saved):
+    """It makes constants of its variables when it is built."""
+    x = np.arange(8, dtype="float32").reshape(4, 2)
+    layer = keras.layers.Normalization()
+    layer.adapt(x)
+    path = saved(layer=layer)
+    later, built = keras.layers.Normalization(), keras.layers.Normalization()
+    built.build((None, 2))
+    for other in (later, built):
+        status = rx.Checkpoint(layer=other).restore(path)
+        np.testing.assert_array_equal(other(x), layer(x))
+        status.assert_consumed()
+
+
 class Begun(keras.layers.Layer):
     """Its build makes a layer, and gives that a first value."""
 

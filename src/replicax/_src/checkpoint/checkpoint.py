@@ -27,14 +27,15 @@ from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedObject
 from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.host_copy import HostBuffers, copy_to_host
+from replicax._src.checkpoint.nests import Holder
 from replicax._src.checkpoint.orbax_files import orbax
 from replicax._src.checkpoint.restoring import Restoration
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
-from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, is_tracked, walkers
-from replicax._src.checkpoint.trees import HeldTree, StateLeaf
+from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, walkers
+from replicax._src.checkpoint.trees import StateLeaf
 from replicax._src.checkpoint.writing import Snapshot, new_part, write
-from replicax._src.errors import CrossReplicaContextError
+from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
 from replicax._src.program.capture import current_capture
 
 log = logging.getLogger("replicax")
@@ -63,6 +64,7 @@ class Checkpoint:
 
     Raises:
       UntrackableError: Something that cannot be saved.
+      InvalidArgumentError: A name that a checkpoint has itself.
 
     Source: TensorFlow, ``tf.train.Checkpoint``.
 
@@ -77,17 +79,19 @@ class Checkpoint:
     """
 
     def __init__(self, root: Any = None, **kwargs: Any):
-        self._root = root
-        self._trees: dict[str, HeldTree] = {}
+        self._holder = Holder(vars(self))
         self._restoration: Restoration | None = None
         self._buffers = HostBuffers()
         self.save_counter: int = 0
-        for name, value in kwargs.items():
+        named = kwargs if root is None else {"root": root, **kwargs}
+        for name, value in named.items():
+            _check_name(name, is_counter_own=False)
             setattr(self, name, value)
         ensure_bridges()
         self.parts()  # what cannot be saved is said here
 
     def __setattr__(self, name: str, value: Any) -> None:
+        _check_name(name)
         super().__setattr__(name, value)
         if not name.startswith("_") and vars(self).get("_restoration") is not None:
             assert self._restoration is not None
@@ -95,21 +99,8 @@ class Checkpoint:
 
     def parts(self) -> Parts:
         """What is tracked, by name: leaves of nests too."""
-        parts: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if not name.startswith("_") and name != "save_counter":
-                parts[name] = value if is_tracked(value) else self._tree_of(name)
-        for tree in parts.values():
-            if isinstance(tree, HeldTree):
-                tree.parts()
-        if self._root is not None:
-            parts = {"root": self._root, **parts}
-        return parts
-
-    def _tree_of(self, name: str) -> HeldTree:
-        if name not in self._trees:
-            self._trees[name] = HeldTree(vars(self), name)
-        return self._trees[name]
+        names = [name for name in vars(self) if not name.startswith("_") and name != "save_counter"]
+        return {name: self._holder.part(name) for name in names}
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -128,16 +119,17 @@ class Checkpoint:
           UnsharedDirectoryError: Processes see different directories.
           MissingExtraError: orbax is not installed.
         """
+        prefix = path_of(file_prefix, "file_prefix", "training/ckpt")
         self.save_counter += 1
         try:
-            return self._write(f"{os.fspath(file_prefix)}-{self.save_counter}", self.save_counter)
+            return self._write(f"{prefix}-{self.save_counter}", self.save_counter)
         except BaseException:
             self.save_counter -= 1
             raise
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:
         """As ``save``, at exactly this path, and without counting. What was there is replaced when the new one is whole."""
-        return self._write(os.fspath(file_prefix), self.save_counter)
+        return self._write(path_of(file_prefix, "file_prefix", "training/exact"), self.save_counter)
 
     def _write(self, path: str, number: int) -> str:
         _check_context("save")
@@ -242,7 +234,9 @@ class Checkpoint:
 
     def _read(self, save_path: str | os.PathLike[str] | None, *, is_counting: bool) -> LoadStatus:
         _check_context("restore")
-        path = None if save_path is None else os.path.abspath(save_path)
+        path = (
+            None if save_path is None else os.path.abspath(path_of(save_path, "save_path", "training/ckpt-3"))
+        )
         saved = processes.together("opening a checkpoint", lambda: None if path is None else _verified(path))
         processes.check_same_checkpoint(path, "" if saved is None else saved.contents.to_text())
         if saved is None:
@@ -267,6 +261,29 @@ class Checkpoint:
     def __repr__(self) -> str:
         names = ", ".join(name for name in vars(self) if not name.startswith("_") and name != "save_counter")
         return f"Checkpoint({names}, save_counter={self.save_counter})"
+
+
+_OWN_NAMES = {"_holder", "_restoration", "_buffers"}
+
+
+def _check_name(name: str, *, is_counter_own: bool = True) -> None:
+    """Refuses names for what is saved under which it would not be, or would stand in the way of a method."""
+    is_taken = name in vars(Checkpoint) or (name == "save_counter" and not is_counter_own)
+    if is_taken or (name.startswith("_") and name not in _OWN_NAMES):
+        why = "Checkpoint has that itself" if is_taken else "names that begin with an underscore are its own"
+        raise InvalidArgumentError(
+            f"rx.Checkpoint cannot save something as {name!r}: {why}. Give it another name, such as 'my_{name.lstrip('_')}'."
+        )
+
+
+def path_of(given: Any, what: str, example: str) -> str:
+    """A path that a user gave, as a string. Private: of ``CheckpointManager`` too."""
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise InvalidArgumentError(
+            f"{what} is a path, such as {example!r}; got {type(given).__name__}: {given!r:.200}."
+        )
+    return path
 
 
 def _verified(path: str) -> SavedCheckpoint:

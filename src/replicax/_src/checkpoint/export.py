@@ -10,22 +10,27 @@ from typing import Any
 import numpy as np
 
 from replicax._src.checkpoint import processes
+from replicax._src.checkpoint.directory import latest_checkpoint
 from replicax._src.checkpoint.errors import CheckpointNotFoundError
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.errors import MissingExtraError
 
 
 def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...]]]:
-    """The keys of the arrays in a checkpoint, and their shapes.
+    """The keys of the arrays in a checkpoint, or in the newest one of a directory, and their shapes.
 
     Source: TensorFlow, ``tf.train.list_variables``.
     """
-    arrays = SavedCheckpoint(os.fspath(path)).contents.arrays
+    arrays = _opened(path).contents.arrays
     return [(key, arrays[key].shape) for key in sorted(arrays)]
 
 
+def _opened(path: str | os.PathLike[str]) -> SavedCheckpoint:
+    return SavedCheckpoint(latest_checkpoint(path) or os.fspath(path))
+
+
 def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
-    """One array of a checkpoint, verified.
+    """One array of a checkpoint, or of the newest one of a directory, verified.
 
     Raises:
       CheckpointNotFoundError: The checkpoint, or this array in it, is not there.
@@ -33,7 +38,7 @@ def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
 
     Source: TensorFlow, ``tf.train.load_variable``.
     """
-    saved = SavedCheckpoint(os.fspath(path))
+    saved = _opened(path)
     if name not in saved.contents.arrays:
         raise CheckpointNotFoundError(
             f"The checkpoint {saved.path!r} has no array {name!r}. It has {', '.join(sorted(saved.contents.arrays)[:20])}."
@@ -47,7 +52,7 @@ def export_safetensors(
     """Writes the arrays of a checkpoint to a file of safetensors, under their keys. The checkpoint is verified first.
 
     Args:
-      path: Of the checkpoint.
+      path: Of the checkpoint, or of a directory, for its newest one.
       file: To write; it takes the place of one that was there when it is whole.
       only: Patterns of the keys that are taken: ``"model/*"``.
 
@@ -62,7 +67,7 @@ def export_safetensors(
         from safetensors.numpy import save_file
     except ImportError as error:
         raise MissingExtraError("This needs safetensors: pip install 'replicax[checkpoint]'.") from error
-    saved = SavedCheckpoint(os.fspath(path))
+    saved = _opened(path)
     saved.verify()
     patterns = [only] if isinstance(only, str) else list(only)
     keys = [key for key in saved.contents.arrays if any(fnmatch.fnmatchcase(key, each) for each in patterns)]

@@ -25,7 +25,7 @@ import numpy as np
 
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.background import Background
-from replicax._src.checkpoint.checkpoint import Checkpoint
+from replicax._src.checkpoint.checkpoint import Checkpoint, path_of
 from replicax._src.checkpoint.contents import Contents
 from replicax._src.checkpoint.directory import paths_in, records_in
 from replicax._src.checkpoint.errors import (
@@ -96,13 +96,17 @@ class CheckpointManager:
             )
         if checkpoint_interval is not None and step_counter is None:
             raise InvalidArgumentError("`step_counter` should be passed if `checkpoint_interval` is set.")
+        if checkpoint_interval is not None and not checkpoint_interval > 0:
+            raise InvalidArgumentError(
+                f"checkpoint_interval is a number of steps of at least 1, or None; got {checkpoint_interval!r}."
+            )
         if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
             raise InvalidArgumentError(
                 f"checkpoint_name is the beginning of a name, such as 'ckpt', and no path; got {checkpoint_name!r}."
             )
         self._retention = Retention(max_to_keep, keep_best, best_fn, best_mode, keep_checkpoint_every_n_hours)
         self._checkpoint, self._name, self._init_fn = checkpoint, checkpoint_name, init_fn
-        self._directory = os.path.abspath(os.fspath(directory))
+        self._directory = os.path.abspath(path_of(directory, "directory", "training"))
         self._step_counter, self._interval = step_counter, checkpoint_interval
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
@@ -241,7 +245,12 @@ class CheckpointManager:
     def _step(self) -> int | None:
         counter = self._step_counter
         step = counter() if callable(counter) else counter
-        return None if step is None else int(np.asarray(step))
+        try:
+            return None if step is None else int(np.asarray(step))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"step_counter is a variable or a function that gives the number of the step; it gave {step!r:.200}."
+            ) from error
 
     def _is_due(self, step: int | None) -> bool:
         assert step is not None
@@ -388,6 +397,8 @@ def _judged(metrics: Any, retention: Retention) -> dict[str, float] | None:
 def _number(given: Any) -> int:
     try:
         number = int(given)
+        if number != given and not isinstance(given, str):
+            raise ValueError("it is no whole number")
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"checkpoint_number is an integer of at least 0; got {given!r:.200}."

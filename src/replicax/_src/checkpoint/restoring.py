@@ -15,16 +15,19 @@ from typing import Any, final
 import jax.numpy as jnp
 
 from replicax._src.checkpoint.arrays import ArrayLeaf
-from replicax._src.checkpoint.contents import SavedObject
+from replicax._src.checkpoint.contents import SavedArray, SavedObject
 from replicax._src.checkpoint.errors import CheckpointMismatchError
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.tracked import Graph, Leaf, found_in
-from replicax._src.checkpoint.trees import StateLeaf
+from replicax._src.checkpoint.trees import StateLeaf, TreeNumber
 
 log = logging.getLogger("replicax")
 
 watchers: list[Callable[[Any, Callable[[], None]], None]] = []
 """Given an object that is to have more below it, and what to call when it has got more; each knows a kind of object."""
+
+finishers: list[Callable[[Any], None]] = []
+"""Called with each object that has been matched when values have been given: some compute others from them."""
 
 growing: list[Callable[[Any], bool]] = []
 """Whether an object is going to have more below it than it has; each knows a kind of object."""
@@ -92,6 +95,8 @@ class Restoration:
             missing = self.unsaved() if is_strict else []
             self._check(pairs, missing, self._homeless() if missing else [])
             self._give(pairs)
+            if pairs:
+                self._finish()
             self._tell_of(missing)
             self._restored |= {pair.number for pair in pairs}
             self._watch()
@@ -163,15 +168,17 @@ class Restoration:
             )
 
     def _difference(self, pair: _Pair) -> str:
-        array = self.saved.contents.arrays.get(pair.key)
-        if not isinstance(pair.leaf, ArrayLeaf) or array is None:
-            is_alike = isinstance(pair.leaf, StateLeaf) and pair.key in self.saved.contents.states
-            kinds = ("an array", "a state") if array is not None else ("a state", "an array")
+        if not pair.key:
             return (
-                ""
-                if is_alike
-                else f"{pair.key}: {kinds[0]} was saved, and {pair.leaf.label!r} is {kinds[1]} here"
+                f"{pair.leaf.label}: one value here, and several, or an object with parts, in the checkpoint"
             )
+        array = self.saved.contents.arrays.get(pair.key)
+        if isinstance(pair.leaf, StateLeaf):
+            return self._difference_of_state(pair, pair.leaf, array)
+        assert isinstance(pair.leaf, ArrayLeaf)
+        if array is None:
+            was = self._state_of(pair.leaf.label, self.saved.contents.states[pair.key])
+            return f"{pair.key}: a state was saved ({was!s:.60}), and {pair.leaf.label!r} is an array here"
         saved, here = (array.shape, jnp.dtype(array.dtype)), (tuple(pair.leaf.shape), pair.leaf.dtype)
         if saved == here:
             return ""
@@ -187,6 +194,25 @@ class Restoration:
         ]
         return f"{pair.key} ({names}): {'; '.join(what)}"
 
+    def _difference_of_state(self, pair: _Pair, leaf: StateLeaf, array: SavedArray | None) -> str:
+        if array is None:
+            text = leaf.difference(self._state_of(leaf.label, self.saved.contents.states[pair.key]))
+            return f"{pair.key}: {text}" if text else ""
+        if isinstance(leaf, TreeNumber) and not leaf.is_text and not array.shape:
+            return ""  # a loss, say, that was an array of one number when it was saved
+        what = f"an array of shape {array.shape} was saved"
+        return f"{pair.key}: {what}, and {leaf.label!r} is a {type(leaf.get()).__name__} here"
+
+    def _give_states(self, pairs: Sequence[tuple[str, StateLeaf]]) -> None:
+        contents = self.saved.contents
+        as_arrays = [key for key, _ in pairs if key in contents.arrays]
+        numbers = self.saved.values(as_arrays) if as_arrays else {}
+        for key, leaf in pairs:
+            if key in numbers:
+                leaf.set(numbers[key].item())
+            else:
+                leaf.give(self._state_of(leaf.label, contents.states[key]))
+
     def _give(self, pairs: Sequence[_Pair]) -> None:
         arrays = {pair.key: pair.leaf for pair in pairs if isinstance(pair.leaf, ArrayLeaf)}
         tables = {key for key, leaf in arrays.items() if leaf.takes_rows}
@@ -194,10 +220,7 @@ class Restoration:
             self.saved.check_rows(key)
         wanted = [key for key in arrays if key not in tables]
         values, components = self.saved.values(wanted), self.saved.components(wanted)
-        states = [pair for pair in pairs if isinstance(pair.leaf, StateLeaf)]
-        for pair in states:
-            assert isinstance(pair.leaf, StateLeaf)
-            pair.leaf.give(self._state_of(pair.leaf.label, self.saved.contents.states[pair.key]))
+        self._give_states([(pair.key, pair.leaf) for pair in pairs if isinstance(pair.leaf, StateLeaf)])
         for key, leaf in arrays.items():
             if key in tables:
                 leaf.give_rows(self.saved.rows(key))
@@ -206,6 +229,11 @@ class Restoration:
         for pair in pairs:
             assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
             pair.leaf.finish()
+
+    def _finish(self) -> None:
+        for tracked in self._objects.values():
+            for finish in finishers:
+                finish(tracked)
 
     def _watch(self) -> None:
         waited_for = self._waited_for()

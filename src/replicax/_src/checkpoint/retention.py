@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -25,6 +26,10 @@ class Record:
 
     path: str
     contents: Contents
+
+
+def _is_whole(value: object, *, at_least: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= at_least
 
 
 @final
@@ -50,18 +55,23 @@ class Retention:
     every_n_hours: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_to_keep is not None and self.max_to_keep < 1:
+        if self.max_to_keep is not None and not _is_whole(self.max_to_keep, at_least=1):
             raise InvalidArgumentError(
-                f"max_to_keep is at least 1, or None for all; got {self.max_to_keep!r}."
+                f"max_to_keep is a whole number of at least 1, or None for all; got {self.max_to_keep!r}."
             )
         if self.best_mode not in ("max", "min"):
             raise InvalidArgumentError(f"best_mode is 'max' or 'min'; got {self.best_mode!r}.")
-        if self.keep_best < 0 or (self.keep_best and self.best_fn is None):
+        if self.best_fn is not None and not callable(self.best_fn):
+            raise InvalidArgumentError(
+                f"best_fn is a function of the metrics, such as lambda metrics: metrics['loss']; got {self.best_fn!r}."
+            )
+        if not _is_whole(self.keep_best, at_least=0) or (self.keep_best and self.best_fn is None):
             raise InvalidArgumentError(
                 f"keep_best={self.keep_best!r} needs best_fn, which says how good a checkpoint is: "
-                "best_fn=lambda metrics: metrics['accuracy']. It is 0 or more."
+                "best_fn=lambda metrics: metrics['accuracy']. It is a whole number, 0 or more."
             )
-        if self.every_n_hours is not None and not self.every_n_hours > 0:
+        hours = self.every_n_hours
+        if hours is not None and not (isinstance(hours, numbers.Real) and hours > 0):
             raise InvalidArgumentError(
                 f"keep_checkpoint_every_n_hours is positive, or None; got {self.every_n_hours!r}."
             )

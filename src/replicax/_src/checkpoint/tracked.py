@@ -48,25 +48,20 @@ def found_in(tracked: Any) -> Parts | Leaf | None:
         found = walker(tracked)
         if found is not None:
             return found
-    return _items(tracked)
+    return None
 
 
-def _items(nest: Any) -> Parts | None:
-    """Lists and dicts of objects that are tracked."""
-    items: Mapping[Any, Any]
+def items_of(nest: Any) -> Mapping[Any, Any] | None:
+    """What a list, tuple or dict has, by position or key; None for what is none of these."""
     if isinstance(nest, Mapping):
-        items = nest
-    elif isinstance(nest, (list, tuple)):
-        items = dict(enumerate(nest))
-    else:
-        return None
-    parts = {escaped(str(name)): part for name, part in items.items() if is_tracked(part)}
-    return parts or None
+        return nest
+    return dict(enumerate(nest)) if isinstance(nest, (list, tuple)) else None
 
 
-def is_tracked(value: Any) -> bool:
-    """Whether a value has something in it that is saved where it is."""
-    return found_in(value) is not None
+def has_tracked(nest: Any) -> bool:
+    """Whether there is something in a list, tuple or dict, or in one in it, that is saved where it is."""
+    items = items_of(nest) or {}
+    return any(found_in(item) is not None or has_tracked(item) for item in items.values())
 
 
 @final

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
@@ -27,24 +28,26 @@ class HeldTree:
 
     Args:
       holder: Has it, by name.
-      name: Of the attribute.
+      name: Of the attribute, or of the item of a nest.
+      label: For people; the name by default.
     """
 
-    def __init__(self, holder: dict[str, Any], name: str):
-        self._holder, self.name = holder, name
+    def __init__(self, holder: Any, name: Any, label: str | None = None):
+        self._holder, self._name = holder, name
+        self.label = str(name) if label is None else label
         self._new: dict[int, Any] = {}
 
     def parts(self) -> Parts:
         """Its leaves, by their paths."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self._holder[self.name])
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._holder[self._name])
         return {_name_of(path): self._leaf(i, _name_of(path), leaf) for i, (path, leaf) in enumerate(flat)}
 
     def _leaf(self, number: int, name: str, leaf: Any) -> Leaf:
-        label = f"{self.name}/{name}" if name else self.name
-        if isinstance(leaf, _ARRAYS):
+        label = f"{self.label}/{name}" if name else self.label
+        if isinstance(leaf, _ARRAYS) and _is_numeric(leaf.dtype):
             return _TreeArray(self, number, label, leaf)
         if isinstance(leaf, _PLAIN):
-            return _TreeNumber(self, number, label, leaf)
+            return TreeNumber(self, number, label, leaf)
         raise untrackable(label, leaf)
 
     def give(self, number: int, leaf: Any) -> None:
@@ -55,10 +58,15 @@ class HeldTree:
         """Replaces the nest by one with the values that were given."""
         if not self._new:
             return
-        leaves, tree = jax.tree_util.tree_flatten(self._holder[self.name])
+        leaves, tree = jax.tree_util.tree_flatten(self._holder[self._name])
         leaves = [self._new.get(i, leaf) for i, leaf in enumerate(leaves)]
         self._new = {}
-        self._holder[self.name] = jax.tree_util.tree_unflatten(tree, leaves)
+        self._holder[self._name] = jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _is_numeric(dtype: Any) -> bool:
+    """Whether files have such arrays: not texts, dates and Python objects, which NumPy has too."""
+    return jax_compat.is_typed_key(dtype) or jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
 def _name_of(path: Any) -> str:
@@ -144,13 +152,20 @@ class StateLeaf(Leaf):
                 "strings, lists and dicts of these, or bytes."
             ) from error
 
+    def difference(self, saved: Any) -> str:
+        """Why a state that was taken does not fit here; "" if it does."""
+        del saved
+        return ""
+
     def give(self, saved: Any) -> None:
         """Gives the state back, as it was taken."""
         self.set(base64.b64decode(saved["bytes"]) if isinstance(saved, dict) else saved[0])
 
 
 @final
-class _TreeNumber(StateLeaf):
+class TreeNumber(StateLeaf):
+    """A number or a text in a nest."""
+
     def __init__(self, tree: HeldTree, number: int, label: str, value: Any):
         self.of, self.label = tree, label
         self._tree, self._number, self._value = tree, number, value
@@ -159,11 +174,31 @@ class _TreeNumber(StateLeaf):
     def identity(self) -> Hashable:
         return id(self._tree), self._number
 
+    @property
+    def is_text(self) -> bool:
+        return isinstance(self._value, str)
+
     def get(self) -> Any:
         return self._value
 
+    def difference(self, saved: Any) -> str:
+        value = saved[0] if isinstance(saved, list) else saved
+        if isinstance(value, _PLAIN) and isinstance(value, str) == self.is_text:
+            return ""
+        return f"{value!r:.60} was saved, {type(value).__name__}, and {self._value!r:.60} is here, {type(self._value).__name__}"
+
     def set(self, state: Any) -> None:
-        self._tree.give(self._number, type(self._value)(state))
+        self._tree.give(self._number, self._converted(state))
+
+    def _converted(self, state: Any) -> Any:
+        """In the type that it has here, unless that is for whole numbers, or for truths, and something else was saved.
+
+        Programs begin with ``best = 0``, and save 0.25.
+        """
+        here = type(self._value)
+        is_kept = issubclass(here, (float, str)) or issubclass(here, bool) == isinstance(state, bool)
+        is_cut = issubclass(here, int) and isinstance(state, float)
+        return here(state) if is_kept and not is_cut else state
 
     def finish(self) -> None:
         self._tree.finish()

@@ -29,6 +29,7 @@ def install() -> None:
         walkers.insert(0, _walk)
         restoring.watchers.append(_watch)
         restoring.growing.append(_is_unbuilt)
+        restoring.finishers.append(_finish)
         checkpoint.before_reading.append(_bring_state)
 
 
@@ -89,6 +90,12 @@ def _bring_state(tracked: Any) -> None:
         sync = getattr(tracked, "jax_state_sync", None)
         if sync is not None:
             sync()
+
+
+def _finish(tracked: Any) -> None:
+    """Its mean and variance are constants that it makes of its variables, when it is built and when Keras loads them."""
+    if isinstance(tracked, keras.layers.Normalization) and tracked.built:
+        tracked.finalize_state()
 
 
 def _is_unbuilt(tracked: Any) -> bool:
