@@ -346,6 +346,21 @@ def test_callbacks_go_on_too(one_device, tmp_path):
     assert again.history == history.history  # and nothing was trained
 
 
+def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
+    """From the one before: not once more when a begun epoch goes on."""
+
+    def scheduled():
+        return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+
+    expected, history = fit(mirrored, "arrays", [scheduled()])
+    with pytest.raises(Died):
+        fit(mirrored, "arrays", [scheduled(), CheckpointCallback(tmp_path, 1), Dies(BATCHES + 2)])
+    model, resumed = fit(mirrored, "arrays", [CheckpointCallback(tmp_path, 1), scheduled()])
+    assert resumed.history == history.history
+    for got, wanted in zip(bits(model), bits(expected), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
 def test_a_training_that_has_ended_and_one_that_is_to_be_longer(one_device, tmp_path, caplog):
     expected, history = fit(one_device, "arrays", [], epochs=4)
     fit(one_device, "arrays", [CheckpointCallback(tmp_path)], epochs=2)

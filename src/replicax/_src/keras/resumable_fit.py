@@ -62,7 +62,10 @@ class ResumableFit:
         self._replay: ReplayedSteps | None = None
         self._muted: Muted | None = None
         self._is_to_resume = False
-        self._metrics: tuple[list[Any], list[Any]] = ([], [])
+        self._begun: tuple[list[Any], list[Any]] = (
+            [],
+            [],
+        )  # variables, as they are in an epoch that has begun
         self._initial_epoch = model._initial_epoch
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
@@ -97,9 +100,13 @@ class ResumableFit:
         progress = self._progress
         self._is_to_resume = True
         self._saved_at = self._now
-        if progress.batch:  # Keras resets them when the epoch begins
-            variables = list(self._model.metrics_variables)
-            self._metrics = variables, accessor.get(variables)
+        if progress.batch:
+            variables = [
+                *self._model.metrics_variables,
+                *self._model.variables,
+                *_optimizer_variables(self._model),
+            ]
+            self._begun = variables, accessor.get(variables)
         is_over = progress.has_stopped or progress.epoch >= self._num_epochs
         # As Keras's BackupAndRestore does.
         self._model._initial_epoch = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
@@ -132,12 +139,23 @@ class ResumableFit:
             )
         self._give_history()
         num_taken = self._data.resume()
-        accessor.set(*self._metrics)
+        self._undo_beginning()
         if num_taken:
             num_before = num_taken - progress.batch
             self._replay = ReplayedSteps(self._model, num_before, progress.batch, progress.logs, self._data)
             if progress.batch:
                 self._muted = Muted(self._others)
+
+    def _undo_beginning(self) -> None:
+        """The epoch has begun before: what Keras and other callbacks do to variables then, they have done.
+
+        Keras resets metrics, and a ``LearningRateScheduler`` computes a rate from the one that it has set already.
+        """
+        variables, before = self._begun
+        self._begun = ([], [])
+        now = accessor.get(variables)
+        changed = [i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old is not new]
+        accessor.set([variables[i] for i in changed], [before[i] for i in changed])
 
     def _give_history(self) -> None:
         history = self._model.history
@@ -223,3 +241,7 @@ class ResumableFit:
             self._guarded.close()
         with contextlib.suppress(*([CheckpointError] if is_failing else [])):
             self._manager.close()
+
+
+def _optimizer_variables(model: Any) -> list[Any]:
+    return [] if model.optimizer is None else list(model.optimizer.variables)
