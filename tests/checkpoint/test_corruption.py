@@ -86,6 +86,17 @@ def test_every_damaged_file_is_named_and_the_one_before_is_used(damage, two_chec
         assert "ckpt-1 instead" in caplog.text
 
 
+def test_a_manifest_that_is_anything_else_is_named(two_checkpoints, tmp_path):
+    path = shutil.copytree(two_checkpoints, tmp_path / "copy") / "ckpt-2"
+    manifest = path / "manifest.json"
+    for text in ("[" * 100_000, '{"crc32": 223132457, "contents": []}', "null", ""):
+        manifest.write_text(text)
+        message(CorruptCheckpointError, lambda: rx.Checkpoint().restore(path), "manifest.json")
+    manifest.unlink()
+    manifest.mkdir()
+    message(CorruptCheckpointError, lambda: rx.Checkpoint().restore(path), "manifest.json", "cannot be read")
+
+
 def test_values_are_checked_too(two_checkpoints, monkeypatch):
     """What is read is not what was written, though the files are: a disk may lie only once."""
     read = saved_files.read_arrays

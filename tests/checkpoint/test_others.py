@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ import replicax as rx
 from checks import message
 from replicax.checkpoint import (
     CheckpointNotFoundError,
+    CheckpointWriteError,
     export_safetensors,
     export_weights,
     list_variables,
     load_variable,
 )
+from replicax.errors import InvalidArgumentError
 
 READ_BY_ORBAX = """
 import sys
@@ -71,3 +74,27 @@ def test_safetensors(model, saved, tmp_path):
     assert list(load_file(export_safetensors(path, tmp_path / "m.safetensors", only="model/*/bias"))) == [
         "model/layers/0/bias"
     ]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
+def test_exports_that_cannot_be_written_are_named_and_leave_what_was_there(model, saved, tmp_path):
+    path = saved(model=model, small=jnp.ones(2, jnp.int4))
+    weights, tensors = tmp_path / "m.weights.h5", tmp_path / "m.safetensors"
+    export_weights(model, weights)
+    export_safetensors(path, tensors, only="model/*")
+    before = tensors.read_bytes()
+    message(
+        InvalidArgumentError,
+        lambda: export_safetensors(path, tensors, only="no/*"),
+        "none of the arrays",
+        "small",
+    )
+    message(CheckpointWriteError, lambda: export_safetensors(path, tensors), "int4")
+    message(CheckpointWriteError, lambda: export_safetensors(path, tmp_path, only="model/*"), str(tmp_path))
+    message(InvalidArgumentError, lambda: export_weights(model, tmp_path / "m.h5"), "'.weights.h5'")
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    message(InvalidArgumentError, lambda: export_weights(unbuilt, weights), "built")
+    message(InvalidArgumentError, lambda: export_weights(path, weights), "a Keras model")
+    assert tensors.read_bytes() == before
+    assert not [*tmp_path.parent.rglob("*.part*")]
+    export_weights(model, tmp_path / "new" / "m.weights.h5")  # its folder is made

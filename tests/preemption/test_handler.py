@@ -257,6 +257,10 @@ def test_a_manager_is_used_as_it_is(tmp_path):
             lambda handler, checkpoint, folder: handler(None, checkpoint, folder, {"grace_period": 3}),
             "is an rx.experimental.TerminationConfig",
         ),
+        (
+            lambda handler, checkpoint, folder: handler("worker", checkpoint, folder),
+            "strategy.cluster_resolver",
+        ),
         (lambda *_: Config(grace_period=-1), "grace_period is a number of seconds"),
         (lambda *_: Config(exit_fn=42), "exit_fn is a function"),
     ],
@@ -270,6 +274,13 @@ def test_bad_arguments(tmp_path, make, text):
         text,
     )
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_is_no_step_is_refused(tmp_path):
+    handler = rx.experimental.PreemptionCheckpointHandler(None, rx.Checkpoint(v=rx.Variable(0.0)), tmp_path)
+    message(errors.InvalidArgumentError, lambda: handler.run(3.5), "the function of a step", "3.5")
+    assert handler.total_run_calls == 0
+    handler.close()
 
 
 def test_a_handler_that_is_dropped_lets_sigterm_go(tmp_path):

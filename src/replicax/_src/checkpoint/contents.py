@@ -103,8 +103,8 @@ class Contents:
         try:
             whole = json.loads(text)
             held = whole["contents"]
-            is_whole = zlib.crc32(_text(held).encode()) == whole["crc32"]
-        except (ValueError, KeyError, TypeError):
+            is_whole = isinstance(held, dict) and zlib.crc32(_text(held).encode()) == whole["crc32"]
+        except (ValueError, KeyError, TypeError, RecursionError):
             is_whole = False
         if not is_whole:
             raise CorruptCheckpointError(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fnmatch
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.directory import latest_checkpoint
-from replicax._src.checkpoint.errors import CheckpointNotFoundError
+from replicax._src.checkpoint.errors import CheckpointNotFoundError, CheckpointWriteError
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.errors import MissingExtraError
+from replicax._src.errors import InvalidArgumentError, MissingExtraError
+
+_WEIGHTS = ".weights.h5"
 
 
 def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, ...]]]:
@@ -61,6 +65,8 @@ def export_safetensors(
 
     Raises:
       CorruptCheckpointError: The checkpoint is damaged.
+      InvalidArgumentError: ``only`` fits none of its arrays.
+      CheckpointWriteError: The file cannot be written, or safetensors has not the dtype of an array (``int4``).
       MissingExtraError: safetensors is not installed.
     """
     try:
@@ -71,12 +77,37 @@ def export_safetensors(
     saved.verify()
     patterns = [only] if isinstance(only, str) else list(only)
     keys = [key for key in saved.contents.arrays if any(fnmatch.fnmatchcase(key, each) for each in patterns)]
+    if not keys:
+        raise InvalidArgumentError(
+            f"export_safetensors(only={only!r}) takes none of the arrays of {saved.path!r}, and nothing was written. It has "
+            f"{', '.join(sorted(saved.contents.arrays)[:20])}."
+        )
     file = os.path.abspath(os.fspath(file))
     values = {key: np.ascontiguousarray(value) for key, value in saved.values(keys).items()}
     labels = {key: saved.contents.arrays[key].label for key in keys}
-    save_file(values, f"{file}.part", metadata=labels)
-    os.replace(f"{file}.part", file)
+    with _in_place(file, f"{file}.part"):
+        save_file(values, f"{file}.part", metadata=labels)
     return file
+
+
+@contextlib.contextmanager
+def _in_place(file: str, part: str) -> Iterator[None]:
+    """Around what writes ``part``: when that is whole, it takes the place of ``file``, whose directory is made.
+
+    Raises:
+      CheckpointWriteError: It could not be written; ``file`` is as it was.
+    """
+    try:
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        yield
+        os.replace(part, file)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise CheckpointWriteError(
+            getattr(error, "errno", None) or errno.EIO,
+            f"{file!r} could not be written ({type(error).__name__}: {error!s:.300}). What was there is as it was.",
+        ) from error
 
 
 def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
@@ -88,11 +119,23 @@ def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
 
     Returns:
       The path of the file; None on processes that do not write.
+
+    Raises:
+      InvalidArgumentError: It is no model, or not built; or a name with another end, which Keras would not load.
+      CheckpointWriteError: The file cannot be written.
     """
     file = os.path.abspath(os.fspath(file))
+    if not file.endswith(_WEIGHTS):
+        raise InvalidArgumentError(
+            f"export_weights writes a file whose name ends with {_WEIGHTS!r}; got {file!r}."
+        )
+    if not callable(getattr(model, "save_weights", None)) or not model.built:
+        raise InvalidArgumentError(
+            f"export_weights takes a Keras model that is built: call it on some data before. It got {model!r:.200}."
+        )
     if not processes.is_chief():
         return None
-    part = file.removesuffix(".weights.h5") + ".part.weights.h5"
-    model.save_weights(part, overwrite=True)
-    os.replace(part, file)
+    part = file.removesuffix(_WEIGHTS) + ".part" + _WEIGHTS
+    with _in_place(file, part):
+        model.save_weights(part, overwrite=True)
     return file

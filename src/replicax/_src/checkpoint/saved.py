@@ -39,6 +39,8 @@ class SavedCheckpoint:
                 return Contents.of_text(file.read(), manifest)
         except (FileNotFoundError, NotADirectoryError):
             pass
+        except OSError as error:
+            raise CorruptCheckpointError(f"{manifest!r} cannot be read ({error}).") from error
         if os.path.isdir(os.path.join(self.path, STATE)):
             raise CorruptCheckpointError(f"{manifest!r} is missing: what else is there cannot be verified.")
         raise CheckpointNotFoundError(

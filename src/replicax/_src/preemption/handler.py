@@ -103,6 +103,11 @@ class PreemptionCheckpointHandler:
           CheckpointError: It could not be saved.
           Exception: What the function raises, or a ``termination_watcher_fn`` has raised.
         """
+        if not callable(distributed_train_function):
+            raise InvalidArgumentError(
+                f"handler.run takes the function of a step and its arguments, handler.run(train_step, batch); got "
+                f"{distributed_train_function!r:.200}. Where a step is no function, call save_checkpoint_if_preempted() after it."
+            )
         must_save = self._begin()
         self._is_inside = True
         try:
@@ -238,6 +243,10 @@ def _manager_of(given: Any, checkpoint_dir: str | os.PathLike[str] | None) -> Ch
 
 def _peers_of(resolver: ClusterResolver | None) -> Peers | None:
     """The tasks that take the same steps as this one."""
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise InvalidArgumentError(
+            f"cluster_resolver is strategy.cluster_resolver, or one of rx.cluster_resolver; got {resolver!r:.200}."
+        )
     spec = None if resolver is None else resolver.cluster_spec()
     if resolver is None or not spec:
         return None
