@@ -60,7 +60,9 @@ def test_no_topology(arguments, says):
 
 def test_the_cores_of_a_replica_are_near_one_another():
     topology = full_mesh((2, 2, 1, 2))
-    assignment = DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=4)
+    assignment = DeviceAssignment.build(
+        topology, [1, 1, 1, 2], num_replicas=np.prod(topology.mesh_shape) // 2
+    )
     assert (assignment.num_replicas, assignment.num_cores_per_replica) == (4, 2)
     # A ring of chips, both cores of each.
     assert assignment.core_assignment[:, :, :2].tolist() == [
@@ -71,6 +73,10 @@ def test_the_cores_of_a_replica_are_near_one_another():
     apart = DeviceAssignment.build(topology, [2, 1, 1, 1], [1, 1, 1, 1], 3)
     assert apart.core_assignment[2].tolist() == [[0, 1, 0, 0], [1, 1, 0, 0]]
     assert assignment.coordinates(2, 1) == (1, 1, 0, 1)
+    for place in ((4, 0), (-1, 0), (0, 2)):
+        message(
+            InvalidArgumentError, lambda place=place: assignment.tpu_ordinal(*place), "must be one of 0 to"
+        )
     assert assignment.lookup_replicas(0, 1) == [0, 1, 2, 3]
     assert assignment.tpu_ordinal(2, 1) == 7
     assert assignment.tpu_device(2, 1, "worker") == "/job:worker/task:0/device:TPU:7"
@@ -120,6 +126,7 @@ def test_no_assignment(arguments, says):
     [
         ([[0, 0, 0, 0]], "rank 3"),
         ([[[0, 0, 0, 2]]], "has not"),
+        ([[[0, 0, 0, 0.5]]], "of whole numbers"),
         ([[[0, 0, 0, 0]], [[0, 0, 0, 0]]], "twice"),
     ],
 )

@@ -49,7 +49,10 @@ class DeviceAssignment:
                 "returns that of the devices."
             )
         self._topology = topology
-        self._core_assignment = np.asarray(core_assignment, np.int32)
+        cores = np.asarray(core_assignment)
+        if cores.size and cores.dtype.kind not in "iu":
+            raise InvalidArgumentError(f"core_assignment must be of whole numbers, got {core_assignment!r}.")
+        self._core_assignment = cores.astype(np.int32)
         if self._core_assignment.ndim != 3 or self._core_assignment.shape[-1] != RANK:
             raise InvalidArgumentError(
                 f"core_assignment must be a rank 3 array [replicas, logical devices, {RANK}], got shape "
@@ -92,7 +95,18 @@ class DeviceAssignment:
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Where a logical device is."""
+        """Where a logical device is.
+
+        Raises:
+          InvalidArgumentError: There is no such replica, or logical device.
+        """
+        sizes = {
+            "replica": (replica, self.num_replicas),
+            "logical_core": (logical_core, self.num_cores_per_replica),
+        }
+        for name, (given, size) in sizes.items():
+            if not 0 <= given < size:
+                raise InvalidArgumentError(f"{name} must be one of 0 to {size - 1} in {self}, got {given!r}.")
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
@@ -184,12 +198,13 @@ class _Block:
     """The cores of one replica, and where its copies are."""
 
     def __init__(self, topology: Topology, shape: Any, stride: Any, num_replicas: int):
-        self._topology, self._num_replicas = topology, num_replicas
-        self._mesh = topology.mesh_shape
+        self._topology, self._mesh = topology, topology.mesh_shape
         self.shape = _sizes("computation_shape", shape)
         self.stride = _sizes("computation_stride", stride)
-        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
+        is_number = isinstance(num_replicas, (int, np.integer)) and not isinstance(num_replicas, bool)
+        if not is_number or num_replicas < 1:
             raise InvalidArgumentError(f"num_replicas must be a number of at least 1, got {num_replicas!r}.")
+        self._num_replicas = int(num_replicas)
         self._footprint = self.shape * self.stride
         if (self._footprint > self._mesh).any():
             raise InvalidArgumentError(
