@@ -140,6 +140,52 @@ def test_scripts_that_end_before(tmp_path, source, told):
 
 
 @pytest.mark.long
+def test_a_module_whose_functions_loop_over_datasets(tmp_path):
+    """Such functions run as Python: the first strategy.run in them is the first program."""
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "rows.py").write_text("import numpy as np\nBATCH = np.ones((6, 3), np.float32)\n")
+    (package / "train.py").write_text(LOOPING)
+    command = [
+        sys.executable,
+        "-m",
+        "replicax",
+        "plan",
+        "--json",
+        "-m",
+        "trainer.train",
+        "--topology",
+        "cpu:2",
+        "--fast",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["name"], facts["rows_per_replica"]) == ("step", 6)
+    assert "arguments ['--fast']" in done.stderr
+
+
+LOOPING = """
+import sys
+import replicax as rx
+from .rows import BATCH
+
+def step(x):
+    return x.sum()
+
+@rx.function
+def epoch(iterator):
+    for x in iterator:
+        strategy.run(step, args=(x,))
+
+if __name__ == "__main__":
+    print("arguments", sys.argv[1:])
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    epoch(iter(strategy.experimental_distribute_dataset([BATCH, BATCH])))
+"""
+
+
 def test_a_script_that_catches_everything(tmp_path):
     source = "import keras, numpy as np, replicax as rx\nstrategy = rx.MirroredStrategy()\ntry:"
     source += FIT.replace("\n", "\n    ") + "\nexcept:\n    print('went on')\n"
@@ -174,6 +220,11 @@ def test_the_time_limit(tmp_path):
         (["train.py", "--", "--topology", "cpu:4"], "say which hardware: --topology v5p:16x16x16"),
         (["--topology", "cpu:4", "train.py", "--limit", "soon"], "--limit"),
         (["train.py", "--topology", "cpu:x"], "cpu:8"),
+        (["--topology", "cpu:4", "-m"], "-m needs the name of a module"),
+        (["--topology", "cpu:4", "--", "missing.py"], "there is no file missing.py"),
+        (["--topology", "cpu:4", "."], "a package is run with -m"),
+        (["--topology", "cpu:4", "--svg", "missing/x.svg", __file__], "there is no folder missing"),
+        (["--topology", "cpu:4", __file__, "--svg", "."], "is a folder"),
     ],
 )
 def test_bad_input(options, told, capsys):

@@ -332,6 +332,7 @@ def test_without_the_extra(training, topology, monkeypatch):
         ({"global_batch": 0}, errors.InvalidArgumentError, "at least 1"),
         ({"remedy_limit_s": -1}, errors.InvalidArgumentError, "remedy_limit_s"),
         ({"args": 3}, errors.InvalidArgumentError, "list or tuple"),
+        ({"kwargs": "cpu:8"}, errors.InvalidArgumentError, "topology='v5p:16x16x16'"),
         ({"fn": 3}, errors.InvalidArgumentError, "needs a function"),
         ({"options": {"donate": 1}}, errors.InvalidArgumentError, "RunOptions"),
         ({"options": rx.RunOptions(donate_args=(7,))}, errors.InvalidArgumentError, "positions in args"),
@@ -341,6 +342,28 @@ def test_bad_input(training, bad, kind, told):
     given = {"fn": training.step, "args": training.batch()} | bad
     with pytest.raises(kind, match=told):
         training.strategy.plan(given.pop("fn"), **given)
+
+
+def test_a_global_batch_that_does_not_divide(training):
+    plan = training.strategy.plan(training.step, args=training.batch(), topology="CPU:4", global_batch=9)
+    assert (plan.rows, plan.global_batch) == (3, 12)
+    assert any("9 rows does not divide by 4 replicas" in note for note in plan.notes)
+    even = training.strategy.plan(training.step, args=training.batch(), topology="cpu:4", global_batch=8)
+    assert not any("does not divide" in note for note in even.notes)
+
+
+def test_a_function_that_loops_over_a_dataset_is_several_programs(training):
+    @rx.function
+    def several(iterator):
+        for _ in range(2):
+            training.strategy.run(lambda x: x.sum(), args=(next(iterator),))
+
+    batches = training.strategy.experimental_distribute_dataset([np.ones((4, IN), np.float32)] * 2)
+    with (
+        iter(batches) as iterator,
+        pytest.raises(errors.UnsupportedError, match="Plan what it gives to"),
+    ):
+        training.strategy.plan(several, (iterator,))
 
 
 def test_variables_elsewhere_are_not_planned():

@@ -88,12 +88,20 @@ class Function:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    @property
+    def runs_as_python(self) -> bool:
+        """It loops over a distributed dataset, as was seen when it was traced: it is no program itself."""
+        return self._runs_as_python
+
     def ahead(self, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> tuple[PlacedCode, list[Any]]:
         """The program of a call for a plan, and what it takes; nothing is run or kept.
 
         Args:
           args, kwargs: Arrays, or ``jax.ShapeDtypeStruct``.
           mesh: Of the devices.
+
+        Raises:
+          UnsupportedError: It loops over a distributed dataset.
         """
         ensure_bridges()
         nest = (tuple(args), kwargs, key.lifted_cells(self.python_function))
@@ -104,7 +112,15 @@ class Function:
             for leaf, is_one in zip(leaves, is_array, strict=True)
         ]
         arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
-        return _trace(self.python_function, tree, described, mesh), arrays
+        try:
+            return _trace(self.python_function, tree, described, mesh), arrays
+        except _IteratesDataset:
+            self._runs_as_python = True
+        raise UnsupportedError(
+            f"{key.name_of(self.python_function)} loops over a distributed dataset, so that rx.function runs it as Python: each "
+            "strategy.run in it is a program of its own. Plan what it gives to strategy.run: strategy.plan(step, (batch,)), where "
+            "batch is next(iterator), or described by jax.ShapeDtypeStruct."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._runs_as_python or current_capture() is not None or context.in_replica_function():

@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="say what a script's step would need on TPUs or GPUs that are not here",
-        usage="replicax plan script.py --topology NAME [options] [arguments of the script]",
+        usage="replicax plan (script.py | -m module) --topology NAME [options] [arguments of the script]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,6 +44,9 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_options(parser)
     parser.set_defaults(limit=600.0, remedy_limit=120.0)
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, as python -m"
+    )
     parser.add_argument(
         "script",
         nargs=argparse.REMAINDER,
@@ -73,9 +76,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _with_options_behind(options: argparse.Namespace) -> argparse.Namespace:
     """What is asked for, with the options that stand behind the script; the other arguments, and all behind --, are its own."""
-    if not options.script:
+    if options.module == []:
+        options.parser.error("-m needs the name of a module")
+    said = options.module or options.script
+    said = said[1:] if said[:1] == ["--"] else said
+    if not said:
         options.parser.error("say which script: replicax plan script.py --topology v5p:16x16x16")
-    script, *given = options.script
+    script, *given = said
     end = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = options.parser.error
@@ -94,8 +101,11 @@ def run(options: argparse.Namespace) -> int:
         hardware = hardware_of(options.topology)
     except ReplicaxError as error:
         options.parser.error(str(error))
-    if not Path(options.script).is_file():
-        options.parser.error(f"there is no file {options.script}")
+    if options.module is None and not Path(options.script).is_file():
+        as_module = ": a package is run with -m and its name" if Path(options.script).is_dir() else ""
+        options.parser.error(f"there is no file {options.script}{as_module}")
+    if options.svg is not None:
+        _check_picture(Path(options.svg), options.parser)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "plan"
         asked = {
@@ -103,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
             "global_batch": options.global_batch,
             "remedy_limit_s": options.remedy_limit,
             "result": str(result),
+            "is_module": options.module is not None,
         }
         command = [
             sys.executable,
@@ -120,10 +131,22 @@ def run(options: argparse.Namespace) -> int:
         if not result.exists():
             return 1
         found = json.loads(result.read_text(encoding="utf-8"))
-    if options.svg:
-        Path(options.svg).write_text(found["svg"], encoding="utf-8")
-    print(json.dumps(found["facts"], indent=2) if options.json else found["text"])
+    print(json.dumps(found["facts"], indent=2) if options.json else found["text"], flush=True)
+    if options.svg is not None:
+        try:
+            Path(options.svg).write_text(found["svg"], encoding="utf-8")
+        except OSError as error:
+            print(f"replicax plan: the picture could not be written: {error}", file=sys.stderr)
+            return 1
     return 0 if found["facts"]["fits"] else _NOT_FITTING
+
+
+def _check_picture(path: Path, parser: argparse.ArgumentParser) -> None:
+    """Minutes of planning come before it is written."""
+    if path.is_dir():
+        parser.error(f"--svg {path} is a folder: give the name of a file, {path / 'plan.svg'} say")
+    if not path.parent.is_dir():
+        parser.error(f"--svg {path}: there is no folder {path.parent}. Make it, or give another name")
 
 
 def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, str]:

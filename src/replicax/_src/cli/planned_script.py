@@ -22,7 +22,7 @@ import jax
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
 from replicax._src.cli.planned_clusters import stand_in_for_clusters
-from replicax._src.errors import PlanError, ReplicaxError
+from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
 from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
 from replicax._src.plan.plan import Plan
@@ -105,7 +105,12 @@ class _FirstProgram:
     def _call(self, original: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
         if _is_inside():
             return original(function, *args, **kwargs)
-        return self._plan(self._strategy(), function, args, kwargs)
+        try:
+            return self._plan(self._strategy(), function, args, kwargs)
+        except UnsupportedError:
+            if not function.runs_as_python:
+                raise
+        return original(function, *args, **kwargs)  # whose first strategy.run is planned
 
     def _loop(self, original: Any, model: Any, *args: Any, name: str, **kwargs: Any) -> Any:
         if _is_inside():
@@ -170,13 +175,17 @@ def main() -> int:
     """Runs the script that the command line names; writes the plan to a file. Returns the exit code."""
     asked, script = json.loads(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    is_module = asked.pop("is_module")
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))  # as Python's
     result = Path(asked.pop("result"))
     listeners.append(functools.partial(_heard, result))
     _FirstProgram(asked).install()
     stand_in_for_clusters(asked["topology"], _say)
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except _Planned as planned:
         _write(result, planned.plan)
         return 0
@@ -187,7 +196,7 @@ def main() -> int:
         if not result.exists():
             _say_end(end, script)
     except Exception as error:
-        error.__traceback__ = _from_script_on(error, script)
+        error.__traceback__ = _from_script_on(error)
         traceback.print_exception(error)
         _say(f"there is no plan: {script} failed before its first program was compiled.")
     else:
@@ -207,10 +216,14 @@ def _say_end(end: SystemExit, script: str) -> None:
     _say(f"there is no plan: {script} ended itself (sys.exit) before its first program.")
 
 
-def _from_script_on(error: BaseException, script: str) -> Any:
+def _from_script_on(error: BaseException) -> Any:
     """The traceback without what runs the script."""
     found = error.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename != script:
+    while found is not None and found.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
         found = found.tb_next
     return found
 

@@ -152,7 +152,7 @@ def hardware_of(name: str) -> Hardware:
     Raises:
       TopologyError: It is none; the text lists those that are.
     """
-    match = _NAME.match(name) if isinstance(name, str) else None
+    match = _NAME.match(name.lower()) if isinstance(name, str) else None
     if match is None:
         raise TopologyError(f"{name!r} is not a topology. {_known()}")
     num_slices = int(match["slices"] or 1)
@@ -166,7 +166,7 @@ def hardware_of(name: str) -> Hardware:
     if match["slices"] and (key == "cpu" or chips()[key].kind != "tpu"):
         raise TopologyError(f"{name!r}: only TPUs come in slices. {_known()}")
     if key == "cpu":
-        return _virtual(name, shape)
+        return _virtual(name.lower(), shape)
     chip = chips()[key]
     return _slice(name, chip, shape, num_slices) if chip.kind == "tpu" else _cluster(name, chip, shape)
 

@@ -29,7 +29,7 @@ def _heading(plan: Plan) -> Iterator[str]:
         f"replicas{of_each}"
     )
     if plan.rows is not None:
-        yield f"a batch of {plan.rows:,} rows for each replica, {plan.global_batch:,} in all"
+        yield f"a batch of {plan.rows:,} {'row' if plan.rows == 1 else 'rows'} for each replica, {plan.global_batch:,} in all"
     yield f"{answer(plan)}."
     if plan.state_bytes > plan.memory.limit:
         yield f"  what a device holds of the variables, and of what is not split, is {size(plan.state_bytes)}: no batch is small enough"

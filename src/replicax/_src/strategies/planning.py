@@ -94,7 +94,7 @@ def plan_of(
     strategy: Any, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], request: PlanRequest
 ) -> Plan:
     """The plan of a step; see ``Strategy.plan``."""
-    _check(strategy, fn, args, request)
+    _check(strategy, fn, args, kwargs, request)
     request = dataclasses.replace(request, num_replicas_here=strategy.num_replicas_in_sync)
     hardware, topology = _target(strategy, request.topology)
     step = _Step(strategy, fn, args, dict(kwargs), request, hardware, topology)
@@ -103,12 +103,16 @@ def plan_of(
     return plan if plan.fits else _with_remedies(plan, step)
 
 
-def _check(strategy: Any, fn: Any, args: Any, request: PlanRequest) -> None:
+def _check(strategy: Any, fn: Any, args: Any, kwargs: Any, request: PlanRequest) -> None:
     if not callable(fn):
         raise InvalidArgumentError(f"strategy.plan needs a function, got {fn!r}.")
     if not isinstance(args, (list, tuple)):
         raise InvalidArgumentError(
             f"strategy.plan takes args as a list or tuple, got {type(args)}. For one argument write (argument,)."
+        )
+    if not isinstance(kwargs, Mapping):
+        raise InvalidArgumentError(
+            f"kwargs must be a dict of keyword arguments, got {kwargs!r}. The hardware is said by name: topology='v5p:16x16x16'."
         )
     if not isinstance(request.options, RunOptions):
         raise InvalidArgumentError(f"options must be an rx.RunOptions, got {request.options!r}.")
@@ -334,7 +338,8 @@ class _Step:
             )
             compilation = compile_ahead(unrun.compiled, unrun.operands, self.hardware)
         plan = _assembled(unrun, compilation, self.hardware, self.topology, trace_s)
-        return dataclasses.replace(plan, shard_size=shard_size)
+        notes = [*plan.notes, *_notes_of_rows(self.request.global_batch, plan)]
+        return dataclasses.replace(plan, shard_size=shard_size, notes=notes)
 
     def attempt(self, change: Change, below: float) -> Attempt:
         """With a change, and compiled if its arguments fit and have fewer bytes than that."""
@@ -431,6 +436,14 @@ def _notes(costs: Costs) -> list[str]:
     if not costs.has_open_loops:
         return []
     return ["It has loops whose length is known only when they run: their operations are counted once."]
+
+
+def _notes_of_rows(asked: int | None, plan: Plan) -> Iterator[str]:
+    if asked is not None and plan.rows is not None and asked != plan.global_batch:
+        yield (
+            f"A global batch of {asked:,} rows does not divide by {plan.num_replicas:,} replicas: the plan is of {plan.rows:,} for "
+            "each, which is what those with the most have."
+        )
 
 
 def _notes_of_logical_devices(topology: Topology) -> Iterator[str]:
