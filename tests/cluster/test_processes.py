@@ -289,16 +289,19 @@ def test_its_number_is_not_given_away_before_close():
 
 
 def test_no_descriptor_and_no_thread_is_left():
-    def number():
-        return len(os.listdir("/dev/fd")), threading.active_count()
+    def threads():
+        return set(threading.enumerate())
 
-    before = number()
+    before, num_descriptors = (
+        threads(),
+        len(os.listdir("/dev/fd")),
+    )  # of tests before this one some may be ending
     for _ in range(3):
         with python("print(1)") as process:
             process.wait(LIMIT_S)
     with pytest.raises(ProcessStartError):
         Process(["no-such-program"])
-    assert number() == before
+    until(lambda: threads() <= before and len(os.listdir("/dev/fd")) <= num_descriptors, "all is given back")
 
 
 def test_it_outlives_the_thread_that_started_it():
@@ -312,12 +315,15 @@ def test_it_outlives_the_thread_that_started_it():
 
 
 PARENT = """
-import os, sys, time, types
+import os, sys, threading, time, types
 sys.modules["replicax"] = package = types.ModuleType("replicax")  # without its imports: JAX takes a second
 package.__path__ = [sys.argv[1]]
 from replicax._src.cluster.processes import Process
+is_ready = threading.Event()
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole lines, whichever thread or process writes
+    if words == ("ready",):
+        is_ready.set()
 process = Process([sys.executable, "-u", "-c", sys.argv[2]], on_line=say)
 say("pid", process.pid, process._keeper.pid)
 if sys.argv[3] == "fork":  # a child that holds all descriptors
@@ -327,7 +333,7 @@ if sys.argv[3] == "fork":  # a child that holds all descriptors
         time.sleep(60)
         os._exit(0)
 if sys.argv[3] == "exit":
-    time.sleep(0.3)
+    is_ready.wait(60)  # all that it has started has said so
     sys.exit()
 time.sleep(60)
 """

@@ -93,8 +93,10 @@ def test_schedule_join_schedule_join(cluster, coordinator):
 
 def test_schedule_does_not_wait_and_done_says_so(cluster, coordinator):
     go = threading.Event()
+    connected(coordinator)
     value = coordinator.schedule(lambda call: np.int32(go.wait(JOIN_S)))
     assert not coordinator.done()
+    eventually(lambda: coordinator.statistics()["closures"]["in_flight"] == 1)
     with pytest.raises(WaitTimeoutError, match="1 scheduled functions are in flight"):
         coordinator.join(timeout_s=0.05)
     with pytest.raises(WaitTimeoutError, match="'<lambda>' had not run"):

@@ -116,7 +116,9 @@ def test_answers_do_not_wait_for_one_that_takes_long(link, server):
     ops = ["echo", "echo", "wait", "echo"]
     link.send_all([Message({"op": op}) for op in ops], 30)
     assert server._service.waits.wait(30)
-    early = link.receive_all(30)
+    early = []
+    while len(early) < 2:  # together, if the server's threads have had their turn in time
+        early += link.receive_all(30)
     assert [answer.header["op"] for answer in early] == ["echo", "echo"]
     server._service.may_go_on.set()
     late = []
@@ -173,9 +175,10 @@ def test_what_was_received_stays_as_it_was(link):
 
 def test_a_server_keeps_no_array_of_a_message_that_it_has_answered(server, client):
     link = client.open()
+    gc.collect()  # of what other tests have left
     link.call(Message({}, [np.zeros(10**6, np.uint8)]), 30)
-    wait_until(lambda: not any(stream.is_answering for stream in server._streams.values()))
-    assert not [held for held in gc.get_objects() if type(held) is _Lease]
+    # The client has its answer before the thread of the stream has left the function that gave it.
+    wait_until(lambda: not [held for held in gc.get_objects() if type(held) is _Lease])
 
 
 # --- errors -------------------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def test_there_are_no_more_streams_than_allowed(server, client):
 def test_an_answer_that_takes_too_long_closes_the_link_and_no_other(client, link):
     other = client.open()
     started = time.monotonic()
-    with pytest.raises(UnavailableError, match=r"did not answer a message within 0\.\d+ s") as caught:
+    with pytest.raises(UnavailableError, match=r"did not answer a message within [\d.e-]+ s") as caught:
         link.call(Message({"op": "wait"}), 0.3)
     assert time.monotonic() - started > 0.25
     assert caught.value.task == "ps 0"
@@ -430,7 +433,7 @@ def test_clients_leave_no_threads(server):
     for _ in range(5):
         with TaskClient(server.address, TOKEN, "ps 0") as client:
             client.open().call(Message({}), 30)
-    assert {t for t in threading.enumerate() if t.name == "replicax deadlines"} <= before
+    wait_until(lambda: {t for t in threading.enumerate() if t.name == "replicax deadlines"} <= before)
 
 
 # --- credentials --------------------------------------------------------------------------------------
@@ -452,7 +455,7 @@ def test_a_server_without_credentials_warns_once_and_takes_who_comes(caplog):
         for token in (None, "any"):
             with TaskClient(server.address, Credentials(token=token), "ps 0") as client:
                 client.open().call(Message({}), 30)
-    assert [r.message.count("has no credentials") for r in caplog.records] == [1]
+    assert len([r for r in caplog.records if "has no credentials" in r.getMessage()]) == 1
 
 
 def test_it_does_not_listen_for_everybody_without_credentials():

@@ -151,8 +151,8 @@ class PsWatch:
                 return
         else:
             self._note(answer.get("statistics") or {})
+        self._events.on_ps_back(self)  # first: who sees that it is there may use it
         self._is_lost = False
-        self._events.on_ps_back(self)
 
     def _note(self, statistics: Mapping[str, Any]) -> None:
         failure = statistics.get("snapshot_error")
@@ -178,5 +178,7 @@ class PsWatch:
 
     def _lose(self, error: BaseException) -> None:
         if not self._is_lost and not self._is_closing:
+            self._events.on_ps_lost(
+                self, error
+            )  # first: who sees that it is lost is told so by what it calls
             self._is_lost = True
-            self._events.on_ps_lost(self, error)
