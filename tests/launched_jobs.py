@@ -229,11 +229,13 @@ class LaunchedJob:
         self._launcher.stdout.close()
 
 
-def kill_after_saving(job, victim, timeout_s, num_tasks=2):
-    """Kills a task with `kill -9` once there is a checkpoint of this start."""
+def kill_after_saving(job, victim, timeout_s, num_tasks=2, before=lambda: None):
+    """Kills a task with `kill -9` once there is a checkpoint of this start; returns what ``before``, which is called first, does."""
     pids = _pids(job, num_tasks, timeout_s)
     assert job.wait_for_checkpoint(timeout_s), job.text()
+    done = before()
     os.kill(pids[victim], signal.SIGKILL)
+    return done
 
 
 def kill_at_random(job, num_kills, *, seed, timeout_s, num_tasks=2):

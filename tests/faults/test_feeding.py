@@ -1,5 +1,6 @@
 """Loops fed by a distributed dataset: memory, threads, and the end of the process."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def test_memory_stays_flat():
     def step(x):
         total.assign_add(rx.get_replica_context().all_reduce("SUM", jnp.sum(x)))
 
+    gc.collect()  # or arrays that earlier tests have left would go meanwhile
     rows = rx.data.from_arrays(np.ones(64, np.float32)).shuffle(seed=0).batch(8).repeat()
     iterator = iter(strategy.experimental_distribute_dataset(rows))
     counts = []

@@ -7,15 +7,19 @@ import pytest
 
 from task_reports import latest, wait_for_count
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(450)
 LIMIT_S = 120
-SOON_S = 100
+SOON_S = 150
 EPOCHS, BATCHES = 3, 10
 
 
-def fitting(folder, shard_state="", data="arrays"):
-    """A model with dropout and batch normalisation on shuffled rows; says what each epoch's logs were, and all bits at the end."""
+def fitting(folder, shard_state="", data="arrays", is_interrupted=""):
+    """A model with dropout and batch normalisation on shuffled rows; says what each epoch's logs were, and all bits at the end.
+
+    One that is interrupted does not end before that.
+    """
     import hashlib
+    import os
     import time
 
     import keras
@@ -41,6 +45,9 @@ def fitting(folder, shard_state="", data="arrays"):
     if data == "rx":
         given = {"x": rx.data.from_arrays((x, x[:, :2])).shuffle(seed=3).batch(4)}
 
+    watcher = rx.experimental.PreemptionWatcher()
+    is_held = is_interrupted and os.environ["REPLICAX_RESTART_COUNT"] == "0"
+
     class Slow(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             self.num_batches = 0
@@ -50,6 +57,8 @@ def fitting(folder, shard_state="", data="arrays"):
                 report(began_at=callback.restored_from or "the beginning")
             self.num_batches += 1
             time.sleep(0.02)
+            while is_held and self.num_batches == 25 and watcher.preemption_message is None:
+                time.sleep(0.01)
 
     callback = rx.keras.callbacks.CheckpointCallback(folder, save_freq=3)
     slow, models, save = Slow(), [], model.save
@@ -118,7 +127,7 @@ def test_workers_that_end_go_on_in_the_middle_of_an_epoch(local_cluster, tmp_pat
         local_cluster(2, timeout_s=LIMIT_S), [str(tmp_path / "whole"), shard_state, data]
     )
     cluster = local_cluster(2, timeout_s=LIMIT_S)
-    cluster.start(fitting, [str(tmp_path / "parts"), shard_state, data])
+    cluster.start(fitting, [str(tmp_path / "parts"), shard_state, data, "yes"])
     for number, fault in enumerate([*faults, None]):
         for task in cluster.tasks.values():
             wait_for_count(task, "began_at", number + 1, SOON_S)

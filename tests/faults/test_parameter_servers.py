@@ -56,6 +56,24 @@ def slow_dataset(delay_s=0.3, count=1_000_000, files=None):
     return dataset_fn
 
 
+def held_dataset(path, count=1_000_000):
+    """What each worker makes: one element at once, the others and the end when there is a file at ``path``."""
+
+    def dataset_fn():
+        class Held:
+            def __iter__(self):
+                yield np.float32(1.0)
+                while not os.path.exists(path):
+                    time.sleep(0.02)
+                for _ in range(count - 1):
+                    yield np.float32(1.0)
+
+        return Held()
+
+    path = str(path)
+    return dataset_fn
+
+
 class Job:
     """A strategy, its coordinator, and a counter on each parameter server."""
 
@@ -81,7 +99,10 @@ class Job:
 
     def slow(self, count, delay_s=0.3):
         """Functions that last, each on what is a slow dataset."""
-        iterator = iter(self.coordinator.create_per_worker_dataset(slow_dataset(delay_s)))
+        return self.take_of(slow_dataset(delay_s), count)
+
+    def take_of(self, dataset, count):
+        iterator = iter(self.coordinator.create_per_worker_dataset(dataset))
         return [self.coordinator.schedule(self.take, args=(iterator,)) for _ in range(count)]
 
     def join(self, timeout_s=JOIN_S):
@@ -145,20 +166,21 @@ def test_a_worker_is_killed_between_functions(job):
     back(job.cluster, 0)
 
 
-def test_workers_are_killed_in_functions(job):
+def test_workers_are_killed_in_functions(job, tmp_path):
     """One, again and again, then both at once: what they were at is run again, and counts once."""
     values = []
     for killed in ([0], [0, 1]):
-        values += job.slow(4)
+        values += job.take_of(held_dataset(tmp_path / str(killed)), 8)  # one of each worker's, and no more
         job.until_in_flight(0, 1)
         for index in killed:
             job.cluster.tasks["worker", index].kill()
         for index in killed:
             job.cluster.restart("worker", index)
+        (tmp_path / str(killed)).touch()
         job.until_connected(0, 1)
     job.join()
-    assert job.counts == [8.0, 8.0]
-    assert [value.fetch() for value in values] == [1.0] * 8
+    assert job.counts == [16.0, 16.0]
+    assert [value.fetch() for value in values] == [1.0] * 16
     assert job.coordinator.statistics()["closures"]["retried"] >= 3
 
 
@@ -195,12 +217,12 @@ def test_a_worker_is_killed_while_it_makes_a_dataset(job, tmp_path, is_function)
     )
 
 
-def test_a_function_fails_while_a_worker_is_killed(job):
+def test_a_function_fails_while_a_worker_is_killed(job, tmp_path):
     """The error is the function's, not that of the worker; then all goes on."""
-    iterator = iter(job.coordinator.create_per_worker_dataset(slow_dataset(0.5, count=1)))
-    values = [job.coordinator.schedule(job.take, args=(iterator,)) for _ in range(30)]
+    values = job.take_of(held_dataset(tmp_path / "ends", count=1), 30)
     job.until_in_flight(0, 1)
     job.cluster.tasks["worker", 0].kill()
+    (tmp_path / "ends").touch()
     message(OutOfRangeError, job.join, "no more elements")
     with pytest.raises(CancelledError, match="Please reschedule the function"):
         values[-1].fetch()
@@ -257,7 +279,7 @@ def test_others_go_on_beside_a_slow_worker(job):
     finally:
         job.cluster.tasks["worker", 0].resume()
     assert job.counts == [30.0, 30.0]
-    assert ran(1) >= 25
+    assert ran(1) >= 20  # by turns it would be 15
     assert job.worker(0)["connections"] == 1
 
 
@@ -268,16 +290,24 @@ def kill_at_random(job, num_kills, seed, at_once=20, is_enough=lambda: True):
       How many functions were scheduled, and how many workers killed.
     """
     chance, over = random.Random(seed), threading.Event()
-    count, killed = 0, []
+    count, killed, connections = 0, [], [0, 0]
+
+    def until_back(index):
+        """Connected, and not by the connection to the process that was killed, whose end may be noticed late."""
+        until(lambda: job.worker(index)["connections"] > connections[index], "it is connected again")
+        job.until_connected(index)
 
     def kills():
         try:
             while len(killed) < num_kills or not (is_enough() or len(killed) > num_kills + 20):
                 time.sleep(chance.uniform(0.0, 0.5))
                 index = chance.randrange(2)
-                job.until_connected(index)
+                until_back(index)
+                connections[index] = job.worker(index)["connections"]
                 job.cluster.restart("worker", index)
                 killed.append(index)
+            for index in range(2):
+                until_back(index)
         finally:
             over.set()
 
@@ -321,7 +351,7 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
         job, num_kills, seed=num_kills, at_once=200, is_enough=lambda: max(amid, default=0) > 1
     )
     assert job.counts == [10 + scheduled] * 2
-    assert len(amid) == num_killed
+    assert len(amid) >= num_killed  # on a machine that is busy one may be lost without being killed
     assert max(amid) > 1, "no worker was killed amid several"
 
 
@@ -350,7 +380,7 @@ def test_a_parameter_server_that_is_killed_is_named():
     with server_cluster(workers=2, ps=2) as cluster, contextlib.closing(Job(cluster)) as job:
         job.until_connected(0, 1)
         cluster.tasks["worker", 0].kill()  # a worker that is being recovered does not change it
-        job.slow(4, delay_s=0.2)
+        job.slow(40, delay_s=0.2)  # most of which are cancelled
         job.until_in_flight(1)
         cluster.tasks["ps", 0].kill()
         started = time.monotonic()
@@ -537,7 +567,7 @@ while True:
 
 
 def test_tasks_end_when_their_coordinator_is_killed():
-    arguments = ["--on-coordinator-loss", "exit", "--silence-timeout", 2]
+    arguments = ["--on-coordinator-loss", "exit", "--silence-timeout", 5]
     with LocalCluster(1, chief=True, num_ps=1, server_arguments=arguments) as cluster:
         cluster.start_servers()
         cluster.start(CHIEF)

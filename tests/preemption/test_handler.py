@@ -1,5 +1,6 @@
 """A training in one process that is told to end: what is saved when, and what comes of it in the next run of it."""
 
+import itertools
 import os
 import signal
 import threading
@@ -162,12 +163,19 @@ def test_a_grace_period(tmp_path):
         training.handler.run(training.read)
         assert os.listdir(tmp_path) == ["ckpt-1"]
 
+        at = [time.monotonic()]
+
         def go_on():
             while time.monotonic() < told_at + PATIENCE_S:
+                at.append(time.monotonic())
                 training.handler.run(lambda: time.sleep(0.01))
 
         assert exit_code(go_on) == 42
-        assert 1 < time.monotonic() - told_at < 4
+        at.append(time.monotonic())
+        longest_s = max(
+            after - before for before, after in itertools.pairwise(at)
+        )  # if others had the processor
+        assert 1 < time.monotonic() - told_at < 4 + longest_s
         assert "ckpt-2" in os.listdir(tmp_path)
 
 
@@ -205,7 +213,8 @@ def test_what_the_watcher_raises_is_raised(tmp_path):
         raise ConnectionError("no metadata")
 
     def train(training):
-        for _ in range(1000):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             training.handler.run(time.sleep, 0.01)
 
     with Training(tmp_path, Config(watch)) as training, pytest.raises(ConnectionError, match="no metadata"):

@@ -38,25 +38,34 @@ def run(program, timeout_s=60):
 
 def test_it_is_noticed_while_the_main_thread_is_in_native_code():
     """A handler of Python's would run only afterwards."""
-    code, printed, errors = run("""
+    code, printed, errors = run(
+        """
     import jax, jax.numpy as jnp, numpy as np
     work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ x), x))
     x = jnp.ones((700, 700)) / 700
     np.asarray(work(x, 1))
-    began = time.monotonic()
-    np.asarray(work(x, 10))
-    num_rounds = int(10 / (time.monotonic() - began)) + 1  # for a second or more
     sigterm.listen(come)
     sent = []
     def send():
         sent.append(time.monotonic())
         terminate()
-    threading.Timer(0.1, send).start()
-    np.asarray(work(x, num_rounds))
-    ended = time.monotonic()
-    assert came.wait(10)
-    print(at[0] - sent[0] < (ended - sent[0]) / 2)
-    """)
+    num_rounds = 100
+    for _ in range(6):  # longer each time: how long it takes, and who has his turn when, is the machine's
+        came.clear(), at.clear(), sent.clear()
+        sender = threading.Timer(0.1, send)
+        sender.start()
+        np.asarray(work(x, num_rounds))
+        ended = time.monotonic()
+        sender.join()
+        assert came.wait(60)
+        is_noticed = at[0] - sent[0] < (ended - sent[0]) / 2
+        if is_noticed:
+            break
+        num_rounds *= 2
+    print(is_noticed)
+    """,
+        timeout_s=110,
+    )
     assert (code, printed) == (0, ["True"]), errors
 
 
@@ -121,11 +130,13 @@ def test_what_a_forked_process_is_told_is_not_taken_for_ours():
     """Data loaders fork their workers, and end them by SIGTERM."""
     code, printed, errors = run("""
     sigterm.listen(come)
+    reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        os.write(writing, b"x")  # what is to be done in a process that was forked off has been done
         time.sleep(30)
         os._exit(1)
-    time.sleep(0.2)
+    assert os.read(reading, 1)
     terminate(child)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM, status
