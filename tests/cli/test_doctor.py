@@ -121,7 +121,7 @@ def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
     """What the doctor answers is not taken for the job's welcome."""
     address = free()
     process = subprocess.Popen(
-        [sys.executable, "-m", "replicax", "doctor", "--no-devices", "--wait", "8"],
+        [sys.executable, "-m", "replicax", "doctor", "--no-devices", "--wait", "60"],
         env={"TF_CONFIG": json.dumps(config_of(address, free())), "PYTHONPATH": ":".join(sys.path)},
         stdout=subprocess.DEVNULL,
     )
@@ -130,7 +130,7 @@ def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
         while ask_until(address, 0, ask_channel).text != "answers":
             time.sleep(0.05)
         says = [" s for worker 0, which does not answer at", "does replicax doctor run on that machine?"]
-        message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.8), *says)
+        message(ClusterStartError, lambda: channel.connect(time.monotonic() + 2), *says)
     finally:
         process.kill()
         process.wait()

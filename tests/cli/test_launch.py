@@ -46,6 +46,21 @@ import json, os, signal, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
 task = config["task"]["type"] + " " + str(config["task"]["index"])
 restart = int(os.environ["REPLICAX_RESTART_COUNT"])
+
+def tell(path):
+    with open(path + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(path + ".new", path)
+
+def wait_for_the_end(path):
+    # Of the process that has told its number there: it may take longer to end than this one.
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    try:
+        while open(f"/proc/{open(path).read()}/stat").read().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.01)
+    except OSError:
+        pass
 """
 
 
@@ -162,19 +177,23 @@ def test_a_module(tmp_path):
     assert result.stdout == "worker 0 | __main__ ['--lr', '0.1']\n"
 
 
-def test_the_evaluator_is_waited_for_and_ended(script):
+def test_the_evaluator_is_waited_for_and_ended(script, tmp_path):
     path = script("""
     if "evaluator" in task:
         time.sleep(0.3)
-        print("evaluated")
+        print("evaluated", flush=True)
         if sys.argv[1] == "forever":
+            open(sys.argv[2], "w").close()
             time.sleep(60)
+    elif sys.argv[1] == "forever":
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
     """)
     result = launch("--evaluator", path, "once")
     assert result.returncode == 0
     assert "evaluator 0 | evaluated" in result.stdout
     began = time.monotonic()
-    result = launch("--evaluator", "--evaluator-timeout", 1, path, "forever")
+    result = launch("--evaluator", "--evaluator-timeout", 1, path, "forever", tmp_path / "evaluated")
     assert result.returncode == 0
     assert "evaluator 0 | evaluated" in result.stdout
     assert "the evaluator may go on for 1 s" in result.stderr
@@ -207,10 +226,9 @@ def test_the_first_failure_is_the_exit_code_and_its_last_lines_are_repeated(scri
     if task == "worker 1":
         for i in range(100):
             print("line", i)
-        open(sys.argv[1], "w").close()
+        tell(sys.argv[1])
         sys.exit(7)
-    while not os.path.exists(sys.argv[1]):
-        time.sleep(0.01)
+    wait_for_the_end(sys.argv[1])
     time.sleep(0.5)
     print("the others are gone")
     sys.exit(8)  # by itself, and later
@@ -229,11 +247,10 @@ def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(sc
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.01)
     if task == "worker 1":
-        open(sys.argv[2], "w").close()
+        tell(sys.argv[2])
         sys.exit(7)
-    while not os.path.exists(sys.argv[2]):
-        time.sleep(0.01)
-    time.sleep(0.3)
+    wait_for_the_end(sys.argv[2])
+    time.sleep(0.1)
     sys.exit(8)
     """)
     with launched("--workers", 3, path, tmp_path / "go", tmp_path / "ends") as launcher:
@@ -293,7 +310,7 @@ def test_who_does_not_end_is_asked_and_then_killed(script, tmp_path):
         "--workers",
         3,
         "--grace",
-        1,
+        2,
         script("""
     def end(number, frame):
         print("asked to end")
@@ -521,7 +538,7 @@ def on_a_terminal(*arguments, **environment):
 
 
 STEPS = """
-for step in range(1, 15):
+for step in range(1, 31):
     status = {"step": 10 * step, "time": 0.1 * step, "state": "training"}
     with open(os.environ["REPLICAX_STATUS_FILE"] + ".new", "w") as file:
         json.dump(status, file)
@@ -538,7 +555,7 @@ def test_a_table_of_the_tasks(script):
     bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert re.search(r"task +state +pid +step +steps/s +memory +restarts", bare)
     assert re.search(r"worker 0 +training +\d+ +\d+ +100\.0 +\d+ MB +0", bare)
-    assert re.search(r"worker 1 +exited with code 3 +\d+ +140 +– +– +0", bare)
+    assert re.search(r"worker 1 +exited with code 3 +\d+ +300 +– +– +0", bare)
     assert "worker 0 | done" in bare
     assert "\x1b[36mworker 0 | \x1b[0mdone" in text, "the prefix has no colour, or the line has one"
     assert bare.count("steps/s") >= 4, "it was not refreshed twice a second"

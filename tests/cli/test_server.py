@@ -291,4 +291,5 @@ def test_a_whole_cluster(launch):
     assert "worker 0 was killed by SIGKILL. Starting it again: restart 1 of 3." in result.stderr
     pids = re.search(r"chief 0  \| pids (\d+) (\d+) (\d+)", result.stdout).groups()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert len([line for line in result.stdout.splitlines() if " listens at 127.0.0.1:" in line]) == 3
+    # The second worker may be ended when it has answered, and not yet said where it listens.
+    assert len([line for line in result.stdout.splitlines() if " listens at 127.0.0.1:" in line]) in (2, 3)

@@ -102,13 +102,20 @@ def test_workers_are_killed_again_and_again_and_nothing_counts_twice(cluster, co
 
     ended = threading.Event()
 
+    def connections():
+        return [coordinator.statistics()["workers"][f"worker {n}"]["connections"] for n in range(2)]
+
     def kill():
         random = np.random.default_rng(0)
+        connected(coordinator)
         for n in range(num_kills):
-            connected(coordinator)
             time.sleep(random.uniform(0.0, 0.2))
+            before, until = connections()[n % 2], time.monotonic() + JOIN_S
             cluster.tasks["worker", n % 2].kill()
             cluster.restart("worker", n % 2)
+            while connections()[n % 2] == before:  # its end may be noticed late
+                assert time.monotonic() < until
+                time.sleep(0.01)
         ended.set()
 
     thread = threading.Thread(target=kill)
@@ -121,7 +128,7 @@ def test_workers_are_killed_again_and_again_and_nothing_counts_twice(cluster, co
         coordinator.join(JOIN_S)
     thread.join()
     assert int(counter) == num
-    assert sum(w["connections"] for w in coordinator.statistics()["workers"].values()) > num_kills
+    assert sum(connections()) > num_kills
 
 
 @pytest.mark.parametrize("join", [True, False], ids=["after join", "in flight"])
@@ -139,10 +146,15 @@ def test_a_strategy_that_is_closed_first_takes_its_coordinator_along(cluster, ca
     time.sleep(1.5)  # a beat, and more
     coordinator.close()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    begun = {thread.name for thread in threading.enumerate() if thread not in before}
-    assert not [
-        name for name in begun if name.startswith(("replicax-worker", "replicax-ps", "replicax-beats"))
-    ]
+    until = time.monotonic() + JOIN_S
+    while left := [
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before
+        and thread.name.startswith(("replicax-worker", "replicax-ps", "replicax-beats"))
+    ]:
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
 
 
 LEAVES = """

@@ -91,13 +91,13 @@ class Launched:
 @pytest.mark.timeout(200)
 def test_a_worker_and_the_coordinator_are_killed(tmp_path):
     options = ["--workers", 2, "--ps", 2, "--max-restarts", 1, "--checkpoint-dir", tmp_path]
-    with Launched(*options, EXAMPLE, "--rounds", 12) as job:
+    with Launched(*options, EXAMPLE, "--rounds", 30) as job:
         job.until(lambda: job.said("round 2,"))
         job.kill("worker", 1)
         job.until(lambda: job.said("worker 1 was killed") and job.said("round 4,"))
         job.kill("chief")
         assert job.wait() == 0, job.lines
-    assert job.lines[-1] == "chief 0  | 240 steps in 12 rounds", job.lines
+    assert job.lines[-1] == "chief 0  | 600 steps in 30 rounds", job.lines
     begins = [line for line in job.said("begins with round") if line.startswith("chief 0")]
     assert len(begins) == 2
     assert int(begins[1].split("round ")[1].split(",")[0]) >= 3

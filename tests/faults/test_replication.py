@@ -160,7 +160,7 @@ def test_a_primary_is_killed_and_nothing_is_lost(job, caplog):
     assert int(job.optimizer.iterations.value) == 60
     job.check()
     assert job.replication == {"primaries": [1, 1], "unprotected": [0, 1], "lost": []}
-    (warning,) = warnings_of(caplog, "is lost")
+    (warning,) = warnings_of(caplog, "is lost. Nothing")
     assert warning.startswith("ps 0 is lost. Nothing that was acknowledged is gone")
     assert "on ps 1" in warning
 

@@ -402,16 +402,21 @@ def test_a_manager_of_the_user(one_device, tmp_path):
 # --- told to end ------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {tests!r})
 import conftest
 sys.path.insert(0, {here!r})
 import test_checkpoint_callback as test
 
 class IsTold(test.keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.watcher = test.rx.experimental.PreemptionWatcher()
+
     def on_train_batch_begin(self, batch, logs=None):
         if (self.params["epoch"], batch) == (1, 2):
             os.kill(os.getpid(), signal.SIGTERM)
+            while self.watcher.preemption_message is None:  # by a thread; it is told after the callback that saves
+                time.sleep(0.001)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.params["epoch"] = epoch

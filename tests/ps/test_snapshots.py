@@ -215,17 +215,19 @@ def test_snapshots_among_updates_are_whole(tmp_path):
     store.hello(ME)
     create(store, w=like, v=like)
     send(store, both)
-    is_over = threading.Event()
+    is_over, has_begun = threading.Event(), threading.Event()
 
     def update():
         number = 0
         while not is_over.is_set():
             step(store, number, both, like)
+            has_begun.set()
             number += 1
 
     thread = threading.Thread(target=update)
     thread.start()
     try:
+        assert has_begun.wait(60)
         told = [store.snapshot(tmp_path)["updates"] for _ in range(20)]
     finally:
         is_over.set()

@@ -215,9 +215,11 @@ class SlowFile:
 
     def __init__(self, is_open, error=None):
         self.is_open, self.error, self.num_added = is_open, error, 0
+        self.has_one = threading.Event()
 
     def add(self, *_):
-        self.is_open.wait(30)
+        self.has_one.set()
+        self.is_open.wait(60)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -242,13 +244,18 @@ def slow_file(monkeypatch):
 def test_callers_wait_only_for_a_queue_that_is_full(tmp_path, slow_file):
     file = slow_file()
     with rx.SummaryWriter(tmp_path, max_in_flight=3) as writer:
-        for step in range(4):  # one is with the thread
+        for step in range(4):
             writer.scalar("loss", 1.0, step)
-            time.sleep(0.05)
+            assert file.has_one.wait(60)  # one is with the thread
         assert writer.statistics() == {"num_written": 0, "num_waiting": 3, "waited_s": 0.0}
-        threading.Timer(0.3, file.is_open.set).start()
-        writer.scalar("loss", 1.0, 4)
-        assert writer.statistics()["waited_s"] > 0.1
+        waiting = threading.Thread(target=writer.scalar, args=("loss", 1.0, 4))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        file.is_open.set()
+        waiting.join(60)
+        assert not waiting.is_alive()
+        assert writer.statistics()["waited_s"] > 0
         writer.flush()
         assert file.num_added == writer.statistics()["num_written"] == 5
 
@@ -299,9 +306,9 @@ def test_nobody_waits_for_ever(tmp_path, slow_file, monkeypatch, caplog):
 
     def fail():
         with rx.SummaryWriter(tmp_path, max_in_flight=1) as writer:
-            for step in range(2):  # one is with the thread
+            for step in range(2):
                 writer.scalar("loss", 1.0, step)
-                time.sleep(0.05)
+                assert file.has_one.wait(60)  # one is with the thread
             threads.append(writer._thread)
             raise KeyError("mine")
 
