@@ -158,7 +158,7 @@ def test_all_survivors_of_three_learn_it(local_cluster):
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
     """The step that waits for it is unblocked."""
-    _, survivors = run(local_cluster, "stopped", victim, REPLICAX_SILENCE_TIMEOUT_S="4")
+    _, survivors = run(local_cluster, "stopped", victim, REPLICAX_SILENCE_TIMEOUT_S="6")
     ((_, survivor),) = survivors.items()
     survivor.wait(LIMIT_S)
     (last,) = [r for r in survivor.wait(1).reports if "kind" in r]
