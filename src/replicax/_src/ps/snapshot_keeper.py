@@ -69,8 +69,8 @@ class SnapshotKeeper:
             self._is_driven = self._is_driven or epoch > 0
             told = self._store.snapshot(self._directory, epoch)
             self._last, self._last_created = before, created
-            self._num_taken += 1
             self._error = ""
+            self._num_taken += 1  # last: who waits for it may look at the error
         return told
 
     def restore(self, epoch: int) -> dict[str, Any] | None:
