@@ -36,8 +36,8 @@ def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, c
     looping(100, pause_s=0)
     expected = re.search(r"^bits (\w+)$", capsys.readouterr().out, re.MULTILINE)[1]
     with LaunchedJob(tmp_path, looping, "100", max_restarts=1) as job:
-        kill_after_saving(job, "worker 0", SOON_S)
-        num_damaged = kill_after_saving(job, "worker 1", SOON_S, before=lambda: damage(job.saved))
+        num_damaged = kill_after_saving(job, "worker 0", SOON_S, before=lambda: damage(job.saved))
+        kill_after_saving(job, "worker 1", SOON_S)
         assert job.wait(SOON_S) == 0, job.text()
     assert [bits for _, bits in job.printed("bits")] == [expected, expected], job.text()
     assert counted(job) == (0, 2)
