@@ -332,6 +332,39 @@ def test_a_normalization_computes_with_what_was_restored(saved):
         status.assert_consumed()
 
 
+def test_of_two_checkpoints_the_one_that_was_restored_last_counts(tmp_path):
+    """The newest, and then the best, before anything is built."""
+
+    def made(value):
+        layer = keras.layers.Dense(1)
+        if value:
+            layer.build((None, 2))
+            layer.kernel.assign(jnp.full((2, 1), value))
+        return layer
+
+    paths = [rx.Checkpoint(layer=made(value)).save(tmp_path / f"of{value}") for value in (1.0, 2.0)]
+    for is_one in (True, False):
+        later = made(None)
+        checkpoint = rx.Checkpoint(layer=later)
+        for path in paths:
+            (checkpoint if is_one else rx.Checkpoint(layer=later)).restore(path)
+        later.build((None, 2))
+        assert np.asarray(later.kernel).tolist() == [[2.0], [2.0]]
+
+
+def test_what_is_set_in_a_checkpoint_within_one_is_restored_then(saved):
+    """As in TensorFlow's guide, which takes single variables out of a model."""
+    layer = keras.layers.Dense(3)
+    layer.build((None, 2))
+    path = saved(net=rx.Checkpoint(l1=layer))
+    fake_layer = rx.Checkpoint(bias=rx.Variable(jnp.ones(3)))
+    status = rx.Checkpoint(net=rx.Checkpoint(l1=fake_layer)).restore(path)
+    assert fake_layer.bias.numpy().tolist() == [0, 0, 0]
+    fake_layer.kernel = rx.Variable(jnp.zeros((2, 3)))
+    np.testing.assert_array_equal(fake_layer.kernel.numpy(), layer.kernel)
+    status.assert_consumed()
+
+
 class Begun(keras.layers.Layer):
     """Its build makes a layer, and gives that a first value."""
 

@@ -29,7 +29,7 @@ from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.host_copy import HostBuffers, copy_to_host
 from replicax._src.checkpoint.nests import Holder
 from replicax._src.checkpoint.orbax_files import orbax
-from replicax._src.checkpoint.restoring import Restoration
+from replicax._src.checkpoint.restoring import Restoration, watchers
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, walkers
@@ -81,6 +81,7 @@ class Checkpoint:
     def __init__(self, root: Any = None, **kwargs: Any):
         self._holder = Holder(vars(self))
         self._restoration: Restoration | None = None
+        self._waiting: set[Restoration] = set()  # of checkpoints that this one is in, too
         self._buffers = HostBuffers()
         self.save_counter: int = 0
         named = kwargs if root is None else {"root": root, **kwargs}
@@ -93,9 +94,14 @@ class Checkpoint:
     def __setattr__(self, name: str, value: Any) -> None:
         _check_name(name)
         super().__setattr__(name, value)
-        if not name.startswith("_") and vars(self).get("_restoration") is not None:
-            assert self._restoration is not None
-            self._restoration.advance()
+        if not name.startswith("_"):
+            for restoration in sorted(self._waiting, key=lambda each: each.number):
+                restoration.advance()
+            self._waiting = {each for each in self._waiting if not each.has_ended}
+
+    def awaits(self, restoration: Restoration) -> None:
+        """Has it advance when an attribute is set. Private."""
+        self._waiting.add(restoration)
 
     def parts(self) -> Parts:
         """What is tracked, by name: leaves of nests too."""
@@ -252,6 +258,8 @@ class Checkpoint:
         """Restores a checkpoint whose files have been verified; a strict one is of no other model. Private."""
         _check_context("restore")
         ensure_bridges()
+        if self._restoration is not None:
+            self._restoration.drop()
         self._restoration = None
         restoration = Restoration(saved, self, processes.own_state)
         restoration.advance(is_strict=is_strict)
@@ -263,7 +271,7 @@ class Checkpoint:
         return f"Checkpoint({names}, save_counter={self.save_counter})"
 
 
-_OWN_NAMES = {"_holder", "_restoration", "_buffers"}
+_OWN_NAMES = {"_holder", "_restoration", "_waiting", "_buffers"}
 
 
 def _check_name(name: str, *, is_counter_own: bool = True) -> None:
@@ -337,4 +345,10 @@ def _walk_checkpoints(tracked: Any) -> Leaf | Parts | None:
     return tracked.parts() if isinstance(tracked, Checkpoint) else None
 
 
+def _watch_checkpoints(tracked: Any, restoration: Restoration) -> None:
+    if isinstance(tracked, Checkpoint):
+        tracked.awaits(restoration)
+
+
 walkers.insert(0, _walk_checkpoints)
+watchers.append(_watch_checkpoints)

@@ -6,6 +6,7 @@ whenever one of the objects has grown.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -23,14 +24,17 @@ from replicax._src.checkpoint.trees import StateLeaf, TreeNumber
 
 log = logging.getLogger("replicax")
 
-watchers: list[Callable[[Any, Callable[[], None]], None]] = []
-"""Given an object that is to have more below it, and what to call when it has got more; each knows a kind of object."""
+watchers: list[Callable[[Any, Restoration], None]] = []
+"""Given an object that is to have more below it, and what is to advance when it has got more; each knows a kind of object."""
 
 finishers: list[Callable[[Any], None]] = []
 """Called with each object that has been matched when values have been given: some compute others from them."""
 
 growing: list[Callable[[Any], bool]] = []
 """Whether an object is going to have more below it than it has; each knows a kind of object."""
+
+
+_numbers = itertools.count()
 
 
 @final
@@ -53,12 +57,14 @@ class Restoration:
       state_of: Which one of the states of several processes is this one's.
 
     Attributes:
+      number: Later ones have larger numbers: where several wait for one object, they advance in this order, and the last one wins.
       is_asked: Whether anybody has asked what was not restored.
     """
 
     def __init__(self, saved: SavedCheckpoint, root: Any, state_of: Callable[[str, Sequence[Any]], Any]):
-        self.saved = saved
+        self.saved, self.number = saved, next(_numbers)
         self.is_asked = False
+        self._is_dropped = False
         self._root, self._state_of = root, state_of
         self._objects: dict[int, Any] = {}
         self._restored: set[int] = set()
@@ -76,6 +82,15 @@ class Restoration:
         """Whether every value of the checkpoint has been restored."""
         return not self.unrestored()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is going to be restored."""
+        return self._is_dropped or self.is_whole
+
+    def drop(self) -> None:
+        """Another checkpoint is restored in its place: nothing more is taken from this one."""
+        self._is_dropped = True
+
     def advance(self, *, is_strict: bool = False) -> None:
         """Matches what can be matched by now, and restores it.
 
@@ -87,7 +102,7 @@ class Restoration:
           CheckpointMismatchError: Shapes or dtypes differ, or names where it is strict; nothing was restored.
           CorruptCheckpointError: Values are not as they were saved; nothing was restored.
         """
-        if self._is_advancing:
+        if self._is_advancing or self._is_dropped:
             return
         self._is_advancing = True
         try:
@@ -242,7 +257,7 @@ class Restoration:
                 continue
             self._watched.add(number)
             for watcher in watchers:
-                watcher(tracked, self.advance)
+                watcher(tracked, self)
 
     def _waited_for(self) -> set[int]:
         """Objects that lack something, and those above them, which may be what makes it. Those above have lower numbers."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
 from replicax._src.checkpoint import checkpoint, restoring
+from replicax._src.checkpoint.restoring import Restoration
 from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, walkers
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
@@ -102,19 +103,19 @@ def _is_unbuilt(tracked: Any) -> bool:
     return isinstance(tracked, (keras.Layer, keras.optimizers.Optimizer)) and not tracked.built
 
 
-def _watch(tracked: Any, on_growth: Callable[[], None]) -> None:
-    """Has ``on_growth`` called when a layer, or an optimizer, has been built."""
+def _watch(tracked: Any, restoration: Restoration) -> None:
+    """Has it advance when a layer, or an optimizer, has been built."""
     if _is_unbuilt(tracked):
-        _watch_build(tracked, on_growth)
+        _watch_build(tracked, restoration)
 
 
-def _watch_build(tracked: Any, on_growth: Callable[[], None]) -> None:
+def _watch_build(tracked: Any, restoration: Restoration) -> None:
     original = tracked.build
     is_own = "build" in vars(tracked)
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Any:
-        with _growing(on_growth):
+        with _growing(restoration):
             result = original(*args, **kwargs)
             if vars(tracked).get("build") is build:
                 if is_own:
@@ -127,27 +128,27 @@ def _watch_build(tracked: Any, on_growth: Callable[[], None]) -> None:
 
 
 class _Grown(threading.local):
-    """What is to be called when the outermost object that this thread builds has been built."""
+    """What is to advance when the outermost object that this thread builds has been built."""
 
     def __init__(self) -> None:
         self.depth = 0
-        self.waiting: dict[Callable[[], None], None] = {}
+        self.waiting: set[Restoration] = set()
 
 
 _grown = _Grown()
 
 
 @contextlib.contextmanager
-def _growing(on_growth: Callable[[], None]) -> Iterator[None]:
+def _growing(restoration: Restoration) -> Iterator[None]:
     """Around a build. A model builds its layers: it is matched once, not after each of them, and after what its own build assigns."""
     _grown.depth += 1
-    _grown.waiting[on_growth] = None
+    _grown.waiting.add(restoration)
     try:
         yield
     finally:
         _grown.depth -= 1
-        waiting = {}
+        waiting: set[Restoration] = set()
         if not _grown.depth:
-            waiting, _grown.waiting = _grown.waiting, {}
-    for call in waiting:
-        call()
+            waiting, _grown.waiting = _grown.waiting, set()
+    for each in sorted(waiting, key=lambda each: each.number):
+        each.advance()
