@@ -139,6 +139,22 @@ def test_numbers_are_restored_as_they_were_saved(saved):
     ]  # fmt: skip
 
 
+def test_lists_of_numbers_and_none_become_what_was_saved(saved):
+    """A history, and the best there was: programs begin without."""
+    losses = [float(i) for i in range(12)]
+    variable = rx.Variable(1.0)
+    path = saved(history=losses, best=0.25, last=[variable, [jnp.float32(3), jnp.float32(4)]], empty=[])
+    checkpoint = rx.Checkpoint(history=[], best=None, last=[variable, []], empty=[])
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.history == losses
+    assert checkpoint.best == 0.25
+    assert [float(x) for x in checkpoint.last[1]] == [3, 4]
+    assert checkpoint.empty == []
+    begun = rx.Checkpoint(history=[7.0, 8.0], best=9.0, last=[variable, [jnp.float32(0)]], empty=[])
+    begun.restore(path).assert_consumed()
+    assert begun.history == losses
+
+
 def test_a_text_is_no_number(saved):
     path = saved(a="hello", b="no", c=3)
     checkpoint = rx.Checkpoint(a=3, b=False, c="")

@@ -13,14 +13,16 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedArray, SavedObject
 from replicax._src.checkpoint.errors import CheckpointMismatchError
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.tracked import Graph, Leaf, found_in
-from replicax._src.checkpoint.trees import StateLeaf, TreeNumber
+from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
 
 log = logging.getLogger("replicax")
 
@@ -110,10 +112,15 @@ class Restoration:
             missing = self.unsaved() if is_strict else []
             self._check(pairs, missing, self._homeless() if missing else [])
             self._give(pairs)
+            self._restored |= {pair.number for pair in pairs}
+            if self._make_room():
+                grown = [pair for pair in self._matched() if pair.number not in self._restored]
+                self._give(grown)
+                pairs += grown
+                self._restored |= {pair.number for pair in grown}
             if pairs:
                 self._finish()
             self._tell_of(missing)
-            self._restored |= {pair.number for pair in pairs}
             self._watch()
         finally:
             self._is_advancing = False
@@ -244,6 +251,33 @@ class Restoration:
         for pair in pairs:
             assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
             pair.leaf.finish()
+
+    def _make_room(self) -> bool:
+        """Whether nests that had fewer numbers than were saved have become larger."""
+        has_grown = False
+        for number, tracked in self._objects.items():
+            if isinstance(tracked, HeldTree):
+                children = self._nodes[number].children.items()
+                lacking = {
+                    name: self._number_at(child) for name, child in children if child not in self._objects
+                }
+                if None not in lacking.values():
+                    has_grown |= tracked.grow(lacking)
+        return has_grown
+
+    def _number_at(self, number: int) -> Any:
+        """The number or text that was saved of an object, or, of an array with one number, another of its kind; else None."""
+        key, contents = self._nodes[number].key, self.saved.contents
+        if key in contents.states:
+            state = self._state_of(key, contents.states[key])
+            value = state[0] if isinstance(state, list) else None
+            return value if isinstance(value, (bool, int, float, str)) else None
+        array = contents.arrays.get(key)
+        if array is None or array.shape:
+            return None
+        dtype = jnp.dtype(array.dtype)
+        is_of_jax = jax.dtypes.canonicalize_dtype(dtype) == dtype
+        return jnp.zeros((), dtype) if is_of_jax else np.zeros((), dtype)[()]
 
     def _finish(self) -> None:
         for tracked in self._objects.values():

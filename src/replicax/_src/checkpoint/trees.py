@@ -6,7 +6,7 @@ import abc
 import base64
 import json
 import random
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, final
 
 import jax
@@ -49,6 +49,27 @@ class HeldTree:
         if isinstance(leaf, _PLAIN):
             return TreeNumber(self, number, label, leaf)
         raise untrackable(label, leaf)
+
+    def grow(self, lacking: Mapping[str, Any]) -> bool:
+        """Makes room for values that a checkpoint has besides: programs begin with ``history = []`` and ``best = None``.
+
+        Args:
+          lacking: Numbers and texts, by their names.
+
+        Returns:
+          Whether there is room now: a list of values has become longer, or is one in place of None.
+        """
+        value = self._holder[self._name]
+        if value is None and [*lacking] == [""]:
+            self._holder[self._name] = lacking[""]
+            return True
+        if type(value) is not list or not jax.tree_util.all_leaves(value):
+            return False
+        names = [str(len(value) + i) for i in range(len(lacking))]
+        if not lacking or {*names} != {*lacking}:
+            return False
+        self._holder[self._name] = [*value, *(lacking[name] for name in names)]
+        return True
 
     def give(self, number: int, leaf: Any) -> None:
         """Gives a leaf a value; ``finish`` makes the nest of them."""
