@@ -14,7 +14,7 @@ import replicax as rx
 from checkpoint_bits import bits
 from checks import message
 from replicax.checkpoint import CheckpointMismatchError, HostRandomState, UntrackableError
-from replicax.errors import InvalidArgumentError
+from replicax.errors import DonatedError, InvalidArgumentError
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -153,6 +153,15 @@ def test_lists_of_numbers_and_none_become_what_was_saved(saved):
     begun = rx.Checkpoint(history=[7.0, 8.0], best=9.0, last=[variable, [jnp.float32(0)]], empty=[])
     begun.restore(path).assert_consumed()
     assert begun.history == losses
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path):
+    array = jnp.ones(3)
+    checkpoint = rx.Checkpoint(state={"w": array})
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    message(DonatedError, lambda: checkpoint.save(tmp_path / "ckpt"), "'state/w'", "checkpoint.state = state")
+    assert not [*tmp_path.iterdir()]
+    assert checkpoint.save_counter == 0
 
 
 def test_a_text_is_no_number(saved):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -26,7 +27,7 @@ from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedObject
 from replicax._src.checkpoint.errors import CheckpointWriteError
-from replicax._src.checkpoint.host_copy import HostBuffers, copy_to_host
+from replicax._src.checkpoint.host_copy import HostArray, HostBuffers, copy_to_host
 from replicax._src.checkpoint.nests import Holder
 from replicax._src.checkpoint.orbax_files import orbax
 from replicax._src.checkpoint.restoring import Restoration, watchers
@@ -122,6 +123,7 @@ class Checkpoint:
         Raises:
           CheckpointWriteError: The disk is full, or read-only. Checkpoints that were there are as they were.
           CrossReplicaContextError: Called in a replica function, or in an ``rx.function``.
+          DonatedError: An array of a nest has been given to a program.
           UnsharedDirectoryError: Processes see different directories.
           MissingExtraError: orbax is not installed.
         """
@@ -156,6 +158,21 @@ class Checkpoint:
         orbax()
         self._tell_of_unused()
         writes, part, failure = _opened(path)
+        try:
+            objects, arrays, states = self._copied(part, is_kept=writes)
+        except BaseException:
+            if writes:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        if not writes:
+            return functools.partial(_end_without_writing, failure)
+        snapshot = Snapshot(objects, arrays, states, number, order, time.time(), metrics)
+        return lambda: write(path, part, snapshot)
+
+    def _copied(
+        self, part: str, *, is_kept: bool
+    ) -> tuple[tuple[SavedObject, ...], dict[str, HostArray], dict[str, list[Any]]]:
+        """The graph of what is tracked, and copies of its arrays and states."""
         graph = Graph(self)
         for node in graph.nodes:
             for prepare in before_reading:
@@ -166,18 +183,15 @@ class Checkpoint:
             {key: leaf for key, leaf in leaves.items() if isinstance(leaf, ArrayLeaf)},
             self._buffers,
             part,
-            is_kept=writes,
+            is_kept=is_kept,
         )
-        if not writes:
-            return functools.partial(_end_without_writing, failure)
         known = arrays.keys() | states.keys()
         objects = tuple(
             SavedObject(dict(node.children), node.key if node.leaf is not None else "")
             for node in graph.nodes
         )
-        objects = _without(objects, {node.key for node in graph.nodes if node.leaf is not None} - known)
-        snapshot = Snapshot(objects, arrays, states, number, order, time.time(), metrics)
-        return lambda: write(path, part, snapshot)
+        valueless = {node.key for node in graph.nodes if node.leaf is not None} - known
+        return _without(objects, valueless), arrays, states
 
     def _states(self, leaves: Mapping[str, Leaf]) -> dict[str, list[Any]]:
         own = {key: leaf.take() for key, leaf in leaves.items() if isinstance(leaf, StateLeaf)}

@@ -17,6 +17,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held, VariableLeaf, blocks_of_rows
+from replicax._src.errors import DonatedError
 from replicax._src.program.slots import state_lock
 from replicax._src.ps.arrays import ServerArray
 
@@ -91,6 +92,7 @@ def copy_to_host(
     """
     with state_lock, jax_compat.outside_traces():
         held = {key: held for key, leaf in leaves.items() if (held := leaf.held()) is not None}
+        _check_there(held, leaves)
         _start_transfers(held.values())
         of_servers = _read_servers(held)
         copies = {}
@@ -107,6 +109,16 @@ def copy_to_host(
             }
             buffers.keep_only(name for key in copies for name in (key, f"{key} components"))
     return copies
+
+
+def _check_there(held: Mapping[str, Held], leaves: Mapping[str, ArrayLeaf]) -> None:
+    for key, now in held.items():
+        if any(isinstance(array, jax.Array) and array.is_deleted() for array in (now.value, now.components)):
+            raise DonatedError(
+                f"{leaves[key].label!r} cannot be saved: its array was given to a program (jax.jit with donate_argnums, say), and is "
+                "gone. Nothing was saved. Track what the program has returned: checkpoint.state = state, after each step that "
+                "takes the old one."
+            )
 
 
 def _start_transfers(held: Iterable[Held]) -> None:
