@@ -1,6 +1,8 @@
 """``replicax plan``: scripts as users write them, run up to their first program."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -207,6 +209,53 @@ def test_the_time_limit(tmp_path):
     done = plan(tmp_path, "import time; time.sleep(600)", "--topology", "cpu:2", "--limit", "2")
     assert done.returncode == 1
     assert "not finished after 2 s" in done.stderr
+
+
+WITH_A_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("begun", flush=True)
+if len(sys.argv) > 1:
+    time.sleep(600)
+import replicax as rx
+print("not flushed")
+rx.MirroredStrategy(["cpu:0"]).run(lambda: 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [None, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+)
+def test_nothing_is_left(tmp_path, number):
+    """Nor is what the script has printed lost, though its process ends without Python's ending."""
+    script = tmp_path / "train.py"
+    script.write_text(WITH_A_CHILD)
+    command = [
+        sys.executable,
+        "-m",
+        "replicax",
+        "plan",
+        "--topology",
+        "cpu:2",
+        str(script),
+        *(["wait"] if number else []),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    said = ""
+    while "begun" not in said:
+        said = running.stderr.readline()
+        assert said, "the script has not begun"
+    if number:
+        running.send_signal(number)
+    _, told = running.communicate(timeout=200)  # when all that may write has ended, the script's child too
+    assert "Traceback" not in told
+    if number is None:
+        assert "not flushed" in told
+    if number == signal.SIGINT:
+        assert "it was interrupted" in told
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def test_what_is_no_entry(pattern, layout, says):
     assert list(layout_map) == ["there"]
 
 
+def test_what_is_no_map():
+    message(
+        InvalidArgumentError, lambda: LayoutMap([("kernel", ROWS)]), "or a dict such as", "got [('kernel',"
+    )
+
+
 def test_layouts_are_shown_as_they_are_written():
     layout_map = LayoutMap({"a": (None, "logical"), "b": (("logical_0", "logical_1"),)})
     assert repr(layout_map) == "LayoutMap({'a': (None, 'logical'), 'b': (('logical_0', 'logical_1'),)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -114,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
             "remedy_limit_s": options.remedy_limit,
             "result": str(result),
             "is_module": options.module is not None,
+            "parent": os.getpid(),
         }
         command = [
             sys.executable,
@@ -122,12 +124,12 @@ def run(options: argparse.Namespace) -> int:
             json.dumps(asked),
             options.script,
         ]
-        ended = _run_child([*command, *options.arguments], _environment(os.environ, hardware), options.limit)
-        if not ended:
+        unfinished = _run_child(
+            [*command, *options.arguments], _environment(os.environ, hardware), options.limit
+        )
+        if unfinished:
             of_what = "remedies were" if result.exists() else "it was"
-            print(
-                f"replicax plan: {of_what} not finished after {options.limit:g} s (--limit).", file=sys.stderr
-            )
+            print(f"replicax plan: {of_what} {unfinished}.", file=sys.stderr)
         if not result.exists():
             return 1
         found = json.loads(result.read_text(encoding="utf-8"))
@@ -158,22 +160,26 @@ def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, st
     return new
 
 
-def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -> bool:
-    """Runs the script until it has been planned; says so now and then; whether it ended in time."""
+def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -> str:
+    """Runs the script until it has been planned; says so now and then; what it was where it did not end by itself."""
     start = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the child too
-    child = subprocess.Popen(command, env=environ, stdout=sys.stderr)
+    child = subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True)
     try:
         while True:
             passed = time.monotonic() - start
             if passed >= limit_s:
-                return False
+                return f"not finished after {limit_s:g} s (--limit)"
             try:
                 child.wait(min(_LINE_EVERY_S, limit_s - passed))
-                return True
+                return ""
             except subprocess.TimeoutExpired:
                 print(f"replicax plan: planning for {time.monotonic() - start:.0f} s …", file=sys.stderr)
+    except KeyboardInterrupt:
+        return "interrupted"
     finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(
+                child.pid, signal.SIGKILL
+            )  # with what the script has started, such as readers of its data
+        child.wait()

@@ -5,13 +5,17 @@ It replaces methods of strategies, functions and Keras models, which nothing but
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import math
 import os
 import runpy
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +179,7 @@ def main() -> int:
     """Runs the script that the command line names; writes the plan to a file. Returns the exit code."""
     asked, script = json.loads(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
+    threading.Thread(target=_end_with, args=(asked.pop("parent"),), daemon=True).start()
     is_module = asked.pop("is_module")
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))  # as Python's
     result = Path(asked.pop("result"))
@@ -206,6 +211,13 @@ def main() -> int:
     return 0 if result.exists() else 1  # a plan may be there if the script caught what leaves it
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process and what the script has started when the command is gone, however it went."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 def _say(text: str) -> None:
     print(f"replicax plan: {text}", file=sys.stderr, flush=True)
 
@@ -229,7 +241,8 @@ def _from_script_on(error: BaseException) -> Any:
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
     code = main()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+            stream.flush()
     os._exit(code)  # the script's threads (its datasets') wait for batches that nobody takes

@@ -46,7 +46,10 @@ class LayoutMap(MutableMapping[str, Layout]):
     def __init__(self, layouts: Mapping[str, Any] | None = None):
         self._layouts: dict[str, Layout] = {}
         self._patterns: dict[str, re.Pattern[str]] = {}
-        for pattern, layout in ({} if layouts is None else layouts).items():
+        layouts = {} if layouts is None else layouts
+        if not isinstance(layouts, Mapping):
+            raise _no_map(layouts)
+        for pattern, layout in layouts.items():
             self[pattern] = layout
 
     @classmethod
@@ -56,10 +59,7 @@ class LayoutMap(MutableMapping[str, Layout]):
             return cls(given._layouts)
         if isinstance(given, Mapping):
             return cls(given)
-        raise InvalidArgumentError(
-            f"layout_map must be an rx.experimental.LayoutMap, or a dict such as {{'up/kernel': (None, 'logical')}}; got "
-            f"{given!r}."
-        )
+        raise _no_map(given)
 
     def __setitem__(self, pattern: str, layout: Any) -> None:
         if pattern in self._layouts:
@@ -150,3 +150,9 @@ def shown(layout: Layout) -> str:
     """A layout as it is written."""
     dims = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout]
     return repr(tuple(dims))
+
+
+def _no_map(given: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"layout_map must be an rx.experimental.LayoutMap, or a dict such as {{'up/kernel': (None, 'logical')}}; got {given!r}."
+    )
