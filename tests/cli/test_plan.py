@@ -204,6 +204,24 @@ def test_a_script_without_a_program(tmp_path):
     assert "ended without a program" in done.stderr
 
 
+WITHOUT_LIBTPU = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "libtpu" else found(name, *more)
+"""
+
+
+@pytest.mark.long
+def test_a_compiler_that_is_missing_is_told_before_the_script_runs(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_LIBTPU)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    done = plan(tmp_path, "print('begun', flush=True)", "--topology", "v5e:2x4")
+    assert done.returncode == 1
+    assert "replicax[plan-tpu]" in done.stderr
+    assert "begun" not in done.stderr
+
+
 @pytest.mark.long
 def test_the_time_limit(tmp_path):
     done = plan(tmp_path, "import time; time.sleep(600)", "--topology", "cpu:2", "--limit", "2")

@@ -29,6 +29,8 @@ from replicax._src.cli.planned_clusters import stand_in_for_clusters
 from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
 from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
+from replicax._src.placement.ahead import check_compiler
+from replicax._src.plan.hardware import hardware_of
 from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture, planning
 from replicax._src.strategies.planning import components_of_one, listeners
@@ -187,6 +189,9 @@ def main() -> int:
     _FirstProgram(asked).install()
     stand_in_for_clusters(asked["topology"], _say)
     try:
+        check_compiler(
+            hardware_of(asked["topology"])
+        )  # before the script takes minutes to come to its first program
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:

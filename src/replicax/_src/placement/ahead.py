@@ -85,7 +85,7 @@ def _devices(hardware: Hardware) -> list[Any]:
     chip = hardware.chip
     if chip.kind == "cpu":
         return jax_compat.devices_of_plan("cpu", "", hardware.num_devices)
-    _check_plugin(hardware)
+    check_compiler(hardware)
     if chip.kind == "tpu":
         _quieten_tpu()
         name = f"{chip.key}:{'x'.join(map(str, hardware.shape))}"
@@ -95,7 +95,10 @@ def _devices(hardware: Hardware) -> list[Any]:
     return jax_compat.devices_of_plan("cuda", chip.key, hardware.num_devices, target)
 
 
-def _check_plugin(hardware: Hardware) -> None:
+def check_compiler(hardware: Hardware) -> None:
+    """Raises if what compiles for it is not here; see ``topology_ahead``."""
+    if hardware.chip.kind not in _PLUGINS:
+        return
     module, extra = _PLUGINS[hardware.chip.kind]
     try:
         is_there = importlib.util.find_spec(module) is not None
