@@ -166,7 +166,7 @@ class LaunchedJob:
             text=True,
             env=_environment(),
         )
-        self.lines, self._new, self._known = [], queue.Queue(), set()
+        self.lines, self._new = [], queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -201,16 +201,17 @@ class LaunchedJob:
         return re.findall(rf"^(\w+ \d+) \| {word} (.*)$", "\n".join(self.lines), re.MULTILINE)
 
     def wait_for_checkpoint(self, timeout_s):
-        """Waits for one that was not there at the call before; whether it has come before the end."""
-        deadline = time.monotonic() + timeout_s
+        """Waits for one that was not there when the call began; whether it has come before the end."""
+        deadline, before = time.monotonic() + timeout_s, self._checkpoints()
         while self._launcher.poll() is None:
-            there = {path.name for path in self.saved.glob("ckpt-*") if ".part-" not in path.name}
-            if there - self._known:
-                self._known |= there
+            if self._checkpoints() - before:
                 return True
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.01)
         return False
+
+    def _checkpoints(self):
+        return {path.name for path in self.saved.glob("ckpt-*") if ".part-" not in path.name}
 
     def text(self, num_lines=60):
         return "\n".join(self.lines[-num_lines:])

@@ -35,7 +35,7 @@ def test_tasks_that_are_killed_go_on_with_the_same_bits(tmp_path, monkeypatch, c
     monkeypatch.setenv("REPLICAX_CHECKPOINT_DIR", str(tmp_path / "alone"))
     looping(100, pause_s=0)
     expected = re.search(r"^bits (\w+)$", capsys.readouterr().out, re.MULTILINE)[1]
-    with LaunchedJob(tmp_path, looping, "100", max_restarts=1) as job:
+    with LaunchedJob(tmp_path, looping, "100, pause_s=0.04", max_restarts=1) as job:
         num_damaged = kill_after_saving(job, "worker 0", SOON_S, before=lambda: damage(job.saved))
         kill_after_saving(job, "worker 1", SOON_S)
         assert job.wait(SOON_S) == 0, job.text()
