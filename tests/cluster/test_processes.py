@@ -292,10 +292,7 @@ def test_no_descriptor_and_no_thread_is_left():
     def threads():
         return set(threading.enumerate())
 
-    before, num_descriptors = (
-        threads(),
-        len(os.listdir("/dev/fd")),
-    )  # of tests before this one some may be ending
+    before, num_descriptors = threads(), len(os.listdir("/dev/fd"))  # some of earlier tests may be ending
     for _ in range(3):
         with python("print(1)") as process:
             process.wait(LIMIT_S)

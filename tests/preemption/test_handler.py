@@ -174,7 +174,7 @@ def test_a_grace_period(tmp_path):
         at.append(time.monotonic())
         longest_s = max(
             after - before for before, after in itertools.pairwise(at)
-        )  # if others had the processor
+        )  # or others had their turn
         assert 1 < time.monotonic() - told_at < 4 + longest_s
         assert "ckpt-2" in os.listdir(tmp_path)
 

@@ -178,7 +178,5 @@ class PsWatch:
 
     def _lose(self, error: BaseException) -> None:
         if not self._is_lost and not self._is_closing:
-            self._events.on_ps_lost(
-                self, error
-            )  # first: who sees that it is lost is told so by what it calls
+            self._events.on_ps_lost(self, error)  # first: who sees that it is lost gets the error
             self._is_lost = True
