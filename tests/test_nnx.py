@@ -104,6 +104,13 @@ def test_donation_beside_a_module_is_refused_and_nothing_is_given_away():
     assert np.asarray(state).tolist() == np.ones((2, 3)).tolist()
 
 
+def test_a_module_that_is_closed_over_and_differentiated_is_to_be_an_argument():
+    model, strategy = Net(nnx.Rngs(0)), rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(ValueError, match="different trace level") as caught:
+        strategy.run(lambda x: nnx.grad(lambda m: jnp.sum(m(x)))(model), (X,))
+    assert "as arguments: strategy.run(step, args=(model, optimizer, batch))" in caught.value.__notes__[0]
+
+
 def test_state_split_outside_the_loop():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     model, _ = make()

@@ -91,13 +91,9 @@ def trace_replicas(
                 forced_sums=forced,
             )
         except Exception as error:
-            if rows is not None and rows[replica_id] == 0:
-                note = (
-                    f"(A replica without rows: the batch has {sum(rows)} rows for {num_replicas} replicas, and this was "
-                    "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
-                )
-                if note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
+            note = _note_on(error, None if rows is None else rows[replica_id], rows)
+            if note is not None and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
             raise
 
     if rows is not None:
@@ -106,6 +102,21 @@ def trace_replicas(
         program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
     program.check_synchronised()
     return program, rows
+
+
+def _note_on(error: Exception, num_rows: int | None, rows: Sequence[int] | None) -> str | None:
+    """What the error of a replica function does not say by itself."""
+    if num_rows == 0 and rows is not None:
+        return (
+            f"(A replica without rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
+            "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
+        )
+    if "from different trace level" in str(error):  # flax 0.12
+        return (
+            "(The function changes or differentiates a flax nnx module that it closes over. Pass modules, optimizers and metrics "
+            "of nnx as arguments: strategy.run(step, args=(model, optimizer, batch)).)"
+        )
+    return None
 
 
 def describe_distributed(value: DistributedValues, strategy: Any, num_replicas: int) -> Leaf:
