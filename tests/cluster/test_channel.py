@@ -54,6 +54,13 @@ def channels(address, names=NAMES, **options):
             channel.leave()
 
 
+def until_failed(channel):
+    until = time.monotonic() + PATIENCE_S
+    while channel.failure is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def gathered_by_all(members, key, values):
     results = [None] * len(members)
 
@@ -180,10 +187,11 @@ def test_who_has_left_is_not_needed_for_programs_that_it_has_run():
         third.begin(6, "#0 read")
         for position in (3, 4, 5):
             second.begin(position, "#0 read")
-            second.end()
+            second.end(is_done=True)
         second.leave()
         for channel in (first, third):
-            assert channel.wait_for_failure(PATIENCE_S) is not None
+            until_failed(channel)
+        assert first.failure_here is None
         for position in (4, 5):
             first.end()
             first.check(position)
@@ -197,19 +205,33 @@ def test_who_has_left_is_not_needed_for_programs_that_it_has_run():
         assert unblocked == [third]  # which was in a program that it would have waited in
 
 
+def test_who_has_left_is_needed_for_a_program_that_it_has_not_ended():
+    """It was dispatched, and gave an error, or goes on without the one who has left."""
+    with serving() as address, channels(address) as (first, second, _):
+        for channel in (first, second):
+            channel.begin(0, "#0 step")
+        second.end()
+        unblocked = threading.Event()
+        first.on_failure = lambda failure: unblocked.set()
+        second.leave()
+        assert unblocked.wait(PATIENCE_S)
+        assert "worker 1 has ended its program" in str(first.failure_here)
+
+
 def test_who_leaves_earlier_or_dies_is_needed_for_more():
     with serving() as address, channels(address) as (first, second, third):
         for channel, position in (second, 5), (third, 4), (first, 3):
             channel.begin(position, "#0 read")
-            channel.end()
+            channel.end(is_done=True)
         second.leave()
-        assert first.wait_for_failure(PATIENCE_S) is not None
+        until_failed(first)
         first.check(5)
         third.tell_error("ValueError: x")
         third.leave()
         until = time.monotonic() + PATIENCE_S
         while "raised" not in str(first.failure) and time.monotonic() < until:
             time.sleep(0.01)
+        assert first.failure_here is first.failure
         message(PeerFailureError, lambda: first.check(4), "worker 2 raised an error", "ValueError: x")
 
 

@@ -11,7 +11,7 @@ class Channel:
     """The other process offers what this one does, unless it is told otherwise."""
 
     def __init__(self):
-        self.gathered, self.begun, self.other = [], [], None
+        self.gathered, self.begun, self.ended, self.other = [], [], [], None
 
     def gather(self, key, value, timeout_s, **how):
         self.gathered.append((key, value[1], value[2]))
@@ -20,10 +20,13 @@ class Channel:
     def begin(self, position, program):
         self.begun.append((position, program))
 
-    def end(self):
-        pass
+    def end(self, is_done):
+        self.ended.append(is_done)
 
     def check(self, position=None):
+        pass
+
+    def wait_for_failure(self, timeout_s):
         pass
 
 
@@ -69,3 +72,12 @@ def test_one_that_has_gone_on_further_is_a_mismatch(channel, peers):
 def test_equal_code_is_one_program_whatever_it_is_called(channel, peers):
     assert peers.agree("f", "code") == peers.agree("another name", "code") == "#0 f"
     assert len(channel.gathered) == 1
+
+
+def test_a_program_is_done_where_its_results_are_there(channel, peers):
+    run(peers, "f")
+    with pytest.raises(ZeroDivisionError), peers.running(peers.agree("f", "code of f"), is_new=False):
+        1 / 0
+    peers.waits = False  # it goes on, on the devices
+    run(peers, "f")
+    assert channel.ended == [True, False, False]

@@ -77,6 +77,7 @@ class Channel:
         self._missing: dict[str, Mapping[str, Any]] = {}
         self._failure: ClusterFailureError | None = None
         self._last_common = _NO_PROGRAM
+        self._done = _NO_PROGRAM
         self._is_closed = False
         self._decoder = Decoder()
         self._received: collections.deque[dict[str, Any]] = collections.deque()
@@ -170,7 +171,7 @@ class Channel:
         if self._socket is None or self._is_closed:
             return
         self._note_end()
-        self._send({"kind": "left", "status": self._status})
+        self._send({"kind": "left", "status": {**self._status, "done": self._done}})
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)  # the thread, which waits for a message, hears of it
@@ -192,8 +193,13 @@ class Channel:
 
     @property
     def failure(self) -> ClusterFailureError | None:
-        """Why the tasks cannot go on together, if they cannot."""
+        """Why the tasks cannot go on together, if they cannot; perhaps only after programs that this one has yet to run."""
         return self._failure
+
+    @property
+    def failure_here(self) -> ClusterFailureError | None:
+        """The same, where it is of this process's last program: who has left, having run that too, was not needed for it."""
+        return self._failure if self._status["position"] > self._last_common else None
 
     def check(self, position: int | None = None) -> None:
         """Raises what has happened to the others.
@@ -291,17 +297,23 @@ class Channel:
             self._send({"kind": "beat", "status": self._status})
         self.check(position)  # what came since may have found this process between programs
 
-    def end(self) -> None:
-        """The program has ended, or has been dispatched."""
+    def end(self, is_done: bool = False) -> None:
+        """The program has ended, or has been dispatched.
+
+        Args:
+          is_done: Its results are there: whoever else has not run it yet needs nothing of this process for it.
+        """
         self._status = {**self._status, "doing": "between"}
+        if is_done:
+            self._done = self._status["position"]
 
     def wait_for_failure(self, timeout_s: float) -> ClusterFailureError | None:
-        """What has happened to the others, or will be known in so many seconds."""
+        """What has happened to others that are needed where this process is, or will be known in so many seconds."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._failure is None and time.monotonic() < deadline:
+            while self.failure_here is None and time.monotonic() < deadline:
                 self._changed.wait(max(0.01, deadline - time.monotonic()))
-        return self._failure
+        return self.failure_here
 
     # --- the thread ---------------------------------------------------------------------------------
 
@@ -351,7 +363,7 @@ class Channel:
             case "timeout":
                 self._fail(of_timeout(self._names, message))
             case "gone":
-                last = message["status"].get("position", -1) if message["how"] == "left" else _NO_PROGRAM
+                last = message["status"].get("done", _NO_PROGRAM) if message["how"] == "left" else _NO_PROGRAM
                 self._fail(self._of_gone(message), last)
             case "mismatch":
                 self._fail(of_mismatch(self._names, message["statuses"]))

@@ -5,7 +5,8 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
 - A member *joins* once, and is *gone* when it has left (an orderly end), raised, died (its connection ended without a
   word) or gone silent (no message for ``silence_s``). Who is gone stays gone: a job is restarted as a whole. Once somebody
   is gone nobody joins; who comes then is of the next run, and is told to try again.
-  Who leaves or raises says where it is, as in a beat.
+  Who leaves or raises says where it is, as in a beat; who leaves also which program it has ended last (``done``), since the
+  others go on up to that.
 - A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
 - Members *beat* once a second, and when their program is another than before: with the number of the program that they

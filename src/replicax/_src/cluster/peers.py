@@ -200,7 +200,8 @@ class Peers:
           is_new: Its first run; connections that are made in it are those of collectives.
 
         Raises:
-          ClusterFailureError: Somebody is gone; also in place of the error that this gives on the devices.
+          ClusterFailureError: Somebody is gone, unless it has left after having run this program; also in place of the error that
+            this gives on the devices.
         """
         with self._lock:
             self._channel.check(self._position + 1)
@@ -208,11 +209,12 @@ class Peers:
                 self._agree_now(self._digests[label], label.partition(" ")[2])
             self._last = label
             self._position += 1
-            self._is_running = True
+            self._is_running, is_done = True, False
             try:
                 self._channel.begin(self._position, label)
                 with self.watchdog.learning() if is_new else contextlib.nullcontext():
                     yield
+                is_done = self.waits
             except Exception as error:
                 failure = self.explain(error)
                 if failure is None:
@@ -220,7 +222,7 @@ class Peers:
                 raise failure from error
             finally:
                 self._is_running = False
-                self._channel.end()
+                self._channel.end(is_done)
 
     def explain(self, error: BaseException) -> ClusterFailureError | None:
         """What has happened to another task, if that is why the devices gave an error."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import gc
 import hashlib
 import json
 import logging
@@ -71,7 +70,7 @@ class _LiveCluster:
             self.close()
             raise
         self._say_errors()
-        atexit.register(self._leave_at_exit)  # before JAX's own, which was registered first
+        atexit.register(self.close)  # before JAX's own, which was registered first
 
     def _say_errors(self) -> None:
         before = sys.excepthook
@@ -80,20 +79,15 @@ class _LiveCluster:
             failure = self.peers.explain(error)
             if failure is not None:
                 error.add_note(f"\nThe reason: {failure}")
-            if not isinstance(error, ClusterFailureError) and self._channel.failure is None:
+            if not isinstance(error, ClusterFailureError) and self._channel.failure_here is None:
                 self._channel.tell_error("".join(traceback.format_exception(kind, error, trace)))
             before(kind, error, trace)
 
         sys.excepthook = excepthook
 
-    def _leave_at_exit(self) -> None:
-        """Python would look for garbage among all objects, several times, before it ends: 0.3 s, for which a restart waits."""
-        self.close()
-        gc.freeze()
-
     def close(self) -> None:
         """Leaves the cluster. Process 0 leaves last."""
-        atexit.unregister(self._leave_at_exit)
+        atexit.unregister(self.close)
         if self._is_in_jax:
             self._is_in_jax = False
             jax_compat.leave_processes()
