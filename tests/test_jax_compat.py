@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import pytest
+from jax._src import compilation_cache
 
 from replicax._src import jax_compat
 
@@ -16,7 +17,8 @@ def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypat
             file.write(data[:1])
         raise KeyboardInterrupt
 
-    cache, _ = jax_compat._cache_of_files(str(tmp_path))
+    jax_compat.keep_programs()
+    cache, _ = compilation_cache.get_file_cache(str(tmp_path))
     cache.put("f", b"damaged")
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "write_bytes", killed)
@@ -24,10 +26,10 @@ def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypat
             cache.put("f", b"program")
     assert cache.get("f") == b"damaged"
     (left,) = tmp_path.glob("*.part-*")
-    jax_compat._cache_of_files(str(tmp_path))
+    compilation_cache.get_file_cache(str(tmp_path))
     assert left.exists(), "somebody may be writing it"
     os.utime(left, (0, 0))
-    jax_compat._cache_of_files(str(tmp_path))
+    compilation_cache.get_file_cache(str(tmp_path))
     assert not left.exists()
     cache.put("f", b"program")
     assert cache.get("f") == b"program"

@@ -108,7 +108,8 @@ def test_a_module_that_is_closed_over_and_differentiated_is_to_be_an_argument():
     model, strategy = Net(nnx.Rngs(0)), rx.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(ValueError, match="different trace level") as caught:
         strategy.run(lambda x: nnx.grad(lambda m: jnp.sum(m(x)))(model), (X,))
-    assert "as arguments: strategy.run(step, args=(model, optimizer, batch))" in caught.value.__notes__[0]
+    notes = "\n".join(caught.value.__notes__)
+    assert "as arguments: strategy.run(step, args=(model, optimizer, batch))" in notes
 
 
 def test_state_split_outside_the_loop():

@@ -9,12 +9,15 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import inspect
 import itertools
+import logging
 import os
 import re
 import sys
 import time
 import types
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,12 +28,9 @@ import jax.export
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax._src import compilation_cache as _compilation_cache
-from jax._src import compiler as _compiler
 from jax._src import config as _private_config
 from jax._src import core as _private_core
 from jax._src import debugging as _debugging
-from jax._src import lru_cache as _lru_cache
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _private_source_info
 from jax._src import xla_bridge as _xla_bridge
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 else:
     Device = jax.Device
 
+log = logging.getLogger("replicax")
 Var = jex.Var
 Literal = jex.Literal
 Primitive = jex.Primitive
@@ -355,11 +356,18 @@ def _in_mesh(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 mlir.register_lowering(jax.lax.axis_index_p, _in_mesh(_parallel._axis_index_lowering))
 for _primitive, _rule in (
-    (_debugging.debug_callback_p, _debugging.debug_callback_lowering),
-    (_debugging.debug_print_p, _debugging.debug_print_lowering_rule),
+    ("debug_callback_p", "debug_callback_lowering"),
+    ("debug_print_p", "debug_print_lowering_rule"),
 ):
-    for _platform in ("cpu", "gpu", "tpu"):
-        mlir.register_lowering(_primitive, _in_mesh(_rule), platform=_platform, cacheable=False)
+    for _platform in (
+        ("cpu", "gpu", "tpu") if hasattr(_debugging, _primitive) and hasattr(_debugging, _rule) else ()
+    ):
+        mlir.register_lowering(
+            getattr(_debugging, _primitive),
+            _in_mesh(getattr(_debugging, _rule)),
+            platform=_platform,
+            cacheable=False,
+        )
 
 
 def marker_primitive(
@@ -460,56 +468,83 @@ def not_in_persistent_cache() -> contextlib.AbstractContextManager[Any]:
     return _private_config.persistent_cache_min_compile_time_secs(float("inf"))
 
 
-class _WholeFiles(_lru_cache.LRUCache):
-    """JAX's cache of compiled programs in a directory; what is there under the name of a program is whole.
-
-    JAX writes in place, and never again what is there (jax 0.10): a process that is killed meanwhile would leave half a program, which
-    costs each process that comes after it a compilation, and a warning.
-    """
-
-    def __init__(self, path: str):
-        super().__init__(path, max_size=-1)
-        self._folder = Path(path)  # JAX's own may be one of another library
-        for left in self._folder.glob("*.part-*"):
-            with contextlib.suppress(OSError):  # another process removes it too
-                if time.time() - left.stat().st_mtime > _PART_LIVES_S:
-                    left.unlink()
-
-    def put(self, key: str, value: bytes) -> None:
-        part = self._folder / f"{key}.part-{os.getpid()}"
-        part.write_bytes(value)
-        part.replace(self._folder / f"{key}{_lru_cache._CACHE_SUFFIX}")
-
-
-def _cache_of_files(path: str) -> Any:
-    """As JAX has it where its size is limited, or it is on no local disk."""
-    is_plain = jax.config.jax_compilation_cache_max_size == -1 and "://" not in path  # type: ignore[attr-defined]
-    checks = jax.config.jax_compilation_cache_check_contents  # type: ignore[attr-defined]
-    return (_WholeFiles(path), path) if is_plain and not checks else _jax_cache_of_files(path)
-
-
-def _write_to_cache(cache_key: str, compile_s: float, name: str, backend: Any, *rest: Any) -> None:
-    """JAX has process 0 alone write. On CPUs the keys are of one process: the others would compile all again at each start."""
-    write = _jax_write_to_cache if backend.platform != "cpu" else _jax_write_as_process_0
-    write(cache_key, compile_s, name, backend, *rest)
-
-
 _PART_LIVES_S = 3600.0
-_jax_cache_of_files = _compilation_cache.get_file_cache
-_jax_write_to_cache = _compiler._cache_write
-_process_0 = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
-_jax_write_as_process_0 = types.FunctionType(
-    _jax_write_to_cache.__code__, {**vars(_compiler), "distributed": _process_0}
-)
 
 
 def keep_programs() -> None:
     """What this process compiles for CPUs is kept in JAX's persistent cache, if there is one, whichever process it is; and whole.
 
-    Before the first program. No public name does it (jax-ml/jax issue 18819; jax 0.10).
+    Before the first program. No public name does it (jax-ml/jax issue 18819; jax 0.10). Where JAX has other names inside, it keeps
+    programs as it does by itself.
     """
-    _compilation_cache.get_file_cache = _cache_of_files
-    _compiler._cache_write = _write_to_cache
+    try:
+        _keep_programs()
+    except (ImportError, AttributeError) as error:
+        log.debug("JAX keeps compiled programs in its own way: %s", error)
+
+
+@functools.cache
+def _keep_programs() -> None:
+    from jax._src import compilation_cache, compiler, lru_cache
+
+    cache_of_files, write = compilation_cache.get_file_cache, compiler._cache_write
+    as_process_0 = _as_process_0(compiler, write)
+    whole_files, signature = _whole_files(lru_cache), inspect.signature(write)
+
+    def whole_cache_of_files(path: str) -> Any:
+        """As JAX has it where its size is limited, or it is on no local disk."""
+        is_plain = jax.config.jax_compilation_cache_max_size == -1 and "://" not in path  # type: ignore[attr-defined]
+        checks = jax.config.jax_compilation_cache_check_contents  # type: ignore[attr-defined]
+        return (whole_files(path), path) if is_plain and not checks else cache_of_files(path)
+
+    def write_from_all(*args: Any, **kwargs: Any) -> None:
+        """JAX has process 0 alone write. On CPUs the keys are of one process: the others would compile all again at each start."""
+        platform = signature.bind(*args, **kwargs).arguments["backend"].platform
+        (as_process_0 if platform == "cpu" else write)(*args, **kwargs)
+
+    compilation_cache.get_file_cache = whole_cache_of_files
+    compiler._cache_write = write_from_all
+
+
+def _as_process_0(compiler: Any, write: Any) -> Any:
+    """JAX's function that writes to the cache, which takes this process for the one that does."""
+    process_0 = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
+    if "distributed" not in write.__code__.co_names or "backend" not in inspect.signature(write).parameters:
+        raise AttributeError("it asks in another way which process writes")
+    known = {**vars(compiler), "distributed": process_0}
+    changed = types.FunctionType(write.__code__, known, write.__name__, write.__defaults__, write.__closure__)
+    changed.__kwdefaults__ = write.__kwdefaults__
+    return changed
+
+
+def _whole_files(lru_cache: Any) -> Any:
+    suffix = lru_cache._CACHE_SUFFIX
+
+    class WholeFiles(lru_cache.LRUCache):
+        """JAX's cache of compiled programs in a directory; what is there under the name of a program is whole.
+
+        JAX writes in place, and never again what is there (jax 0.10): a process that is killed meanwhile would leave half a
+        program, which costs each process that comes after it a compilation, and a warning.
+        """
+
+        def __init__(self, path: str):
+            super().__init__(path, max_size=-1)
+            self._folder = Path(path)  # JAX's own may be one of another library
+            for left in self._folder.glob("*.part-*"):
+                with contextlib.suppress(OSError):  # another process removes it too
+                    if time.time() - left.stat().st_mtime > _PART_LIVES_S:
+                        left.unlink()
+
+        def put(self, key: str, value: bytes) -> None:
+            part = self._folder / f"{key}.part-{uuid.uuid4().hex}"
+            try:
+                part.write_bytes(value)
+                part.replace(self._folder / f"{key}{suffix}")
+            except OSError:
+                part.unlink(missing_ok=True)
+                raise
+
+    return WholeFiles
 
 
 # --- evaluating operation by operation, observed (RunOptions(eager=True)) ------------------------------
