@@ -70,15 +70,11 @@ def pattern(expected):
     return re.compile(r"\s*" + r"\s*".join(words) + r"\s*", re.DOTALL)
 
 
+@pytest.mark.long  # each starts clusters one after the other
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page",
-    [
-        "several_machines.md",
-        # Each starts clusters one after the other, for more than a minute.
-        pytest.param("testing.md", marks=pytest.mark.long),
-        pytest.param("parameter_servers.md", marks=pytest.mark.long),
-    ],
+    ["several_machines.md", "testing.md", "parameter_servers.md"],
 )
 def test_commands_print_what_the_page_says_in_processes(page, shell):
     text = (ROOT / "docs" / "guides" / page).read_text()

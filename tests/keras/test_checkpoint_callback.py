@@ -151,7 +151,7 @@ FEEDS = {
 }
 # Each place in the data is kept by one that stays: passes of arrays, a PyDataset's with its state, that of rx.data, of which
 # test_goes_on_at_the_end_of_an_epoch has the distributed one.
-LONG_FEEDS = {"arrays_by_steps", "py_dataset", "distributed"}
+LONG_FEEDS = {"arrays_by_steps", "arrays_split", "py_dataset", "distributed"}
 
 
 def fit(strategy, feed, callbacks, **options):
