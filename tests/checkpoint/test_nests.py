@@ -155,6 +155,29 @@ def test_lists_of_numbers_and_none_become_what_was_saved(saved):
     assert begun.history == losses
 
 
+def test_numbers_that_are_set_after_they_were_restored_stay(saved, tmp_path):
+    """Also while something else of the checkpoint has no place yet, and attributes are looked at when they are set."""
+    path = saved(
+        extra=rx.Variable(1.0),
+        history=[1, 2, 3],
+        best=0.25,
+        arrays=[jnp.float32(7), jnp.float32(8)],
+        late=[4],
+    )
+    checkpoint = rx.Checkpoint(history=[], best=None, arrays=[])
+    checkpoint.restore(path).expect_partial()
+    checkpoint.late = []
+    got = checkpoint.history, checkpoint.best, [float(x) for x in checkpoint.arrays], checkpoint.late
+    assert got == ([1, 2, 3], 0.25, [7, 8], [4])
+    for history in ([], [9.0]):
+        checkpoint.history, checkpoint.best, checkpoint.arrays = history, None, []
+        assert (checkpoint.history, checkpoint.best, checkpoint.arrays) == (history, None, [])
+    checkpoint.late.clear()
+    again = rx.Checkpoint(history=[], best=None, arrays=[], late=[])
+    again.restore(checkpoint.save(tmp_path / "again")).assert_consumed()
+    assert (again.history, again.late) == ([9.0], [])
+
+
 def test_a_save_that_fails_leaves_nothing(tmp_path):
     array = jnp.ones(3)
     checkpoint = rx.Checkpoint(state={"w": array})

@@ -70,6 +70,7 @@ class Restoration:
         self._root, self._state_of = root, state_of
         self._objects: dict[int, Any] = {}
         self._restored: set[int] = set()
+        self._grown: set[int] = set()
         self._met: set[Hashable] = set()
         self._watched: set[int] = set()
         self._is_advancing = False
@@ -253,13 +254,16 @@ class Restoration:
             pair.leaf.finish()
 
     def _make_room(self) -> bool:
-        """Whether nests that had fewer numbers than were saved have become larger."""
+        """Whether nests that had fewer numbers than were saved have become larger. Each may once: later it is as the user wants it."""
         has_grown = False
         for number, tracked in self._objects.items():
-            if isinstance(tracked, HeldTree):
+            if isinstance(tracked, HeldTree) and number not in self._grown:
+                self._grown.add(number)
                 children = self._nodes[number].children.items()
                 lacking = {
-                    name: self._number_at(child) for name, child in children if child not in self._objects
+                    name: self._number_at(child)
+                    for name, child in children
+                    if child not in self._objects and child not in self._restored
                 }
                 if None not in lacking.values():
                     has_grown |= tracked.grow(lacking)
