@@ -352,6 +352,18 @@ def test_of_two_checkpoints_the_one_that_was_restored_last_counts(tmp_path):
         assert np.asarray(later.kernel).tolist() == [[2.0], [2.0]]
 
 
+def test_what_waits_goes_on_waiting_when_another_restore_fails(saved, tmp_path, caplog):
+    good = saved(v=rx.Variable(1.0), late=rx.Variable(2.0))
+    other = rx.Checkpoint(v=rx.Variable([1.0, 2.0])).save(tmp_path / "other")
+    checkpoint = rx.Checkpoint(v=rx.Variable(0.0))
+    checkpoint.restore(good)
+    message(CheckpointMismatchError, lambda: checkpoint.restore(other), "nothing of it was restored")
+    checkpoint.save(tmp_path / "ckpt")
+    assert "were not used: late" in caplog.text
+    checkpoint.late = rx.Variable(0.0)
+    assert float(checkpoint.late) == 2.0
+
+
 def test_what_is_set_in_a_checkpoint_within_one_is_restored_then(saved):
     """As in TensorFlow's guide, which takes single variables out of a model."""
     layer = keras.layers.Dense(3)

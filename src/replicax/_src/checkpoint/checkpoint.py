@@ -272,11 +272,10 @@ class Checkpoint:
         """Restores a checkpoint whose files have been verified; a strict one is of no other model. Private."""
         _check_context("restore")
         ensure_bridges()
-        if self._restoration is not None:
-            self._restoration.drop()
-        self._restoration = None
         restoration = Restoration(saved, self, processes.own_state)
         restoration.advance(is_strict=is_strict)
+        if self._restoration is not None:  # what fails changes nothing: the one before goes on waiting
+            self._restoration.drop()
         self._restoration = None if restoration.is_whole else restoration
         return LoadStatus(restoration)
 
