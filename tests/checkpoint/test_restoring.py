@@ -364,6 +364,26 @@ def test_what_waits_goes_on_waiting_when_another_restore_fails(saved, tmp_path, 
     assert float(checkpoint.late) == 2.0
 
 
+def test_what_does_not_fit_later_is_said_once_and_stops_nothing_else(saved, tmp_path):
+    """Neither what is saved, nor other checkpoints that wait, nor what is set next, of the right shape too."""
+    part = rx.Checkpoint()
+    of_part = rx.Checkpoint(late=rx.Variable([1.0, 2.0]), more=rx.Variable(3.0))
+    outer = rx.Checkpoint(part=part)
+    outer.restore(rx.Checkpoint(part=of_part).save(tmp_path / "outer"))
+    part.restore(saved(late=rx.Variable(4.0), more=rx.Variable(5.0), last=rx.Variable(6.0)))
+    late = rx.Variable(0.0)
+    message(
+        CheckpointMismatchError, lambda: setattr(part, "late", late), "shape (2,) in the checkpoint, () here"
+    )
+    assert float(late) == 4.0
+    assert [part.save(tmp_path / "part")[-2:] for _ in range(2)] == ["-2", "-3"]
+    part.more = rx.Variable(0.0)
+    assert float(part.more) == 5.0
+    message(CheckpointMismatchError, lambda: setattr(part, "last", rx.Variable([0.0])), "last", "shape ()")
+    part.last = rx.Variable(0.0)
+    assert float(part.last) == 6.0
+
+
 def test_what_is_set_in_a_checkpoint_within_one_is_restored_then(saved):
     """As in TensorFlow's guide, which takes single variables out of a model."""
     layer = keras.layers.Dense(3)

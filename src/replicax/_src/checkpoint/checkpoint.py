@@ -30,7 +30,7 @@ from replicax._src.checkpoint.errors import CheckpointWriteError
 from replicax._src.checkpoint.host_copy import HostArray, HostBuffers, copy_to_host
 from replicax._src.checkpoint.nests import Holder
 from replicax._src.checkpoint.orbax_files import orbax
-from replicax._src.checkpoint.restoring import Restoration, watchers
+from replicax._src.checkpoint.restoring import Restoration, advance_all, watchers
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, walkers
@@ -95,9 +95,11 @@ class Checkpoint:
     def __setattr__(self, name: str, value: Any) -> None:
         _check_name(name)
         super().__setattr__(name, value)
-        if not name.startswith("_"):
-            for restoration in sorted(self._waiting, key=lambda each: each.number):
-                restoration.advance()
+        if name.startswith("_") or name == "save_counter":
+            return
+        try:
+            advance_all(self._waiting)
+        finally:
             self._waiting = {each for each in self._waiting if not each.has_ended}
 
     def awaits(self, restoration: Restoration) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedArray, SavedObject
-from replicax._src.checkpoint.errors import CheckpointMismatchError
+from replicax._src.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.tracked import Graph, Leaf, found_in
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
@@ -49,6 +49,18 @@ class _Pair:
     leaf: Leaf
 
 
+def advance_all(restorations: Iterable[Restoration]) -> None:
+    """Has each match what it can, in the order in which they began; the first error is raised when all have."""
+    errors: list[Exception] = []
+    for each in sorted(restorations, key=lambda each: each.number):
+        try:
+            each.advance()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 @final
 class Restoration:
     """One checkpoint that is restored into what is under one root, now and later.
@@ -70,6 +82,7 @@ class Restoration:
         self._root, self._state_of = root, state_of
         self._objects: dict[int, Any] = {}
         self._restored: set[int] = set()
+        self._refused: dict[int, tuple[Leaf, str]] = {}
         self._grown: set[int] = set()
         self._met: set[Hashable] = set()
         self._watched: set[int] = set()
@@ -102,20 +115,21 @@ class Restoration:
             another model.
 
         Raises:
-          CheckpointMismatchError: Shapes or dtypes differ, or names where it is strict; nothing was restored.
-          CorruptCheckpointError: Values are not as they were saved; nothing was restored.
+          CheckpointMismatchError: Shapes or dtypes differ, or names where it is strict; nothing was restored. It is raised once:
+            what differs is left from then on.
+          CorruptCheckpointError: Values are not as they were saved; nothing was restored, and nothing will be.
         """
         if self._is_advancing or self._is_dropped:
             return
         self._is_advancing = True
         try:
-            pairs = [pair for pair in self._matched() if pair.number not in self._restored]
+            pairs = [pair for pair in self._matched() if self._is_awaited(pair)]
             missing = self.unsaved() if is_strict else []
             self._check(pairs, missing, self._homeless() if missing else [])
             self._give(pairs)
             self._restored |= {pair.number for pair in pairs}
             if self._make_room():
-                grown = [pair for pair in self._matched() if pair.number not in self._restored]
+                grown = [pair for pair in self._matched() if self._is_awaited(pair)]
                 self._give(grown)
                 pairs += grown
                 self._restored |= {pair.number for pair in grown}
@@ -123,8 +137,18 @@ class Restoration:
                 self._finish()
             self._tell_of(missing)
             self._watch()
+        except CorruptCheckpointError:
+            self.drop()
+            raise
         finally:
             self._is_advancing = False
+
+    def _is_awaited(self, pair: _Pair) -> bool:
+        """Whether it has not been restored, nor refused as it is."""
+        if pair.number in self._restored:
+            return False
+        leaf, text = self._refused.get(pair.number, (None, ""))
+        return leaf is None or leaf.identity != pair.leaf.identity or self._difference(pair) != text
 
     def _matched(self) -> list[_Pair]:
         """All leaves that have a counterpart; what can be reached by several ways is matched by the first."""
@@ -176,7 +200,9 @@ class Restoration:
             )
 
     def _check(self, pairs: Sequence[_Pair], missing: Sequence[str], homeless: Sequence[str]) -> None:
-        differ = [text for pair in pairs if (text := self._difference(pair))]
+        refused = {pair.number: (pair.leaf, text) for pair in pairs if (text := self._difference(pair))}
+        self._refused |= refused
+        differ = [text for _, text in refused.values()]
         advice = ""
         if homeless:
             differ += [f"{key}: not in the checkpoint" for key in missing]
