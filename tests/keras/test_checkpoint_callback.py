@@ -361,6 +361,32 @@ def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize(
+    ("save_freq", "dies_after", "num_begun"), [("epoch", BATCHES, 2), (1, BATCHES + 2, 1)]
+)
+def test_a_rate_that_is_set_when_a_training_goes_on_counts(
+    save_freq, dies_after, num_begun, one_device, tmp_path
+):
+    """By a callback that comes later, as callbacks in a CallbackList do: at the end of an epoch, and in the middle of one."""
+    with pytest.raises(Died):
+        fit(one_device, "arrays", [CheckpointCallback(tmp_path, save_freq), Dies(dies_after)])
+    model = make_model(one_device)
+
+    def lower(logs=None):
+        model.optimizer.learning_rate = 1e-6
+
+    doubling = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: model.optimizer.learning_rate.assign(
+            model.optimizer.learning_rate * 2
+        )
+    )
+    ours = CheckpointCallback(tmp_path, save_freq)
+    callbacks = [doubling, ours, keras.callbacks.LambdaCallback(on_train_begin=lower)]
+    listed = keras.callbacks.CallbackList(callbacks, add_history=True, model=model, epochs=EPOCHS)
+    model.fit(callbacks=listed, epochs=EPOCHS, verbose=0, **FEEDS["arrays"](one_device))
+    assert float(model.optimizer.learning_rate) == pytest.approx(1e-6 * 2**num_begun)
+
+
 def test_a_training_that_has_ended_and_one_that_is_to_be_longer(one_device, tmp_path, caplog):
     expected, history = fit(one_device, "arrays", [], epochs=4)
     fit(one_device, "arrays", [CheckpointCallback(tmp_path)], epochs=2)
