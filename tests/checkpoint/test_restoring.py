@@ -352,6 +352,24 @@ def test_of_two_checkpoints_the_one_that_was_restored_last_counts(tmp_path):
         assert np.asarray(later.kernel).tolist() == [[2.0], [2.0]]
 
 
+def test_one_that_has_waited_does_not_undo_a_later_one(tmp_path):
+    """As in TensorFlow: the last restore wins, whenever the objects are found."""
+
+    def made(late, history):
+        return rx.Checkpoint(late=rx.Variable(late), history=history, fresh=rx.Variable(late))
+
+    first = rx.Checkpoint(inner=made(3.0, [3, 3, 3])).save(tmp_path / "first")
+    second = rx.Checkpoint(late=rx.Variable(77.0), history=[7]).save(tmp_path / "second")
+    outer, part = rx.Checkpoint(), made(0.0, [])
+    status = outer.restore(first)
+    part.restore(second)
+    outer.inner = part
+    assert (float(part.late), part.history, float(part.fresh)) == (77.0, [7], 3.0)
+    status.assert_consumed()
+    outer.restore(first).assert_consumed()
+    assert (float(part.late), part.history) == (3.0, [3, 3, 3])
+
+
 def test_what_waits_goes_on_waiting_when_another_restore_fails(saved, tmp_path, caplog):
     good = saved(v=rx.Variable(1.0), late=rx.Variable(2.0))
     other = rx.Checkpoint(v=rx.Variable([1.0, 2.0])).save(tmp_path / "other")

@@ -20,6 +20,7 @@ import numpy as np
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedArray, SavedObject
 from replicax._src.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
+from replicax._src.checkpoint.newest import Newest
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.tracked import Graph, Leaf, found_in
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
@@ -37,6 +38,7 @@ growing: list[Callable[[Any], bool]] = []
 
 
 _numbers = itertools.count()
+_newest = Newest()
 
 
 @final
@@ -71,7 +73,8 @@ class Restoration:
       state_of: Which one of the states of several processes is this one's.
 
     Attributes:
-      number: Later ones have larger numbers: where several wait for one object, they advance in this order, and the last one wins.
+      number: Later ones have larger numbers: where several are restored into one object, the last one wins, also if
+        an earlier one has waited for it.
       is_asked: Whether anybody has asked what was not restored.
     """
 
@@ -123,16 +126,14 @@ class Restoration:
             return
         self._is_advancing = True
         try:
-            pairs = [pair for pair in self._matched() if self._is_awaited(pair)]
+            pairs = self._awaited()
             missing = self.unsaved() if is_strict else []
             self._check(pairs, missing, self._homeless() if missing else [])
             self._give(pairs)
-            self._restored |= {pair.number for pair in pairs}
             if self._make_room():
-                grown = [pair for pair in self._matched() if self._is_awaited(pair)]
+                grown = self._awaited()
                 self._give(grown)
                 pairs += grown
-                self._restored |= {pair.number for pair in grown}
             if pairs:
                 self._finish()
             self._tell_of(missing)
@@ -143,12 +144,15 @@ class Restoration:
         finally:
             self._is_advancing = False
 
-    def _is_awaited(self, pair: _Pair) -> bool:
-        """Whether it has not been restored, nor refused as it is."""
-        if pair.number in self._restored:
-            return False
+    def _awaited(self) -> list[_Pair]:
+        """What is there that has not been restored, by a later restoration either, nor refused as it is."""
+        pairs = [pair for pair in self._matched() if pair.number not in self._restored]
+        self._restored |= {pair.number for pair in pairs if _newest.is_after(pair.leaf, self.number)}
+        return [pair for pair in pairs if pair.number not in self._restored and not self._is_refused(pair)]
+
+    def _is_refused(self, pair: _Pair) -> bool:
         leaf, text = self._refused.get(pair.number, (None, ""))
-        return leaf is None or leaf.identity != pair.leaf.identity or self._difference(pair) != text
+        return leaf is not None and leaf.identity == pair.leaf.identity and self._difference(pair) == text
 
     def _matched(self) -> list[_Pair]:
         """All leaves that have a counterpart; what can be reached by several ways is matched by the first."""
@@ -278,6 +282,8 @@ class Restoration:
         for pair in pairs:
             assert isinstance(pair.leaf, (ArrayLeaf, StateLeaf))
             pair.leaf.finish()
+            _newest.note(pair.leaf, self.number)
+        self._restored |= {pair.number for pair in pairs}
 
     def _make_room(self) -> bool:
         """Whether nests that had fewer numbers than were saved have become larger. Each may once: later it is as the user wants it."""
@@ -286,6 +292,10 @@ class Restoration:
             if isinstance(tracked, HeldTree) and number not in self._grown:
                 self._grown.add(number)
                 children = self._nodes[number].children.items()
+                if _newest.is_after(tracked, self.number):
+                    self._restored |= {child for _, child in children}
+                    continue
+                _newest.note(tracked, self.number)
                 lacking = {
                     name: self._number_at(child)
                     for name, child in children
