@@ -178,8 +178,7 @@ def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -
     except KeyboardInterrupt:
         return "interrupted"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                child.pid, signal.SIGKILL
-            )  # with what the script has started, such as readers of its data
+        # With what the script has started, such as readers of its data. (macOS calls it forbidden where all have ended.)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()

@@ -115,9 +115,10 @@ class GroupCopy:
                 self._outcomes.append((entry.seq, entry.outcome))
             elif self._waiting is not None and is_update:
                 self._keep(self._waiting, entry)
+        until = time.monotonic() + _WAIT_S
         if is_update:
             self._wait_for_room()
-        self._wait(place)
+        self._wait(place, until)
         if error is not None:
             raise error
         assert answer is not None
@@ -232,9 +233,8 @@ class GroupCopy:
 
     # --- the primary: waiting --------------------------------------------------------------------------
 
-    def _wait(self, place: Place) -> None:
+    def _wait(self, place: Place, until: float) -> None:
         """Until what is at a place may be answered. One of those who wait reads what the backup says."""
-        until = time.monotonic() + _WAIT_S
         while True:
             with self._changed:
                 way = self._reads_next(place, until)
