@@ -250,10 +250,25 @@ def test_names_that_a_checkpoint_has_itself_are_refused():
     message(InvalidArgumentError, lambda: checkpoint.restore(3), "save_path is a path", "int")
 
 
+def test_what_no_number_here_can_be_is_said_before_anything_is_restored(saved):
+    path = saved(first=1, z=np.complex64(1j), n=10**400)
+    checkpoint = rx.Checkpoint(first=0, z=0.5, n=0.5)
+    message(
+        CheckpointMismatchError,
+        lambda: checkpoint.restore(path),
+        "z: an array of complex64",
+        "n: 1000",
+        "a float can",
+    )
+    assert (checkpoint.first, checkpoint.z, checkpoint.n) == (0, 0.5, 0.5)
+
+
 def test_what_was_an_array_is_no_number(saved):
     path = saved(state={"a": np.ones(1), "b": 1})
     checkpoint = rx.Checkpoint(state={"a": 1, "b": np.ones(())})
     text = message(
-        CheckpointMismatchError, lambda: checkpoint.restore(path), "state/a: an array of shape (1,) was saved"
+        CheckpointMismatchError,
+        lambda: checkpoint.restore(path),
+        "state/a: an array of float64 and shape (1,) was saved",
     )
     assert "state/b: a state was saved" in text

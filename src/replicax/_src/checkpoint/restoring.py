@@ -251,9 +251,10 @@ class Restoration:
         if array is None:
             text = leaf.difference(self._state_of(leaf.label, self.saved.contents.states[pair.key]))
             return f"{pair.key}: {text}" if text else ""
-        if isinstance(leaf, TreeNumber) and not leaf.is_text and not array.shape:
+        is_complex = jnp.issubdtype(jnp.dtype(array.dtype), jnp.complexfloating)
+        if isinstance(leaf, TreeNumber) and not leaf.is_text and not array.shape and not is_complex:
             return ""  # a loss, say, that was an array of one number when it was saved
-        what = f"an array of shape {array.shape} was saved"
+        what = f"an array of {array.dtype} and shape {array.shape} was saved"
         return f"{pair.key}: {what}, and {leaf.label!r} is a {type(leaf.get()).__name__} here"
 
     def _give_states(self, pairs: Sequence[tuple[str, StateLeaf]]) -> None:

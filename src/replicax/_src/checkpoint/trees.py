@@ -205,6 +205,10 @@ class TreeNumber(StateLeaf):
     def difference(self, saved: Any) -> str:
         value = saved[0] if isinstance(saved, list) else saved
         if isinstance(value, _PLAIN) and isinstance(value, str) == self.is_text:
+            try:
+                self._converted(value)
+            except OverflowError:
+                return f"{value!r:.60} was saved, more than a float can be, and {self._value!r} is here"
             return ""
         return f"{value!r:.60} was saved, {type(value).__name__}, and {self._value!r:.60} is here, {type(self._value).__name__}"
 
