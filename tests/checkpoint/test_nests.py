@@ -13,7 +13,12 @@ from flax import nnx
 import replicax as rx
 from checkpoint_bits import bits
 from checks import message
-from replicax.checkpoint import CheckpointMismatchError, HostRandomState, UntrackableError
+from replicax.checkpoint import (
+    CheckpointMismatchError,
+    HostRandomState,
+    UnmatchedCheckpointError,
+    UntrackableError,
+)
 from replicax.errors import DonatedError, InvalidArgumentError
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -153,6 +158,21 @@ def test_lists_of_numbers_and_none_become_what_was_saved(saved):
     begun = rx.Checkpoint(history=[7.0, 8.0], best=9.0, last=[variable, [jnp.float32(0)]], empty=[])
     begun.restore(path).assert_consumed()
     assert begun.history == losses
+
+
+def test_lists_and_none_in_nests_become_what_was_saved_too(saved):
+    """What was saved of other forms has no room, and is said."""
+    path = saved(
+        logs={"loss": [1.0, 2.0], "best": 3, "by.name/": Pair([4], None), "odd": [[5]], "w": jnp.ones(2)}
+    )
+    checkpoint = rx.Checkpoint(
+        logs={"loss": [], "best": None, "by.name/": Pair([], None), "odd": [], "w": None, "own": None}
+    )
+    status = checkpoint.restore(path)
+    assert checkpoint.logs == {
+        "loss": [1.0, 2.0], "best": 3, "by.name/": Pair([4], None), "odd": [], "w": None, "own": None
+    }  # fmt: skip
+    message(UnmatchedCheckpointError, status.assert_consumed, "logs/odd/0/0", "logs/w")
 
 
 def test_numbers_that_are_set_after_they_were_restored_stay(saved, tmp_path):

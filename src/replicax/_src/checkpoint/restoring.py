@@ -302,8 +302,7 @@ class Restoration:
                     for name, child in children
                     if child not in self._objects and child not in self._restored
                 }
-                if None not in lacking.values():
-                    has_grown |= tracked.grow(lacking)
+                has_grown |= tracked.grow(lacking)
         return has_grown
 
     def _number_at(self, number: int) -> Any:

@@ -54,21 +54,19 @@ class HeldTree:
         """Makes room for values that a checkpoint has besides: programs begin with ``history = []`` and ``best = None``.
 
         Args:
-          lacking: Numbers and texts, by their names.
+          lacking: Numbers and texts, by their names; None for what is neither.
 
         Returns:
-          Whether there is room now: a list of values has become longer, or is one in place of None.
+          Whether there is room now: lists of values have become longer, or values are in places of None.
         """
+        if not lacking:
+            return False
         value = self._holder[self._name]
-        if value is None and [*lacking] == [""]:
-            self._holder[self._name] = lacking[""]
-            return True
-        if type(value) is not list or not jax.tree_util.all_leaves(value):
+        places, tree = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_growing)
+        grown = [_grown(place, _below(_name_of(path), lacking)) for path, place in places]
+        if all(new is place for new, (_, place) in zip(grown, places, strict=True)):
             return False
-        names = [str(len(value) + i) for i in range(len(lacking))]
-        if not lacking or {*names} != {*lacking}:
-            return False
-        self._holder[self._name] = [*value, *(lacking[name] for name in names)]
+        self._holder[self._name] = jax.tree_util.tree_unflatten(tree, grown)
         return True
 
     def give(self, number: int, leaf: Any) -> None:
@@ -83,6 +81,28 @@ class HeldTree:
         leaves = [self._new.get(i, leaf) for i, leaf in enumerate(leaves)]
         self._new = {}
         self._holder[self._name] = jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _is_growing(place: Any) -> bool:
+    return place is None or (type(place) is list and jax.tree_util.all_leaves(place))
+
+
+def _below(name: str, lacking: Mapping[str, Any]) -> dict[str, Any]:
+    """What is lacking at a place, by its names there."""
+    start = f"{name}/" if name else ""
+    below = {key.removeprefix(start): value for key, value in lacking.items() if key.startswith(start)}
+    return {"": lacking[name]} if name in lacking else below
+
+
+def _grown(place: Any, lacking: Mapping[str, Any]) -> Any:
+    """A list of values with those that it lacks, a value in place of None; the same where it cannot become what was saved."""
+    if not lacking or any(value is None for value in lacking.values()):
+        return place
+    if place is None:
+        return lacking.get("")
+    if not _is_growing(place) or {*lacking} != {str(len(place) + i) for i in range(len(lacking))}:
+        return place
+    return [*place, *(lacking[str(len(place) + i)] for i in range(len(lacking)))]
 
 
 def _is_numeric(dtype: Any) -> bool:
