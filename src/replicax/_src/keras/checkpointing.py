@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from replicax._src.checkpoint import checkpoint, restoring
-from replicax._src.checkpoint.restoring import Restoration
+from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, walkers
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
@@ -150,5 +150,4 @@ def _growing(restoration: Restoration) -> Iterator[None]:
         waiting: set[Restoration] = set()
         if not _grown.depth:
             waiting, _grown.waiting = _grown.waiting, set()
-    for each in sorted(waiting, key=lambda each: each.number):
-        each.advance()
+    advance_all(waiting)
