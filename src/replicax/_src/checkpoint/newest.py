@@ -28,9 +28,8 @@ class Newest:
                 del self._numbers[identity]
 
         of = restored.of if isinstance(restored, Leaf) else restored
-        with contextlib.suppress(
-            TypeError
-        ):  # a user's object with slots: nothing tells when its id is another's
+        # Of a user's object with slots nothing tells when its id is another's.
+        with contextlib.suppress(TypeError):
             self._numbers[identity] = weakref.ref(of, forget), number
 
     def is_after(self, restored: Leaf | HeldTree, number: int) -> bool:
