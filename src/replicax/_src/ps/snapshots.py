@@ -109,9 +109,7 @@ class SnapshotFolder:
             )
         self.last = manifest
         self._needs[number] = Needs(manifest.base, frozenset(manifest.files | {number}))
-        with contextlib.suppress(
-            OSError
-        ):  # what cannot be read now may be needed: it is removed another time
+        with contextlib.suppress(OSError):  # what cannot be read now may be needed: another time
             self._remove_others(number)
         return path, num_bytes
 
