@@ -1,6 +1,7 @@
 """What tests of several folders share."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -64,6 +65,12 @@ def message(error_type, call, *says):
     missing = [word for word in says if word not in text]
     assert not missing, f"{missing} not in: {text}"
     return text
+
+
+def catches(pid, number):
+    """Whether a process has a function of its own for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
 def path_of_programs(*others):

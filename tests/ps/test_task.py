@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from checks import in_a_process_of_its_own, message
+from checks import catches, in_a_process_of_its_own, message
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.ps.credentials import Credentials
@@ -497,6 +497,7 @@ def test_a_script_that_makes_its_server_itself(tmp_path):
         with TaskClient(addresses[1], Credentials(token="a secret"), "ps 0") as client:
             hello(client, "a")
             with client.open():
+                until(lambda: catches(process.pid, signal.SIGTERM), "joining: it serves before")
                 process.send_signal(signal.SIGTERM)
                 assert process.communicate(timeout=60)[0] == "joined\n"
         assert process.returncode == 0

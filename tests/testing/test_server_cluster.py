@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import signal
 import time
 
 import numpy as np
 import pytest
 
-from checks import message
+from checks import catches, message
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnauthenticatedError, UnavailableError
 from replicax._src.ps.messages import Message
@@ -75,6 +76,9 @@ def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):
         assert (status["incarnation"], status["statistics"]["pieces"]) == ("a", 1)
         assert status["instance"] != told["ps", 0]["instance"]
 
+        until = time.monotonic() + 60
+        while not catches(cluster.tasks["ps", 0].pid, signal.SIGTERM) and time.monotonic() < until:
+            time.sleep(0.01)  # it serves before it waits to be told to end
         cluster.tasks["ps", 0].terminate()
         assert cluster.tasks["ps", 0].wait().exit_code == 0
         message(InvalidArgumentError, cluster.start_servers, "called before")
