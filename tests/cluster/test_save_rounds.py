@@ -125,7 +125,7 @@ def test_all_save_after_the_same_steps_and_nobody_waits_for_ever(case, num_steps
     assert all(points.started == num_steps for points in tasks.points) or ended == {"saved"}
     assert all(saves == tasks.saves[0] for saves in tasks.saves)
     finals = [is_final for _, is_final in tasks.saves[0]]
-    assert True not in finals[:-1]
+    assert not any(finals[:-1])
     noticed = [is_final for what, *_, is_final in happening if what == "notice"]
     assert len(tasks.saves[0]) <= len(noticed)
     assert not any(finals) or any(noticed)

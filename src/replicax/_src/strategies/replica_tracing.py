@@ -91,7 +91,7 @@ def trace_replicas(
                 forced_sums=forced,
             )
         except Exception as error:
-            note = _note_on(error, None if rows is None else rows[replica_id], rows)
+            note = _note_on(error, replica_id, rows)
             if note is not None and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
@@ -104,9 +104,9 @@ def trace_replicas(
     return program, rows
 
 
-def _note_on(error: Exception, num_rows: int | None, rows: Sequence[int] | None) -> str | None:
+def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> str | None:
     """What the error of a replica function does not say by itself."""
-    if num_rows == 0 and rows is not None:
+    if rows is not None and rows[replica_id] == 0:
         return (
             f"(A replica without rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
             "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
