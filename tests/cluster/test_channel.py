@@ -269,7 +269,8 @@ def test_a_hub_that_is_gone():
 def test_different_programs_are_a_mismatch():
     with serving() as address, channels(address) as (first, second, _):
         first.begin(4, "#1 evaluate")
-        second.begin(4, "#0 train_step")
+        with contextlib.suppress(ProgramMismatchError):  # the hub may have answered before this has begun
+            second.begin(4, "#0 train_step")
         assert first.wait_for_failure(PATIENCE_S) is not None
         says = [
             "worker 0: in its program number 4, #1 evaluate",
