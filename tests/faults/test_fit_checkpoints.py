@@ -45,19 +45,19 @@ def fitting(folder, shard_state="", data="arrays", is_interrupted=""):
     if data == "rx":
         given = {"x": rx.data.from_arrays((x, x[:, :2])).shuffle(seed=3).batch(4)}
 
-    watcher = rx.experimental.PreemptionWatcher()
     is_held = is_interrupted and os.environ["REPLICAX_RESTART_COUNT"] == "0"
 
     class Slow(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             self.num_batches = 0
+            self.watcher = rx.experimental.PreemptionWatcher()  # it hears after the callback that saves
 
         def on_train_batch_begin(self, batch, logs=None):
             if not self.num_batches:
                 report(began_at=callback.restored_from or "the beginning")
             self.num_batches += 1
             time.sleep(0.02)
-            while is_held and self.num_batches == 25 and watcher.preemption_message is None:
+            while is_held and self.num_batches == 25 and self.watcher.preemption_message is None:
                 time.sleep(0.01)
 
     callback = rx.keras.callbacks.CheckpointCallback(folder, save_freq=3)

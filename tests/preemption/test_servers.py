@@ -20,16 +20,16 @@ def test_what_was_scheduled_is_in_what_is_saved(tmp_path):
             with strategy.scope():
                 count = rx.Variable(0.0)
             add = rx.function(lambda: count.assign_add(1.0))
-            watcher = rx.experimental.PreemptionWatcher()
             handler = rx.experimental.PreemptionCheckpointHandler(
                 strategy.cluster_resolver, rx.Checkpoint(count=count), tmp_path
             )
+            watcher = rx.experimental.PreemptionWatcher()  # it hears after the handler, which was there first
 
             def schedule():
                 for _ in range(10):
                     coordinator.schedule(add)
 
-            with watcher, handler:
+            with handler, watcher:
                 assert float(count.numpy()) == 10 * handler.total_run_calls
                 for step in range(handler.total_run_calls, 8):
                     if step == told_at:
