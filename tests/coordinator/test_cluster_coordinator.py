@@ -454,22 +454,15 @@ def test_each_worker_has_all_of_a_dataset_and_each_iterator_begins_anew(cluster,
     assert iterator.element_spec == jax.ShapeDtypeStruct((), np.int32)
 
 
-def test_an_iterator_that_is_exhausted_is_out_of_range_at_join(coordinator):
-    iterator = iter(coordinator.create_per_worker_dataset(three))
-
-    def take(call, x):
-        return x
-
+def test_an_iterator_that_is_exhausted_is_out_of_range(coordinator):
     def exhausted(worker):
         yield np.int32(1)
         raise OutOfRangeError("no more elements")
 
-    for made in (iterator, iter(coordinator.create_per_worker_dataset(exhausted))):
-        del made
     iterator = iter(coordinator.create_per_worker_dataset(exhausted))
-    for _ in range(8):
-        coordinator.schedule(take, (iterator,))
     with pytest.raises(OutOfRangeError, match="no more elements"):
+        for _ in range(8):
+            coordinator.schedule(lambda call, x: x, (iterator,))  # or here, once the first has failed
         coordinator.join(JOIN_S)
 
 
