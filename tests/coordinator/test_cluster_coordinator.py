@@ -460,10 +460,14 @@ def test_an_iterator_that_is_exhausted_is_out_of_range(coordinator):
         raise OutOfRangeError("no more elements")
 
     iterator = iter(coordinator.create_per_worker_dataset(exhausted))
-    with pytest.raises(OutOfRangeError, match="no more elements"):
+
+    def train():
         for _ in range(8):
-            coordinator.schedule(lambda call, x: x, (iterator,))  # or here, once the first has failed
+            coordinator.schedule(lambda call, x: x, (iterator,))  # which raises once one has failed
         coordinator.join(JOIN_S)
+
+    with pytest.raises(OutOfRangeError, match="no more elements"):
+        train()
 
 
 def test_next_outside_of_a_scheduled_function(coordinator):

@@ -69,10 +69,14 @@ def test_schedule_join_schedule_join(coordinator):
 def test_a_dataset_that_ends_and_one_that_cannot_be_made(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.int32(2)] * 3))
     take = lambda iterator: next(iterator)  # noqa: E731
-    with pytest.raises(OutOfRangeError, match="no more elements"):
+
+    def train():
         for _ in range(9):
-            coordinator.schedule(take, (iterator,))  # or here, once both workers have had all three
+            coordinator.schedule(take, (iterator,))  # which raises once one has failed
         coordinator.join(JOIN_S)
+
+    with pytest.raises(OutOfRangeError, match="no more elements"):
+        train()
 
     def broken():
         raise OSError("no such file")

@@ -287,10 +287,14 @@ def test_after_a_failure_the_round_goes_on(strategy):
         iterator = iter(job.coordinator.create_per_worker_dataset([np.int32(0)]))
         take = lambda iterator: next(iterator)  # noqa: E731
         job.train([2])
-        with pytest.raises(rx.errors.OutOfRangeError):
+
+        def take_three():
             for _ in range(3):
-                job.coordinator.schedule(take, (iterator,))  # or here, once one worker has asked for a second
+                job.coordinator.schedule(take, (iterator,))  # which raises once one has failed
             job.coordinator.join(JOIN_S)
+
+        with pytest.raises(rx.errors.OutOfRangeError):
+            take_three()
         job.train([4])
         assert float(job.w.value[0]) == -3
 

@@ -292,6 +292,19 @@ def test_datasets_without_a_batch(strategy, one_device_loss):
         message(EmptyDatasetError, lambda call=call: call(empty, verbose=0), "has no batch")
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_arrays_of_no_rows_where_keras_lets_out_what_its_loops_run_into(strategy, method):
+    """A model that is not built is built of its first batch; ``predict`` puts the outputs of its batches together."""
+    with strategy.scope():
+        model = keras.Sequential([layers.Dense(1)], name="small")
+        model.compile("sgd", "mse")
+    data = (features(0), targets(0)) if method != "predict" else (features(0),)
+    says = [f"{method}() of model 'small'", "without a single batch: arrays of no rows"]
+    for call in (lambda: getattr(model, method)(*data), lambda: strategy.plan(getattr(model, method), data)):
+        message(EmptyDatasetError, call, *says)
+    getattr(model, method)(*(values[:3] for values in (features(), targets())[: len(data)]), verbose=0)
+
+
 def keras_says(call):
     """The type and text of Keras's own error."""
     with pytest.raises(Exception) as caught:

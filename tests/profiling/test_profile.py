@@ -103,6 +103,14 @@ def test_operations_say_of_which_replica_they_are_and_collectives_what_for(trace
     )
 
 
+def test_a_folder_that_is_no_path_is_refused():
+    with pytest.raises(
+        InvalidArgumentError, match="logdir is a path, such as 'logs/profile'; got NoneType: None"
+    ):
+        with rx.profile(None):
+            pass
+
+
 def test_there_is_one_trace_at_a_time_and_python_is_left_out_unless_asked_for(tmp_path):
     with rx.profile(tmp_path / "without"):
         with pytest.raises(ContextError, match=r"inside of rx\.profile"):

@@ -331,6 +331,11 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_first_summary(tmp_path)
     writer.close()
 
 
+def test_a_folder_that_is_no_path_is_refused():
+    with pytest.raises(InvalidArgumentError, match="logdir is a path, such as 'logs/run-1'; got int: 3"):
+        rx.SummaryWriter(3)
+
+
 def test_a_run_that_begins_again_says_from_which_step(tmp_path):
     with rx.SummaryWriter(tmp_path, purge_step=40) as writer:
         writer.scalar("loss", 1.0, 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
@@ -27,6 +28,24 @@ def whole_number(name: str, value: Any, *, least: int, meaning: str = "") -> int
         said = f" ({meaning})" if meaning else ""
         raise InvalidArgumentError(f"{name} must be a whole number of at least {least}{said}, got {value!r}.")
     return operator.index(value)
+
+
+def path_of(given: Any, what: str, example: str) -> str:
+    """A path that a user gave, as a string.
+
+    Args:
+      what: It is, for the message.
+      example: Of one.
+
+    Raises:
+      InvalidArgumentError: It is no path, or an empty one.
+    """
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise InvalidArgumentError(
+            f"{what} is a path, such as {example!r}; got {type(given).__name__}: {given!r:.200}."
+        )
+    return path
 
 
 class _NamedOption(enum.Enum):

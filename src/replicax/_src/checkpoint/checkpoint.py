@@ -37,6 +37,7 @@ from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, walkers
 from replicax._src.checkpoint.trees import StateLeaf
 from replicax._src.checkpoint.writing import Snapshot, new_part, write
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
+from replicax._src.options import path_of
 from replicax._src.program.capture import current_capture
 
 log = logging.getLogger("replicax")
@@ -297,16 +298,6 @@ def _check_name(name: str, *, is_counter_own: bool = True) -> None:
         raise InvalidArgumentError(
             f"rx.Checkpoint cannot save something as {name!r}: {why}. Give it another name, such as 'my_{name.lstrip('_')}'."
         )
-
-
-def path_of(given: Any, what: str, example: str) -> str:
-    """A path that a user gave, as a string. Private: of ``CheckpointManager`` too."""
-    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
-        raise InvalidArgumentError(
-            f"{what} is a path, such as {example!r}; got {type(given).__name__}: {given!r:.200}."
-        )
-    return path
 
 
 def _verified(path: str) -> SavedCheckpoint:

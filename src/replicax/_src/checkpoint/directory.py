@@ -10,6 +10,7 @@ from replicax._src.checkpoint.contents import MANIFEST
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.retention import Record
 from replicax._src.checkpoint.saved import SavedCheckpoint
+from replicax._src.options import path_of
 
 
 def paths_in(directory: str, name: str | None = None) -> list[str]:
@@ -53,5 +54,5 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
 
     Source: TensorFlow, ``tf.train.latest_checkpoint``.
     """
-    records = records_in(os.fspath(checkpoint_dir))
+    records = records_in(path_of(checkpoint_dir, "checkpoint_dir", "training"))
     return records[-1].path if records else None

@@ -16,6 +16,7 @@ from replicax._src.checkpoint.directory import latest_checkpoint
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CheckpointWriteError
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.errors import InvalidArgumentError, MissingExtraError
+from replicax._src.options import path_of
 
 _WEIGHTS = ".weights.h5"
 
@@ -30,7 +31,7 @@ def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, .
 
 
 def _opened(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    return SavedCheckpoint(latest_checkpoint(path) or os.fspath(path))
+    return SavedCheckpoint(latest_checkpoint(path) or path_of(path, "path", "training/ckpt-3"))
 
 
 def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
@@ -82,7 +83,7 @@ def export_safetensors(
             f"export_safetensors(only={only!r}) takes none of the arrays of {saved.path!r}, and nothing was written. It has "
             f"{', '.join(sorted(saved.contents.arrays)[:20])}."
         )
-    file = os.path.abspath(os.fspath(file))
+    file = os.path.abspath(path_of(file, "file", "model.safetensors"))
     values = {key: np.ascontiguousarray(value) for key, value in saved.values(keys).items()}
     labels = {key: saved.contents.arrays[key].label for key in keys}
     with _in_place(file, f"{file}.part"):
@@ -124,7 +125,7 @@ def export_weights(model: Any, file: str | os.PathLike[str]) -> str | None:
       InvalidArgumentError: It is no model, or not built; or a name with another end, which Keras would not load.
       CheckpointWriteError: The file cannot be written.
     """
-    file = os.path.abspath(os.fspath(file))
+    file = os.path.abspath(path_of(file, "file", "model.weights.h5"))
     if not file.endswith(_WEIGHTS):
         raise InvalidArgumentError(
             f"export_weights writes a file whose name ends with {_WEIGHTS!r}; got {file!r}."

@@ -25,7 +25,7 @@ import numpy as np
 
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.background import Background
-from replicax._src.checkpoint.checkpoint import Checkpoint, path_of
+from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.contents import Contents
 from replicax._src.checkpoint.directory import paths_in, records_in
 from replicax._src.checkpoint.errors import (
@@ -39,6 +39,7 @@ from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.writing import clean, probe, remove
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.options import path_of
 
 log = logging.getLogger("replicax")
 

@@ -17,6 +17,7 @@ from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
 from replicax._src.keras.resumable_fit import ResumableFit
+from replicax._src.options import path_of
 from replicax._src.preemption.termination import TerminationConfig
 from replicax._src.variables.server_placement import ServerPlacement
 
@@ -75,7 +76,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 )
             self._manager = directory
         else:
-            self._directory = os.path.abspath(os.fspath(directory))
+            self._directory = os.path.abspath(path_of(directory, "directory", "training"))
         self._rules: dict[str, Any] = {"max_to_keep": max_to_keep}
         if monitor is not None:
             self._rules |= {

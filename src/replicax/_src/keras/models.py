@@ -21,6 +21,7 @@ from replicax._src.errors import (
     MixedStrategiesError,
     UnsupportedError,
 )
+from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.keras import checkpoint_callback, shared_reads
 from replicax._src.keras.callback_states import written_by_chief
 from replicax._src.keras.capture import give_values
@@ -93,6 +94,7 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
             if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
                 strategy = context.get_strategy()  # Keras on JAX cannot run it
             with contextlib.ExitStack() as stack:
+                stack.enter_context(_said_if_without_rows(self, name))
                 if strategy is not None:
                     _check_has_steps(strategy, name)
                     stack.enter_context(strategy.scope())
@@ -122,6 +124,20 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
         return method
 
     return wrap
+
+
+@contextlib.contextmanager
+def _said_if_without_rows(model: Any, method: str) -> Iterator[None]:
+    """Keras lets out what its own loops run into where there is not one batch."""
+    try:
+        yield
+    except (StopIteration, UnboundLocalError) as error:
+        if isinstance(error, UnboundLocalError) and "batch_outputs" not in str(error):
+            raise
+        raise EmptyDatasetError(
+            f"{method}() of model {model.name!r} was given data without a single batch: arrays of no rows, or a dataset that is "
+            "empty or used up."
+        ) from error
 
 
 def _given(signature: inspect.Signature, model: Any, args: Sequence[Any], kwargs: Any) -> Mapping[str, Any]:

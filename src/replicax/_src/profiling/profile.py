@@ -11,7 +11,7 @@ import jax
 
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.errors import ContextError
-from replicax._src.options import whole_number
+from replicax._src.options import path_of, whole_number
 from replicax._src.profiling import names
 
 
@@ -61,13 +61,14 @@ def profile(logdir: str | os.PathLike[str], *, python: bool = False, **options: 
 
     Raises:
       ContextError: There is one already.
+      InvalidArgumentError: `logdir` is no path.
     """
     if names.current is not None:
         raise ContextError(
             "rx.profile was entered inside of rx.profile: JAX's profiler makes one trace at a time."
         )
+    folder = path_of(logdir, "logdir", "logs/profile")
     peers = joined_peers()
-    folder = os.fspath(logdir)
     if peers is not None:
         folder = os.path.join(folder, peers.names[peers.number].replace(" ", "_"))
     chosen = jax.profiler.ProfileOptions()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.options import path_of
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.variables.server_placement import array_of_table, owner_of_table
 from replicax._src.variables.variable import Variable
@@ -34,7 +35,7 @@ def save_table(table: Any, path: str | os.PathLike[str]) -> None:
       UnavailableError: A parameter server is gone.
     """
     stored = _stored(table)
-    path = os.fspath(path)
+    path = path_of(path, "path", "table.npy")
     rows = np.lib.format.open_memmap(f"{path}.part", "w+", stored.dtype, stored.shape)
     for block in _blocks(stored):
         rows[block.start : block.stop] = stored.read_rows(np.arange(block.start, block.stop))
@@ -53,7 +54,7 @@ def load_table(table: Any, path: str | os.PathLike[str]) -> None:
       InvalidArgumentError: It is no table on parameter servers, or that of the file has another shape or dtype.
     """
     stored = _stored(table)
-    rows = np.load(path, mmap_mode="r")
+    rows = np.load(path_of(path, "path", "table.npy"), mmap_mode="r")
     in_file = np.dtype(
         np.lib.format.dtype_to_descr(stored.dtype)
     )  # of bfloat16 these files know the size only

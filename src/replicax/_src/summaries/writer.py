@@ -18,7 +18,7 @@ from replicax._src.cluster.peers import joined_peers
 from replicax._src.context import get_strategy, has_strategy
 from replicax._src.coordinator.remote_value import RemoteValue
 from replicax._src.errors import InvalidArgumentError, SummaryError
-from replicax._src.options import whole_number
+from replicax._src.options import path_of, whole_number
 from replicax._src.summaries import current, events
 from replicax._src.summaries.taking import check_place, fetching, taken
 from replicax._src.summaries.thread import Check, Entry, Make, WritingThread
@@ -72,7 +72,7 @@ class SummaryWriter:
         flush_every_s: float = 10.0,
         purge_step: int | None = None,
     ):
-        self.logdir = os.fspath(logdir)
+        self.logdir = path_of(logdir, "logdir", "logs/run-1")
         self._strategy = strategy or (get_strategy() if has_strategy() else None)
         self._max_in_flight = whole_number("max_in_flight", max_in_flight, least=1)
         self._flush_every_s, self._purge_step = flush_every_s, purge_step
