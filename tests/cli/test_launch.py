@@ -392,7 +392,7 @@ def test_a_server_that_was_told_to_end_comes_back_and_is_not_counted(tmp_path, c
     training = tmp_path / "training.py"
     training.write_text(f"""
 import os, pathlib, signal, time
-for number in range(3):
+for number in range(6):
     while not (new := [path for path in pathlib.Path({str(tmp_path)!r}).glob("[0-9]*")]):
         time.sleep(0.01)
     new[0].unlink()
@@ -408,9 +408,9 @@ for number in range(3):
     finally:
         display.close()
     told = capfd.readouterr().err
-    assert told.count("worker 0 was told to end. Starting it again; this is not counted.") >= 2
-    assert len(made) >= 4
-    assert max(num_kept) <= 3  # the chief's, this one, and that before for a moment
+    assert told.count("worker 0 was told to end. Starting it again; this is not counted.") >= 5
+    assert len(made) >= 7
+    assert max(num_kept) <= 4  # the chief's, this one, and one or two before for a moment
 
 
 def test_output_that_nobody_reads_ends_it(script):

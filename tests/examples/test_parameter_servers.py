@@ -38,7 +38,7 @@ def test_the_loop_learns_with_whatever_worker_is_free():
     epochs = [re.fullmatch(r"epoch \d/4   loss (\S+)   accuracy (\S+)", line) for line in lines[:-1]]
     losses, accuracies = zip(*[(float(match[1]), float(match[2])) for match in epochs], strict=True)
     assert len(losses) == 4
-    assert list(losses) == sorted(losses, reverse=True)
+    assert losses[-1] < 0.7 * losses[0]  # between two epochs it may rise: gradients are of older values
     assert accuracies[-1] > 0.85
     assert lines[-1] == "400 steps"  # each of them counted, and none twice
 
