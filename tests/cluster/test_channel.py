@@ -377,7 +377,23 @@ def test_an_earlier_run_that_does_not_end_is_named():
             "worker 1 has been here before, and died",
             "REPLICAX_START_TIMEOUT_S",
         ]
-        message(ClusterStartError, lambda: restarted.connect(time.monotonic() + 1.2), *says)
+        message(ClusterStartError, lambda: restarted.connect(time.monotonic() + 2), *says)
+
+
+def test_what_was_answered_is_said_though_the_last_attempt_was_not():
+    with listen("127.0.0.1:0", backlog=8) as listener:
+
+        def answer_once():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        channel = Channel(f"127.0.0.1:{listener.getsockname()[1]}", 1, NAMES, "print")
+        says = "does not answer", "announced"
+        message(ClusterStartError, lambda: channel.connect(time.monotonic() + 2), *says)
+        thread.join()
 
 
 def test_another_program_at_the_address():
