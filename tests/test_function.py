@@ -1,5 +1,6 @@
 """``rx.function``: cross-replica code in one program: arguments, closures, methods, state, loops, errors."""
 
+import functools
 import logging
 import traceback
 
@@ -12,6 +13,7 @@ import pytest
 import replicax as rx
 from checks import tpu_strategy
 from replicax import errors
+from servers import servers
 
 STRATEGIES = {
     "default": rx.get_strategy,
@@ -94,6 +96,41 @@ def test_methods(strategy):
     first, second = Trainer(1.0), Trainer(10.0)
     assert [float(first.step(2.0)), float(second.step(2.0)), float(first.step(2.0))] == [2.0, 22.0, 24.0]
     assert Trainer.step.python_function.__name__ == "step"
+
+
+class Doubling:
+    def __init__(self, scale):
+        self.scale = scale
+
+    @rx.function
+    def step(self, x):
+        return x * self.scale
+
+    @classmethod
+    @rx.function
+    def of_class(cls, x):
+        return cls(2.0).step(x)
+
+
+def logged(fn):
+    @functools.wraps(fn)
+    def wrapper(*args):
+        return fn(*args) + 100.0
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [(Doubling(2.0).step, 6.0), (Doubling.of_class, 6.0), (logged(rx.function(lambda x: x * 2.0)), 106.0)],
+    ids=["method", "classmethod", "decorated"],
+)
+def test_strategies_run_the_method_of_an_object_and_what_stands_around_it(strategy, fn, expected):
+    assert local(strategy, strategy.run(fn, (jnp.float32(3.0),)))[0] == expected
+    on_servers = servers(1)
+    closure = on_servers.prepare(fn, (np.float32(3.0),))
+    assert float(on_servers.run_here(fn, np.float32(3.0))) == expected
+    assert closure.name.split(".")[-1] in ("step", "of_class", "<lambda>")
 
 
 def test_arguments(strategy):

@@ -28,7 +28,11 @@ _LIBRARY = tuple(
 
 
 def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The Python function behind ``rx.function`` objects."""
+    """The Python function, or the method of an object, behind ``rx.function`` objects."""
+    if type(fn) is types.MethodType:
+        return types.MethodType(unwrap(fn.__func__), fn.__self__)
+    if type(fn) is types.FunctionType:  # functools.wraps gives it the attributes of what it wraps
+        return fn
     return getattr(fn, "python_function", fn)
 
 
