@@ -7,7 +7,7 @@ import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
 from replicax.coordinator import ClusterCoordinator
-from replicax.errors import ClosureInputError, ContextError, InvalidArgumentError
+from replicax.errors import ClosureInputError, ContextError, InvalidArgumentError, TraceError
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,25 @@ def test_a_function_knows_which_worker_runs_it(coordinator, strategy):
         "outside of a function",
         "scheduled",
     )
+
+
+def test_which_elements_a_function_takes_is_known_before_it_runs(coordinator):
+    """It once took an element for each time that a branch was traced, whichever branch was taken; a loop had no end."""
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.float32(n) for n in range(9)]))
+
+    def take(iterator, is_taken):
+        return rx.cond(is_taken, lambda: next(iterator), lambda: np.float32(0))
+
+    def take_all(iterator):
+        return sum(iterator)
+
+    says = ("inside a branch of rx.cond", __file__, "Call it outside")
+    message(TraceError, lambda: coordinator.schedule(take, args=(iterator, np.bool_(True))), *says)
+    says = ("more than 1024 elements", __file__, "for _ in range(n)")
+    message(TraceError, lambda: coordinator.schedule(take_all, args=(iterator,)), *says)
+    pairs = coordinator.schedule(lambda iterator: [x for _, x in zip(range(2), iterator)], args=(iterator,))
+    assert len(pairs.fetch(60)) == 2
+    coordinator.join()
 
 
 def test_what_each_worker_has_is_not_in_this_process(strategy, coordinator):

@@ -112,7 +112,7 @@ class Elements:
 
         Raises:
           TraceError: An element in a scan, condition or other inner trace, which is traced once for all its turns; or either in a
-            function of several replicas, which each get their part.
+            function of several replicas, which each get their part; or elements without end.
         """
         capture = current_capture()
         assert capture is not None
@@ -133,11 +133,22 @@ class Elements:
                 "condition, jax.grad, jax.vmap or jax.jit): it would be one element for all turns. Call it outside and pass "
                 "the element in, or use a Python loop."
             )
+        if source.is_iterator and capture.is_in_branch:
+            raise TraceError(
+                f"next(iterator) at {user_line()} is called inside a branch of rx.cond, and elements are taken before a function "
+                "runs, whichever branch it takes. Call it outside of rx.cond, and use the element inside."
+            )
         if source not in self.sources:
             self.sources.append(source)
             self.counts.append(0)
         number = self.sources.index(source)
         call = self.counts[number] if source.is_iterator else 0
+        if call == _MAX_TAKEN:
+            raise TraceError(
+                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A `for` loop over an iterator "
+                "has no end in a function for workers, which is traced before anybody knows how many elements there are: take "
+                "a number that you know, `for _ in range(n): next(iterator)`, and schedule the function again for more."
+            )
         self.counts[number] = call + 1
         spec = source.spec
         leaves = self._shapes.get((number, call), spec.leaves)
@@ -234,6 +245,7 @@ def joined_parts(nest: Any) -> Any:
     )
 
 
+_MAX_TAKEN = 1024  # each is a step in the program that is compiled
 _NO_ACCESSOR: Any = None
 _local = threading.local()
 
