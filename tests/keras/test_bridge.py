@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from checks import in_a_process_of_its_own
-from replicax._src.errors import KerasLossError
+from checks import in_a_process_of_its_own, message
+from replicax._src.errors import KerasLossError, VariableError
 from replicax._src.keras import bridge
 
 FUNCTIONS_OF_KERAS = """
@@ -225,6 +225,20 @@ def test_losses_outside_replica_functions_are_keras_own():
     loss_object = keras.losses.MeanSquaredError()
     gradient = jax.grad(lambda x: loss_object(jnp.zeros(2), x))(jnp.asarray([1.0, 2.0]))
     np.testing.assert_allclose(gradient, [1.0, 2.0])
+
+
+def test_an_optimizer_of_keras_says_which_variables_it_takes(strategy):
+    with strategy.scope():
+        v = rx.Variable(jnp.float32(1.0), name="w")
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step():
+        with rx.GradientTape() as tape:
+            loss = v * v
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+
+    for call in (lambda: strategy.run(step), lambda: optimizer.apply([jnp.float32(1.0)], [v])):
+        message(VariableError, call, "variable 'w', which is an rx.Variable", "keras.Variable(initial_value)")
 
 
 def test_keras_that_is_imported_in_a_scope_has_its_bridge_at_once():

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax._src.errors import VariableError
 from replicax._src.keras import servers
 from replicax._src.placement.remote.events import Events
 from replicax._src.program.capture import Capture, current_capture
+from replicax._src.variables.sharded import ShardedVariable
+from replicax._src.variables.variable import Variable
 
 Apply = Callable[..., Any]
 
@@ -16,6 +19,7 @@ def wrapped_apply(original: Apply) -> Apply:
     """``Optimizer.apply`` that sums gradients over replicas where it is called in a replica function."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        _check_are_of_keras(self, trainable_variables)
         capture = current_capture()
         if capture is not None and capture.is_replica:
             variables = self._trainable_variables if trainable_variables is None else trainable_variables
@@ -31,6 +35,7 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
     """``LossScaleOptimizer.apply``, which JAX cannot trace: it assigns in the branches of a condition."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        _check_are_of_keras(self, trainable_variables)
         capture = current_capture()
         if capture is None:
             return original(self, grads, trainable_variables)
@@ -45,6 +50,16 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
         return _apply_as_values(self, grads, variables)
 
     return apply
+
+
+def _check_are_of_keras(optimizer: Any, variables: Any) -> None:
+    for variable in variables if isinstance(variables, list | tuple) else ():
+        if isinstance(variable, Variable | ShardedVariable):
+            raise VariableError(
+                f"{optimizer.name}, an optimizer of Keras, was given variable {variable.name!r}, which is an rx.Variable: it needs what "
+                "only Keras's own have. Make it in strategy.scope() with keras.Variable(initial_value), which may be used wherever an "
+                "rx.Variable may; or update it yourself, v.assign_sub(rate * gradient)."
+            )
 
 
 def _apply_as_values(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
