@@ -346,6 +346,38 @@ def test_callbacks_go_on_too(one_device, tmp_path):
     assert again.history == history.history  # and nothing was trained
 
 
+@pytest.mark.parametrize("dies_after", [3, pytest.param(2, marks=pytest.mark.long)])
+def test_what_callbacks_hold_goes_on_too(one_device, tmp_path, dies_after):
+    """The best weights, which of two sets of weights the model has, and how many batches there were since a file was written."""
+
+    def run(folder, *further):
+        with one_device.scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5), "mse")
+        callbacks = [
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.ModelCheckpoint(str(folder / "{epoch}-{batch}.weights.h5"), save_freq=3, save_weights_only=True),
+            keras.callbacks.EarlyStopping("loss", mode="max", patience=2, restore_best_weights=True),
+            *further,
+        ]  # fmt: skip
+        x, y = rows()
+        history = model.fit(x, y, batch_size=11, epochs=8, shuffle=False, verbose=0, callbacks=callbacks)
+        return bits(model), history.history, {path.name for path in folder.glob("*.h5")}
+
+    expected, history, files = run(tmp_path / "whole")
+    assert len(history["loss"]) == 3
+    folder, saved = tmp_path / "in two", tmp_path / "saved"
+    with pytest.raises(Died):
+        run(folder, CheckpointCallback(saved, 1), Dies(dies_after))
+    for _ in ("the rest", "nothing"):
+        got, resumed, written = run(folder, CheckpointCallback(saved, 1))
+        assert resumed == history
+        assert written == files
+        for here, wanted in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(here, wanted)
+
+
 def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
     """From the one before: not once more when a begun epoch goes on."""
 

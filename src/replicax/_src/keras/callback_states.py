@@ -10,11 +10,12 @@ from typing import Any, Final, final
 
 import keras
 
-# What these have counted and seen. Weights that they hold are not among it: an EarlyStopping with some begins anew.
+# What these have counted and seen; the weights that an EarlyStopping holds are arrays, and saved as such.
 _KNOWN: Final = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best",),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),  # which of the two are in the model
 }
 _BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 _WRITING: Final = {
@@ -34,6 +35,11 @@ class CallbackStates:
             name = type(one).__name__
             self._callbacks[f"{name}/{counts[name]}"] = one
             counts[name] += 1
+
+    @property
+    def callbacks(self) -> Mapping[str, Any]:
+        """By the names that they have in the checkpoint."""
+        return self._callbacks
 
     def get_state(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -60,13 +66,13 @@ def _state_of(callback: Any) -> Any:
     if _has_state(callback):
         return callback.get_state()
     names = next((names for cls, names in _KNOWN.items() if isinstance(callback, cls)), ())
-    if getattr(callback, "restore_best_weights", False):
-        return None
     values = {name: getattr(callback, name, None) for name in names}
     return {name: None if value is None else _number(value) for name, value in values.items()} or None
 
 
-def _number(value: Any) -> int | float:
+def _number(value: Any) -> int | float | bool:
+    if isinstance(value, bool):
+        return value
     number = float(value)
     return int(number) if math.isfinite(number) and number == int(number) else number
 

@@ -12,6 +12,7 @@ from typing import Any, final
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.keras.best_weights import BestWeights
 from replicax._src.keras.callback_states import CallbackStates, Muted
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.fit_progress import DataOfFit, Progress, ReplayedSteps
@@ -84,17 +85,20 @@ class ResumableFit:
     # --- going on -------------------------------------------------------------------------------------------
 
     def _restore(self) -> str | None:
-        metrics = list(self._model.metrics)
+        metrics, states = list(self._model.metrics), CallbackStates(self._others)
+        weights = BestWeights(states.callbacks)
         self._manager.checkpoint.fit = {
             "model": self._model,
             "metrics": metrics,
             "progress": self._progress,
             "data": self._data,
-            "callbacks": CallbackStates(self._others),
+            "callbacks": states,
+            "best_weights": weights,
         }
         path = self._manager.restore_or_initialize()
         if path is None:
             return None
+        weights.restore()
         progress = self._progress
         self._is_to_resume = True
         self._saved_at = self._now
