@@ -74,13 +74,12 @@ def catches(pid, number):
 
 
 def path_of_programs(*others):
-    """PYTHONPATH of processes that tests start, in which Keras is imported in half the time.
+    """PYTHONPATH of processes whose environment a test makes, in which Keras is imported in half the time.
 
     Args:
       *others: Folders in place of this process's PYTHONPATH.
     """
-    folders = others or filter(None, [os.environ.get("PYTHONPATH")])
-    return os.pathsep.join([str(QUICK_START), *map(str, folders)])
+    return os.pathsep.join([str(QUICK_START), *map(str, others)]) if others else os.environ["PYTHONPATH"]
 
 
 def in_a_process_of_its_own(program, *options, **environment):

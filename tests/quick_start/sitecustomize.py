@@ -1,20 +1,76 @@
-"""Python imports this first in the processes that tests start: there Keras does not find scikit-learn and matplotlib.
+"""Python imports this first in the processes that tests start, some hundred: there JAX and Keras are imported in half the time.
 
-It imports both, whole, if they are installed (keras 3.15: for its scikit-learn wrappers, and plots of pictures), which is half
-of the time that Keras takes to import, in every one of some hundred processes. What imports them by itself finds them.
+Keras imports scikit-learn and matplotlib, whole, if they are installed (keras 3.15: for its scikit-learn wrappers, and plots of
+pictures): it does not find them. It imports attention for TPUs, and requests, and with JAX's sparse arrays come SciPy's: these are
+run when something of them is used. And the garbage collector would visit all that is imported, again and again.
 """
 
+import gc
+import importlib
 import importlib.abc
+import importlib.machinery
 import sys
+import threading
 
 _LEFT_OUT = ("sklearn", "matplotlib")
+_SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
+_RUN_WHEN_USED = (
+    "jax.experimental.pallas",
+    _SPLASH,
+    f"{_SPLASH}.splash_attention_kernel",
+    f"{_SPLASH}.splash_attention_mask",
+    "jax.experimental.sparse.linalg",
+    "requests",
+)
+_LARGE = ("jax", "keras")
 
 
-class _NotForKeras(importlib.abc.MetaPathFinder):
+def _when_used(run):
+    """Runs a module when a name is asked for that importing its submodules does not give it."""
+    lock = threading.RLock()
+
+    def exec_module(module):
+        def run_and_get(name):
+            submodule = f"{module.__name__}.{name}"
+            if submodule in _RUN_WHEN_USED:
+                return importlib.import_module(submodule)
+            with lock:
+                if vars(module).get("__getattr__") is run_and_get:
+                    del module.__getattr__
+                    run(module)
+            return getattr(module, name)
+
+        module.__getattr__ = run_and_get
+
+    return exec_module
+
+
+def _without_collector(run):
+    def exec_module(module):
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            run(module)
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    return exec_module
+
+
+_HOW = {**dict.fromkeys(_RUN_WHEN_USED, _when_used), **dict.fromkeys(_LARGE, _without_collector)}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path, target=None):
         if fullname in _LEFT_OUT and _importer().startswith("keras."):
             raise ImportError(f"Keras does without {fullname} in tests.")
-        return None
+        if fullname not in _HOW:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _HOW[fullname](spec.loader.exec_module)
+        return spec
 
 
 def _importer():
@@ -25,4 +81,4 @@ def _importer():
     return frame.f_globals.get("__name__", "") if frame is not None else ""
 
 
-sys.meta_path.insert(0, _NotForKeras())
+sys.meta_path.insert(0, _Finder())
