@@ -96,7 +96,7 @@ def test_json_is_a_line_each_time_until_the_coordinator_ends(server, capsys):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top, "fetch", fetch_and_count)
-        assert main(["top", server.url, "--json", "--interval", "0.01"]) == 0
+        assert main(["top", server.url, "--json", "--interval", "0.1"]) == 0
     thread.join()
     told = capsys.readouterr()
     statuses = [json.loads(line) for line in told.out.splitlines()]
@@ -118,6 +118,7 @@ def test_the_address_may_stand_in_the_environment(server, capsys, monkeypatch):
         ([], "which coordinator? Give the address of its status, or set REPLICAX_STATUS_ADDRESS"),
         (["ftp://host/"], "'ftp://host/' is no address of a status: write host:port"),
         (["host:99999"], "Port out of range"),
+        (["--interval", "0"], "'0' is not a number of seconds of at least 0.1: who asks all the time"),
     ],
 )
 def test_what_makes_no_sense_is_said(capsys, arguments, message):

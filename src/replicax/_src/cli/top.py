@@ -38,6 +38,7 @@ ClusterCoordinator(strategy, status_address="127.0.0.1:8080"), or {STATUS_ADDRES
 It ends with 0 when the coordinator does, and with Ctrl-C; with 1 if nothing answers at the address.
 """
 _TIMEOUT_S: Final = 5.0
+_LEAST_INTERVAL_S: Final = 0.1
 _LEFT_OUT_FIRST: Final = ("pid", "up", "function", "sent/s")
 _GAP: Final = 2
 _STYLES: Final = {
@@ -67,12 +68,26 @@ def add_parser(subparsers: Any) -> None:
         help=f"of the coordinator's status: host:port, or its URL ({STATUS_ADDRESS_VARIABLE}'s)",
     )
     parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="S", help="seconds from one to the next (1)"
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="S",
+        help=f"seconds from one to the next (1), at least {_LEAST_INTERVAL_S}",
     )
     parser.add_argument("--once", action="store_true", help="show it once, and end")
     parser.add_argument("--json", action="store_true", help="a line of JSON each time")
     parser.add_argument("--plain", action="store_true", help="lines and no colours, also on a terminal")
     parser.set_defaults(run=run, parser=parser)
+
+
+def _interval(text: str) -> float:
+    value = seconds(text)
+    if not _LEAST_INTERVAL_S <= value < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds of at least {_LEAST_INTERVAL_S}: who asks all the time slows the job down. "
+            "--once shows it once"
+        )
+    return value
 
 
 class StatusUnavailable(Exception):
