@@ -292,6 +292,7 @@ def test_datasets_without_a_batch(strategy, one_device_loss):
         message(EmptyDatasetError, lambda call=call: call(empty, verbose=0), "has no batch")
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_arrays_of_no_rows_where_keras_lets_out_what_its_loops_run_into(strategy, method):
     """A model that is not built is built of its first batch; ``predict`` puts the outputs of its batches together."""
@@ -303,6 +304,22 @@ def test_arrays_of_no_rows_where_keras_lets_out_what_its_loops_run_into(strategy
     for call in (lambda: getattr(model, method)(*data), lambda: strategy.plan(getattr(model, method), data)):
         message(EmptyDatasetError, call, *says)
     getattr(model, method)(*(values[:3] for values in (features(), targets())[: len(data)]), verbose=0)
+    for nothing in (
+        data,
+        (NoBatches(),),
+    ):  # Keras ends as if there had been a step, and its model has no values then
+        message(
+            EmptyDatasetError, lambda nothing=nothing: getattr(model, method)(*nothing, verbose=0), says[0]
+        )
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+class NoBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError(index)
 
 
 def keras_says(call):

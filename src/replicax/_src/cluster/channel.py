@@ -129,8 +129,12 @@ class Channel:
                     raise
                 break
             except (OSError, FrameError, _RefusedForNow) as error:
-                if not (isinstance(error, TimeoutError) and isinstance(trouble, (FrameError, _RefusedForNow))):
-                    trouble = error  # what was answered says more than that there was no time for another answer
+                if not (
+                    isinstance(error, TimeoutError) and isinstance(trouble, (FrameError, _RefusedForNow))
+                ):
+                    trouble = (
+                        error  # what was answered says more than that there was no time for another answer
+                    )
                 time.sleep(_RETRY_S)
         self._socket = connection
         self._thread.start()

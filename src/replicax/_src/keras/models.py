@@ -11,7 +11,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import keras
+import numpy as np
 
 from replicax._src import context
 from replicax._src.errors import (
@@ -107,10 +109,12 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     strategy = context.get_strategy()  # Keras's own steps would not see where the data end
                 is_loop = name in STEPS_OF_DATA
                 given = _given(signature, self, args, kwargs) if is_loop else {}
+                if _has_no_rows(given.get("x")):
+                    raise _without_batch(self, name)
                 if strategy is not None and strategy.topology.peers is not None and is_loop:
                     start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
-                    stack.enter_context(_placed_steps(self, PHASES[name], strategy, given, is_loop=is_loop))
+                    stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
                 if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
                     stack.enter_context(written_by_chief(strategy, callbacks))
@@ -134,10 +138,20 @@ def _said_if_without_rows(model: Any, method: str) -> Iterator[None]:
     except (StopIteration, UnboundLocalError) as error:
         if isinstance(error, UnboundLocalError) and "batch_outputs" not in str(error):
             raise
-        raise EmptyDatasetError(
-            f"{method}() of model {model.name!r} was given data without a single batch: arrays of no rows, or a dataset that is "
-            "empty or used up."
-        ) from error
+        raise _without_batch(model, method) from error
+
+
+def _has_no_rows(data: Any) -> bool:
+    """Where a model is built Keras begins no step, and ends as if there had been one."""
+    leaves = keras.tree.flatten(data)
+    return any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves)
+
+
+def _without_batch(model: Any, method: str) -> EmptyDatasetError:
+    return EmptyDatasetError(
+        f"{method}() of model {model.name!r} was given data without a single batch: arrays of no rows, or a dataset that is "
+        "empty or used up."
+    )
 
 
 def _given(signature: inspect.Signature, model: Any, args: Sequence[Any], kwargs: Any) -> Mapping[str, Any]:
@@ -209,9 +223,10 @@ def _check_metrics(metrics: Any, strategy: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def _placed_steps(
-    model: Any, phase: Phase, strategy: Any, given: Mapping[str, Any], *, is_loop: bool
+    model: Any, method: str, strategy: Any, given: Mapping[str, Any], *, is_loop: bool
 ) -> Iterator[None]:
     """Inside, Keras's loop finds a step function of ours. Afterwards the variables have the state again."""
+    phase = PHASES[method]
     function = _step_function(model, phase, strategy)
     if is_loop:
         function.begin()
@@ -226,7 +241,18 @@ def _placed_steps(
                 is_watched = phase.is_predict and bool(given.get("callbacks"))
                 stack.enter_context(function.in_loop(dataset, is_watched=is_watched))
         stack.callback(function.finish)
-        yield
+        try:
+            yield
+        except (
+            StopIteration,
+            UnboundLocalError,
+            TypeError,
+        ) as error:  # Keras's, of logs that nobody has made
+            if is_loop and function.has_met_no_batch:
+                raise _without_batch(model, method) from error
+            raise
+        if is_loop and function.has_met_no_batch:
+            raise _without_batch(model, method)
 
 
 def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:

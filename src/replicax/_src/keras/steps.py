@@ -86,10 +86,17 @@ class StepFunction(abc.ABC):
         self._model, self._phase, self._strategy = model, phase, strategy
         self._name = f"{type(model).__name__}.{phase.step_name}"
         self._same_batches = SameBatches(strategy.topology.peers, self._name)
+        self._num_batches: int | None = None
 
     def begin(self) -> None:
         """Called before the loop."""
         self._same_batches.begin()
+        self._num_batches = None
+
+    @property
+    def has_met_no_batch(self) -> bool:
+        """Whether the loop that was begun last has looked for a batch, and there was none."""
+        return self._num_batches == 0
 
     @property
     def strategy(self) -> Any:
@@ -121,10 +128,12 @@ class StepFunction(abc.ABC):
             try:
                 data = next(iterator)
             except StopIteration:
+                self._num_batches = self._num_batches or 0
                 self._same_batches.look_at_end()
                 return
             if is_end(data):
                 return
+            self._num_batches = 1
             batch = Batch(self._standardised(data), is_kept=is_kept)
             self._same_batches.look_at(batch)
             yield batch
