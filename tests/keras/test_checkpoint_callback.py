@@ -275,6 +275,12 @@ def test_goes_on_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
     assert len(again.batches) == len(log.batches) - steps
 
 
+def test_a_pass_ends_with_an_epoch_that_goes_on(one_device, tmp_path):
+    """Keras counts what it has taken of a pass, and begins the next one where all has been: it had taken less here."""
+    again, _ = assert_goes_on(one_device, "arrays", tmp_path, dies_after=4, steps_per_epoch=3)
+    assert [(epoch, batch) for epoch, batch, *_ in again.batches] == [(1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+
+
 @pytest.mark.parametrize("died_after", [6, pytest.param(1, marks=pytest.mark.long)])
 def test_interrupted_before_the_last_batch_has_become_an_epoch(mirrored, died_after, tmp_path):
     """Saved after the last batch of an epoch, and killed before its end: only validation is left of it."""

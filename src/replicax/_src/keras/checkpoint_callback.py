@@ -16,6 +16,7 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
+from replicax._src.keras.passes import LoopOfFit
 from replicax._src.keras.resumable_fit import ResumableFit
 from replicax._src.options import path_of
 from replicax._src.preemption.termination import TerminationConfig
@@ -84,7 +85,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "best_fn": lambda metrics: metrics[monitor],
                 "best_mode": _mode_of(monitor) if mode == "auto" else mode,
             }
-        self._in_fit: tuple[Any, Mapping[str, Any], list[Any]] | None = None
+        self._in_fit: tuple[Any, LoopOfFit, Mapping[str, Any], list[Any]] | None = None
         self._run: ResumableFit | None = None
         self._restored_from: str | None = None
         ensure_bridges()
@@ -100,8 +101,10 @@ class CheckpointCallback(keras.callbacks.Callback):
         return self._restored_from
 
     @contextlib.contextmanager
-    def in_fit(self, strategy: Any, given: Mapping[str, Any], others: list[Any]) -> Iterator[None]:
-        """Around a ``fit`` with these arguments and other callbacks. Private."""
+    def in_fit(
+        self, model: Any, strategy: Any, given: Mapping[str, Any], others: list[Any]
+    ) -> Iterator[None]:
+        """Around a ``fit`` of a model with these arguments and other callbacks. Private."""
         if self._in_fit is not None:
             raise ContextError(
                 "This CheckpointCallback is in a fit that has not ended. Make another one, with another directory."
@@ -111,9 +114,11 @@ class CheckpointCallback(keras.callbacks.Callback):
                 f"CheckpointCallback(save_freq={self._every}): with parameter servers workers take batches at the same time, and no "
                 "moment is between two of them. Save at the ends of epochs, with save_freq='epoch'; steps_per_epoch makes them shorter."
             )
-        self._in_fit = strategy, given, others
+        loop = LoopOfFit()
+        self._in_fit = strategy, loop, given, others
         try:
-            yield
+            with loop.watched(model):
+                yield
         except BaseException:
             self._close(is_failing=True)
             raise
@@ -134,7 +139,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 "CheckpointCallback works in fit(), which it has to know from its beginning on. In loops of your own use "
                 "rx.CheckpointManager and rx.experimental.PreemptionCheckpointHandler."
             )
-        strategy, given, others = self._in_fit
+        strategy, loop, given, others = self._in_fit
         if self._directory is not None:
             self._manager = CheckpointManager(Checkpoint(model=self.model), self._directory, **self._rules)
         assert self._manager is not None
@@ -142,6 +147,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             self.model,
             self._manager,
             strategy,
+            loop,
             given,
             self.params or {},
             others,
@@ -196,7 +202,7 @@ def _mode_of(monitor: str) -> str:
 
 
 @contextlib.contextmanager
-def in_fit(strategy: Any, given: Mapping[str, Any], callbacks: Any) -> Iterator[Any]:
+def in_fit(model: Any, strategy: Any, given: Mapping[str, Any], callbacks: Any) -> Iterator[Any]:
     """Inside ``fit`` runs, with the callbacks that it is to be given: those of this kind come last."""
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     listed = callbacks.callbacks if is_list else keras.tree.flatten(callbacks) if callbacks else []
@@ -209,5 +215,5 @@ def in_fit(strategy: Any, given: Mapping[str, Any], callbacks: Any) -> Iterator[
             f"fit() was given {len(ours)} CheckpointCallbacks, and it can go on from one checkpoint. Give one; monitor= keeps the best too."
         )
     others = [one for one in listed if one is not ours[0]]
-    with ours[0].in_fit(strategy, given, others):
+    with ours[0].in_fit(model, strategy, given, others):
         yield callbacks if is_list else [*others, *ours]

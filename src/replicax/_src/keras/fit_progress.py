@@ -14,6 +14,7 @@ import numpy as np
 from replicax._src.checkpoint.trees import HostRandomState
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.datasets import DistributedInput
+from replicax._src.keras.passes import LoopOfFit
 
 _DEFAULT_BATCH_SIZE = 32  # of Keras
 
@@ -175,14 +176,17 @@ class ReplayedSteps:
 
     Args:
       model: Whose.
+      loop: Of Keras.
       num_before: How many batches of earlier epochs come first; they are read in one call.
       num_batches: How many of this epoch: each call reads as many as the model's ``steps_per_execution``.
       logs: What the last of them had returned.
       data: Told when it is done.
     """
 
-    def __init__(self, model: Any, num_before: int, num_batches: int, logs: Any, data: DataOfFit):
-        self._model, self._function = model, model.train_function
+    def __init__(
+        self, model: Any, loop: LoopOfFit, num_before: int, num_batches: int, logs: Any, data: DataOfFit
+    ):
+        self._model, self._loop, self._function = model, loop, model.train_function
         self._num_before, self._num_left, self._num_batches = num_before, num_batches, num_batches
         self._logs, self._data = logs, data
         steps = max(1, int(model.steps_per_execution))
@@ -200,6 +204,8 @@ class ReplayedSteps:
         return not self._num_before and not self._num_left
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        if self._num_before:
+            self._loop.skip(self._num_before)
         self._num_before -= self._read(iterator, self._num_before, self._num_before)
         if self._num_left:
             is_last = self._num_left <= self._steps

@@ -118,7 +118,9 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
                     stack.enter_context(written_by_chief(strategy, callbacks))
-                    callbacks = stack.enter_context(checkpoint_callback.in_fit(strategy, given, callbacks))
+                    callbacks = stack.enter_context(
+                        checkpoint_callback.in_fit(self, strategy, given, callbacks)
+                    )
                     if callbacks is not given.get("callbacks"):
                         bound = signature.bind(self, *args, **kwargs)
                         bound.arguments["callbacks"] = callbacks

@@ -16,6 +16,7 @@ from replicax._src.keras.best_weights import BestWeights
 from replicax._src.keras.callback_states import CallbackStates, Muted
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.fit_progress import DataOfFit, Progress, ReplayedSteps
+from replicax._src.keras.passes import LoopOfFit
 from replicax._src.preemption.steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
 
@@ -30,6 +31,7 @@ class ResumableFit:
       model: Which is trained; it, its optimizer and its metrics have been built.
       manager: Of the checkpoints.
       strategy: Of the model, if it has one.
+      loop: Of Keras.
       given: The arguments of ``fit``, by name.
       params: What Keras tells callbacks: "epochs", "steps".
       others: The other callbacks.
@@ -44,6 +46,7 @@ class ResumableFit:
         model: Any,
         manager: CheckpointManager,
         strategy: Any,
+        loop: LoopOfFit,
         given: Mapping[str, Any],
         params: Mapping[str, Any],
         others: Sequence[Any],
@@ -55,6 +58,7 @@ class ResumableFit:
     ):
         self._only_epochs = only_epochs
         self._model, self._manager, self._others = model, manager, others
+        self._loop = loop
         self._every, self._monitor, self._config = every, monitor, config
         self._num_epochs = int(params.get("epochs") or 1)
         self._steps_per_call = max(1, int(model.steps_per_execution))
@@ -149,7 +153,9 @@ class ResumableFit:
         self._undo_beginning()
         if num_taken:
             num_before = num_taken - progress.batch
-            self._replay = ReplayedSteps(self._model, num_before, progress.batch, progress.logs, self._data)
+            self._replay = ReplayedSteps(
+                self._model, self._loop, num_before, progress.batch, progress.logs, self._data
+            )
             if progress.batch:
                 self._muted = Muted(self._others)
 

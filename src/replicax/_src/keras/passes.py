@@ -1,0 +1,39 @@
+"""How far Keras's loop is in a pass through its data, which it counts by itself, and which nothing public tells it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, final
+
+
+@final
+class LoopOfFit:
+    """Keras's own count of the batches that it has taken in a pass, of the ``fit`` that runs inside of ``watched``.
+
+    With ``steps_per_epoch`` a pass has several epochs, and Keras begins another one where this count reaches the end.
+    """
+
+    def __init__(self) -> None:
+        self._loop: Any = None
+
+    @contextlib.contextmanager
+    def watched(self, model: Any) -> Iterator[None]:
+        """Inside, ``fit`` of this model is one. Its loop is seen where Keras gives it to the model, to build that."""
+        original = model._symbolic_build  # Keras 3.12 to 3.15: there is no public way to the loop
+
+        def build(*args: Any, **kwargs: Any) -> Any:
+            if self._loop is None:  # the next ones are of evaluations
+                self._loop = kwargs.get("iterator", args[0] if args else None)
+            return original(*args, **kwargs)
+
+        vars(model)["_symbolic_build"] = build
+        try:
+            yield
+        finally:
+            del vars(model)["_symbolic_build"]
+            self._loop = None
+
+    def skip(self, num_batches: int) -> None:
+        """So many batches were taken in its place."""
+        self._loop._steps_seen += num_batches
