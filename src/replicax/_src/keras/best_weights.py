@@ -22,7 +22,7 @@ class BestWeights:
     """
 
     def __init__(self, callbacks: Mapping[str, Any]):
-        self._callbacks = {
+        self._callbacks: dict[str, Any] = {
             name: one
             for name, one in callbacks.items()
             if isinstance(one, keras.callbacks.EarlyStopping) and one.restore_best_weights
