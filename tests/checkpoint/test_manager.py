@@ -22,6 +22,7 @@ from checks import message
 from replicax._src.checkpoint import writing
 from replicax._src.checkpoint.contents import Contents
 from replicax._src.checkpoint.retention import Record, Retention
+from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax.checkpoint import (
     CheckpointMismatchError,
     CheckpointWriteError,
@@ -197,6 +198,9 @@ def test_where_there_is_nothing_the_initializer_is_called(checkpoint, tmp_path):
     path = manager.save()
     assert manager.restore_or_initialize() == path
     assert called == [1]
+    message(
+        InvalidArgumentError, lambda: rx.CheckpointManager(checkpoint, tmp_path, init_fn=3), "init_fn", "3"
+    )
 
 
 def test_a_program_may_grow_but_not_be_another_one(tmp_path, caplog):
@@ -316,6 +320,33 @@ def test_what_another_living_process_writes_is_left_alone(tmp_path, checkpoint):
         other.wait(60)
         rx.CheckpointManager(checkpoint, tmp_path)
         assert not os.path.exists(part)
+
+
+@pytest.mark.parametrize("when", ["before it is verified", "before it is read"])
+def test_who_reads_what_another_program_removes_takes_the_newer_one(when, tmp_path, monkeypatch, caplog):
+    """An evaluator beside a training that keeps few."""
+    v, verify = rx.Variable(1.0), SavedCheckpoint.verify
+    training = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path, max_to_keep=1, best_fn=lambda m: m["m"])
+    training.save(metrics={"m": math.nan})
+    training.wait()
+    read = rx.Variable(0.0)
+    evaluator = rx.CheckpointManager(rx.Checkpoint(v=read), tmp_path)
+
+    def interrupted(saved):
+        monkeypatch.setattr(SavedCheckpoint, "verify", verify)
+        if when == "before it is read":
+            verify(saved)
+        v.assign(2.0)
+        training.save()
+        training.wait()
+        if when == "before it is verified":
+            verify(saved)
+
+    monkeypatch.setattr(SavedCheckpoint, "verify", interrupted)
+    with caplog.at_level(logging.WARNING):
+        assert evaluator.restore_or_initialize() == str(tmp_path / "ckpt-2")
+    assert float(read) == 2.0
+    assert not caplog.messages
 
 
 # --- where nothing can be written ------------------------------------------------------------------------------

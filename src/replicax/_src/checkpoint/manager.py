@@ -15,6 +15,7 @@ In a cluster every process makes the same calls.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -104,6 +105,10 @@ class CheckpointManager:
         if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
             raise InvalidArgumentError(
                 f"checkpoint_name is the beginning of a name, such as 'ckpt', and no path; got {checkpoint_name!r}."
+            )
+        if init_fn is not None and not callable(init_fn):
+            raise InvalidArgumentError(
+                f"init_fn is a function without arguments, or None; got {init_fn!r:.200}."
             )
         self._retention = Retention(max_to_keep, keep_best, best_fn, best_mode, keep_checkpoint_every_n_hours)
         self._checkpoint, self._name, self._init_fn = checkpoint, checkpoint_name, init_fn
@@ -329,13 +334,19 @@ class CheckpointManager:
 
     def _restore(self, *, is_strict: bool) -> LoadStatus | None:
         self.wait()
-        saved = self._newest_whole()
+        saved, status = self._newest_whole(), None
+        while saved is not None and status is None:
+            try:
+                status = processes.together(
+                    f"restoring {os.path.basename(saved.path)}",
+                    functools.partial(self._checkpoint.restore_saved, saved, is_strict=is_strict),
+                )
+            except CorruptCheckpointError:
+                if not _was_removed(saved):
+                    raise
+                saved = self._newest_whole()
         if saved is None:
             return None
-        status = processes.together(
-            f"restoring {os.path.basename(saved.path)}",
-            lambda: self._checkpoint.restore_saved(saved, is_strict=is_strict),
-        )
         self._checkpoint.save_counter = saved.contents.number
         self._known.add(saved.path)
         self._last_step = self._step()
@@ -343,6 +354,7 @@ class CheckpointManager:
 
     def _newest_whole(self) -> SavedCheckpoint | None:
         damaged: list[str] = []
+        was_removed = False
         candidates = processes.gather("which checkpoints there are", self._candidates())[0]
         for path in candidates:
             problem, saved = _whole(path)
@@ -351,8 +363,13 @@ class CheckpointManager:
                 if damaged:
                     log.warning("Restoring %s instead, the newest checkpoint that is whole.", path)
                 return saved
+            if processes.is_alone() and not os.path.lexists(path):  # by who saves there, for a newer one
+                was_removed = True
+                continue
             damaged.append(problems[0])
             log.warning("%s", problems[0])
+        if was_removed:
+            return self._newest_whole()
         if damaged:
             raise CorruptCheckpointError(
                 f"None of the {len(damaged)} checkpoint(s) in {self._directory!r} is whole. Move them away to begin anew. The newest: "
@@ -379,6 +396,16 @@ def _whole(path: str) -> tuple[str | None, SavedCheckpoint | None]:
         return None, saved
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         return str(error), None
+
+
+def _was_removed(saved: SavedCheckpoint) -> bool:
+    """Whether another program has removed or replaced it meanwhile: one that evaluates reads what one that trains keeps few of."""
+    if not processes.is_alone():
+        return False
+    try:
+        return SavedCheckpoint(saved.path).contents.to_text() != saved.contents.to_text()
+    except (CorruptCheckpointError, CheckpointNotFoundError):
+        return True
 
 
 def _judged(metrics: Any, retention: Retention) -> dict[str, float] | None:
