@@ -30,7 +30,7 @@ def nest(fill):
         "params": Pair(jnp.asarray(of("float32", 2, 3)), [of("int64"), of("bool", 3)]),
         "small": {
             name: jnp.asarray(of(getattr(ml_dtypes, name), 3))
-            for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4")
+            for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")
         },
         "empty": jnp.zeros((0, 4)),
         "complex": of("complex64", 2),

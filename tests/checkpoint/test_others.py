@@ -66,10 +66,15 @@ def test_keras_weights(model, tmp_path):
 
 def test_safetensors(model, saved, tmp_path):
     load_file = pytest.importorskip("safetensors.numpy").load_file
-    path = saved(model=model, half=rx.Variable([1.0, 2.0], dtype="bfloat16"), empty=np.zeros((0, 2), "f4"))
+    path = saved(
+        model=model,
+        half=rx.Variable([1.0, 2.0], dtype="bfloat16"),
+        empty=np.zeros((0, 2), "f4"),
+        one=jnp.ones(()),
+    )
     every = load_file(export_safetensors(path, tmp_path / "all.safetensors"))
-    assert sorted(every) == ["empty", "half", "model/layers/0/bias", "model/layers/0/kernel"]
-    assert (every["half"].dtype.name, every["empty"].shape) == ("bfloat16", (0, 2))
+    assert sorted(every) == ["empty", "half", "model/layers/0/bias", "model/layers/0/kernel", "one"]
+    assert (every["half"].dtype.name, every["empty"].shape, every["one"].shape) == ("bfloat16", (0, 2), ())
     np.testing.assert_array_equal(every["model/layers/0/kernel"], np.ones((4, 3)))
     assert list(load_file(export_safetensors(path, tmp_path / "m.safetensors", only="model/*/bias"))) == [
         "model/layers/0/bias"
@@ -89,6 +94,7 @@ def test_exports_that_cannot_be_written_are_named_and_leave_what_was_there(model
         "none of the arrays",
         "small",
     )
+    message(InvalidArgumentError, lambda: export_safetensors(path, tensors, only=3), "'model/*'", "3")
     message(CheckpointWriteError, lambda: export_safetensors(path, tensors), "int4")
     message(CheckpointWriteError, lambda: export_safetensors(path, tmp_path, only="model/*"), str(tmp_path))
     message(InvalidArgumentError, lambda: export_weights(model, tmp_path / "m.h5"), "'.weights.h5'")

@@ -76,15 +76,19 @@ def export_safetensors(
         raise MissingExtraError("This needs safetensors: pip install 'replicax[checkpoint]'.") from error
     saved = _opened(path)
     saved.verify()
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = [only] if isinstance(only, str) else only
+    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
+        raise InvalidArgumentError(
+            f"only is a pattern of keys such as 'model/*', or a list of such; got {only!r:.200}."
+        )
     keys = [key for key in saved.contents.arrays if any(fnmatch.fnmatchcase(key, each) for each in patterns)]
     if not keys:
         raise InvalidArgumentError(
             f"export_safetensors(only={only!r}) takes none of the arrays of {saved.path!r}, and nothing was written. It has "
-            f"{', '.join(sorted(saved.contents.arrays)[:20])}."
+            f"{', '.join(sorted(saved.contents.arrays)[:20]) or 'numbers and texts only'}."
         )
     file = os.path.abspath(path_of(file, "file", "model.safetensors"))
-    values = {key: np.ascontiguousarray(value) for key, value in saved.values(keys).items()}
+    values = {key: np.asarray(value, order="C") for key, value in saved.values(keys).items()}
     labels = {key: saved.contents.arrays[key].label for key in keys}
     with _in_place(file, f"{file}.part"):
         save_file(values, f"{file}.part", metadata=labels)

@@ -40,7 +40,7 @@ def orbax() -> Any:
 def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays, by keys with "/" between their parts, as an item that orbax reads as nested dicts."""
     ocp = orbax()
-    tree = _nested({key: np.asarray(array) for key, array in arrays.items() if array.size})
+    tree = _nested({key: _writable(np.asarray(array)) for key, array in arrays.items() if array.size})
     if not tree:
         return  # orbax has no word for it
     arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
@@ -63,14 +63,30 @@ def read_arrays(path: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) ->
     if not wanted:
         return found
     tree = _nested(
-        {key: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for key, (shape, dtype) in wanted.items()}
+        {
+            key: jax.ShapeDtypeStruct(shape, _written(jnp.dtype(dtype)))
+            for key, (shape, dtype) in wanted.items()
+        }
     )
     arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     with _quiet(), _checkpointer(ocp) as checkpointer:
         read = checkpointer.restore(
             path, args=ocp.args.PyTreeRestore(tree, restore_args=arguments, partial_restore=True)
         )
-    return found | {key: np.asarray(_at(read, key)) for key in wanted}
+    values = {key: np.asarray(_at(read, key)) for key in wanted}
+    for key, (_, dtype) in wanted.items():
+        if values[key].dtype == _written(jnp.dtype(dtype)):
+            values[key] = values[key].astype(jnp.dtype(dtype), copy=False)
+    return found | values
+
+
+def _written(dtype: np.dtype) -> np.dtype:
+    """The dtype in files: TensorStore knows int2 and int4, and not uint2 and uint4."""
+    return np.dtype(np.uint8) if dtype.name in ("uint2", "uint4") else dtype
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    return array.astype(_written(array.dtype), copy=False)
 
 
 def rows_in_turn(path: str, key: str) -> Iterator[tuple[int, np.ndarray]]:
