@@ -23,6 +23,9 @@ LINTED := $(wildcard src tests examples benchmarks)
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
+# Each process of tests would compile all of them anew, for seven seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-keras test-peers test-plan lint format bench clean
 

@@ -1,8 +1,8 @@
 """Python imports this first in the processes that tests start, some hundred: there JAX and Keras are imported in half the time.
 
-Keras imports scikit-learn and matplotlib, whole, if they are installed (keras 3.15: for its scikit-learn wrappers, and plots of
-pictures): it does not find them. It imports attention for TPUs, and requests, and with JAX's sparse arrays come SciPy's: these are
-run when something of them is used. And the garbage collector would visit all that is imported, again and again.
+Keras imports scikit-learn, matplotlib and requests, whole, if they are installed (keras 3.15: for its scikit-learn wrappers, plots
+of pictures, and a callback): it does not find them. It imports attention for TPUs, and with JAX's sparse arrays come SciPy's: these
+are run when something of them is used. And the garbage collector would visit all that is imported, again and again.
 """
 
 import gc
@@ -12,7 +12,7 @@ import importlib.machinery
 import sys
 import threading
 
-_LEFT_OUT = ("sklearn", "matplotlib")
+_LEFT_OUT = ("sklearn", "matplotlib", "requests")
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 _RUN_WHEN_USED = (
     "jax.experimental.pallas",
@@ -20,7 +20,6 @@ _RUN_WHEN_USED = (
     f"{_SPLASH}.splash_attention_kernel",
     f"{_SPLASH}.splash_attention_mask",
     "jax.experimental.sparse.linalg",
-    "requests",
 )
 _LARGE = ("jax", "keras")
 
