@@ -2,7 +2,8 @@
 
 Keras imports scikit-learn, matplotlib and requests, whole, if they are installed (keras 3.15: for its scikit-learn wrappers, plots
 of pictures, and a callback): it does not find them. It imports attention for TPUs, and with JAX's sparse arrays come SciPy's: these
-are run when something of them is used. And the garbage collector would visit all that is imported, again and again.
+are run when something of them is used. JAX reads what each installed package says of itself, to find plugins for ROCm (jax 0.10):
+it finds none. And the garbage collector would visit all that is imported, again and again.
 """
 
 import gc
@@ -22,6 +23,7 @@ _RUN_WHEN_USED = (
     "jax.experimental.sparse.linalg",
 )
 _LARGE = ("jax", "keras")
+_LOOKS_FOR_ROCM = "jax._src.numpy.array_constructors"
 
 
 def _when_used(run):
@@ -51,13 +53,32 @@ def _without_collector(run):
         try:
             run(module)
         finally:
+            gc.freeze()
             if was_enabled:
                 gc.enable()
 
     return exec_module
 
 
-_HOW = {**dict.fromkeys(_RUN_WHEN_USED, _when_used), **dict.fromkeys(_LARGE, _without_collector)}
+def _without_distributions(run):
+    def exec_module(module):
+        import importlib.metadata  # which programs without JAX do not need
+
+        distributions = importlib.metadata.distributions
+        importlib.metadata.distributions = lambda: ()
+        try:
+            run(module)
+        finally:
+            importlib.metadata.distributions = distributions
+
+    return exec_module
+
+
+_HOW = {
+    **dict.fromkeys(_RUN_WHEN_USED, _when_used),
+    **dict.fromkeys(_LARGE, _without_collector),
+    _LOOKS_FOR_ROCM: _without_distributions,
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
