@@ -367,7 +367,9 @@ def test_guide_fit_is_the_guides_listing_with_its_names_changed():
 def test_guide_fit_fits_and_evaluates():
     """What each bar says at its end: of two epochs, of the evaluation, of two epochs."""
     found = re.findall(r"10/10.* loss: ([\d.e+-]+)", output_of("guide_fit.py"))
-    losses = [float(loss) for loss, _ in itertools.groupby(found)]  # a bar may come to its end before it is ended
+    losses = [
+        float(loss) for loss, _ in itertools.groupby(found)
+    ]  # a bar may come to its end before it is ended
     assert len(losses) == 5
     assert all(later <= earlier for earlier, later in itertools.pairwise(losses))
     assert losses[-1] < losses[0]

@@ -129,12 +129,9 @@ class Channel:
                     raise
                 break
             except (OSError, FrameError, _RefusedForNow) as error:
-                if not (
-                    isinstance(error, TimeoutError) and isinstance(trouble, (FrameError, _RefusedForNow))
-                ):
-                    trouble = (
-                        error  # what was answered says more than that there was no time for another answer
-                    )
+                has_answered = isinstance(trouble, (FrameError, _RefusedForNow))
+                if not (has_answered and isinstance(error, TimeoutError)):  # the answer says more
+                    trouble = error
                 time.sleep(_RETRY_S)
         self._socket = connection
         self._thread.start()
