@@ -57,8 +57,8 @@ def table_of(output: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def full_run() -> str:
-    """What `make demo` prints."""
-    return output_of("digits.py")
+    """What `make demo` prints, with all that JAX and Keras import, which other processes of tests do without."""
+    return output_of("digits.py", PYTHONPATH=str(ROOT / "src"))
 
 
 def test_demo_reaches_97_percent_on_images_that_it_has_not_seen(full_run):
