@@ -544,6 +544,30 @@ def test_a_dataset_of_replicax_is_read_here(two_workers):
     same(expected.evaluate(X, Y, batch_size=BATCH, **options), model.evaluate(dataset, **options))
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.Adam(0.1),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+        lambda: "rmsprop",
+    ],
+)
+def test_compile_may_be_called_outside_of_the_scope(optimizer):
+    """With an optimizer that was made there, too: its rate and its iterations are on the servers then."""
+    expected = classifier(optimizer)
+    with in_memory_strategy(ps=2) as strategy:
+        with strategy.scope():
+            model = keras.models.clone_model(expected)
+        model.set_weights(expected.get_weights())
+        model.compile(optimizer(), expected.loss, metrics=["accuracy"])
+        given = model.optimizer
+        run = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(X, Y, **run).history
+        assert model.optimizer is given
+        assert int(given.iterations.numpy()) == 12
+    same(expected.fit(X, Y, **run).history, history)
+
+
 # --- the coordinator ------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.input.elements import EmptyDatasetError
-from replicax._src.keras import checkpoint_callback, shared_reads
+from replicax._src.keras import checkpoint_callback, servers, shared_reads
 from replicax._src.keras.callback_states import written_by_chief
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
@@ -78,6 +78,8 @@ def wrapped_compile(original: Method) -> Method:
             given = inspect.signature(original).bind(self, *args, **kwargs).arguments
             for name in ("metrics", "weighted_metrics"):
                 _check_metrics(given.get(name), strategy, self)
+            if _has_servers(strategy):
+                servers.adopt(given.get("optimizer"), strategy.variable_placement)
             return original(self, *args, **kwargs)
 
     return compile

@@ -72,6 +72,16 @@ def keep(variable: Any, placement: ServerPlacement) -> None:
     variable._initializer = None
 
 
+def adopt(optimizer: Any, placement: ServerPlacement) -> None:
+    """Gives the servers what a new optimizer has made outside of every scope; of one that is at work it is another model's."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
+        return
+    for variable in optimizer.variables:
+        if id(variable) not in context.owners:
+            keep(variable, placement)
+            context.remember_owner(variable)
+
+
 def is_kept(variable: Any) -> bool:
     """Whether a variable's value is on parameter servers."""
     return isinstance(accessor.get([variable])[0], ServerArray)
