@@ -18,6 +18,7 @@ from replicax._src.errors import ContextError, InvalidArgumentError, MissingExtr
 from replicax._src.input import memory
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import END, EmptyDatasetError, Pass, as_arrays
+from replicax._src.input.narrowing import narrowed_dtype
 from replicax._src.input.opening import open_elements
 from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.sources import PerReplicaPulls
@@ -250,7 +251,7 @@ class _Leaves:
 def _own(leaf: Any, is_immutable: bool) -> np.ndarray:
     """A leaf as it is sent or given to a program: of a dtype of JAX, C-contiguous, and nobody else's to write to."""
     array = np.asarray(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    dtype = narrowed_dtype(array, "An element of a worker's dataset, or its value,")
     if array.dtype == dtype and array.flags.c_contiguous:
         return array if is_immutable or isinstance(leaf, jax.Array) else memory.copy(array)
     return np.array(array, dtype, order="C")

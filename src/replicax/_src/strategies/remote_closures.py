@@ -13,6 +13,7 @@ import numpy as np
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import UnsupportedError
+from replicax._src.input.narrowing import narrowed_dtype
 from replicax._src.placement.remote.closure import place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.placement.remote.tracing import check_can_travel
@@ -215,6 +216,8 @@ def _describe(
             described.append(array_leaf(leaf))
             check_can_travel(described[-1].dtype, "is an argument of a function for workers")
             # It may be written before it is sent: itself, or what it is a view of.
+            if isinstance(leaf, np.ndarray | np.generic):
+                narrowed_dtype(np.asarray(leaf), "An array that a function for workers is given")
             is_theirs = isinstance(leaf, np.ndarray) and (leaf.flags.writeable or leaf.base is not None)
             arrays.append((np.array if is_theirs else np.asarray)(leaf, described[-1].dtype))
         elif type(leaf) is float and programs.is_varying(position, leaf):
