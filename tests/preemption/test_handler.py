@@ -285,6 +285,11 @@ def test_bad_arguments(tmp_path, make, text):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_grace_period_may_be_a_number_of_numpy():
+    assert Config(grace_period=np.float32(2.5)).grace_s == 2.5
+    assert Config(grace_period=np.int64(3)).grace_s == 3.0
+
+
 def test_what_is_no_step_is_refused(tmp_path):
     handler = rx.experimental.PreemptionCheckpointHandler(None, rx.Checkpoint(v=rx.Variable(0.0)), tmp_path)
     message(errors.InvalidArgumentError, lambda: handler.run(3.5), "the function of a step", "3.5")

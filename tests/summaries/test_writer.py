@@ -167,6 +167,8 @@ def test_in_functions_that_are_traced_it_says_where_to_write(tmp_path, place):
         (lambda w: w.text("x", 1.0, 0), "takes a str"),
         (lambda w: w.scalar("x", 1.0), "no step.*set_step"),
         (lambda w: w.scalar("x", 1.0, 0.5), "step must be a whole number"),
+        (lambda w: w.scalar("x", 1.0, 2**63), "steps of up to 2"),
+        (lambda w: rx.SummaryWriter(w.logdir, purge_step="3"), "purge_step must be a whole number"),
     ],
 )
 def test_what_is_of_another_kind_is_refused_at_the_call(tmp_path, write, words):

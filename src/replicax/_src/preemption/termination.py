@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class TerminationConfig:
                     f"TerminationConfig: {name} is a function, or None; got {given!r}."
                 )
         period = self.grace_period
-        is_number = isinstance(period, (int, float)) and not isinstance(period, bool)
+        is_number = isinstance(period, numbers.Real) and not isinstance(period, bool)
         if period is not None and not (is_number and 0 <= period < math.inf):
             raise InvalidArgumentError(
                 f"TerminationConfig: grace_period is a number of seconds, of at least 0; got {period!r}."

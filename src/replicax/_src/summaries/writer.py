@@ -75,7 +75,8 @@ class SummaryWriter:
         self.logdir = path_of(logdir, "logdir", "logs/run-1")
         self._strategy = strategy or (get_strategy() if has_strategy() else None)
         self._max_in_flight = whole_number("max_in_flight", max_in_flight, least=1)
-        self._flush_every_s, self._purge_step = flush_every_s, purge_step
+        self._flush_every_s = flush_every_s
+        self._purge_step = None if purge_step is None else whole_number("purge_step", purge_step, least=0)
         self._thread: WritingThread | None = None
         self._writes: bool | None = None
         self._is_closed = False
@@ -288,5 +289,7 @@ def _step_of(step: Any, what: str, name: str) -> Callable[[], int]:
     )
     if not is_whole:
         raise InvalidArgumentError(f"{what}({name!r}): the step must be a whole number, got {step!r:.200}.")
+    if step.dtype == np.uint64 and int(step) > np.iinfo(np.int64).max:
+        raise InvalidArgumentError(f"{what}({name!r}): files have steps of up to 2**63 - 1, got {int(step)}.")
     fetch = fetching(step)
     return lambda: int(fetch())
