@@ -450,6 +450,19 @@ def test_the_newest_and_the_best_are_kept(one_device, tmp_path):
     assert callback.manager.best_checkpoint == str(tmp_path / "ckpt-2")
 
 
+def test_epochs_that_are_not_validated_are_not_judged(one_device, tmp_path):
+    x, y = rows()
+    options = {"epochs": 4, "validation_freq": [2, 3]}
+    callback = CheckpointCallback(tmp_path, max_to_keep=1, monitor="val_loss", mode="max")
+    _, history = fit(one_device, "arrays", [callback], validation_data=(x, y), **options)
+    first, second = history.history["val_loss"]
+    assert first > second
+    assert callback.manager.best_checkpoint == str(tmp_path / "ckpt-2")
+    wrong = CheckpointCallback(tmp_path / "wrong", monitor="val_los")
+    with pytest.raises(InvalidArgumentError, match=r"no such name, but .*'val_loss'"):
+        fit(one_device, "arrays", [wrong], validation_data=(x, y), **options)
+
+
 def test_a_manager_of_the_user(one_device, tmp_path):
     own = rx.Variable(3.0)
     manager = rx.CheckpointManager(rx.Checkpoint(own=own), tmp_path, max_to_keep=None)

@@ -60,6 +60,8 @@ class ResumableFit:
         self._model, self._manager, self._others = model, manager, others
         self._loop = loop
         self._every, self._monitor, self._config = every, monitor, config
+        is_validated = given.get("validation_data") is not None or bool(given.get("validation_split"))
+        self._has_gaps = is_validated and given.get("validation_freq", 1) != 1
         self._num_epochs = int(params.get("epochs") or 1)
         self._steps_per_call = max(1, int(model.steps_per_execution))
         self._progress, self._data = Progress(), DataOfFit(given)
@@ -214,15 +216,20 @@ class ResumableFit:
 
     def _save(self, logs: Mapping[str, Any] | None = None) -> None:
         monitor, metrics = self._monitor, None
-        if monitor is not None and logs is not None:
+        if monitor is not None and logs is not None and not self._is_unjudged(monitor, logs):
             if monitor not in logs:
                 raise InvalidArgumentError(
                     f"CheckpointCallback(monitor={monitor!r}): the logs of an epoch have no such name, but {sorted(logs)}. Names that "
-                    "begin with val_ need validation_data in each epoch."
+                    "begin with val_ need validation_data."
                 )
             metrics = {monitor: logs[monitor]}
         self._manager.save(metrics=metrics)
         self._saved_at = self._now
+
+    def _is_unjudged(self, monitor: str, logs: Mapping[str, Any]) -> bool:
+        """Whether this is one of the epochs that ``validation_freq`` leaves out."""
+        is_left_out = self._has_gaps and not any(name.startswith("val_") for name in logs)
+        return is_left_out and monitor.startswith("val_")
 
     def _save_now(self) -> None:
         """Before the process ends."""

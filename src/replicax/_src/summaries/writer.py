@@ -284,10 +284,7 @@ def _check_numeric(dtype: Any, what: str, name: str) -> None:
 
 
 def _step_of(step: Any, what: str, name: str) -> Callable[[], int]:
-    is_whole = (
-        not isinstance(step, RemoteValue) and step.shape == () and jnp.issubdtype(step.dtype, jnp.integer)
-    )
-    if not is_whole:
+    if isinstance(step, RemoteValue) or step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
         raise InvalidArgumentError(f"{what}({name!r}): the step must be a whole number, got {step!r:.200}.")
     if step.dtype == np.uint64 and int(step) > np.iinfo(np.int64).max:
         raise InvalidArgumentError(f"{what}({name!r}): files have steps of up to 2**63 - 1, got {int(step)}.")
