@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from checks import tpu_strategy
+from checks import message, tpu_strategy
 from replicax import errors
 from servers import servers
 
@@ -96,6 +96,37 @@ def test_methods(strategy):
     first, second = Trainer(1.0), Trainer(10.0)
     assert [float(first.step(2.0)), float(second.step(2.0)), float(first.step(2.0))] == [2.0, 22.0, 24.0]
     assert Trainer.step.python_function.__name__ == "step"
+
+
+def yielding(x):
+    yield x
+
+
+async def waiting(x):
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type 'generator' is treated as a leaf:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (yielding, ("a generator (yield), yielding", "nothing that stands in it has been run")),
+        (waiting, ("a coroutine (async def), waiting", "nothing that stands in it has been run")),
+        (lambda x: {"name": np.array(["a"])}, ("ndarray of dtype <U1", "Return a str or a list")),
+        (lambda x: np.datetime64("2026-01-01"), ("datetime64 of dtype datetime64[D]",)),
+    ],
+    ids=["generator", "coroutine", "text", "date"],
+)
+def test_what_a_function_cannot_return_is_said(strategy, fn, says):
+    x = np.float32(1.0)
+    for call in (
+        lambda: strategy.run(fn, (x,)),
+        lambda: rx.function(fn)(x),
+        lambda: servers(1).prepare(fn, (x,)),
+    ):
+        message(errors.UnsupportedError, call, *says)
+    kept = {"name": "a", "list": ["b"]}
+    assert strategy.run(lambda x: kept, (x,)) == kept
 
 
 class Doubling:

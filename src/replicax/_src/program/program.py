@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +25,10 @@ from replicax._src.errors import (
     StructureError,
     TracedConditionError,
     TraceError,
+    UnsupportedError,
 )
 from replicax._src.program.capture import Capture, Entry, Uneven, current_capture
+from replicax._src.program.key import is_array
 from replicax._src.program.rewrite import Rewriter, SumGradients
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict, analyse, has_replica_collective
@@ -223,7 +226,20 @@ def _output(leaf: Any) -> Output:
         local = getattr(leaf, "local", None)
         return Output(True, leaf.as_array() if local is None else local)
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        if not is_array(leaf):
+            raise UnsupportedError(
+                f"The function returns a NumPy {type(leaf).__name__} of dtype {leaf.dtype}, and programs compute with numbers only. "
+                "Return a str or a list, which are given back as they are, or leave it out."
+            )
         return Output(True, jnp.asarray(leaf))
+    if isinstance(leaf, types.GeneratorType | types.CoroutineType | types.AsyncGeneratorType):
+        kind = "a coroutine (async def)" if isinstance(leaf, types.CoroutineType) else "a generator (yield)"
+        if not isinstance(leaf, types.AsyncGeneratorType):
+            leaf.close()  # or Python warns that it was never awaited
+        raise UnsupportedError(
+            f"The function gives {kind}, {leaf.__qualname__}: nothing that stands in it has been run. Give a function that returns its "
+            "results."
+        )
     return Output(False, leaf)
 
 
