@@ -486,13 +486,11 @@ sys.path.insert(0, {here!r})
 import test_checkpoint_callback as test
 
 class IsTold(test.keras.callbacks.Callback):
-    def on_train_begin(self, logs=None):
-        self.watcher = test.rx.experimental.PreemptionWatcher()
-
     def on_train_batch_begin(self, batch, logs=None):
         if (self.params["epoch"], batch) == (1, 2):
+            watcher = test.rx.experimental.PreemptionWatcher()  # after the callback that saves, and told after it
             os.kill(os.getpid(), signal.SIGTERM)
-            while self.watcher.preemption_message is None:  # by a thread; it is told after the callback that saves
+            while watcher.preemption_message is None:  # by a thread
                 time.sleep(0.001)
 
     def on_epoch_begin(self, epoch, logs=None):
