@@ -455,3 +455,64 @@ def test_between_steps_only(saved):
         for traced in (rx.function(lambda call=call: call()), jax.jit(lambda call=call: call())):
             message(CrossReplicaContextError, traced, "it would be done once")
     assert checkpoint.save_counter == 0
+
+
+# --- optimizers of another kind ---------------------------------------------------------------------------
+
+
+class OwnAdam(keras.optimizers.Adam):
+    pass
+
+
+def compiled(optimizer, is_built=True):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    if is_built:
+        optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.fixture
+def saved_of_adam(tmp_path):
+    model = compiled(keras.optimizers.Adam(0.05))
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    rx.Checkpoint(model=model).save(tmp_path / "ckpt")
+    return model, tmp_path
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.AdamW, OwnAdam])
+def test_what_inherits_from_an_optimizer_goes_on_with_its_moments(saved_of_adam, make):
+    saved, folder = saved_of_adam
+    model = compiled(make(0.5))
+    rx.Checkpoint(model=model).restore(folder / "ckpt-1").assert_consumed()
+    for got, wanted in zip(model.optimizer.variables, saved.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_moments_of_one_optimizer_are_not_those_of_another(saved_of_adam, caplog, is_built):
+    """Both are called momentums, and have the same shapes: training would go on with numbers that mean something else."""
+    saved, folder = saved_of_adam
+    model = compiled(keras.optimizers.SGD(0.5, momentum=0.9), is_built)
+    status = rx.Checkpoint(model=model).restore(folder / "ckpt-1")
+    model.optimizer.build(model.trainable_variables)
+    assert float(model.optimizer.learning_rate) == 0.5
+    assert int(model.optimizer.iterations) == 0
+    assert not any(np.any(momentum) for momentum in model.optimizer.momentums)
+    np.testing.assert_array_equal(model.layers[0].kernel, saved.layers[0].kernel)
+    said = [text for text in caplog.messages if "model/optimizer: Adam in the checkpoint, SGD here" in text]
+    assert len(said) == 1
+    with pytest.raises(UnmatchedCheckpointError, match="model/optimizer/momentums/0"):
+        status.assert_existing_objects_matched()
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_training_does_not_go_on_with_another_optimizer(saved_of_adam, is_built):
+    _, folder = saved_of_adam
+    model = compiled(keras.optimizers.SGD(0.5, momentum=0.9), is_built)
+    before = [bits(each) for each in model.variables]
+    manager = rx.CheckpointManager(rx.Checkpoint(model=model), folder)
+    says = "model/optimizer: Adam in the checkpoint, SGD here", "nothing of it was restored"
+    message(CheckpointMismatchError, manager.restore_or_initialize, *says)
+    assert [bits(each) for each in model.variables] == before

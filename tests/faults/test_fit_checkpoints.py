@@ -53,7 +53,9 @@ def fitting(folder, shard_state="", data="arrays", is_interrupted=""):
 
         def on_train_batch_begin(self, batch, logs=None):
             if not self.num_batches:
-                self.watcher = rx.experimental.PreemptionWatcher()  # made, and told, after the callback that saves
+                self.watcher = (
+                    rx.experimental.PreemptionWatcher()
+                )  # made, and told, after the callback that saves
                 report(began_at=callback.restored_from or "the beginning")
             self.num_batches += 1
             time.sleep(0.02)

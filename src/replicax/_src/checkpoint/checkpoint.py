@@ -33,7 +33,7 @@ from replicax._src.checkpoint.orbax_files import orbax
 from replicax._src.checkpoint.restoring import Restoration, advance_all, watchers
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
-from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, walkers
+from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, kind_of, walkers
 from replicax._src.checkpoint.trees import StateLeaf
 from replicax._src.checkpoint.writing import Snapshot, new_part, write
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
@@ -190,7 +190,7 @@ class Checkpoint:
         )
         known = arrays.keys() | states.keys()
         objects = tuple(
-            SavedObject(dict(node.children), node.key if node.leaf is not None else "")
+            SavedObject(dict(node.children), node.key if node.leaf is not None else "", kind_of(node.object))
             for node in graph.nodes
         )
         valueless = {node.key for node in graph.nodes if node.leaf is not None} - known
@@ -342,6 +342,7 @@ def _without(objects: tuple[SavedObject, ...], keys: set[str]) -> tuple[SavedObj
         SavedObject(
             {name: child for name, child in node.children.items() if child not in dropped},
             "" if number in dropped else node.key,
+            node.kind,
         )
         for number, node in enumerate(objects)
     )

@@ -53,10 +53,12 @@ class SavedObject:
     Attributes:
       children: By name, the number of the object.
       key: Of the array or state, if it is one.
+      kind: Where its parts mean nothing to objects of other kinds.
     """
 
     children: Mapping[str, int]
     key: str = ""
+    kind: str = ""
 
 
 @final

@@ -22,7 +22,7 @@ from replicax._src.checkpoint.contents import SavedArray, SavedObject
 from replicax._src.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from replicax._src.checkpoint.newest import Newest
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.checkpoint.tracked import Graph, Leaf, found_in
+from replicax._src.checkpoint.tracked import Graph, Leaf, found_in, kind_of
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
 
 log = logging.getLogger("replicax")
@@ -86,6 +86,7 @@ class Restoration:
         self._objects: dict[int, Any] = {}
         self._restored: set[int] = set()
         self._refused: dict[int, tuple[Leaf, str]] = {}
+        self._of_other_kind: dict[int, str] = {}
         self._grown: set[int] = set()
         self._met: set[Hashable] = set()
         self._watched: set[int] = set()
@@ -159,9 +160,9 @@ class Restoration:
         pairs: list[_Pair] = []
         self._objects = {}
         met: set[Hashable] = set()
-        waiting: deque[tuple[int, Any]] = deque([(0, self._root)])
+        waiting: deque[tuple[int, Any, str]] = deque([(0, self._root, "")])
         while waiting:
-            number, tracked = waiting.popleft()
+            number, tracked, name = waiting.popleft()
             found = found_in(tracked)
             identity = found.identity if isinstance(found, Leaf) else id(tracked)
             if number in self._objects or identity in met:
@@ -172,10 +173,29 @@ class Restoration:
             if isinstance(found, Leaf):
                 pairs.append(_Pair(number, node.key, found))
                 continue
+            if node.kind and node.kind != (kind := kind_of(tracked)):
+                self._note_kind(
+                    number, f"{name}: {node.kind} in the checkpoint, {kind or type(tracked).__name__} here"
+                )
+                continue
             parts = found or {}
-            waiting.extend((child, parts[name]) for name, child in node.children.items() if name in parts)
+            waiting.extend(
+                (child, parts[part], f"{name}/{part}".lstrip("/"))
+                for part, child in node.children.items()
+                if part in parts
+            )
         self._met = met
         return pairs
+
+    def _note_kind(self, number: int, text: str) -> None:
+        """What has parts of the same names, an optimizer's momentums, say, that mean something else: nothing of it is taken."""
+        if number not in self._of_other_kind:
+            self._of_other_kind[number] = text
+            log.warning(
+                "The checkpoint %r has something of another kind than there is here, and nothing of that is restored: %s.",
+                self.saved.path,
+                text,
+            )
 
     @property
     def _nodes(self) -> Sequence[SavedObject]:
@@ -185,7 +205,11 @@ class Restoration:
 
     def _homeless(self) -> list[str]:
         """Keys of the arrays for which there is no variable, and will be none: nothing above them is still to be built."""
-        awaited = deque(n for n, tracked in self._objects.items() if any(grows(tracked) for grows in growing))
+        awaited = deque(
+            n
+            for n, tracked in self._objects.items()
+            if n not in self._of_other_kind and any(grows(tracked) for grows in growing)
+        )
         has_home = {*self._objects}
         while awaited:
             new = set(self._nodes[awaited.popleft()].children.values()) - has_home
@@ -209,6 +233,7 @@ class Restoration:
         differ = [text for _, text in refused.values()]
         advice = ""
         if homeless:
+            differ += self._of_other_kind.values()
             differ += [f"{key}: not in the checkpoint" for key in missing]
             differ += [f"{key}: only in the checkpoint" for key in homeless]
             advice = ", or restore what has the same name with manager.restore()"

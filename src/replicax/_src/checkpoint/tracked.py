@@ -40,6 +40,16 @@ walkers: list[Walker] = []
 """Each knows a kind of object: its parts, or the leaf that it is; None for what it does not know. Frameworks add theirs."""
 
 
+kinds: list[Callable[[Any], str]] = []
+"""Each knows objects whose parts mean something else than parts of the same names of another kind, and says of which kind one is;
+"" for what it does not know."""
+
+
+def kind_of(tracked: Any) -> str:
+    """The kind of an object whose parts are only those of others of this kind; "" for what only has parts."""
+    return next(filter(None, (kind(tracked) for kind in kinds)), "")
+
+
 def found_in(tracked: Any) -> Parts | Leaf | None:
     """What is below an object, or the leaf that it is; None if nothing of it is saved."""
     if isinstance(tracked, Leaf):

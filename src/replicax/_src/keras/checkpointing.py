@@ -15,7 +15,7 @@ import keras
 
 from replicax._src.checkpoint import checkpoint, restoring
 from replicax._src.checkpoint.restoring import Restoration, advance_all
-from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, walkers
+from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, kinds, walkers
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 
@@ -32,10 +32,18 @@ def install() -> None:
         restoring.growing.append(_is_unbuilt)
         restoring.finishers.append(_finish)
         checkpoint.before_reading.append(_bring_state)
+        kinds.append(_kind_of)
 
 
 def _walk(tracked: Any) -> Leaf | Parts | None:
     return _parts_of(tracked) if isinstance(tracked, _OBJECTS) else None
+
+
+def _kind_of(tracked: Any) -> str:
+    """Adam for AdamW and for a user's own Adam: of an optimizer the class that inherits from nothing but what all have."""
+    base = keras.optimizers.Optimizer
+    classes = [cls for cls in type(tracked).__mro__ if issubclass(cls, base) and cls is not base]
+    return classes[-1].__name__ if classes else ""
 
 
 def _parts_of(tracked: Any) -> Parts:
