@@ -151,10 +151,25 @@ def logged(fn):
     return wrapper
 
 
+class Logged:
+    """A decorator that is an object."""
+
+    def __init__(self, fn):
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args):
+        return self.__wrapped__(*args) + 100.0
+
+
 @pytest.mark.parametrize(
     ("fn", "expected"),
-    [(Doubling(2.0).step, 6.0), (Doubling.of_class, 6.0), (logged(rx.function(lambda x: x * 2.0)), 106.0)],
-    ids=["method", "classmethod", "decorated"],
+    [
+        (Doubling(2.0).step, 6.0),
+        (Doubling.of_class, 6.0),
+        (logged(rx.function(lambda x: x * 2.0)), 106.0),
+        (Logged(rx.function(lambda x: x * 2.0)), 106.0),
+    ],
+    ids=["method", "classmethod", "decorated", "in an object"],
 )
 def test_strategies_run_the_method_of_an_object_and_what_stands_around_it(strategy, fn, expected):
     assert local(strategy, strategy.run(fn, (jnp.float32(3.0),)))[0] == expected

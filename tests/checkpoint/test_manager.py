@@ -26,6 +26,7 @@ from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax.checkpoint import (
     CheckpointMismatchError,
     CheckpointWriteError,
+    CorruptCheckpointError,
     UnmatchedCheckpointError,
     latest_checkpoint,
 )
@@ -347,6 +348,24 @@ def test_who_reads_what_another_program_removes_takes_the_newer_one(when, tmp_pa
         assert evaluator.restore_or_initialize() == str(tmp_path / "ckpt-2")
     assert float(read) == 2.0
     assert not caplog.messages
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_is_not_one_that_was_removed(tmp_path, monkeypatch):
+    """The directory lists it, and a stale handle, say, answers for it that there is nothing."""
+    v = rx.Variable(1.0)
+    training = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path)
+    training.save()
+    training.wait()
+
+    def unreadable(saved):
+        raise CorruptCheckpointError(f"{saved.path!r} cannot be read")
+
+    monkeypatch.setattr(SavedCheckpoint, "verify", unreadable)
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    again = rx.CheckpointManager(rx.Checkpoint(v=v), tmp_path)
+    message(
+        CorruptCheckpointError, again.restore_or_initialize, "None of the 1 checkpoint(s)", "cannot be read"
+    )
 
 
 # --- where nothing can be written ------------------------------------------------------------------------------

@@ -476,6 +476,41 @@ def test_a_manager_of_the_user(one_device, tmp_path):
     assert callback.restored_from == str(tmp_path / "ckpt-3")
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_data_of_unknown_length_that_were_all_read_before(mirrored, tmp_path):
+    """A process that ends after the last batch of an epoch, and before the epoch: there is none to train on afterwards."""
+    x = np.ones((6, 4, 3), np.float32)
+
+    class Ends(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise Died
+
+    def fitted(*callbacks):
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+        data = ((batch, batch[:, :1]) for batch in x)
+        return model.fit(data, callbacks=[*callbacks, CheckpointCallback(tmp_path, save_freq=6)], verbose=0)
+
+    with pytest.raises(Died):
+        fitted(Ends())
+    assert fitted().epoch == [0]
+
+
+def test_a_fit_of_the_model_in_a_callback(mirrored, tmp_path):
+    class Again(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.fit(*data, callbacks=[CheckpointCallback(tmp_path / "inner")], verbose=0)
+
+    data = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(*data, callbacks=[Again(), CheckpointCallback(tmp_path / "outer")], verbose=0)
+    assert rx.checkpoint.latest_checkpoint(tmp_path / "inner") is not None
+    assert "_symbolic_build" not in vars(model)
+
+
 # --- told to end ------------------------------------------------------------------------------------------
 
 PROGRAM = """

@@ -322,6 +322,30 @@ class NoBatches(keras.utils.PyDataset):
         raise IndexError(index)
 
 
+def test_validation_data_of_no_rows_are_said_before_training(strategy):
+    with strategy.scope():
+        model = compiled()
+    before = model.get_weights()
+    nothing = features(0), targets(0)
+    call = lambda: model.fit(features(), targets(), validation_data=nothing, verbose=0)  # noqa: E731
+    message(
+        EmptyDatasetError, call, "fit() of model 'small' was given validation_data without a single batch"
+    )
+    for got, wanted in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_stop_iteration_of_a_callback_is_its_own(strategy):
+    class Exhausted(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            next(iter([]))
+
+    with strategy.scope():
+        model = compiled()
+    with pytest.raises(StopIteration):
+        model.fit(features(), targets(), callbacks=[Exhausted()], verbose=0)
+
+
 def keras_says(call):
     """The type and text of Keras's own error."""
     with pytest.raises(Exception) as caught:
@@ -332,7 +356,6 @@ def keras_says(call):
 def wrong_calls():
     return {
         "lengths": lambda model: model.fit(features(12), targets(11), verbose=0),
-        "no_rows": lambda model: model.fit(features(0), targets(0), verbose=0),
         "no_batches": lambda model: model.fit((batch for batch in ()), shuffle=False, verbose=0),
         "no_x": lambda model: model.fit(verbose=0),
         "unknown_argument": lambda model: model.fit(features(), targets(), epoch=1),

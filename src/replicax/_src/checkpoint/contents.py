@@ -21,7 +21,8 @@ from replicax._src.checkpoint.errors import CorruptCheckpointError
 MANIFEST = "manifest.json"
 STATE = "state"
 COMPONENTS = "components"
-_FORMAT = 1
+_FORMAT = 2
+_FORMATS = (1, _FORMAT)  # without the kinds of objects, and with them
 
 
 @final
@@ -113,7 +114,7 @@ class Contents:
                 f"{where!r} is not as it was written: its checksum does not fit. What it describes cannot be verified; restore "
                 "another checkpoint, or read the arrays as they are with orbax."
             )
-        if held.pop("format") != _FORMAT:
+        if held.pop("format") not in _FORMATS:
             raise CorruptCheckpointError(f"{where!r} was written by a later version of replicax: update it.")
         return cls(
             objects=tuple(SavedObject(**each) for each in held.pop("objects")),

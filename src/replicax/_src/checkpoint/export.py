@@ -6,7 +6,7 @@ import contextlib
 import errno
 import fnmatch
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
 
 
 def export_safetensors(
-    path: str | os.PathLike[str], file: str | os.PathLike[str], *, only: str | Sequence[str] = "*"
+    path: str | os.PathLike[str], file: str | os.PathLike[str], *, only: str | Iterable[str] = "*"
 ) -> str:
     """Writes the arrays of a checkpoint to a file of safetensors, under their keys. The checkpoint is verified first.
 
@@ -76,8 +76,8 @@ def export_safetensors(
         raise MissingExtraError("This needs safetensors: pip install 'replicax[checkpoint]'.") from error
     saved = _opened(path)
     saved.verify()
-    patterns = [only] if isinstance(only, str) else only
-    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
+    if not all(isinstance(each, str) for each in patterns):
         raise InvalidArgumentError(
             f"only is a pattern of keys such as 'model/*', or a list of such; got {only!r:.200}."
         )

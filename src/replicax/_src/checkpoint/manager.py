@@ -43,6 +43,7 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.options import path_of
 
 log = logging.getLogger("replicax")
+_MOST_LOOKS = 10  # for checkpoints in place of those that another program has removed meanwhile
 
 
 @final
@@ -352,7 +353,7 @@ class CheckpointManager:
         self._last_step = self._step()
         return status
 
-    def _newest_whole(self) -> SavedCheckpoint | None:
+    def _newest_whole(self, num_more: int = _MOST_LOOKS) -> SavedCheckpoint | None:
         damaged: list[str] = []
         was_removed = False
         candidates = processes.gather("which checkpoints there are", self._candidates())[0]
@@ -363,13 +364,13 @@ class CheckpointManager:
                 if damaged:
                     log.warning("Restoring %s instead, the newest checkpoint that is whole.", path)
                 return saved
-            if processes.is_alone() and not os.path.lexists(path):  # by who saves there, for a newer one
-                was_removed = True
+            if num_more and processes.is_alone() and path not in paths_in(self._directory, self._name):
+                was_removed = True  # by who saves there, for a newer one
                 continue
             damaged.append(problems[0])
             log.warning("%s", problems[0])
         if was_removed:
-            return self._newest_whole()
+            return self._newest_whole(num_more - 1)
         if damaged:
             raise CorruptCheckpointError(
                 f"None of the {len(damaged)} checkpoint(s) in {self._directory!r} is whole. Move them away to begin anew. The newest: "

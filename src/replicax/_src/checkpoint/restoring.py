@@ -63,6 +63,10 @@ def advance_all(restorations: Iterable[Restoration]) -> None:
         raise errors[0]
 
 
+def _is_growing(tracked: Any) -> bool:
+    return any(grows(tracked) for grows in growing)
+
+
 @final
 class Restoration:
     """One checkpoint that is restored into what is under one root, now and later.
@@ -173,10 +177,13 @@ class Restoration:
             if isinstance(found, Leaf):
                 pairs.append(_Pair(number, node.key, found))
                 continue
-            if node.kind and node.kind != (kind := kind_of(tracked)):
-                self._note_kind(
-                    number, f"{name}: {node.kind} in the checkpoint, {kind or type(tracked).__name__} here"
-                )
+            kind = kind_of(tracked)
+            if node.kind and kind and node.kind != kind:
+                self._note_kind(number, f"{name}: {node.kind} in the checkpoint, {kind} here")
+                if _is_growing(
+                    tracked
+                ):  # one that has not begun yet, as compile() makes where nobody chooses
+                    met |= {leaf.identity for _, leaf in Graph(tracked).leaves()}
                 continue
             parts = found or {}
             waiting.extend(
@@ -205,11 +212,7 @@ class Restoration:
 
     def _homeless(self) -> list[str]:
         """Keys of the arrays for which there is no variable, and will be none: nothing above them is still to be built."""
-        awaited = deque(
-            n
-            for n, tracked in self._objects.items()
-            if n not in self._of_other_kind and any(grows(tracked) for grows in growing)
-        )
+        awaited = deque(n for n, tracked in self._objects.items() if _is_growing(tracked))
         has_home = {*self._objects}
         while awaited:
             new = set(self._nodes[awaited.popleft()].children.values()) - has_home

@@ -37,6 +37,7 @@ log = logging.getLogger("replicax")
 _BEAT_S = 1.0
 _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
+_ANSWER_S = 5.0
 _LOOK_S = 0.2
 _NO_PROGRAM = -2  # before the position of who has run none
 
@@ -121,7 +122,7 @@ class Channel:
                     trouble,
                 )
             try:
-                connection = socket.create_connection((host, port), timeout=min(5.0, deadline - now))
+                connection = socket.create_connection((host, port), timeout=min(_ANSWER_S, deadline - now))
                 try:
                     welcome = self._shake_hands(connection, min(deadline, time.monotonic() + 10))
                 except BaseException:
@@ -129,9 +130,11 @@ class Channel:
                     raise
                 break
             except (OSError, FrameError, _RefusedForNow) as error:
-                has_answered = isinstance(trouble, (FrameError, _RefusedForNow))
-                if not (has_answered and isinstance(error, TimeoutError)):  # the answer says more
-                    trouble = error
+                is_cut_short = isinstance(error, TimeoutError) and deadline - now < _ANSWER_S
+                if not (is_cut_short and isinstance(trouble, (FrameError, _RefusedForNow))):
+                    trouble = (
+                        error  # what was answered says more than that there was no time for another answer
+                    )
                 time.sleep(_RETRY_S)
         self._socket = connection
         self._thread.start()

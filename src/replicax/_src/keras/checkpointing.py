@@ -40,10 +40,14 @@ def _walk(tracked: Any) -> Leaf | Parts | None:
 
 
 def _kind_of(tracked: Any) -> str:
-    """Adam for AdamW and for a user's own Adam: of an optimizer the class that inherits from nothing but what all have."""
+    """Of an optimizer Keras's class that inherits from no other optimizer: Adam for AdamW, and for a user's own Adam.
+
+    Those that inherit from none of Keras's are known by the names of their slots alone.
+    """
     base = keras.optimizers.Optimizer
     classes = [cls for cls in type(tracked).__mro__ if issubclass(cls, base) and cls is not base]
-    return classes[-1].__name__ if classes else ""
+    of_keras = [cls for cls in classes if cls.__module__.startswith("keras.")]
+    return of_keras[-1].__name__ if of_keras else ""
 
 
 def _parts_of(tracked: Any) -> Parts:

@@ -236,6 +236,7 @@ class ReplayedSteps:
 
     def _finish(self) -> None:
         self._data.end_replay()
+        self._function.note_batches()
         self.remove()
 
     def remove(self) -> None:

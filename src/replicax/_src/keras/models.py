@@ -98,8 +98,8 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
             if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
                 strategy = context.get_strategy()  # Keras on JAX cannot run it
             with contextlib.ExitStack() as stack:
-                stack.enter_context(_said_if_without_rows(self, name))
                 if strategy is not None:
+                    stack.enter_context(_said_if_without_rows(self, name))
                     _check_has_steps(strategy, name)
                     stack.enter_context(strategy.scope())
                 args, kwargs, inputs = _with_datasets(
@@ -111,11 +111,12 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     strategy = context.get_strategy()  # Keras's own steps would not see where the data end
                 is_loop = name in STEPS_OF_DATA
                 given = _given(signature, self, args, kwargs) if is_loop else {}
-                if _has_no_rows(given.get("x")):
-                    raise _without_batch(self, name)
                 if strategy is not None and strategy.topology.peers is not None and is_loop:
                     start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
+                    for data in ("x", "validation_data"):
+                        if _has_no_rows(given.get(data)):
+                            raise _without_batch(self, name, data)
                     stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
                 if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
@@ -140,9 +141,17 @@ def _said_if_without_rows(model: Any, method: str) -> Iterator[None]:
     try:
         yield
     except (StopIteration, UnboundLocalError) as error:
-        if isinstance(error, UnboundLocalError) and "batch_outputs" not in str(error):
-            raise
-        raise _without_batch(model, method) from error
+        if _is_of_keras(error):
+            raise _without_batch(model, method) from error
+        raise
+
+
+def _is_of_keras(error: BaseException) -> bool:
+    """Whether Keras has raised it, and not what it has called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("keras.")
 
 
 def _has_no_rows(data: Any) -> bool:
@@ -151,9 +160,10 @@ def _has_no_rows(data: Any) -> bool:
     return any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves)
 
 
-def _without_batch(model: Any, method: str) -> EmptyDatasetError:
+def _without_batch(model: Any, method: str, data: str = "x") -> EmptyDatasetError:
+    what = "data" if data == "x" else data
     return EmptyDatasetError(
-        f"{method}() of model {model.name!r} was given data without a single batch: arrays of no rows, or a dataset that is "
+        f"{method}() of model {model.name!r} was given {what} without a single batch: arrays of no rows, or a dataset that is "
         "empty or used up."
     )
 

@@ -20,6 +20,7 @@ class LoopOfFit:
     @contextlib.contextmanager
     def watched(self, model: Any) -> Iterator[None]:
         """Inside, ``fit`` of this model is one. Its loop is seen where Keras gives it to the model, to build that."""
+        before = vars(model).get("_symbolic_build")  # of a fit around this one
         original = model._symbolic_build  # Keras 3.12 to 3.15: there is no public way to the loop
 
         def build(*args: Any, **kwargs: Any) -> Any:
@@ -32,6 +33,8 @@ class LoopOfFit:
             yield
         finally:
             del vars(model)["_symbolic_build"]
+            if before is not None:
+                vars(model)["_symbolic_build"] = before
             self._loop = None
 
     def skip(self, num_batches: int) -> None:

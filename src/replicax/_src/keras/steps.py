@@ -93,6 +93,10 @@ class StepFunction(abc.ABC):
         self._same_batches.begin()
         self._num_batches = None
 
+    def note_batches(self) -> None:
+        """The loop that was begun last has had batches, which another function has read."""
+        self._num_batches = 1
+
     @property
     def has_met_no_batch(self) -> bool:
         """Whether the loop that was begun last has looked for a batch, and there was none."""

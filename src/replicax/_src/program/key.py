@@ -33,7 +33,13 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
         return types.MethodType(unwrap(fn.__func__), fn.__self__)
     if type(fn) is types.FunctionType:  # functools.wraps gives it the attributes of what it wraps
         return fn
-    return getattr(fn, "python_function", fn)
+    return _inside(fn) or fn
+
+
+def _inside(fn: Any) -> Callable[..., Any] | None:
+    """What an ``rx.function`` has been made of. What wraps one, an object too, gets its attributes and is something else."""
+    inner = getattr(fn, "python_function", None)
+    return inner if inner is not None and getattr(fn, "__wrapped__", None) is inner else None
 
 
 def function_key(fn: Callable[..., Any], anchors: list[Any] | None = None) -> Hashable:
@@ -72,8 +78,8 @@ def _key(value: Any, anchors: list[Any] | None, above: tuple[int, ...]) -> Hasha
         )
     if isinstance(value, enum.Enum):
         return (kind, value.name)
-    inner = getattr(value, "python_function", None)
-    if inner is not None and not inspect.isclass(value):
+    inner = None if inspect.isclass(value) else _inside(value)
+    if inner is not None:
         return _key(inner, anchors, above)
     if anchors is not None:
         anchors.append(value)

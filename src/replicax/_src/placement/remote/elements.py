@@ -147,7 +147,8 @@ class Elements:
             raise TraceError(
                 f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A `for` loop over an iterator "
                 "has no end in a function for workers, which is traced before anybody knows how many elements there are: take "
-                "a number that you know, `for _ in range(n): next(iterator)`, and schedule the function again for more."
+                f"a number that you know, `for _ in range(n): next(iterator)`, at most {_MAX_TAKEN}, and schedule the function "
+                "again for more."
             )
         self.counts[number] = call + 1
         spec = source.spec
