@@ -177,12 +177,10 @@ class Restoration:
             if isinstance(found, Leaf):
                 pairs.append(_Pair(number, node.key, found))
                 continue
-            kind = kind_of(tracked)
-            if node.kind and kind and node.kind != kind:
+            kind = kind_of(tracked) if node.kind else ""
+            if kind != node.kind and kind:
                 self._note_kind(number, f"{name}: {node.kind} in the checkpoint, {kind} here")
-                if _is_growing(
-                    tracked
-                ):  # one that has not begun yet, as compile() makes where nobody chooses
+                if _is_growing(tracked):  # it has not begun, as one that compile() makes for who evaluates
                     met |= {leaf.identity for _, leaf in Graph(tracked).leaves()}
                 continue
             parts = found or {}

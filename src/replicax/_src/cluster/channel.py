@@ -132,9 +132,7 @@ class Channel:
             except (OSError, FrameError, _RefusedForNow) as error:
                 is_cut_short = isinstance(error, TimeoutError) and deadline - now < _ANSWER_S
                 if not (is_cut_short and isinstance(trouble, (FrameError, _RefusedForNow))):
-                    trouble = (
-                        error  # what was answered says more than that there was no time for another answer
-                    )
+                    trouble = error  # else what was answered says more
                 time.sleep(_RETRY_S)
         self._socket = connection
         self._thread.start()

@@ -6,14 +6,13 @@ Another row of a table is looked up then, and another one trained.
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
 
 log = logging.getLogger("replicax")
 
-_MOST_SAID: Final = 1000
 _said: set[str] = set()
 
 
@@ -39,8 +38,7 @@ def narrowed_dtype(array: np.ndarray, what: str) -> Any:
 
 
 def _say(what: str, number: np.generic, dtype: np.dtype) -> None:
-    if len(_said) < _MOST_SAID:
-        _said.add(what)
+    _said.add(what)
     log.warning(
         "%s has %d, which does not fit into %s: it becomes %d, as JAX does it by default. Ids of rows: bring them into the table "
         "first, ids %% num_rows, in NumPy. Numbers that have to stay: set JAX_ENABLE_X64=1 in all tasks.",

@@ -45,8 +45,10 @@ def _kind_of(tracked: Any) -> str:
     Those that inherit from none of Keras's are known by the names of their slots alone.
     """
     base = keras.optimizers.Optimizer
-    classes = [cls for cls in type(tracked).__mro__ if issubclass(cls, base) and cls is not base]
-    of_keras = [cls for cls in classes if cls.__module__.startswith("keras.")]
+    classes = type(tracked).__mro__ if isinstance(tracked, base) else ()
+    of_keras = [
+        c for c in classes if issubclass(c, base) and c is not base and c.__module__.startswith("keras.")
+    ]
     return of_keras[-1].__name__ if of_keras else ""
 
 

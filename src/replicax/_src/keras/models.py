@@ -99,7 +99,6 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 strategy = context.get_strategy()  # Keras on JAX cannot run it
             with contextlib.ExitStack() as stack:
                 if strategy is not None:
-                    stack.enter_context(_said_if_without_rows(self, name))
                     _check_has_steps(strategy, name)
                     stack.enter_context(strategy.scope())
                 args, kwargs, inputs = _with_datasets(
@@ -114,9 +113,7 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 if strategy is not None and strategy.topology.peers is not None and is_loop:
                     start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
-                    for data in ("x", "validation_data"):
-                        if _has_no_rows(given.get(data)):
-                            raise _without_batch(self, name, data)
+                    _check_has_rows(self, name, given)
                     stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
                 if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
@@ -135,17 +132,6 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
     return wrap
 
 
-@contextlib.contextmanager
-def _said_if_without_rows(model: Any, method: str) -> Iterator[None]:
-    """Keras lets out what its own loops run into where there is not one batch."""
-    try:
-        yield
-    except (StopIteration, UnboundLocalError) as error:
-        if _is_of_keras(error):
-            raise _without_batch(model, method) from error
-        raise
-
-
 def _is_of_keras(error: BaseException) -> bool:
     """Whether Keras has raised it, and not what it has called."""
     trace = error.__traceback__
@@ -154,10 +140,12 @@ def _is_of_keras(error: BaseException) -> bool:
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("keras.")
 
 
-def _has_no_rows(data: Any) -> bool:
+def _check_has_rows(model: Any, method: str, given: Mapping[str, Any]) -> None:
     """Where a model is built Keras begins no step, and ends as if there had been one."""
-    leaves = keras.tree.flatten(data)
-    return any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves)
+    for name in ("x", "validation_data"):
+        leaves = keras.tree.flatten(given[name]) if name in given else []
+        if any(isinstance(x, np.ndarray | jax.Array) and x.ndim and not x.shape[0] for x in leaves):
+            raise _without_batch(model, method, name)
 
 
 def _without_batch(model: Any, method: str, data: str = "x") -> EmptyDatasetError:
@@ -257,12 +245,10 @@ def _placed_steps(
         stack.callback(function.finish)
         try:
             yield
-        except (
-            StopIteration,
-            UnboundLocalError,
-            TypeError,
-        ) as error:  # Keras's, of logs that nobody has made
-            if is_loop and function.has_met_no_batch:
+        except (StopIteration, UnboundLocalError, TypeError) as error:
+            # Keras lets out what its loops run into: no batch to build a model of, or no logs of a step.
+            is_for_building = isinstance(error, StopIteration) and _is_of_keras(error)
+            if is_loop and (is_for_building or function.has_met_no_batch):
                 raise _without_batch(model, method) from error
             raise
         if is_loop and function.has_met_no_batch:
