@@ -15,6 +15,24 @@ PLAN_ENV := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 ALLOW_MULTIPLE_L
 OLDEST_KERAS := 3.12.0
 KERAS_VENV := .venv-keras
 KERAS_STAMP := $(KERAS_VENV)/.installed
+# Both ends of what is supported: the locked versions, and the newest that pip gives. Where an interpreter has another name:
+# make PYTHON_3_13=/path/to/python3.13 test-versions
+LOCKED_VENV := .venv-3.11
+LOCKED_STAMP := $(LOCKED_VENV)/.installed
+NEWEST_VENV := .venv-3.13
+NEWEST_STAMP := $(NEWEST_VENV)/.installed
+# Of several installations of pyenv the last; its shim `python3.13` works only if that version is selected.
+pyenv = $(lastword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)))
+PYTHON_3_11 ?= $(or $(call pyenv,3.11),python3.11)
+PYTHON_3_13 ?= $(or $(call pyenv,3.13),python3.13)
+NEWEST := hatchling '.[keras,optax,flax,grain,files,checkpoint,summaries,ps,examples,test]'
+VERSION_TESTS := tests/contract tests/parity tests/keras tests/checkpoint
+# A Python that has jax with its CUDA plugin, Keras and pytest, in place of .venv-gpu: make GPU_PYTHON=python3 test-gpu
+GPU_VENV := .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
+# The plugin of the locked jax, for drivers from 525 on.
+GPU_JAX := 'jax[cuda12]' -c requirements.lock
+GPU_PYTHON ?= $(GPU_VENV)/bin/python
 # A file's tests stay together: many share programs that were compiled.
 # In the order of their names: by their numbers of tests, the default, files with few long tests would come last.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -27,35 +45,69 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-keras test-peers test-plan lint format bench clean
+.PHONY: help demo test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
-	@echo "make test       run the tests, without the long ones"
-	@echo "make test-long  run all the tests"
+	@echo "make test       run the quick tests: promises, rules, one program of each kind with real processes"
+	@echo "make test-rest  run the other tests that a change must pass"
+	@echo "make test-long  run all the tests, the long ones too, compiled as users' programs are"
+	@echo "make test-all   run make test, make test-rest and make test-long"
 	@echo "make test-keras run the tests of Keras with Keras $(OLDEST_KERAS), the oldest that is supported"
+	@echo "make test-versions  run $(VERSION_TESTS) with Python 3.11 and the locked versions, and with"
+	@echo "                Python 3.13 and the newest jax, Keras and orbax"
+	@echo "make test-gpu   run the tests of GPUs (tests/gpu), where there is a GPU"
 	@echo "make test-peers run the tests with TensorFlow, torch and Hugging Face datasets (tests/peers)"
 	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
 	@echo "make lint       check the format, lint, check the types"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
-	@echo "make clean      remove .venv, .venv-keras, .venv-peers, .venv-plan and everything that was built or cached"
+	@echo "make clean      remove .venv, .venv-* and everything that was built or cached"
 
 demo: $(STAMP)
 	@echo "demo: examples/digits.py"
 	@$(BIN)/python examples/digits.py
 
 test: $(STAMP)
-	@echo "test: pytest, without the tests marked long, in two processes"
-	@$(BIN)/python -m pytest -q -m "not long" $(IN_TWO)
+	@echo "test: pytest, without the tests marked rest or long, in two processes"
+	@$(BIN)/python -m pytest -q -m "not rest and not long" $(IN_TWO)
+
+test-rest: $(STAMP)
+	@echo "test-rest: pytest, the tests marked rest, without those marked long, in two processes"
+	@$(BIN)/python -m pytest -q -m "rest and not long" $(IN_TWO)
 
 test-long: $(STAMP)
 	@echo "test-long: pytest, all tests, in two processes"
 	@$(BIN)/python -m pytest -q $(IN_TWO)
 
+test-all: test test-rest test-long
+
 test-keras: $(KERAS_STAMP)
 	@echo "test-keras: pytest tests/keras with Keras $(OLDEST_KERAS), without the tests marked long, in two processes"
 	@$(KERAS_VENV)/bin/python -m pytest -q -m "not long" $(IN_TWO) tests/keras
+
+test-versions: $(LOCKED_STAMP) $(NEWEST_STAMP)
+	@$(call test-version,$(LOCKED_VENV))
+	@$(call test-version,$(NEWEST_VENV))
+
+# $(call test-version,environment)
+define test-version
+	echo "test-versions: pytest $(VERSION_TESTS), without the tests marked long, in two processes, with"; \
+	$(1)/bin/python --version; \
+	$(1)/bin/pip list --disable-pip-version-check --format=freeze | grep -E '^(jax|jaxlib|keras|numpy|orbax-checkpoint|flax|optax|grain)=='; \
+	$(1)/bin/python -m pytest -q -m "not long" $(IN_TWO) $(VERSION_TESTS)
+endef
+
+test-gpu:
+	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then $(MAKE) --no-print-directory .test-gpu; \
+	else echo "test-gpu: nvidia-smi finds no GPU here, so nothing was run"; fi
+
+# Its processes share the GPUs: none takes most of a GPU's memory for itself.
+.PHONY: .test-gpu
+.test-gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),$(GPU_STAMP))
+	@echo "test-gpu: pytest tests/gpu, on"
+	@nvidia-smi -L
+	@PYTHONPATH=src REPLICAX_TEST_PLATFORM=gpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -q tests/gpu
 
 test-peers: $(PEERS_STAMP)
 	@echo "test-peers: pytest tests/peers"
@@ -81,30 +133,41 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/run.py
 
 clean:
-	@echo "clean: removing .venv, .venv-keras, .venv-peers, .venv-plan, build outputs and caches"
-	@rm -rf $(VENV) $(KERAS_VENV) $(PEERS_VENV) $(PLAN_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@echo "clean: removing .venv, .venv-*, build outputs and caches"
+	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# $(call install,environment,lock file,package instead of the locked one)
+# $(call install,environment,what pip installs,packages besides or instead)
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "replicax needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "setup: installing $(2) into $(1) (a few minutes, the first time)"
+	@echo "setup: installing $(strip $(2:-r=)) into $(1) (a few minutes, the first time)"
 	@$(PYTHON) -m venv $(1)
-	@$(1)/bin/pip install -q --disable-pip-version-check -r $(2)
+	@$(1)/bin/pip install -q --disable-pip-version-check $(2)
 	$(if $(3),@$(1)/bin/pip install -q --disable-pip-version-check $(3))
 	@$(1)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 endef
 
 $(STAMP): requirements.lock pyproject.toml
-	$(call install,$(VENV),requirements.lock)
+	$(call install,$(VENV),-r requirements.lock)
 
 $(KERAS_STAMP): requirements.lock pyproject.toml
-	$(call install,$(KERAS_VENV),requirements.lock,keras==$(OLDEST_KERAS))
+	$(call install,$(KERAS_VENV),-r requirements.lock,keras==$(OLDEST_KERAS))
+
+$(LOCKED_STAMP): PYTHON := $(PYTHON_3_11)
+$(LOCKED_STAMP): requirements.lock pyproject.toml
+	$(call install,$(LOCKED_VENV),-r requirements.lock)
+
+$(NEWEST_STAMP): PYTHON := $(PYTHON_3_13)
+$(NEWEST_STAMP): pyproject.toml
+	$(call install,$(NEWEST_VENV),$(NEWEST))
+
+$(GPU_STAMP): requirements.lock pyproject.toml
+	$(call install,$(GPU_VENV),-r requirements.lock,$(GPU_JAX))
 
 $(PEERS_STAMP): peers.lock pyproject.toml
-	$(call install,$(PEERS_VENV),peers.lock)
+	$(call install,$(PEERS_VENV),-r peers.lock)
 
 $(PLAN_STAMP): plan.lock requirements.lock pyproject.toml
-	$(call install,$(PLAN_VENV),plan.lock)
+	$(call install,$(PLAN_VENV),-r plan.lock)

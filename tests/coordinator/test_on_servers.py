@@ -194,6 +194,7 @@ def test_a_program_that_leaves_functions_in_flight_ends_as_it_says(cluster, end,
     assert "terminate" not in ended.stderr
 
 
+@pytest.mark.rest
 def test_a_stopped_worker_is_done_without(cluster, coordinator):
     counter = counter_in(coordinator)
 

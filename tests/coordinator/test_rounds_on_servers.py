@@ -96,6 +96,7 @@ def test_a_stopped_worker_is_not_waited_for_and_its_gradient_is_dropped(cluster,
         assert int(job.optimizer.iterations.value) == rounds
 
 
+@pytest.mark.rest
 def test_workers_that_are_killed_in_rounds_do_not_hang_them_and_nothing_counts_twice(cluster):
     cluster.wait_for_servers()
     with (

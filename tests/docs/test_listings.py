@@ -39,7 +39,10 @@ GUIDES = [
     f"docs/guides/{name}.md"
     for name in ("data", "keras", "notebooks", "sharded_state", "summaries_and_profiles", "tpu")
 ]
-PAGES = ["README.md", "docs/sharp_bits.md", *GUIDES]
+PAGES = [
+    "README.md",
+    *(pytest.param(page, marks=pytest.mark.rest) for page in ["docs/sharp_bits.md", *GUIDES]),
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

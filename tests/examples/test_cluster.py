@@ -290,6 +290,7 @@ def test_slurm_trains_in_processes(tmp_path, one_process):
     assert "MultiWorkerMirroredStrategy" in done.stdout
 
 
+@pytest.mark.rest
 def test_slurm_ends_with_the_code_of_the_last_step(tmp_path):
     done = sbatch(tmp_path, FAIL_FIRST="1", MAX_RESTARTS="0")
     assert (done.returncode, done.stdout) == (7, "the step ended with exit code 7\n"), done.stderr
@@ -338,6 +339,7 @@ print(f"worker {strategy.cluster_resolver.task_id}: {strategy.reduce('SUM', ones
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.rest
 def test_what_ray_runs_is_one_cluster_in_processes(run_by_tasks, tmp_path, capfd):
     (tmp_path / "sum.py").write_text(SUM)
     assert run_by_tasks(str(tmp_path / "sum.py")) == [0, 0]
@@ -354,6 +356,7 @@ def test_what_ray_runs_trains_in_processes(run_by_tasks, capfd, one_process):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.rest
 def test_ray_itself_in_processes():
     pytest.importorskip("ray")
     done = subprocess.run(

@@ -245,6 +245,7 @@ def test_guide_prints_the_loss_of_100_steps_and_of_10_more():
     assert all(later < earlier for earlier, later in itertools.pairwise(losses))
 
 
+@pytest.mark.rest
 def test_functional_jax_learns_and_ends_with_one_state():
     lines = output_of("functional_jax.py").splitlines()
     errors = [float(line.split()[-1]) for line in lines if line.startswith("epoch")]
@@ -253,6 +254,7 @@ def test_functional_jax_learns_and_ends_with_one_state():
     assert float(lines[-1].split()[-1]) < 0.01
 
 
+@pytest.mark.rest
 def test_plan_ahead_plans_for_this_machine_at_least():
     lines = output_of("plan_ahead.py").splitlines()
     assert lines[0].startswith("cpu:8: 4,096 rows, ")
@@ -274,6 +276,7 @@ def fit_output(*options: str) -> tuple[str, list[tuple[str, ...]]]:
     return output, FIT_EPOCH.findall(output)
 
 
+@pytest.mark.rest
 def test_keras_fit_learns_on_two_devices_and_saves_its_curve(tmp_path):
     curve = tmp_path / "curve.png"
     output, epochs = fit_output("--curve", str(curve))
@@ -312,6 +315,7 @@ def plain_fit() -> list[float]:
 
 
 @pytest.mark.timeout(250)
+@pytest.mark.rest
 def test_parameter_server_fit_learns_on_a_worker_and_a_parameter_server():
     output = output_of("parameter_server_fit.py", "--workers", "1", "--ps", "1", "--epochs", "5")
     assert [float(epoch[1]) for epoch in FIT_EPOCH.findall(output)][-1] < 0.5
@@ -364,6 +368,7 @@ def test_guide_fit_is_the_guides_listing_with_its_names_changed():
     assert ours[-len(guides) :] == guides
 
 
+@pytest.mark.rest
 def test_guide_fit_fits_and_evaluates():
     """What each bar says at its end: of two epochs, of the evaluation, of two epochs."""
     found = re.findall(r"10/10.* loss: ([\d.e+-]+)", output_of("guide_fit.py"))
@@ -375,6 +380,7 @@ def test_guide_fit_fits_and_evaluates():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.rest
 def test_custom_train_step_reaches_the_same_losses_in_both_styles():
     lines = output_of("custom_train_step.py").splitlines()
     losses = [[float(number) for number in line.split()[1:]] for line in lines[1:-1]]
@@ -388,6 +394,7 @@ def test_custom_train_step_reaches_the_same_losses_in_both_styles():
 # --- nnx ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_nnx_model_learns():
     lines = output_of("nnx_model.py").splitlines()
     assert lines[0].startswith("2 replicas of <MirroredStrategy")
@@ -401,6 +408,7 @@ def test_nnx_model_learns():
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.rest
 def test_every_worker_runs_the_program_and_all_train_one_model():
     inherited = {key: value for key, value in os.environ.items() if key not in SAYS_DEVICES}
     script = ROOT / "examples" / "parameter_server_every_worker.py"
@@ -474,6 +482,7 @@ def test_preemption_changes_nothing_in_the_end(tmp_path):
 # --- TPUs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_model_parallelism_on_virtual_tpus():
     printed = output_of("tpu_model_parallel.py")
     assert printed.startswith("4 replicas of 2 devices")
@@ -499,6 +508,7 @@ def test_tensor_parallelism_by_a_layout_map():
 # --- checkpoints --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_checkpoints_go_on_with_another_number_of_devices(tmp_path):
     options = "--directory", str(tmp_path / "training")
     first = output_of("checkpoints.py", "--epochs", "1", *options).splitlines()

@@ -10,6 +10,8 @@ import pytest
 
 from checks import path_of_programs, xla_flags
 
+pytestmark = pytest.mark.rest
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 

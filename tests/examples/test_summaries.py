@@ -5,9 +5,13 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from checks import path_of_programs, xla_flags
 from event_files import scalars_in, summaries_in
 from trace_files import events_in, files_in
+
+pytestmark = pytest.mark.rest
 
 ROOT = pathlib.Path(__file__).parents[2]
 

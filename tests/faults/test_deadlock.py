@@ -40,7 +40,7 @@ def run_here(num_devices, mode, **environment):
         (2, "run"),
         pytest.param(2, "function", marks=pytest.mark.long),
         pytest.param(8, "run", marks=pytest.mark.long),
-        (8, "function"),
+        pytest.param(8, "function", marks=pytest.mark.rest),
     ],
 )
 def test_queued_steps_finish(num_devices, mode):
@@ -48,12 +48,14 @@ def test_queued_steps_finish(num_devices, mode):
 
 
 @pytest.mark.parametrize("mode", ["run", pytest.param("reduce", marks=pytest.mark.long), "gather", "read"])
+@pytest.mark.rest
 def test_queued_programs_finish_with_a_small_pool(mode):
     result, warnings = run_here(4, mode, **POOL_OF_TWO)
     assert result == STEPS * 4
     assert len(warnings) == (mode != "read")
 
 
+@pytest.mark.rest
 def test_backend_that_started_first_works_with_one_warning():
     result, warnings = run_here(2, "backend_first", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert result == STEPS * 2

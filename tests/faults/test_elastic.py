@@ -7,7 +7,7 @@ import pytest
 
 from launched_jobs import LaunchedJob, fitting, looping
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = [pytest.mark.timeout(250), pytest.mark.rest]
 LONG = pytest.mark.long
 SOON_S = 100
 # Sums of the same float32 rows in another order, a few dozen steps long.

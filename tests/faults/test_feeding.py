@@ -46,7 +46,16 @@ def test_the_threads_options_hold_while_reading_ahead():
     assert element.dtype == np.int64
 
 
-@pytest.mark.parametrize("ending", ["", "raise KeyError('mine')", "iterator.close()", "del iterator"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        *(
+            pytest.param(ending, marks=pytest.mark.rest)
+            for ending in ["raise KeyError('mine')", "iterator.close()", "del iterator"]
+        ),
+    ],
+)
 def test_a_process_ends_while_its_source_is_slow(ending):
     program = f"""
         import time

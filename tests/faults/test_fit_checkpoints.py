@@ -7,7 +7,7 @@ import pytest
 
 from task_reports import latest, wait_for_count
 
-pytestmark = pytest.mark.timeout(450)
+pytestmark = [pytest.mark.timeout(450), pytest.mark.rest]
 LIMIT_S = 120
 SOON_S = 150
 EPOCHS, BATCHES = 3, 10

@@ -82,6 +82,7 @@ def test_another_order_of_known_programs_is_an_error_before_they_meet(local_clus
         assert (result.report["number"], result.report["after_s"] < SOON_S) == (20, True)
 
 
+@pytest.mark.rest
 def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_cluster):
     """They have mixed up their values by then."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
@@ -94,6 +95,7 @@ def test_another_order_of_which_both_are_known_is_an_error_soon_after(local_clus
         assert result.report["after_s"] < SOON_S
 
 
+@pytest.mark.rest
 def test_where_gloo_aborts_a_process_the_other_says_why(local_cluster):
     """Both orders are known, and the collectives that meet have different sizes."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
@@ -206,6 +208,7 @@ def test_a_job_whose_worker_is_killed_is_started_again_and_ends_well(tmp_path, v
     assert output.count(f"| ends with {TOTAL}") == 2
 
 
+@pytest.mark.rest
 def test_a_job_that_fails_more_often_than_it_may(tmp_path):
     arguments = [tmp_path / "state", "1", "9"]
     with launched(tmp_path, JOB, *arguments, options=["--max-restarts", "1"]) as launcher:
@@ -264,6 +267,7 @@ def test_ctrl_c_ends_everything(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_a_worker_that_is_interrupted_ends_the_job(tmp_path, victim):
     """Somebody has sent SIGINT to it alone."""
     with launched(tmp_path, ENDLESS) as launcher:
@@ -321,6 +325,7 @@ def fitting(victim):
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_a_worker_that_is_killed_between_epochs_is_named(local_cluster, victim):
     cluster = local_cluster(2, environment=WITH_KERAS, timeout_s=LIMIT_S)
     cluster.start(fitting, [str(victim)])
@@ -376,6 +381,7 @@ def unknown_lengths(lengths):
 
 
 @pytest.mark.parametrize("lengths", ["4,2", pytest.param("1,4", marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_a_worker_whose_data_end_early_steps_on_without_rows(local_cluster, lengths):
     """The numbers are those of one device that is given the same global batches."""
     found = {}
@@ -432,6 +438,7 @@ def leaving_a_loop(victim, then):
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_a_worker_that_leaves_its_loop_early_and_ends_is_named(local_cluster, victim):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(leaving_a_loop, [str(victim), "ends"])
@@ -444,6 +451,7 @@ def test_a_worker_that_leaves_its_loop_early_and_ends_is_named(local_cluster, vi
     assert result.report["after_s"] < SOON_S
 
 
+@pytest.mark.rest
 def test_a_worker_that_leaves_its_loop_early_for_something_else_is_named(local_cluster):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(leaving_a_loop, ["1", "evaluates"])

@@ -15,6 +15,8 @@ import pytest
 
 from checks import path_of_programs
 
+pytestmark = pytest.mark.rest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parameter_server_survives.py"
 
 

@@ -199,6 +199,7 @@ def test_one_worker_is_killed_while_another_stays_down(job):
 
 
 @pytest.mark.parametrize("is_function", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_a_worker_is_killed_while_it_makes_a_dataset(job, tmp_path, is_function):
     dataset = slow_dataset(0.01, files=str(tmp_path))
     iterator = iter(job.coordinator.create_per_worker_dataset(dataset if is_function else dataset()))
@@ -217,6 +218,7 @@ def test_a_worker_is_killed_while_it_makes_a_dataset(job, tmp_path, is_function)
     )
 
 
+@pytest.mark.rest
 def test_a_function_fails_while_a_worker_is_killed(job, tmp_path):
     """The error is the function's, not that of the worker; then all goes on."""
     values = job.take_of(held_dataset(tmp_path / "ends", count=1), 30)
@@ -257,6 +259,7 @@ def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job,
     assert job.counts == [16.0, 16.0]
 
 
+@pytest.mark.rest
 def test_others_go_on_beside_a_slow_worker(job):
     def dataset_fn():
         is_slow = '"index": 0' in os.environ["TF_CONFIG"]
@@ -337,6 +340,7 @@ def test_the_counter_is_exact(job, num_kills):
 @pytest.mark.parametrize(
     "num_kills", [3, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
+@pytest.mark.rest
 def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel_together(
     job, num_kills, monkeypatch
 ):
@@ -361,6 +365,7 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 # --- parameter servers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_parameter_server_that_is_stopped_is_named_until_it_goes_on(job):
     job.schedule(1)
     job.join()
@@ -379,6 +384,7 @@ def test_a_parameter_server_that_is_stopped_is_named_until_it_goes_on(job):
     assert job.counts == [count + 2.0 for count in before]
 
 
+@pytest.mark.rest
 def test_a_parameter_server_that_is_killed_is_named():
     with server_cluster(workers=2, ps=2) as cluster, contextlib.closing(Job(cluster)) as job:
         job.until_connected(0, 1)
@@ -471,6 +477,7 @@ def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
         assert job.counts == [counts[0] + 3.0, counts[1] + 13.0]
 
 
+@pytest.mark.rest
 def test_all_parameter_servers_go_back_together(tmp_path, caplog):
     arguments = snapshots_in(tmp_path, 1000)
     with (
@@ -500,6 +507,7 @@ def test_all_parameter_servers_go_back_together(tmp_path, caplog):
         assert job.counts == [7.0, 7.0]
 
 
+@pytest.mark.rest
 def test_the_job_goes_on_without_room_for_snapshots(tmp_path, caplog):
     """A limit of what a process may write to files stands for the full disk."""
     arguments = snapshots_in(tmp_path, 0.2)
@@ -534,6 +542,7 @@ def test_the_job_goes_on_without_room_for_snapshots(tmp_path, caplog):
 # --- the coordinator ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_who_comes_later_takes_over(job):
     job.schedule(2)
     job.join()
@@ -575,6 +584,7 @@ while True:
 """
 
 
+@pytest.mark.rest
 def test_tasks_end_when_their_coordinator_is_killed():
     arguments = ["--on-coordinator-loss", "exit", "--silence-timeout", 5]
     with LocalCluster(1, chief=True, num_ps=1, server_arguments=arguments) as cluster:

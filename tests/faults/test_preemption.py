@@ -275,6 +275,7 @@ def scoped(folder):
     watcher.close()
 
 
+@pytest.mark.rest
 def test_a_scope_and_who_waits_for_the_one_that_is_to_end(local_cluster, tmp_path):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(scoped, [str(tmp_path)])

@@ -7,7 +7,7 @@ import pytest
 
 from replicax._src.cluster.layout import free_ports
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = [pytest.mark.timeout(250), pytest.mark.rest]
 LIMIT_S = 150
 
 PROGRAM = """

@@ -87,6 +87,7 @@ def test_who_waits_for_one_that_is_alive_says_so_and_goes_on(local_cluster):
     assert not any("has waited" in line and "program number 21" in line for line in away)
 
 
+@pytest.mark.rest
 def test_after_the_time_that_was_given_the_step_ends(local_cluster):
     """Its heartbeats have not stopped. It hears of it when it comes."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
@@ -142,6 +143,7 @@ def test_a_worker_that_is_parted_and_the_others_name_each_other(local_cluster, h
         assert re.search(said, result.report["text"]), result.report["text"]
 
 
+@pytest.mark.rest
 def test_a_partition_that_heals_in_time_is_no_failure(local_cluster):
     """A cable is pulled and put back."""
     cluster = parted(local_cluster, "blackhole", silence_s=20)
@@ -151,6 +153,7 @@ def test_a_partition_that_heals_in_time_is_no_failure(local_cluster):
 
 
 @pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_a_slow_network_is_no_failure(local_cluster, delay_s):
     """From the start on: what is agreed takes as long, the steps do not."""
     cluster = local_cluster(2, has_proxies=True, timeout_s=LIMIT_S)
@@ -177,6 +180,7 @@ time.time_ns = lambda: nanoseconds() + skew_s * 10**9
     [(0, 5), *(pytest.param(1, hours, marks=pytest.mark.long) for hours in (5, -5))],
     ids=str,
 )
+@pytest.mark.rest
 def test_a_clock_that_is_hours_off_changes_nothing(local_cluster, tmp_path, worker, hours):
     (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK % (hours * 3600, worker))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -111,7 +111,7 @@ def run(local_cluster, fault, victim, workers=2, **environment):
     return cluster, {n: cluster.tasks["worker", n] for n in survivors}
 
 
-LONG = pytest.mark.long
+LONG, REST = pytest.mark.long, pytest.mark.rest
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ LONG = pytest.mark.long
     [
         ("killed", "died without a word", 0),
         pytest.param("killed", "died without a word", 1, marks=LONG),
-        ("raises", "ValueError: a mistake of my own", 0),
+        pytest.param("raises", "ValueError: a mistake of my own", 0, marks=REST),
         pytest.param("raises", "ValueError: a mistake of my own", 1, marks=LONG),
         pytest.param("leaves", "has ended its program", 0, marks=LONG),
-        ("leaves", "has ended its program", 1),
-        ("killed while others are idle", "died without a word", 0),
+        pytest.param("leaves", "has ended its program", 1, marks=REST),
+        pytest.param("killed while others are idle", "died without a word", 0, marks=REST),
         pytest.param("killed while others are idle", "died without a word", 1, marks=LONG),
         pytest.param("compiling", "died without a word", 0, marks=LONG),
         pytest.param("compiling", "died without a word", 1, marks=LONG),
@@ -156,6 +156,7 @@ def test_all_survivors_of_three_learn_it(local_cluster):
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
     """The step that waits for it is unblocked."""
     _, survivors = run(local_cluster, "stopped", victim, REPLICAX_SILENCE_TIMEOUT_S="6")
@@ -170,7 +171,7 @@ def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
 @pytest.mark.parametrize(
     ("fault", "victim"),
     [
-        ("a program more", 0),
+        pytest.param("a program more", 0, marks=REST),
         pytest.param("a program more", 1, marks=LONG),
         pytest.param("a known program more", 0, marks=LONG),
         pytest.param("a known program more", 1, marks=LONG),
@@ -229,6 +230,7 @@ def test_who_is_missing_is_named_in_time(local_cluster, missing):
     assert said in result.report["text"]
 
 
+@pytest.mark.rest
 def test_different_numbers_of_devices(local_cluster):
     before = """
 import json, os
@@ -241,6 +243,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = str(json.loads(os.environ["TF_CONFIG"])["tas
         assert "worker 0 has 1 of cpu, worker 1 has 2 of cpu" in result.report["text"]
 
 
+@pytest.mark.rest
 def test_a_port_in_use(local_cluster):
     cluster = local_cluster(2, environment={"REPLICAX_START_TIMEOUT_S": "4"}, timeout_s=LIMIT_S)
     host, port = cluster.cluster["worker"][0].split(":")
@@ -256,6 +259,7 @@ def test_a_port_in_use(local_cluster):
     assert results["worker", 1].exit_code == 3
 
 
+@pytest.mark.rest
 def test_jax_was_used_before(local_cluster):
     cluster = local_cluster(2, environment={"REPLICAX_START_TIMEOUT_S": "5"}, timeout_s=LIMIT_S)
     cluster.start(source_of(starting, "import jax.numpy\njax.numpy.ones(3)"))
@@ -264,6 +268,7 @@ def test_jax_was_used_before(local_cluster):
         assert "Collective ops must be configured at program startup" in result.report["text"]
 
 
+@pytest.mark.rest
 def test_two_processes_with_one_index(local_cluster, tmp_path):
     """Three say that they are of a cluster of two: the one that comes last is refused."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)
@@ -294,6 +299,7 @@ def test_two_processes_with_one_index(local_cluster, tmp_path):
     assert "refuses worker 1: another process is worker 1 already" in refused[0]["text"]
 
 
+@pytest.mark.rest
 def test_a_job_may_start_again_on_the_same_ports(local_cluster):
     cluster = local_cluster(2, timeout_s=LIMIT_S)
     cluster.start(starting)
@@ -303,6 +309,7 @@ def test_a_job_may_start_again_on_the_same_ports(local_cluster):
     cluster.wait().raise_if_failed()
 
 
+@pytest.mark.rest
 def test_nothing_is_left_after_a_kill_of_all(local_cluster):
     """The service beside worker 0 ends when all who were connected are gone."""
     cluster = local_cluster(2, timeout_s=LIMIT_S)

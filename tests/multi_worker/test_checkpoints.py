@@ -53,6 +53,7 @@ def test_the_same_number_goes_on_bit_by_bit_from_the_newest_that_is_whole(folder
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_another_number_goes_on_too(workers, folder, first, reports_of):
     for worker in resumed(folder, first, reports_of, "2", workers):
         assert (worker["restored"], worker["at_restore"]) == ("ckpt-2", 48)

@@ -31,6 +31,7 @@ def test_training_equals_one_device_and_divides_memory(reports_of, devices, stat
         assert got["held"] == got["held_after"] == [*of_model, devices]
 
 
+@pytest.mark.rest
 def test_a_chief_saves_alone_at_the_end_of_an_epoch_and_all_save_together(reports_of, tmp_path):
     chief, other = reports_of(divided_saves, str(tmp_path), workers=2)
     assert chief["initial"] == other["initial"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = [pytest.mark.timeout(250), pytest.mark.rest]
 
 SCRIPT = """
 import sys

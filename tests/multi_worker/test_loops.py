@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from loops import loops, over_files
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.rest]
 SIZES = [(2, 1), *(pytest.param(size, marks=pytest.mark.long) for size in [(2, 2), (3, 1)])]
 WAYS = (
     "single_runs",

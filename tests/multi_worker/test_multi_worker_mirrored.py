@@ -19,7 +19,11 @@ from programs import (
 from checks import in_a_process_of_its_own
 
 pytestmark = pytest.mark.timeout(180)
-CLUSTERS = [(2, 1), (2, 2), pytest.param((3, 1), marks=pytest.mark.long)]
+CLUSTERS = [
+    (2, 1),
+    pytest.param((2, 2), marks=pytest.mark.rest),
+    pytest.param((3, 1), marks=pytest.mark.long),
+]
 TRAINED_ON = [
     (2, 1),
     *(pytest.param(size, marks=pytest.mark.long) for size in [(2, 2), (3, 1), (3, 2)]),
@@ -50,6 +54,7 @@ def test_the_chiefs_initial_value_is_everywhere(workers):
     assert [worker["initial"] for worker in workers] == [5.0] * len(workers)
 
 
+@pytest.mark.rest
 def test_a_task_of_type_chief_comes_first(reports_of):
     chief, worker = reports_of(promises, workers=1, chief=True)
     assert (chief["task"], worker["task"]) == (["chief", 0], ["worker", 0])
@@ -88,6 +93,7 @@ def test_values_of_replicas(size, workers):
         pytest.param(1 << 30, 1 + 1, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.rest
 def test_arrays_are_summed_in_common_buffers(reports_of, bytes_per_pack, num_buffers):
     for worker in reports_of(buffers, str(bytes_per_pack)):
         assert worker["are_right"]
@@ -113,6 +119,7 @@ def test_replica_functions_do_not_run_eagerly_in_a_cluster(size, workers):
 @pytest.mark.parametrize(
     "config", ["", pytest.param("{}", marks=pytest.mark.long), '{"cluster": {}, "task": {}}']
 )
+@pytest.mark.rest
 def test_an_empty_configuration_is_one_worker(config):
     """Which can do all that one process can: it joins nobody, and JAX may have started."""
     shown = in_a_process_of_its_own(
@@ -280,6 +287,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "style"), KINDS)
+@pytest.mark.rest
 def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
     """One device is fed what all workers are fed in a step: no row is lost, or counted twice."""
     rng = np.random.default_rng(0)
@@ -299,6 +307,7 @@ def test_fit_of_datasets_equals_one_device(kind, style, reports_of, tmp_path):
         assert_fitted_alike(got, expected)
 
 
+@pytest.mark.rest
 def test_what_cannot_be_split_by_rows_is_in_the_global_view_and_the_log_says_which(reports_of):
     (expected,) = reports_of(fitting_of_similarities, workers=1)
     assert expected["said"] == []
@@ -317,6 +326,7 @@ def test_what_cannot_be_split_by_rows_is_in_the_global_view_and_the_log_says_whi
         )
 
 
+@pytest.mark.rest
 def test_mistakes_around_fit_are_named_on_all(reports_of):
     for worker in reports_of(fitting_with_mistakes):
         here = "given different batches, here number 1: worker 0 float32[8, 1], float32[8, 1] digest"
@@ -332,6 +342,7 @@ def test_mistakes_around_fit_are_named_on_all(reports_of):
         assert "comparing variables that were set outside of programs" in worker["assigned"]
 
 
+@pytest.mark.rest
 def test_without_a_seed_all_workers_train_one_model(reports_of):
     """Both before a seed was set, which comes later in the same processes."""
     workers = reports_of(fitting, "none", "3")

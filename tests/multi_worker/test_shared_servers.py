@@ -282,6 +282,7 @@ def counts():
     report(by_worker=by_worker.numpy().tolist(), total=int(total))
 
 
+@pytest.mark.rest
 def test_workers_that_are_killed_and_started_again_go_on():
     """The chief too. Each step counts once, wherever the kill hits it."""
     with LocalCluster(2, num_ps=1, timeout_s=150) as cluster:

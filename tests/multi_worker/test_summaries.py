@@ -7,7 +7,7 @@ from programs import summaries
 import trace_files
 from event_files import files_in, scalars_in, summaries_in
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.rest]
 
 
 @pytest.mark.parametrize("chief", [False, pytest.param(True, marks=pytest.mark.long)])
