@@ -36,6 +36,8 @@ GPU_PYTHON ?= $(GPU_VENV)/bin/python
 # A file's tests stay together: many share programs that were compiled.
 # In the order of their names: by their numbers of tests, the default, files with few long tests would come last.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
+QUICK := "not long and (quick or not rest)"
+REST := "not long and rest and not quick"
 LINTED := $(wildcard src tests examples benchmarks)
 
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.
@@ -70,11 +72,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "test: pytest, without the tests marked rest or long, in two processes"
-	@$(BIN)/python -m pytest -q -m "not rest and not long" $(IN_TWO)
+	@$(BIN)/python -m pytest -q -m $(QUICK) $(IN_TWO)
 
 test-rest: $(STAMP)
 	@echo "test-rest: pytest, the tests marked rest, without those marked long, in two processes"
-	@$(BIN)/python -m pytest -q -m "rest and not long" $(IN_TWO)
+	@$(BIN)/python -m pytest -q -m $(REST) $(IN_TWO)
 
 test-long: $(STAMP)
 	@echo "test-long: pytest, all tests, in two processes"

@@ -316,6 +316,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.rest
 def test_continuing_from_every_position(tmp_path, kind, pipeline):
     rows, _ = make_numbers(tmp_path, kind, [5, 0, 7, 1])
     dataset = PIPELINES[pipeline](rows)

@@ -14,7 +14,7 @@ from in_memory_servers import in_memory_strategy
 from replicax.errors import ContextError, InvalidArgumentError, UnsupportedError
 from replicax.keras.callbacks import CheckpointCallback
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.rest]
 
 ROWS, BATCH, EPOCHS = 22, 4, 3
 BATCHES = 6  # of an epoch; the last one is smaller
@@ -269,6 +269,7 @@ def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
         ("distributed", 5),
     ],
 )
+@pytest.mark.quick
 def test_goes_on_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
     """Of which a pass through the data may be in the middle."""
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=steps + 1, save_freq="epoch")
@@ -569,6 +570,7 @@ def test_with_parameter_servers_at_the_ends_of_epochs(tmp_path):
 # --- what is wrong ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_what_has_no_meaning_is_refused(tmp_path):
     manager = rx.CheckpointManager(rx.Checkpoint(), tmp_path)
     for arguments, said in (

@@ -17,6 +17,8 @@ import replicax as rx
 from checks import assert_close, assert_logs_equal
 from replicax._src.program import gathers
 
+pytestmark = pytest.mark.rest
+
 ROWS, BATCH = 199, 64
 CPUS = [f"cpu:{i}" for i in range(8)]
 
@@ -117,6 +119,7 @@ BRIEF = ("adamw_clipped", "optimizer")
         for state in ("optimizer", "all")
     ],
 )
+@pytest.mark.quick
 def test_training_equals_one_device_and_divides_memory(optimizer, state, monkeypatch):
     monkeypatch.setattr(gathers, "LEAST_GATHERED_BYTES", 1)  # each gathers what it needs
     strategy = rx.MirroredStrategy(CPUS[:4], shard_state=state)

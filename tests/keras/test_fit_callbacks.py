@@ -20,9 +20,10 @@ from keras import layers
 import replicax as rx
 
 # Keras's own Variable does not yet take the `copy` argument of NumPy 2.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.rest,
+]
 
 ROWS, BATCH = 21, 7  # three batches, which neither two nor three devices share evenly
 
@@ -175,6 +176,7 @@ def what_the_history_says(strategy):
     return history.history, history.epoch, history.params
 
 
+@pytest.mark.quick
 def test_history(strategy):
     logs, epochs, params = assert_as_on_one_device(strategy, what_the_history_says)
     assert list(logs) == ["loss", "mae", "val_loss", "val_mae"]
@@ -198,6 +200,7 @@ def iterations_seen(strategy):
     return seen
 
 
+@pytest.mark.quick
 def test_the_optimizer_counts_steps_not_replicas(strategy):
     assert assert_as_on_one_device(strategy, iterations_seen) == [1, 2, 3, 3, 4, 5, 6, 6]
 
@@ -289,6 +292,7 @@ def test_callbacks_that_steer(strategy, name):
         assert len(history["loss"]) == 3
 
 
+@pytest.mark.quick
 def test_early_stopping_gives_back_the_weights_of_the_best_epoch(strategy):
     """The best is the first epoch, as nothing can improve by 10; the weights are those after one epoch."""
     _, (weights, _) = STEERED["early_stopping"](strategy)
@@ -615,6 +619,7 @@ def interrupted_by_a_callback(strategy):
     return after, again, state_of(model), model.predict(features(), verbose=0)
 
 
+@pytest.mark.quick
 def test_a_keyboard_interrupt_in_a_callback_leaves_the_weights_of_the_steps_done(strategy):
     (_, num_steps), *_ = assert_as_on_one_device(strategy, interrupted_by_a_callback)
     assert num_steps == 5

@@ -233,13 +233,18 @@ def assert_variables_at_home(model, strategy):
         assert sharding.is_fully_replicated, variable.path
 
 
-def long_if(*names):
+# In `make test` every model is trained on arrays, and one on what replicax distributes.
+QUICK_FEEDS = {"arrays", "in_order", "fit_only", "rx_data", "distributed_dataset"}
+
+
+def marks_of(*names):
     is_long = LONG & {*names} or any({*some} <= {*names} for some in LONG_PAIRS | LONG_CASES)
-    return [pytest.mark.long] if is_long else []
+    is_rest = not QUICK_FEEDS & {*names}
+    return [pytest.mark.long] * bool(is_long) + [pytest.mark.rest] * is_rest
 
 
 def case(*names):
-    return pytest.param(*names, id="-".join(names), marks=long_if(*names))
+    return pytest.param(*names, id="-".join(names), marks=marks_of(*names))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import replicax as rx
 from checks import not_with_keras_3_12
 from replicax import errors
 
+pytestmark = pytest.mark.rest
+
 ROWS, BATCH = 22, 8
 
 
@@ -228,6 +230,7 @@ def refused(error, call, *words):
     assert not missing, f"{missing} not in: {caught.value}"
 
 
+@pytest.mark.quick
 def test_fit_without_compile_says_so(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
@@ -245,6 +248,7 @@ def test_a_dataset_without_end(mirrored):
     assert len(model.fit(dataset, steps_per_epoch=2, verbose=0).history["loss"]) == 1
 
 
+@pytest.mark.quick
 def test_what_a_dataset_leaves_no_room_for(mirrored):
     model = model_of(mirrored)
     dataset = rx.data.from_arrays((features(), targets())).batch(BATCH)

@@ -86,6 +86,7 @@ METRICS_OF = {
 }
 ALL = [name for names in METRICS_OF.values() for name in names]
 pytestmark = [
+    pytest.mark.rest,
     # Keras's own, on one device as well.
     pytest.mark.filterwarnings("ignore:You are passing weight as `float`"),
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),
@@ -171,6 +172,7 @@ def on_three_devices():
     return measured(build)
 
 
+@pytest.mark.quick
 def test_every_metric_of_keras_is_here():
     classes = {name for name, value in vars(metrics).items() if inspect.isclass(value)}
     assert classes - {"Metric"} == set(ALL)
@@ -185,6 +187,7 @@ def test_metric_equals_one_device(on_one_device, on_three_devices, name):
     np.testing.assert_allclose(on_three_devices[f"{output}_{name}"], expected, rtol=1e-5)
 
 
+@pytest.mark.quick
 def test_losses_equal_one_device(on_one_device, on_three_devices):
     assert on_one_device.keys() == on_three_devices.keys()
     for name in on_one_device:

@@ -19,6 +19,7 @@ from replicax.coordinator import ClusterCoordinator
 from replicax.errors import ContextError, InvalidArgumentError, OutOfRangeError, UnsupportedError
 
 pytestmark = [
+    pytest.mark.rest,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
 ]
@@ -94,6 +95,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick
 def test_one_worker_trains_as_one_device_does(case):
     optimizer, layers, options = CASES[case]
     expected = classifier(optimizer, layers, weighted_metrics=["accuracy"])
@@ -207,6 +209,7 @@ def test_every_kind_of_model_trains_as_on_one_device(name):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.quick
 def test_every_row_is_evaluated_once_and_predicted_in_order(workers):
     expected = classifier()
     with in_memory_strategy(workers=workers) as strategy:
@@ -328,6 +331,7 @@ class WithoutLogs(keras.Sequential):
         return None
 
 
+@pytest.mark.quick
 def test_steps_that_cannot_be(two_workers):
     for kind, error, says in (
         (

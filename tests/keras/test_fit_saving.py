@@ -24,9 +24,10 @@ from keras import layers
 import replicax as rx
 
 # Keras's own Variable does not yet take the `copy` argument of NumPy 2.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.rest,
+]
 
 ROWS, BATCH = 21, 7
 
@@ -162,6 +163,7 @@ def contents(path):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.quick
 def test_what_is_saved_is_what_one_device_saves(strategy, tmp_path, name):
     """The same entries, classes, configuration and compilation, whether it was trained or not."""
     model, expected = make_model(strategy, BUILDERS[name]), make_model(None, BUILDERS[name])
@@ -311,6 +313,7 @@ def test_clone_model(strategy, is_in_scope):
     assert num_devices(clone) == (3 if is_in_scope else 1)
 
 
+@pytest.mark.quick
 def test_get_weights_and_set_weights(strategy):
     model, expected = make_model(strategy), make_model(None)
     train(model)
@@ -526,6 +529,7 @@ def in_turns(strategy):
     return seen, model
 
 
+@pytest.mark.quick
 def test_fit_and_loops_of_ones_own_in_turns(strategy):
     seen, model = in_turns(strategy)
     expected_seen, expected = in_turns(None)

@@ -31,7 +31,7 @@ STRATEGIES = {
     "mirrored_3": lambda: rx.MirroredStrategy([f"cpu:{i}" for i in range(3)]),
     "mirrored_5": lambda: rx.MirroredStrategy([f"cpu:{i}" for i in range(5)]),
 }
-pytestmark = pytest.mark.usefixtures("a_scope_was_entered")
+pytestmark = [pytest.mark.usefixtures("a_scope_was_entered"), pytest.mark.rest]
 
 
 @pytest.fixture(scope="module")
@@ -536,6 +536,7 @@ def test_a_compute_loss_of_the_users_sees_the_rows_of_all_replicas(own, steps, r
     assert "compute_loss" not in vars(got)
 
 
+@pytest.mark.quick
 def test_a_mean_loss_of_keras_is_refused():
     class Mean(ByHand):
         def total_loss(self, x, y, y_pred, sample_weight):
@@ -547,6 +548,7 @@ def test_a_mean_loss_of_keras_is_refused():
 
 
 @not_with_keras_3_12("leaves nested logs as they are")
+@pytest.mark.quick
 def test_logs_of_what_differs_are_the_mean_over_the_rows():
     """Also where some replicas have no row, whose mean is nan."""
 
@@ -684,6 +686,7 @@ def test_a_step_that_fails_changes_nothing_and_training_continues(run_eagerly):
 
 
 @pytest.mark.parametrize(("strategy", "replicas"), [("mirrored_3", 3), ("default", 1)])
+@pytest.mark.quick
 def test_a_step_is_a_replica_function(strategy, replicas):
     seen = []
 
@@ -734,6 +737,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("phase", [TRAIN, TEST, PREDICT], ids=lambda phase: phase.name)
 @pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.quick
 def test_the_signature_says_whether_a_step_is_in_tensorflows_style(name, phase):
     step, expected = SIGNATURES[name]
     model = type("Model", (keras.Model,), {phase.step_name: step})()

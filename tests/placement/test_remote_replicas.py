@@ -13,7 +13,7 @@ from in_memory_servers import in_memory_strategy
 from replicax._src.jax_compat import export_platform
 from replicax._src.strategies.parameter_server import devices_of_worker
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.rest]
 
 ROWS = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
 DEVICES = [f"cpu:{n}" for n in range(2)]
@@ -88,6 +88,7 @@ def components(strategy, result):
     return jax.tree.map(np.asarray, strategy.experimental_local_results(result))
 
 
+@pytest.mark.quick
 def test_replicas_of_a_worker_do_what_those_of_mirrored_strategy_do_uneven_batches_included(on_servers):
     mirrored = rx.MirroredStrategy(DEVICES)
     theirs = Everything(mirrored)
@@ -197,6 +198,7 @@ def test_arrays_and_elements_of_a_plain_dataset_go_to_all_replicas(on_servers):
     assert [list(part) for part in got.values] == [[10, 11], [11, 12]]
 
 
+@pytest.mark.quick
 def test_a_mirrored_variable_whose_new_values_differ_is_refused_with_the_line(on_servers):
     strategy, _ = on_servers
     with strategy.scope():

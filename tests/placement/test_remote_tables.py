@@ -14,6 +14,8 @@ from replicax.errors import UnsupportedError
 from replicax.experimental.partitioners import FixedShardsPartitioner
 from servers import servers
 
+pytestmark = pytest.mark.rest
+
 NUM_ROWS, DIM = 50, 8
 RANDOM = np.random.RandomState(0)
 IDS = RANDOM.randint(0, NUM_ROWS // 2, (8, 3)).astype(
@@ -81,6 +83,7 @@ def on_one_device(make_optimizer, **options):
     ],
     ids=["sgd", "adagrad", "loss scale", "global_clipnorm", "clipvalue"],
 )
+@pytest.mark.quick
 def test_where_rows_that_are_not_looked_up_stay_anyway_it_is_one_device(make_optimizer):
     found, _, sent = on_servers(make_optimizer)
     expected, _ = on_one_device(make_optimizer)
@@ -122,6 +125,7 @@ def test_ftrl_and_weight_decay_do_not_change_rows_that_are_not_looked_up():
     ],
     ids=["ema", "accumulation", "lamb"],
 )
+@pytest.mark.quick
 def test_what_has_no_meaning_for_some_rows_is_refused(make_optimizer, says):
     message(UnsupportedError, lambda: on_servers(make_optimizer), "sequential/table/embeddings", says)
 

@@ -15,6 +15,8 @@ from replicax._src.variables.partitioners import FixedShardsPartitioner
 from replicax.errors import UnsupportedError
 from servers import servers
 
+pytestmark = pytest.mark.rest
+
 X = np.random.RandomState(0).randn(64, 4).astype("float32")
 Y = np.argmax(X[:, :3], 1)
 O = keras.optimizers  # noqa: E741
@@ -111,6 +113,7 @@ def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharde
         np.testing.assert_allclose(other, one, rtol=0, atol=5e-7)
 
 
+@pytest.mark.quick
 def test_what_all_variables_share_counts_on_every_server():
     strategy = servers(3)
     with strategy.scope():
@@ -134,6 +137,7 @@ def test_what_all_variables_share_counts_on_every_server():
     assert optimizer.iterations.value == 2
 
 
+@pytest.mark.quick
 def test_an_assignment_is_what_it_does_to_the_value():
     strategy = servers(1)
     with strategy.scope():
@@ -170,6 +174,7 @@ def test_a_value_of_itself_by_more_than_elementwise_operations_is_replaced_and_s
     assert "comes from its own value by 'dot_general'" in caplog.text
 
 
+@pytest.mark.quick
 def test_several_assignments_of_one_variable_happen_in_order():
     strategy = servers(2, FixedShardsPartitioner(2))
     with strategy.scope():
@@ -233,6 +238,7 @@ def test_an_array_that_is_assigned_is_sent_as_it_is():
 # --- what a review found: each was a wrong result without a word ---------------------------------------
 
 
+@pytest.mark.quick
 def test_an_update_that_reads_another_variable_is_refused():
     strategy = servers(1)
     with strategy.scope():
@@ -415,6 +421,7 @@ def test_an_optimizer_in_a_condition_is_refused():
 
 
 @pytest.mark.parametrize("shards", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
+@pytest.mark.quick
 def test_what_a_branch_assigns_is_done_by_the_servers_if_it_was_taken(shards):
     strategy = servers(2, shards)
     with strategy.scope():

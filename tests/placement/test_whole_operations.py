@@ -11,6 +11,8 @@ from checks import assert_close, tpu_strategy
 from replicax._src import jax_compat
 from replicax._src.placement import whole_operations
 
+pytestmark = pytest.mark.rest
+
 ROWS = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 IDS = np.array([0, 2, 2, 1, 0])
 
@@ -45,6 +47,7 @@ def until(table, rows, ids):
 
 
 @pytest.mark.parametrize("fn", [direct, in_a_loop, in_branches, in_a_gradient, until])
+@pytest.mark.quick
 def test_they_are_whole_at_any_depth(fn):
     args = (jnp.ones((4, 3)), ROWS, IDS)
     topology = rx.MirroredStrategy(["cpu:0", "cpu:1"]).topology

@@ -8,6 +8,8 @@ import replicax as rx
 from replicax import errors
 from replicax._src.keras.capture import without_values
 
+pytestmark = pytest.mark.rest
+
 ROWS, IN, HIDDEN, OUT = 12, 16, 64, 4
 F32 = 4
 WEIGHTS = (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT) * F32

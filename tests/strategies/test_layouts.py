@@ -14,6 +14,8 @@ from replicax._src.strategies.strategy import Strategy
 from replicax.errors import InvalidArgumentError, UnsupportedError
 from replicax.experimental import LayoutMap
 
+pytestmark = pytest.mark.rest
+
 STEPS, WIDTH, HEADS = 6, 8, 4
 BATCHES = {"run": 12, "function": 13, "fit": 13}  # over 4 replicas; of 13 rows one has 4
 MEGATRON = {
@@ -140,6 +142,7 @@ def test_one_logical_device_takes_any_map():
     assert held(w) == [12] * 2
 
 
+@pytest.mark.quick
 def test_several_axes():
     strategy = tpu_strategy(
         2, 4, layout_map={"a": ("logical_0", "logical_1"), "b": ("logical_1",), "c": (None, "logical")}
@@ -208,6 +211,7 @@ def test_optimizers(name):
         (("logical", "logical"), ["several dims"]),
     ],
 )
+@pytest.mark.quick
 def test_what_names_no_axis(layout, says):
     message(InvalidArgumentError, lambda: tpu_strategy(2, 2, layout_map={"w": layout}), *says)
 
@@ -243,6 +247,7 @@ def test_axes_that_share_devices():
     ],
 )
 @pytest.mark.parametrize("make", [rx.Variable, keras.Variable])
+@pytest.mark.quick
 def test_what_does_not_fit_a_variable(make, layout, says):
     strategy = tpu_strategy(2, 2, layout_map={"w$": layout})
     with strategy.scope(), keras.name_scope("model"):
@@ -250,6 +255,7 @@ def test_what_does_not_fit_a_variable(make, layout, says):
         message(InvalidArgumentError, lambda: make(np.ones((4, 7), np.float32), name=name), *says)
 
 
+@pytest.mark.quick
 def test_patterns_that_match_nothing_are_named_once(caplog):
     strategy = tpu_strategy(2, 2, layout_map={"kernels": ("logical",), "w": ("logical",), "dense/": ()})
     with strategy.scope():

@@ -15,6 +15,8 @@ from replicax import errors
 from replicax._src.input.dataset import iteration_guard
 from replicax.testing import check_against_one_device
 
+pytestmark = pytest.mark.rest
+
 RATE = 0.125
 
 
@@ -84,6 +86,7 @@ SHORT = {
         for case in itertools.product(("mirrored", "central_storage"), (12, 7, 1), (1, 2, 3, 4))
     ],
 )
+@pytest.mark.quick
 def test_a_right_program_agrees(kind, num_replicas, num_rows):
     model = Linear(make_strategy(num_replicas, kind), rx.nn.compute_average_loss)
     report = check_against_one_device(model.step, rows(num_rows), model.strategy)
@@ -198,6 +201,7 @@ def test_functional_state_goes_in_args():
     np.testing.assert_array_equal(np.asarray(state[0]["w"]), np.ones((3, 1)))
 
 
+@pytest.mark.quick
 def test_plain_state_that_comes_back_is_compared_by_its_change():
     """A tiny learning rate hides nothing, and the factor is that of the change."""
     strategy = make_strategy(2)
@@ -319,6 +323,7 @@ def test_outputs_of_other_shapes_are_said():
 
 @pytest.mark.parametrize("kind", ["mirrored", "central_storage"])
 @pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.quick
 def test_a_mean_loss_summed(kind, num_replicas):
     model = Linear(make_strategy(num_replicas, kind), jnp.mean)
     report = check_against_one_device(model.step, rows(8), model.strategy)
@@ -331,6 +336,7 @@ def test_a_mean_loss_summed(kind, num_replicas):
         assert "rx.nn.compute_average_loss" in entry.hint
 
 
+@pytest.mark.quick
 def test_a_gradient_divided_twice():
     model = Linear(make_strategy(4), rx.nn.compute_average_loss, combine=rx.ReduceOp.MEAN)
     report = check_against_one_device(model.step, rows(8), model.strategy)
@@ -339,6 +345,7 @@ def test_a_gradient_divided_twice():
         assert "divided by 4 twice" in entry.hint
 
 
+@pytest.mark.quick
 def test_local_means_on_an_uneven_batch():
     model = Linear(make_strategy(2), jnp.mean, combine=rx.ReduceOp.MEAN)
     assert check_against_one_device(model.step, rows(8), model.strategy).ok
@@ -659,6 +666,7 @@ def test_gradients_in_a_condition_are_not_looked_at():
 # --- arguments, and what people read ------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_text_is_read_by_a_person():
     model = Linear(make_strategy(2), jnp.mean)
     report = check_against_one_device(model.step, rows(8), model.strategy)
@@ -703,6 +711,7 @@ def test_tolerances_are_arguments():
         ((), "at least 1"),
     ],
 )
+@pytest.mark.quick
 def test_batches_without_rows_are_refused(batch, says):
     with pytest.raises(errors.InvalidArgumentError, match=says):
         check_against_one_device(lambda b: None, batch, make_strategy(2))
@@ -754,6 +763,7 @@ def test_batches_that_datasets_refuse_are_refused(batch):
     assert str(caught.value) == str(expected.value)
 
 
+@pytest.mark.quick
 def test_other_arguments_are_refused():
     strategy = make_strategy(2)
     (distributed,) = strategy.experimental_distribute_dataset([np.ones((4, 2))])
