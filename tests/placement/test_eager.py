@@ -957,6 +957,7 @@ LONG = ("sgd", "adam with clipping", "adamw with averages", "dropout", "batch no
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES]
 )
+@pytest.mark.rest
 def test_training(strategy, name):
     layers, optimizer, options = CASES[name]
     batches = [batch(strategy, (3, 2) if name in UNEVEN else (3, 3))]
@@ -964,6 +965,7 @@ def test_training(strategy, name):
     assert_alike(eager, trained(strategy, None, layers, optimizer, batches, **options))
 
 
+@pytest.mark.rest
 def test_training_with_an_empty_replica(strategy):
     batches = [batch(strategy, (4, 4)), batch(strategy, (1, 0))]
     layers, optimizer, _ = CASES["batch normalisation"]
@@ -972,6 +974,7 @@ def test_training_with_an_empty_replica(strategy):
 
 
 @pytest.mark.parametrize("layer", [keras.layers.LSTM, pytest.param(keras.layers.GRU, marks=pytest.mark.long)])
+@pytest.mark.rest
 def test_recurrent_layers(strategy, layer):
     rng = np.random.default_rng(0)
     x = per_replica(strategy, *(rng.normal(size=(2, 3, 4)).astype(np.float32) for _ in range(2)))

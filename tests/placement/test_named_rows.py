@@ -96,6 +96,7 @@ def test_of_tables_and_their_slots(make_optimizer, named, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.rest
 def test_of_assignments(is_whole, named):
     strategy = servers(2, None if is_whole else FixedShardsPartitioner(3))
     with strategy.scope():

@@ -137,13 +137,19 @@ def reference(name, num_rows):
 
 # Each model has rows for some replicas only, or another number for each; those of "mlp" are all sizes.
 LONG = {("cnn", 2), ("bidirectional", 4), ("attention", 2), ("attention", 4), ("embedding", 4)}
+REST = {("bidirectional", 2), ("cnn", 4)}
+
+
+def marks_of(name, sizes):
+    case = name, len(sizes)
+    return [pytest.mark.long] * (case in LONG) + [pytest.mark.rest] * (case in REST)
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("mlp", sizes) for sizes in SIZES]
     + [
-        pytest.param(name, sizes, marks=[pytest.mark.long] * ((name, len(sizes)) in LONG))
+        pytest.param(name, sizes, marks=marks_of(name, sizes))
         for name in MODELS
         if name != "mlp"
         for sizes in ((2, 1), (1, 0, 0, 0))

@@ -118,7 +118,6 @@ def of(make, rows=ROWS):
 
 
 @pytest.mark.parametrize("name", [*EQUAL, *LAZY])
-@pytest.mark.rest
 def test_updates_row_by_row(name):
     update, state = of((EQUAL | LAZY)[name])
     assert find_mixing(update) is None

@@ -98,6 +98,12 @@ CASES = {
     "gradient": (jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)), W, X, 1),
     "second derivative": (jax.jacfwd(jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))), W, X, 1),
     "gradient, clipped by its norm: summed once": (clipped_step, W, X, 1),
+    "operations of newer versions of JAX": (
+        lambda w, x: [jnp.log2(x**2 + 1).sum(0), jax.scipy.special.digamma(x**2 + 1).sum(0)],
+        W,
+        X,
+        1,
+    ),
     "penalty on the weights": (jax.grad(lambda w, x: jnp.mean(x @ w) + jnp.sum(w**2)), W, X, 1),
     "batch normalisation": (jax.grad(normalised), W, X, None),
     "mean over a mask": (jax.grad(masked_mean), W, X, None),

@@ -77,7 +77,7 @@ def by_steps(training, steps):
             return np.concatenate(losses)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 7, 50])
+@pytest.mark.parametrize("steps", [3, *(pytest.param(steps, marks=pytest.mark.rest) for steps in (1, 7, 50))])
 def test_as_single_steps(strategy, steps):
     one, other = Training(strategy), Training(strategy)
     expected, got = by_single_steps(one), by_steps(other, steps)
@@ -262,6 +262,7 @@ def test_arrays_in_the_closure_are_inputs():
     assert len(strategy.steps_runner._cache) == 1
 
 
+@pytest.mark.rest
 def test_keras():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
 
@@ -360,6 +361,7 @@ def test_not_inside_traced_functions():
 # --- the older form -----------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_older_form(strategy):
     one, other = Training(strategy, num_rows=24), Training(strategy, num_rows=24)
     expected = by_single_steps(one)

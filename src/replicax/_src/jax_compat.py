@@ -72,6 +72,9 @@ _private_source_info.register_exclusion(PACKAGE)
 # jax 0.12 has one class for both; 0.10 has two (findings: differences between versions).
 _ONE_JAXPR_CLASS = jex.ClosedJaxpr is jex.Jaxpr
 
+# Elementwise operations that jax 0.10 does not have; 0.12 differentiates tanh to the first.
+NEWER_ELEMENTWISE = frozenset({"one_minus_square", "log2", "polynomial"})
+
 
 def put_parts(shape: tuple[int, ...], parts: Sequence[np.ndarray], sharding: Any) -> jax.Array:
     """The array of a shape with ``parts`` on this process's devices of ``sharding``, in the mesh's order.

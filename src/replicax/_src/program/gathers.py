@@ -51,7 +51,7 @@ _ELEMENTWISE = frozenset(
         "sub",
         "tanh",
     ]
-)
+).union(jax_compat.NEWER_ELEMENTWISE)
 _MOVES = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"])
 _REDUCTIONS = frozenset(["argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum"])
 _RECOMPUTED = frozenset(["remat", "checkpoint", "remat2"])

@@ -119,7 +119,7 @@ _KEEPS_REDUCED = frozenset(
         "replicax_aggregate",
         "replicax_logical",
     ]
-)
+).union(jax_compat.NEWER_ELEMENTWISE)
 _DIFFERS_BY_ITSELF = frozenset(["axis_index", "io_callback", "infeed", "replicax_gradient"])
 _KEEPS_SHIFTED = frozenset(
     ["add", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "slice"]

@@ -573,7 +573,7 @@ ELEMENTWISE = frozenset(
     regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
     sin sinh sqrt square stop_gradient sub tan tanh xor zeta
     """.split()  # noqa: SIM905 - a line for each, otherwise
-)
+).union(jax_compat.NEWER_ELEMENTWISE)
 RULES: dict[str, Rule] = {
     "optimization_barrier": _each_by_itself,
     "bitcast_convert_type": _bitcast,
