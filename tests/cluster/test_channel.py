@@ -246,6 +246,7 @@ def test_who_is_silent_is_given_up():
             second._write_lock.release()
 
 
+@pytest.mark.rest
 def test_who_has_gone_silent_is_not_waited_for_long():
     """Ten seconds at most, where others may take a minute to leave."""
     with socket.socket() as stopped, serving(NAMES[:1], linger_s=60.0, silence_s=1.0) as address:
@@ -299,6 +300,7 @@ def test_a_wait_can_be_given_up():
         assert time.monotonic() - start < PATIENCE_S
 
 
+@pytest.mark.rest
 def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
     """It is named with what it does; here it is in this test."""
     limits = {"stall_s": 1.0, "timeout_s": 5.0}

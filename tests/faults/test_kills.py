@@ -6,7 +6,7 @@ import pytest
 
 from launched_jobs import LaunchedJob, fitting, kill_after_saving, kill_at_random, looping
 
-pytestmark = pytest.mark.timeout(250)
+pytestmark = [pytest.mark.timeout(250), pytest.mark.rest]
 SOON_S = 100
 LONG_S = 5000
 

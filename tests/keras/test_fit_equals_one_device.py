@@ -233,8 +233,8 @@ def assert_variables_at_home(model, strategy):
         assert sharding.is_fully_replicated, variable.path
 
 
-# In `make test` every model is trained on arrays, and one on what replicax distributes.
-QUICK_FEEDS = {"arrays", "in_order", "fit_only", "rx_data", "distributed_dataset"}
+# In `make test` every model is trained on arrays.
+QUICK_FEEDS = {"arrays", "in_order", "fit_only"}
 
 
 def marks_of(*names):

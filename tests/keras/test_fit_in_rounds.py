@@ -9,6 +9,7 @@ from replicax._src.variables.partitioners import FixedShardsPartitioner
 from replicax.coordinator import ClusterCoordinator
 
 pytestmark = [
+    pytest.mark.rest,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
 ]

@@ -177,11 +177,14 @@ def assert_weights_equal(model, expected, atol=1e-5):
 
 # What takes long to compile, and is much like another: another recurrent layer, another limit of Adam's gradients.
 LONG = {"gru_stack", "conv_lstm", "bidirectional", "adam_clipvalue"}
+REST = {"attention", "lstm_built_lazily", "adam_accumulating_clipped"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in EQUAL]
-)
+def marks_of(name):
+    return [pytest.mark.long] * (name in LONG) + [pytest.mark.rest] * (name in REST)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in EQUAL])
 def test_three_steps_equal_one_device(strategy, name):
     build, make_optimizer, shape = EQUAL[name]
     data = batches(shape)
@@ -191,6 +194,7 @@ def test_three_steps_equal_one_device(strategy, name):
     assert_weights_equal(model, expected_weights)
 
 
+@pytest.mark.rest
 def test_a_spectrally_normalised_kernel_is_a_leaf_after_its_assignment(strategy):
     """The layer assigns its trainable kernel in ``call``; the gradient is taken where it was read after that."""
 
@@ -265,6 +269,7 @@ def test_batch_normalisation_uses_each_replicas_own_statistics(strategy):
     ],
     ids=["lstm", "attention", "dense"],
 )
+@pytest.mark.rest
 def test_models_with_dropout_train(strategy, build, shape):
     """Masks are the replicas' own, so nothing equals one device: each step draws others, and the loss falls."""
     x, y = batches(shape)[0]

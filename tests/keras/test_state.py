@@ -199,6 +199,7 @@ def test_a_metric_is_updated_in_a_function_outside_run():
     ],
     ids=["accuracy", "auc", "mse", "rmse", "precision", "f1", "r2", "crossentropy"],
 )
+@pytest.mark.rest
 def test_metrics_equal_one_device(make):
     rng = np.random.default_rng(0)
     truth = np.eye(3, dtype="float32")[rng.integers(0, 3, size=(2, 6))]

@@ -43,9 +43,17 @@ def is_long(name):
     return case.startswith("training.") and on == "S1" and f"{case}@S2" in CASES
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * is_long(name)) for name in SAME]
-)
+def is_rest(name):
+    """Trainings, which other tests compare too; and cases that also run here on two replicas."""
+    case, _, on = name.rpartition("@")
+    return case.startswith("training.") or (on in ("S1", "S3", "S4") and f"{case}@S2" in CASES)
+
+
+def marks_of(name):
+    return [pytest.mark.long] * is_long(name) + [pytest.mark.rest] * is_rest(name)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in SAME])
 def test_same_as_tensorflow(name):
     seen, wanted = run(name), CASES_IN_RECORDING[name]["gave"]
     assert same(seen, wanted, CASES[name].rtol), explain(name, seen, wanted)

@@ -814,6 +814,7 @@ def test_random_keys(strategy):
     run_both(strategy, fn, keys)
 
 
+@pytest.mark.rest
 def test_nnx_modules(strategy):
     nnx = pytest.importorskip("flax.nnx")
     optax = pytest.importorskip("optax")
@@ -990,6 +991,7 @@ def test_recurrent_layers(strategy, layer):
     assert_alike(eager, trained(strategy, None, layers, optimizer, [(x, y)], num_steps=2))
 
 
+@pytest.mark.rest
 def test_steps_may_be_mixed(strategy):
     """An eager step in the middle of traced ones: state goes on."""
 

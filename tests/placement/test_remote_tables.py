@@ -83,7 +83,6 @@ def on_one_device(make_optimizer, **options):
     ],
     ids=["sgd", "adagrad", "loss scale", "global_clipnorm", "clipvalue"],
 )
-@pytest.mark.quick
 def test_where_rows_that_are_not_looked_up_stay_anyway_it_is_one_device(make_optimizer):
     found, _, sent = on_servers(make_optimizer)
     expected, _ = on_one_device(make_optimizer)

@@ -11,6 +11,8 @@ from checks import message
 from logical_training import F32, ROWS, WIDE, WIDTH, Training
 from replicax import errors
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.fixture(scope="module")
 def training():

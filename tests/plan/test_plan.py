@@ -104,6 +104,7 @@ def test_memory_is_that_of_a_run():
     assert bytes_since(before) == memory.arguments + memory.outputs - addresses - memory.donated
 
 
+@pytest.mark.rest
 def test_nothing_changes(training):
     old = training.w.numpy()
     batch = training.batch()
@@ -200,6 +201,7 @@ def forgotten_by_keras():
     keras.utils.clear_session()
 
 
+@pytest.mark.rest
 def test_a_keras_model_without_values(forgotten_by_keras):
     """48 GB of variables, of which none is made: not the model's, nor the optimizer's."""
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -159,6 +159,7 @@ def test_embedding():
     assert [each.kind for each in found.lookups[0].inputs] == ["input"]  # the ids, and no variable
 
 
+@pytest.mark.rest
 def test_mask_zero_and_lstm():
     layer, lstm = embedding(mask_zero=True), keras.layers.LSTM(3)
     lstm.build((None, None, D))
@@ -172,6 +173,7 @@ def test_mask_zero_and_lstm():
     check(trained(loss), TABLE, IDS * (IDS > 3), gradients=1)
 
 
+@pytest.mark.rest
 def test_masked_bag_of_hashed_ids():
     layer = embedding()
 
@@ -233,6 +235,7 @@ QUICK_GATHERS = [
 
 
 @pytest.mark.parametrize("gather", QUICK_GATHERS)
+@pytest.mark.rest
 def test_ids_that_the_table_does_not_have(gather):
     weights = jnp.asarray(rng().normal(size=(len(ODD), D)), jnp.float32)
     check(trained(weighted(GATHERS[gather])), TABLE, ODD, weights, num_ids=[len(ODD)], gradients=1)
@@ -257,6 +260,7 @@ def test_one_row():
     check(trained(lambda t, i: jnp.sum(t[i] ** 2)), TABLE, jnp.int32(40))
 
 
+@pytest.mark.rest
 def test_rows_of_any_rank():
     for table in (TABLE[:, 0], jnp.stack([TABLE, OTHER], axis=2)):
         check(trained(lambda t, i: jnp.sum(t[i] ** 2)), table, IDS, num_ids=[15])
@@ -364,6 +368,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.rest
 def test_wherever_lookups_stand_there_is_one(place):
     loss, num_ids = PLACES[place]
     check(trained(loss), TABLE, IDS, num_ids=[num_ids], gradients=1)
@@ -393,6 +398,7 @@ def test_a_tape_in_a_scan():
 
 @settings(max_examples=2)
 @given(st.lists(st.sampled_from(sorted(PLACES)), min_size=2, max_size=3), st.integers(0, 99))
+@pytest.mark.rest
 def test_several_places_have_one_lookup(places, seed):
     ids = jnp.asarray(np.random.default_rng(seed).integers(0, V - 1, (3, 5)))
 
@@ -426,6 +432,7 @@ def test_what_jax_grad_gives_is_by_rows(gather):
 
 
 @pytest.mark.parametrize("loss", [twice, in_jit, jitted_twice, of_each_row, after_stop_gradient])
+@pytest.mark.rest
 def test_jax_grad_of_several_lookups(loss):
     check(by_jax(loss), TABLE, IDS, gradients=1)
 

@@ -338,6 +338,7 @@ def attention():
     ],
     ids=["gru", "simple_rnn", "attention", "spectral", "noise"],
 )
+@pytest.mark.rest
 def test_training_keras_models_is_no_false_alarm(build):
     with strategy().scope():
         model, optimizer = build(), keras.optimizers.Adam()

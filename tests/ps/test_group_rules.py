@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from checks import message
+from checks import examples, message
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import GroupRules, Partner, Refusal, View
 from replicax._src.ps.groups import Groups
@@ -286,7 +286,7 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400, short=120)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 40)), max_size=80))
 def test_what_was_answered_is_there_and_once(actions):
     world = World()

@@ -233,6 +233,7 @@ def test_a_closure_that_comes_again_pushes_once(links, runner, counting):
     assert links.read([[Piece(0, "n")]])[0] == 13
 
 
+@pytest.mark.rest
 def test_a_variable_in_shards_is_taken_whole_and_pushed_in_parts(links, runner):
     shards = create(links, [Piece(0, "t/0", (0, 2)), Piece(1, "t/1", (2, 3))], [[1, 2], [3, 4], [5, 6]])
     pushes = [
@@ -497,6 +498,7 @@ def test_rows_are_pulled_and_their_gradients_pushed(links, runner, looking_up):
         np.testing.assert_allclose(values[1], table, rtol=1e-6)
 
 
+@pytest.mark.rest
 def test_each_row_travels_once_for_a_lookup(stores, runner, looking_up):
     digest, _variables, _ = looking_up
     runner.run(call(0, digest, np.array([[6, 6], [2, 6]], np.int32) + 1, np.array([6, 6, 6], np.int32) + 1))
@@ -689,6 +691,7 @@ def sums(batches):
 BATCHES = [[0, 6], [6, 6], [2, 3], [3, 0], [0, 1], [6, 5]]
 
 
+@pytest.mark.rest
 def test_rows_for_the_next_elements_come_with_the_push(runner, bagging):
     digest, _ = bagging
     iterators = [Elements(*BATCHES)]
@@ -701,6 +704,7 @@ def test_rows_for_the_next_elements_come_with_the_push(runner, bagging):
         runner.run(call(9, digest, iterators=iterators, signature=PAIR))
 
 
+@pytest.mark.rest
 def test_rows_that_came_ahead_are_not_used_when_they_are_old(links, runner, bagging):
     digest, pieces = bagging
     iterators = [Elements(*BATCHES)]
@@ -710,6 +714,7 @@ def test_rows_that_came_ahead_are_not_used_when_they_are_old(links, runner, bagg
     assert float(again.results[0]) == 50 * 2 * DIM * 2
 
 
+@pytest.mark.rest
 def test_another_closure_between_two_of_a_table(links, runner, bagging, counting):
     digest, _ = bagging
     iterators = [Elements(*BATCHES)]
@@ -719,6 +724,7 @@ def test_another_closure_between_two_of_a_table(links, runner, bagging, counting
         assert float(runner.run(call(2 * number + 1, counting, np.float32(1))).results[0]) == 10 + number
 
 
+@pytest.mark.rest
 def test_elements_that_were_looked_at_are_given_to_whoever_comes(runner, bagging):
     digest, _ = bagging
     total = runner.add_program(
@@ -736,6 +742,7 @@ def test_elements_that_were_looked_at_are_given_to_whoever_comes(runner, bagging
     assert float(runner.run(call(4, total, iterators=others, signature=PAIR)).results[0]) == 8
 
 
+@pytest.mark.rest
 def test_other_elements_than_those_that_were_looked_at(runner, bagging):
     digest, _ = bagging
     iterators, others = [Elements(*BATCHES)], [Elements([5, 1], [1, 5])]
@@ -747,6 +754,7 @@ def test_other_elements_than_those_that_were_looked_at(runner, bagging):
         assert float(result.results[0]) == expected
 
 
+@pytest.mark.rest
 def test_an_iterator_that_a_closure_has_twice_is_not_looked_at():
     iterator = Elements(1, 2, 3)
     queue = ElementQueue()
@@ -754,6 +762,7 @@ def test_an_iterator_that_a_closure_has_twice_is_not_looked_at():
     assert [float(leaves[0]) for (leaves,) in queue.take([iterator, iterator], [1, 1])] == [1, 2]
 
 
+@pytest.mark.rest
 def test_nobody_waits_for_an_element_of_a_closure_that_may_not_come(runner, bagging):
     digest, _ = bagging
     iterators = [Elements(*BATCHES)]
@@ -767,6 +776,7 @@ def test_nobody_waits_for_an_element_of_a_closure_that_may_not_come(runner, bagg
     assert runner.statistics()["num_pulls"] == 3
 
 
+@pytest.mark.rest
 def test_an_error_of_the_next_element_is_the_next_closures(runner, bagging):
     digest, _ = bagging
     iterators = [Elements(*BATCHES)]
@@ -788,6 +798,7 @@ def test_an_error_of_the_next_element_is_the_next_closures(runner, bagging):
     assert float(runner.run(call(2, digest, iterators=iterators, signature=PAIR)).results[0]) == expected[1]
 
 
+@pytest.mark.rest
 def test_the_next_element_may_have_another_shape(runner, bagging):
     digest, _ = bagging
     iterators = [Elements([0, 6], [1, 2, 3], [6, 6])]

@@ -349,6 +349,7 @@ class Killed(BaseException):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.rest
 def test_what_comes_back_is_what_the_last_whole_snapshot_was_of(tmp_path, data):
     """Any sequence of updates, snapshots, snapshots that fail, crashes, and bits that flip in the last file."""
     folder = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -514,6 +514,7 @@ print(json.dumps([held, status("VmHWM") - empty]))
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.rest
 def test_memory_is_that_of_the_values(tmp_path):
     for what in ("create", "restore"):
         command = [sys.executable, "-c", MEMORY, what, str(tmp_path)]
