@@ -10,6 +10,7 @@ import pytest
 
 import replicax as rx
 from checks import tpu_strategy
+from replicax import errors
 from replicax.cluster_resolver import TPUClusterResolver
 
 STRATEGIES = {
@@ -152,17 +153,25 @@ def test_replica_context_inside_run(strategy, num_replicas):
     assert strategy.num_replicas_in_sync == num_replicas
 
 
-def test_replicas_run_on_the_worker_devices(strategy, named):
-    if named[0] == "default":
-        with pytest.raises(RuntimeError, match="default strategy"):
-            strategy.extended.worker_devices
-        return
+def worker_devices(strategy):
+    """Those that replicas compute on; the default strategy has JAX's, and refuses to name them, as in TensorFlow."""
+    if strategy is rx.get_strategy():
+        for name in ("worker_devices", "parameter_devices"):
+            with pytest.raises(RuntimeError, match="default strategy"):
+                getattr(strategy.extended, name)
+        return tuple(jax.local_devices()[:1])
+    return strategy.extended.worker_devices
+
+
+def test_replicas_run_on_the_worker_devices(strategy):
+    devices = worker_devices(strategy)
     values = strategy.run(lambda: replica_id() + 0)
     values = values if isinstance(values, jax.Array) else values.array
     shards = sorted(values.addressable_shards, key=lambda shard: int(np.asarray(shard.data).ravel()[0]))
     firsts = [shard for shard in shards if shard.replica_id == 0]  # of the logical devices of a replica
-    assert tuple(shard.device for shard in firsts) == strategy.extended.worker_devices
-    assert strategy.run(lambda: rx.get_replica_context().devices) == strategy.extended.worker_devices
+    assert tuple(shard.device for shard in firsts) == devices
+    if strategy is not rx.get_strategy():
+        assert strategy.run(lambda: rx.get_replica_context().devices) == devices
 
 
 # --- run ----------------------------------------------------------------------------------------------
@@ -321,6 +330,67 @@ def test_values_from_function(strategy, num_replicas):
     ]
 
 
+@pytest.mark.parametrize("of", [np.float32, jnp.float32], ids=["numpy", "jax"])
+def test_values_from_function_in_functions_and_merge_calls(strategy, num_replicas, of):
+    def values(strategy, scale=1):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: of(context.replica_id_in_sync_group + 1) * scale
+        )
+
+    expected = [r + 1.0 for r in range(num_replicas)]
+    assert local(strategy, rx.function(lambda: values(strategy))()) == expected
+    doubled = rx.function(lambda: strategy.run(lambda x: x * 2, (values(strategy),)))
+    assert local(strategy, doubled()) == [2 * x for x in expected]
+    scaled = rx.function(lambda scale: strategy.reduce("SUM", values(strategy, scale), axis=None))
+    assert float(scaled(jnp.float32(3))) == 3 * sum(expected)
+
+    def merged(strategy):
+        made = values(strategy)
+        return strategy.reduce("SUM", made, axis=None), made
+
+    total, own = strategy.run(lambda: rx.get_replica_context().merge_call(merged))
+    assert local(strategy, total) == [sum(expected)] * num_replicas
+    assert local(strategy, own) == expected
+
+
+def in_merge_call(merge_fn):
+    return rx.get_replica_context().merge_call(merge_fn)
+
+
+def test_values_of_different_shapes_in_functions_and_merge_calls(strategy, num_replicas):
+    def rows(strategy):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: np.ones(context.replica_id_in_sync_group + 1, np.float32)
+        )
+
+    in_function = rx.function(lambda: strategy.run(lambda x: x * 2, (rows(strategy),)))
+    assert local(strategy, in_function()) == [[2.0] * (r + 1) for r in range(num_replicas)]
+    if num_replicas == 1:
+        assert local(strategy, strategy.run(in_merge_call, (rows,))) == [[1.0]]
+    else:  # a program has one shape for all
+        with pytest.raises(errors.UnsupportedError, match="one shape"):
+            strategy.run(in_merge_call, (rows,))
+
+
+@pytest.mark.parametrize("value", [3.0, np.ones(2, np.float32), jnp.ones(2)], ids=["float", "numpy", "jax"])
+@pytest.mark.parametrize("copied", ["broadcast_to", "replicate"])
+def test_copies_on_all_replicas_in_functions_and_merge_calls(strategy, num_replicas, value, copied):
+    def copies(strategy):
+        return (
+            strategy.replicate(value)
+            if copied == "replicate"
+            else strategy.extended.broadcast_to(value, None)
+        )
+
+    expected = [np.asarray(value).tolist()] * num_replicas
+    assert local(strategy, copies(strategy)) == expected
+    assert local(strategy, rx.function(lambda: copies(strategy))()) == expected
+    ran = rx.function(lambda: strategy.run(lambda x: x * 2, (copies(strategy),)))
+    assert local(strategy, ran()) == (2 * np.array(expected)).tolist()
+    merged = strategy.run(lambda: rx.get_replica_context().merge_call(copies))
+    assert local(strategy, merged) == expected
+
+
 # --- collectives inside run ---------------------------------------------------------------------------
 
 
@@ -402,21 +472,21 @@ def test_gradient_of_all_reduce(strategy, num_replicas):
 # --- state --------------------------------------------------------------------------------------------
 
 
-def test_variables_live_on_the_parameter_devices(strategy, named):
+def test_variables_live_on_the_parameter_devices(strategy):
     with strategy.scope():
         v = rx.Variable(jnp.ones(2))
+    assert v.distribute_strategy is strategy
+    is_default = strategy is rx.get_strategy()
+    devices = set(worker_devices(strategy) if is_default else strategy.extended.parameter_devices)
 
     def step():
         v.assign_add(jnp.ones(2))
 
-    if named[0] == "default":
-        assert v.distribute_strategy is strategy
-        return
     for _ in range(2):
-        assert set(v.value.devices()) == set(strategy.extended.parameter_devices)
+        assert set(v.value.devices()) == devices
         strategy.run(step)
     assert np.asarray(v).tolist() == [3.0, 3.0]
-    assert set(v.value.devices()) == set(strategy.extended.parameter_devices)
+    assert set(v.value.devices()) == devices
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from replicax._src.errors import (
     MixedStrategiesError,
     ReplicaContextError,
     ScopeNestingError,
+    UnsupportedError,
 )
 from replicax._src.options import CommunicationOptions, ReduceOp
-from replicax._src.values import DistributedValues, PerReplica, is_value
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 
 
 class _Frame:
@@ -63,8 +64,17 @@ _stand_ins: dict[int, tuple[Any, Any]] = {}
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """Strategies register the default one here, once."""
-    _default[:] = [strategy]
+    """Registers the default strategy, of which there is one.
+
+    Raises:
+      ContextError: There is one already.
+    """
+    if _default:
+        raise ContextError(
+            f"{type(strategy).__name__}() was called, and there is only one default strategy. rx.get_strategy() returns it outside "
+            "of every scope; for a strategy of your own on one device make rx.OneDeviceStrategy('cpu:0')."
+        )
+    _default.append(strategy)
 
 
 def _default_strategy() -> Any:
@@ -330,6 +340,24 @@ class LocalPerReplica(DistributedValues):
         return f"PerReplica(in merge_call, this replica's: {self.local})"
 
 
+def local_components(nest: Any, communicator: Communicator) -> Any:
+    """What a program that is being traced in ``merge_call`` sees of ``PerReplica`` values.
+
+    Raises:
+      UnsupportedError: Components of different shapes: the program has one shape for all replicas.
+    """
+
+    def own(value: PerReplica) -> LocalPerReplica:
+        if value.shapes is not None:
+            raise UnsupportedError(
+                f"In merge_call all components of a per-replica value must have one shape, got {list(value.shapes)}. Make "
+                "the value outside of strategy.run, and pass it: strategy.run(fn, args=(value,))."
+            )
+        return LocalPerReplica(value.stored[communicator.replica_id()], communicator)
+
+    return jax.tree_util.tree_map(own, nest, is_leaf=is_value)
+
+
 @final
 class ReplicaContext:
     """What a replica function may know and do: its index, and collectives with the other replicas.
@@ -473,7 +501,9 @@ def _as_cross_replica(leaf: Any, communicator: Communicator) -> Any:
 
 
 def _as_local(leaf: Any) -> Any:
-    return leaf.local if isinstance(leaf, LocalPerReplica) else leaf
+    if isinstance(leaf, LocalPerReplica):
+        return leaf.local
+    return leaf.as_array() if isinstance(leaf, Mirrored) else leaf
 
 
 # Strategies of variables and models that cannot say so themselves (Keras's), by id; entries go with them.

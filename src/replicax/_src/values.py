@@ -323,7 +323,7 @@ def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def per_replica_from_components(
     topology: Topology, components: Sequence[Any], shapes: tuple[tuple[int, ...], ...] | None = None
 ) -> PerReplica:
-    """Places one host or device array for each replica of this process.
+    """Places one host or device array for each replica of this process; in a trace one for each of all replicas.
 
     Shapes may differ, ranks and dtypes may not. In several processes all call it.
 
@@ -333,7 +333,7 @@ def per_replica_from_components(
     arrays = [np.asarray(c) if not isinstance(c, jax.Array) else c for c in components]
     if shapes is None:
         shapes = tuple(tuple(a.shape) for a in arrays)
-        if topology.peers is not None:
+        if topology.peers is not None and len(arrays) < topology.num_replicas:
             found = topology.peers.gather("shapes", shapes, "to make a per-replica value")
             shapes = tuple(tuple(shape) for part in found for shape in part)
     padded = largest_shape(shapes)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 
-from replicax._src import context, jax_compat
+from replicax._src import context
 from replicax._src.cluster.membership import Membership
 from replicax._src.collectives.in_replica import IndexedSlices
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
@@ -155,7 +156,7 @@ class StrategyExtended:
             _check_is_of_this_worker(destinations, strategy.worker_of_own)
         op = ReduceOp.parse(reduce_op)
         result = reduction.reduce(strategy.topology, strategy.user_ops, op, value, None)
-        if isinstance(result, jax_compat.Tracer):
+        if strategy.joins_trace():
             return result
         if isinstance(destinations, (str, jax.Device)):
             return jax.device_put(result, resolve_device(destinations))
@@ -174,10 +175,8 @@ class StrategyExtended:
         """A ``Mirrored`` of ``tensor`` on the replicas' devices; with one replica an array."""
         del destinations
         strategy = self._strategy
-        if isinstance(tensor, jax_compat.Tracer):
-            return tensor
-        array = strategy.topology.put_whole(tensor)
-        return Mirrored(array, strategy.num_replicas_in_sync) if strategy.num_replicas_in_sync > 1 else array
+        is_traced = strategy.joins_trace()
+        return strategy.mirrored(jnp.asarray(tensor) if is_traced else strategy.topology.put_whole(tensor))
 
     # --- variables ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src import context, program_guard
+from replicax._src import context, jax_compat, program_guard
 from replicax._src.bridges import ensure_bridges
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
@@ -428,6 +428,15 @@ class Strategy:
                     f"{leaf.num_replicas} replicas, and {self!r} has {self.num_replicas_in_sync}. Use the strategy that made it."
                 )
 
+    def joins_trace(self) -> bool:
+        """True while JAX traces the caller. An ``rx.function`` then runs on this strategy's devices."""
+        if jax_compat.is_evaluating():
+            return False
+        capture = current_capture()
+        if capture is not None and context.merge_communicator() is None:
+            capture.use_strategy(self)
+        return True
+
     def _where_variables_are(self, nest: Any) -> Any:
         """Arrays of cross-replica code where central storage keeps variables, so that both can be computed with."""
         device = self._parameter_device
@@ -465,12 +474,19 @@ class Strategy:
                 raise InvalidArgumentError(
                     f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}."
                 )
+            if is_traced:
+                return self.mirrored(jnp.asarray(leaf))
             array = own_copy(leaf, self.topology.replicated)
             if self.num_replicas_in_sync == 1:
                 return self.runner.owned(array)
             return Mirrored(array, self.num_replicas_in_sync, is_ours=True)
 
+        is_traced = self.joins_trace()
         return jax.tree_util.tree_map(copy, tree, is_leaf=is_value)
+
+    def mirrored(self, array: Any) -> Any:
+        """``array``, which is whole on all replicas, as a ``Mirrored``; with one replica the array."""
+        return Mirrored(array, self.num_replicas_in_sync) if self.num_replicas_in_sync > 1 else array
 
     def unreplicate(self, tree: Any) -> Any:
         """One plain array for each replicated leaf of a nest, the reverse of ``replicate``.
@@ -489,20 +505,29 @@ class Strategy:
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes per-replica values from a function.
 
+        Call it in cross-replica context (also inside ``rx.function`` and ``merge_call``).
+
         Args:
           value_fn: Called once for each replica of this process with a ``ValueContext``; returns an array or number, or a nest of
-            such, of the same structure and dtypes each time. Shapes may differ.
+            such, of the same structure and dtypes each time. Shapes may differ, except in ``merge_call``. While a function is
+            traced it is called for the replicas of other processes too, since all of them trace one program.
 
         Returns:
           A nest of ``PerReplica``; with one replica what ``value_fn`` returns.
 
         Raises:
           InvalidArgumentError: Not arrays, or structures, ranks or dtypes that differ.
+          UnsupportedError: Shapes that differ in ``merge_call``.
         """
         context.check_may_enter(self)
         num_replicas = self.num_replicas_in_sync
-        results = [value_fn(ValueContext(r, num_replicas)) for r in self.topology.local_replicas]
-        return results[0] if num_replicas == 1 else datasets.join_components(self.topology, results)
+        replicas = range(num_replicas) if self.joins_trace() else self.topology.local_replicas
+        results = [value_fn(ValueContext(r, num_replicas)) for r in replicas]
+        if num_replicas == 1:
+            return results[0]
+        values = datasets.join_components(self.topology, results)
+        communicator = context.merge_communicator()
+        return values if communicator is None else context.local_components(values, communicator)
 
     # --- data -----------------------------------------------------------------------------------------
 
