@@ -590,6 +590,35 @@ def test_datasets_from_function(strategy, num_replicas):
     assert contexts[0].num_input_pipelines == 1
 
 
+def test_iterators_have_one_interface(strategy, num_replicas):
+    rows = np.arange(3.0 * num_replicas, dtype=np.float32)
+    dataset = strategy.experimental_distribute_dataset([rows[: 2 * num_replicas], rows[2 * num_replicas :]])
+    from_function = strategy.distribute_datasets_from_function(lambda context: [rows] * 2 * num_replicas)
+    for each in (dataset, from_function):
+        total = each.reduce(0.0, lambda total, x: total + strategy.reduce("SUM", x, axis=0))
+        assert float(total) == rows.sum() * (1 if each is dataset else 2 * num_replicas)
+        iterator = iter(each)
+        assert jax.tree.leaves(iterator.element_spec) == jax.tree.leaves(each.element_spec) != []
+        first_batch = local(strategy, iterator.get_next())
+        assert local(strategy, iterator.get_next_as_optional().get_value()) != []
+        assert not iterator.get_next_as_optional().has_value()
+        with pytest.raises(errors.OutOfRangeError):
+            iterator.get_next()
+        iterator.initialize()
+        assert local(strategy, iterator.get_next()) == first_batch
+
+
+def test_older_iterators_run(strategy, num_replicas):
+    rows = np.arange(2.0 * num_replicas, dtype=np.float32)
+    of_dataset = strategy.make_dataset_iterator([rows])
+    of_function = strategy.make_input_fn_iterator(lambda context: [rows] * num_replicas)
+    for iterator, expected in ((of_dataset, rows.sum()), (of_function, num_replicas * rows.sum())):
+        for _ in range(2):
+            iterator.initialize()
+            sums = strategy.experimental_run(jnp.sum, iterator)
+            assert float(strategy.reduce("SUM", sums, axis=None)) == expected
+
+
 # --- inside rx.function -------------------------------------------------------------------------------
 
 
@@ -629,6 +658,11 @@ def test_a_strategy_names_itself(strategy, named):
     resolver = strategy.cluster_resolver
     assert isinstance(resolver, TPUClusterResolver) if named[0] == "tpu_2x2" else resolver is None
     assert strategy.extended.should_checkpoint
+
+
+def test_there_is_one_default_strategy():
+    with pytest.raises(RuntimeError, match="only one default strategy"):
+        type(rx.get_strategy())()
 
 
 def test_update_changes_every_copy(strategy):

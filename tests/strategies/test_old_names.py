@@ -8,9 +8,10 @@ import replicax as rx
 from replicax import errors
 
 
-@pytest.fixture(params=["one_device", "mirrored", "central_storage"])
+@pytest.fixture(params=["default", "one_device", "mirrored", "central_storage"])
 def strategy(request):
     return {
+        "default": rx.get_strategy,
         "one_device": lambda: rx.OneDeviceStrategy("cpu:0"),
         "mirrored": lambda: rx.MirroredStrategy(["cpu:0", "cpu:1"]),
         "central_storage": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"]),
