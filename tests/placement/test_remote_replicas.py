@@ -253,6 +253,51 @@ def test_run_outside_of_a_scheduled_function_runs_the_replicas_here(on_servers):
     assert [int(x) for x in strategy.experimental_local_results(result)] == [0, 1]
 
 
+@pytest.mark.parametrize("where", ["scheduled", "here"])
+def test_there_is_one_result_for_each_replica_also_where_all_are_equal(on_servers, where):
+    strategy, coordinator = on_servers
+
+    def step():
+        context = rx.get_replica_context()
+        return context.replica_id_in_sync_group + 1, context.all_reduce("SUM", jnp.ones(2))
+
+    if where == "scheduled":
+        own, equal = coordinator.schedule(lambda: strategy.run(step)).fetch()
+    else:
+        own, equal = strategy.run(step)
+    assert [int(x) for x in strategy.experimental_local_results(own)] == [1, 2]
+    assert [x.tolist() for x in strategy.experimental_local_results(equal)] == [[2, 2], [2, 2]]
+    assert "0: array([2., 2.]" in repr(equal)
+    assert "1: array([2., 2.]" in repr(equal)
+    assert strategy.gather(equal, axis=0).tolist() == [2, 2, 2, 2]
+
+
+def test_values_that_the_coordinator_makes_have_a_component_for_each_replica(on_servers):
+    strategy, coordinator = on_servers
+    with strategy.scope():
+        variable = rx.Variable(3.0)
+
+    def values():
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: jnp.ones(1 + context.replica_id_in_sync_group)
+        )
+
+    def scheduled():
+        return strategy.reduce("SUM", strategy.run(lambda x: 2 * x, args=(values(),)), axis=0)
+
+    assert [x.tolist() for x in strategy.experimental_local_results(values())] == [[1], [1, 1]]
+    assert float(coordinator.schedule(scheduled).fetch()) == 6
+    for copied in (strategy.replicate(np.ones(2)), strategy.extended.broadcast_to(jnp.ones(2), None)):
+        assert [x.tolist() for x in strategy.experimental_local_results(copied)] == [[1, 1], [1, 1]]
+    assert [float(x) for x in strategy.experimental_local_results(variable)] == [3, 3]
+
+
+def test_parameter_devices_are_the_parameter_servers(on_servers):
+    extended = on_servers[0].extended
+    assert extended.parameter_devices == ("/job:ps/task:0", "/job:ps/task:1")
+    assert extended.non_slot_devices([]) == extended.parameter_devices
+
+
 # --- what workers have ------------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ class PerReplica(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         array = self.array
         self.is_shared = True
-        if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
+        if not _is_on_replicas(array, self.num_replicas):
             rows = [array if self.is_equal else array[r] for r in range(self.num_replicas)]
         else:
             shards = shards_of_replicas(array, self.num_replicas, has_rows=not self.is_equal)
@@ -207,6 +207,12 @@ class PerReplica(DistributedValues):
         )
         self.is_shared = shared
         return f"PerReplica:{{\n{parts}\n}}"
+
+
+def _is_on_replicas(array: Any, num_replicas: int) -> bool:
+    """True if the replicas' devices hold ``array``; what a coordinator has of its workers' replicas is in one place."""
+    is_placed = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
+    return is_placed and len(array.sharding.device_set) >= num_replicas
 
 
 def _local_replicas(array: Any, num_replicas: int, is_equal: bool) -> Sequence[int]:
@@ -281,7 +287,7 @@ class Mirrored(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         array = self.array
         self.is_shared = True
-        if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
+        if not _is_on_replicas(array, self.num_replicas):
             return (array,) * self.num_replicas
         return tuple(shard.data for shard in shards_of_replicas(array, self.num_replicas, has_rows=False))
 

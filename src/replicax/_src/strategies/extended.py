@@ -47,11 +47,14 @@ class StrategyExtended:
         return self._strategy.topology.local_devices
 
     @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        """The devices that hold variables."""
+    def parameter_devices(self) -> tuple[Device | str, ...]:
+        """The devices that hold variables; of parameter servers their names, such as ``"/job:ps/task:0"``.
+
+        Raises:
+          ContextError: Of the default strategy.
+        """
         self._needs_devices("parameter_devices")
-        one = self._strategy.variable_placement.parameter_device
-        return (one,) if one is not None else self._strategy.topology.all_local_devices
+        return self._strategy.variable_placement.parameter_devices
 
     def _needs_devices(self, what: str) -> None:
         if self._strategy.is_default:
@@ -260,7 +263,7 @@ class StrategyExtended:
         """What holds ``value``: itself."""
         return value
 
-    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device, ...]:
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[Device | str, ...]:
         """Devices for state that belongs to no variable."""
         del var_list
         return self.parameter_devices

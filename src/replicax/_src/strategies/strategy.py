@@ -474,7 +474,7 @@ class Strategy:
                 raise InvalidArgumentError(
                     f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}."
                 )
-            if is_traced:
+            if is_traced or not self.topology.devices:  # of a coordinator, which has none
                 return self.mirrored(jnp.asarray(leaf))
             array = own_copy(leaf, self.topology.replicated)
             if self.num_replicas_in_sync == 1:

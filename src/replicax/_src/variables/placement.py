@@ -39,6 +39,12 @@ class VariablePlacement:
         return self.topology.num_replicas
 
     @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """The devices of this process that hold variables."""
+        one = self.parameter_device
+        return (one,) if one is not None else self.topology.all_local_devices
+
+    @property
     def layout_rule(self) -> Callable[[Any], Any] | None:
         """How a variable lies over the devices where nobody has said it of this one; None: each device holds all of all."""
         layouts = self.layouts or self.logical_layouts

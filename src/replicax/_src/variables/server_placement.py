@@ -46,6 +46,11 @@ class ServerPlacement:
         """Of how many each variable has a part: there is one value, whatever the number of a worker's devices."""
         return 1
 
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The parameter servers, as TensorFlow names them."""
+        return tuple(f"/job:ps/task:{number}" for number in range(self.session.num_ps))
+
     def new_array(self, name: str, shape: Sequence[int], dtype: Any, initial: Initial) -> ServerArray:
         """An array for a new variable, in shards if the partitioner says so; it is made when it is first used."""
         num_shards = num_shards_of(self.partitioner, shape, dtype)
@@ -90,9 +95,9 @@ class ServerPlacement:
         return value
 
     def components(self, stored: ServerArray, has_components: bool) -> tuple[jax.Array, ...]:
-        """The value, once: whatever the number of replicas, there is one on the servers."""
+        """The value for each replica of a worker, which all read the one on the servers."""
         del has_components
-        return (stored.read(),)
+        return (stored.read(),) * self.topology.num_replicas
 
 
 def _is_sent_as_it_is(fn: Callable[..., Any], variable: Any, value: Any) -> bool:
