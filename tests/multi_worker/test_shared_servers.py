@@ -85,6 +85,16 @@ def test_what_a_worker_is_told(chief, worker):
         assert extended.experimental_should_init == strategy.is_chief
 
 
+def test_a_worker_that_leaves_devices_unused_names_the_argument_that_uses_them(strategy_of, caplog):
+    strategy_of("chief", is_coordinator=False)
+    (said,) = [record.message for record in caplog.records if "is used" in record.message]
+    assert "chief 0 has 8 devices, and 1 of them" in said
+    assert "devices_per_worker=8" in said
+    caplog.clear()
+    strategy_of("worker", devices_per_worker=1)
+    assert "used" not in caplog.text
+
+
 def test_each_has_a_pipeline_of_its_own(chief, worker):
     """As in TensorFlow: what is given is read whole; a function is told which of the workers asks."""
     data = rx.data.from_arrays(np.arange(6)).batch(2)

@@ -23,6 +23,22 @@ from replicax._src.ps.shared_arrays import SharedArrays, copy_key
 from replicax._src.ps.tasks import Tasks
 
 log = logging.getLogger("replicax")
+
+
+def warn_of_unused_devices(worker: str, num_devices: int, num_used: int) -> None:
+    """Says that a worker has more devices than ``devices_per_worker``, and how to use all of them."""
+    log.warning(
+        "%s has %d devices, and %d of them %s used. To use all of them write ParameterServerStrategy(devices_per_worker=%d), "
+        "or start the job with `replicax launch --devices-per-worker %d`.",
+        worker,
+        num_devices,
+        num_used,
+        "is" if num_used == 1 else "are",
+        num_devices,
+        num_devices,
+    )
+
+
 _BY_PROGRAM_BYTES = 16 << 20
 """A piece from this size on is made on its server, so that nothing of it is ever here, if its initializer allows."""
 
@@ -134,12 +150,7 @@ class Session:
                 "that all have."
             )
         if have > wanted and name not in self._met:
-            log.warning(
-                "%s has %d devices, and %d of them are used: ParameterServerStrategy(devices_per_worker=…) says how many.",
-                name,
-                have,
-                wanted,
-            )
+            warn_of_unused_devices(name, have, wanted)
         with self._lock:
             self._met.add(name)
             self._worker_platforms = tuple(sorted({*self._worker_platforms, str(told["platform"])}))

@@ -32,7 +32,7 @@ from replicax._src.ps.groups import Groups, tell_view
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.resources import WORKER_INDEX, ValueResource, WorkerPlace
 from replicax._src.ps.runner import ClosureCall, Runner
-from replicax._src.ps.session import Session
+from replicax._src.ps.session import Session, warn_of_unused_devices
 from replicax._src.ps.tasks import Tasks
 from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.strategies import datasets
@@ -121,9 +121,12 @@ class ParameterServerStrategy(Strategy):
         if is_coordinator:
             self._begin_coordinator(resolver, variable_partitioner, replication)
         else:
-            self._begin_worker(resolver, variable_partitioner)
+            says_devices = devices_per_worker is not None or DEVICES_VARIABLE in os.environ
+            self._begin_worker(resolver, variable_partitioner, says_devices)
 
-    def _begin_worker(self, resolver: ClusterResolver, variable_partitioner: Partitioner | None) -> None:
+    def _begin_worker(
+        self, resolver: ClusterResolver, variable_partitioner: Partitioner | None, says_devices: bool
+    ) -> None:
         membership = worker_of_own(resolver)
         session = shared_session(membership, os.environ)
         self._set_up(session, variable_partitioner, resolver, membership)
@@ -133,6 +136,10 @@ class ParameterServerStrategy(Strategy):
             membership.num_workers,
             session.num_ps,
         )
+        self.topology  # begins JAX's backend, and checks that there are enough devices  # noqa: B018
+        num_here = jax.local_device_count()
+        if not says_devices and num_here > self._num_devices:
+            warn_of_unused_devices(str(membership.task), num_here, self._num_devices)
 
     def _begin_coordinator(
         self, resolver: ClusterResolver, variable_partitioner: Partitioner | None, replication: int
