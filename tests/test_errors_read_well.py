@@ -19,6 +19,7 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax import errors
+from replicax._src.strategies.strategy import Strategy
 
 
 @pytest.fixture(params=["mirrored", "central_storage"])
@@ -96,6 +97,31 @@ def test_no_devices():
     message(errors.DeviceError, lambda: rx.MirroredStrategy([]), "`devices` is empty", "at least one")
 
 
+def test_a_device_of_a_kind_that_this_jax_does_not_have_names_the_package_to_install():
+    for device, package in (("gpu:0", "jax[cuda13]"), ("/device:TPU:0", "jax[tpu]")):
+        message(
+            errors.DeviceError,
+            lambda device=device: rx.MirroredStrategy([device]),
+            f'pip install "{package}"',
+        )
+
+
+@pytest.mark.parametrize("number", [0, -1, 9, True])
+def test_numbers_of_devices_that_there_are_not(number):
+    for make in (
+        lambda: rx.MirroredStrategy(number),
+        lambda: rx.MirroredStrategy(num_devices=number),
+        lambda: rx.CentralStorageStrategy(number),
+    ):
+        message(errors.DeviceError, make, repr(number), "this process has 8", "set_local_devices(n)")
+
+
+def test_devices_that_are_neither_names_nor_a_number():
+    message(errors.DeviceError, lambda: rx.MirroredStrategy(2.0), "a number of devices, got 2.0")
+    both = lambda: rx.MirroredStrategy(["cpu:0"], num_devices=1)  # noqa: E731
+    message(errors.InvalidArgumentError, both, "devices=['cpu:0'] and num_devices=1")
+
+
 # --- arguments of run ---------------------------------------------------------------------------------
 
 
@@ -109,6 +135,82 @@ def test_args_are_no_list(strategy, args):
         "args=(value,)",
     )
     assert issubclass(errors.InvalidArgumentError, ValueError)  # TensorFlow's type
+
+
+@pytest.mark.parametrize("how", ["run", "eager", "in a function"])
+def test_a_batch_in_place_of_a_tuple_of_arguments(strategy, how):
+    batch = (values_of(strategy), values_of(strategy))
+    options = rx.RunOptions(eager=how == "eager")
+
+    def step(batch):
+        return batch[0] + batch[1]
+
+    def call(args):
+        if how == "in a function":
+            return rx.function(lambda: strategy.run(step, args=args))()
+        return strategy.run(step, args=args, options=options)
+
+    message(errors.InvalidArgumentError, lambda: call(batch), "step(batch)", "length 2", "args=(value,)")
+    assert [x.tolist() for x in strategy.experimental_local_results(call((batch,)))] == [[0, 2], [2, 4]]
+
+
+def test_arguments_that_do_not_fit_the_function(strategy):
+    def step(x, y, *, z=0):
+        return x
+
+    for args, kwargs in (((1,), {}), ((1, 2), {"w": 3}), ((1, 2, 3), {})):
+        call = lambda args=args, kwargs=kwargs: strategy.run(step, args, kwargs)  # noqa: E731
+        text = message(errors.InvalidArgumentError, call, "step(x, y, *, z=0)", f"length {len(args)}")
+        assert "(value,)" not in text
+    with pytest.raises(TypeError, match="unsupported operand"):  # the function's own
+        strategy.run(lambda x: x + "text", args=(jnp.ones(2),))
+
+
+def test_an_axis_that_is_not_that_of_the_replicas(strategy):
+    with pytest.raises(NameError, match="batch") as caught:
+        strategy.run(lambda x: jax.lax.psum(x, "batch"), args=(jnp.ones(2),))
+    assert any("'replica'" in note for note in caught.value.__notes__)
+    with pytest.raises(NameError) as caught:
+        strategy.run(lambda x: no_such_name, args=(jnp.ones(2),))  # noqa: F821
+    assert not any("'replica'" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_reduce_without_an_axis(strategy):
+    for value in (values_of(strategy), jnp.ones(2)):
+        message(
+            errors.InvalidArgumentError,
+            lambda value=value: strategy.reduce("SUM", value),
+            "axis=None",
+            "axis=0",
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rnu", "strategy.run"),
+        ("experimental_run_v2", "strategy.run?"),
+        ("num_replicas", "strategy.num_replicas_in_sync"),
+        ("distribute_dataset", "strategy.experimental_distribute_dataset"),
+        ("worker_devices", "strategy.extended.worker_devices"),
+    ],
+)
+def test_a_name_that_a_strategy_does_not_have(strategy, name, meant):
+    message(AttributeError, lambda: getattr(strategy, name), repr(name), f"Did you mean {meant}")
+    assert not hasattr(strategy, name)
+
+
+def test_names_that_are_like_no_other_and_private_ones_get_no_suggestion(strategy):
+    for name in ("qwertz", "_run"):
+        assert "Did you mean" not in message(AttributeError, lambda name=name: getattr(strategy, name), name)
+
+
+def test_an_attribute_error_inside_a_property_is_not_hidden():
+    def make_topology():
+        raise AttributeError("of its own")
+
+    with pytest.raises(AttributeError, match="of its own"):
+        Strategy(make_topology).num_replicas_in_sync
 
 
 def test_args_is_an_array(strategy):
@@ -244,8 +346,6 @@ def test_reduce_of_other_things(strategy):
         "'MAX' is not a valid ReduceOp",
         "SUM, MEAN",
     )
-    with pytest.raises(TypeError, match="axis"):
-        strategy.reduce("SUM", values)
 
 
 def test_gather_of_what_cannot_be_joined(strategy):

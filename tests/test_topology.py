@@ -61,6 +61,16 @@ def test_one_device_is_a_list_of_one():
     assert rx.MirroredStrategy("cpu:2").extended.worker_devices == (jax.devices()[2],)
 
 
+def test_a_number_is_that_of_the_first_devices():
+    first = tuple(jax.devices()[:3])
+    for strategy in (
+        rx.MirroredStrategy(3),
+        rx.MirroredStrategy(num_devices=3),
+        rx.CentralStorageStrategy(3),
+    ):
+        assert strategy.extended.worker_devices == first
+
+
 def test_replicas_are_in_the_order_of_the_devices():
     devices = [jax.devices()[i] for i in (4, 1, 6)]
     topology = Topology.of(devices)

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ REPLICA_AXIS = "replica"
 LOGICAL_AXIS = "logical"
 GROUP_AXIS, SHARD_AXIS = "group", "shard"
 log = logging.getLogger("replicax")
+
+# What JAX's installation page names in 2026.
+_NVIDIA = '"jax[cuda13]" (or "jax[cuda12]", for older drivers)'
+_PACKAGES = {"gpu": _NVIDIA, "cuda": _NVIDIA, "rocm": '"jax[rocm7-local]"', "tpu": '"jax[tpu]"'}
 
 # XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads; with fewer
 # threads than waiting participants the process is aborted after 40 s (seen with jax 0.10 on 2 cores).
@@ -430,14 +434,20 @@ def prepare_backend(num_processes_here: int = 1, *, has_callbacks: bool = True) 
         os.environ.setdefault("PJRT_NPROC", str(num_threads))
 
 
-def resolve_devices(devices: Sequence[str | Device] | str | Device | None) -> list[Device]:
-    """The JAX devices that names or devices stand for; None is all of the default backend.
+def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None) -> list[Device]:
+    """The JAX devices that names or devices stand for; a number is that of this process's first ones, None is all of them.
 
     Raises:
       DeviceError: One does not exist, or repeats, or the list is empty.
     """
     if devices is None:
         return local_devices()
+    if isinstance(devices, int):
+        return _first_devices(devices)
+    if not isinstance(devices, (str, jax.Device, Iterable)):
+        raise DeviceError(
+            f"`devices` must be a list of names such as 'cpu:0' or of jax.Device, or a number of devices, got {devices!r}."
+        )
     given: Any = [devices] if isinstance(devices, (str, jax.Device)) else devices
     resolved = [resolve_device(device) for device in given]
     if not resolved:
@@ -450,6 +460,17 @@ def resolve_devices(devices: Sequence[str | Device] | str | Device | None) -> li
             f"one CPU call replicax.config.set_local_devices(n) first."
         )
     return resolved
+
+
+def _first_devices(num_devices: int) -> list[Device]:
+    found = local_devices()
+    if isinstance(num_devices, bool) or not 1 <= num_devices <= len(found):
+        raise DeviceError(
+            f"{num_devices!r} devices were asked for, and this process has {len(found)}: {', '.join(map(device_name, found))}. "
+            f"Give a number from 1 to {len(found)}, or names of devices; for n virtual CPU devices call "
+            "replicax.config.set_local_devices(n) at the start of the program."
+        )
+    return found[:num_devices]
 
 
 def resolve_device(device: Any) -> Device:
@@ -478,6 +499,11 @@ def _missing_device_text(device: str, kind: str, num_found: int) -> str:
     text = f"Device {device!r} does not exist: this process has {num_found} {kind} device(s). It has: {have}."
     if kind == "cpu":
         text += " Call replicax.config.set_local_devices(n) at the start of the program for n virtual ones."
+    elif not num_found and kind in _PACKAGES:
+        text += (
+            f" If the machine has one, install JAX for it: pip install {_PACKAGES[kind]}. Without one, try the program on n "
+            "virtual CPU devices: replicax.config.set_local_devices(n)."
+        )
     return text
 
 

@@ -18,18 +18,19 @@ class CentralStorageStrategy(Strategy):
     one compute device everything is there.
 
     Args:
-      compute_devices: Names or ``jax.Device``; default: all of JAX's default backend.
+      compute_devices: Names or ``jax.Device``; or a number, of the first devices of this process; default: all of JAX's
+        default backend.
       parameter_device: Where variables live; default: the first CPU, or the only compute device.
 
     Raises:
-      DeviceError: A device does not exist, or repeats.
+      DeviceError: A device does not exist, or repeats, or there are fewer.
 
     Source: tf.distribute.experimental.CentralStorageStrategy.
     """
 
     def __init__(
         self,
-        compute_devices: Sequence[str | Device] | None = None,
+        compute_devices: Sequence[str | Device] | int | None = None,
         parameter_device: str | Device | None = None,
     ):
         topology = Topology.of(resolve_devices(compute_devices))

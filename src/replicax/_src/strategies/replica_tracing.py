@@ -21,7 +21,7 @@ from replicax._src.program.program import Output, ReplicaProgram, Variant, trace
 from replicax._src.program.rewrite import SumGradients
 from replicax._src.program.slots import Slot
 from replicax._src.program.verdict import Verdict
-from replicax._src.topology import Topology
+from replicax._src.topology import REPLICA_AXIS, Topology
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, per_replica_from_components
 
 Observe = Callable[[int, Callable[[], Any]], Any]
@@ -110,6 +110,11 @@ def _note_on(error: Exception, replica_id: int, rows: Sequence[int] | None) -> s
         return (
             f"(A replica without rows: the batch has {sum(rows)} rows for {len(rows)} replicas, and this was "
             "the trace for 0 rows. Operations that need a row, such as jnp.max or x[0], fail there.)"
+        )
+    if jax_compat.names_unknown_axis(error, "axis name"):
+        return (
+            f"(In a replica function the axis of the replicas is named {REPLICA_AXIS!r}: jax.lax.psum(x, {REPLICA_AXIS!r}). Or "
+            "write rx.get_replica_context().all_reduce('SUM', x).)"
         )
     if "from different trace level" in str(error):  # flax 0.12
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, own_copy
 from replicax._src.strategies import datasets, logical_devices, reduction
 from replicax._src.strategies.extended import StrategyExtended
+from replicax._src.strategies.mistakes import check_call, no_such_attribute
 from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.planning import PlanRequest, plan_of
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
@@ -47,6 +48,16 @@ from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
+
+
+class _Required:
+    """In place of an argument that was left out."""
+
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+_REQUIRED: Final = _Required()
 
 
 class Strategy:
@@ -236,7 +247,7 @@ class Strategy:
           one replica plain arrays.
 
         Raises:
-          InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict.
+          InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict, or ``fn`` cannot be called with them.
           DivergenceError: A mirrored variable would differ between replicas.
           StructureError: Replicas with different shapes return different structures.
           UnsupportedError: ``eager=True`` in a cluster of several workers, or with parameter servers.
@@ -261,14 +272,18 @@ class Strategy:
                 f"{len(args)}. Give those of the arguments that the program may overwrite."
             )
         context.check_may_enter(self)
-        if options is not None and options.eager:
-            self._check_may_run_eagerly()
-            with context.Scope(self):
-                return run_eagerly(self, fn, args, kwargs or {})
-        if program_guard.current:
-            with program_guard.current[-1]():
-                return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
-        return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
+        try:
+            if options is not None and options.eager:
+                self._check_may_run_eagerly()
+                with context.Scope(self):
+                    return run_eagerly(self, fn, args, kwargs or {})
+            if program_guard.current:
+                with program_guard.current[-1]():
+                    return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
+            return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
+        except TypeError:
+            check_call(fn, args, kwargs or {})
+            raise
 
     def _check_may_run_eagerly(self) -> None:
         if self.has_servers:
@@ -369,7 +384,7 @@ class Strategy:
 
     # --- combining ------------------------------------------------------------------------------------
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = _REQUIRED) -> Any:
         """Combines per-replica values into one.
 
         With R replicas and x_r the value of replica r: axis=None gives SUM = x_0 + ... + x_{R-1} and
@@ -381,7 +396,7 @@ class Strategy:
         Args:
           reduce_op: ``ReduceOp.SUM`` or ``MEAN``, or their names.
           value: A per-replica value of [...] per replica, or a nest of such.
-          axis: None, an int, or a tuple of ints: dims of the per-replica value.
+          axis: None, an int, or a tuple of ints: dims of the per-replica value. Required.
 
         Returns:
           One array; the mean of integers has the default floating dtype.
@@ -389,11 +404,17 @@ class Strategy:
         Raises:
           ReductionError: Nothing to reduce: a plain value with SUM, a mirrored variable with SUM, shapes that
             differ with axis=None, an axis out of range.
+          InvalidArgumentError: ``axis`` is left out.
           CrossReplicaContextError: Inside a replica function.
 
         Source: tf.distribute.Strategy.reduce.
         """
         context.check_may_enter(self)
+        if axis is _REQUIRED:
+            raise InvalidArgumentError(
+                "strategy.reduce needs an axis. Write axis=None to combine the replicas' values as they are, such as one loss per "
+                "replica; axis=0 to combine the rows of each, too."
+            )
         self._check_values(value)
         result = reduction.reduce(self.topology, self.user_ops, ReduceOp.parse(reduce_op), value, axis)
         return self._where_variables_are(result)
@@ -715,6 +736,12 @@ class Strategy:
         )
 
     # --- Python ---------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls it where a name was not found, or a property has raised an AttributeError: it only raises.
+        if name.startswith("_") or name in dir(type(self)):
+            return object.__getattribute__(self, name)
+        raise no_such_attribute(self, name)
 
     def __copy__(self) -> Strategy:
         raise UnsupportedError("Must only deepcopy DistributionStrategy: a strategy cannot be copied.")

@@ -1,0 +1,51 @@
+"""Texts for mistakes in using a strategy: arguments that do not fit the function, and names that it does not have."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.program.key import name_of
+
+
+def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises if ``fn`` cannot be called with ``args`` and ``kwargs``. Called once the call has failed.
+
+    Raises:
+      InvalidArgumentError: It cannot.
+    """
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # of a built-in function
+        return
+    if _fits(signature, args, kwargs):
+        return
+    given = f"args of length {len(args)}" + (f" and kwargs {list(kwargs)}" if kwargs else "")
+    hint = ""
+    if _fits(signature, [args], kwargs):
+        hint = " For one argument, such as a batch that is a tuple, write strategy.run(fn, args=(value,))."
+    raise InvalidArgumentError(
+        f"strategy.run cannot call {name_of(fn)}{signature} with {given}. `args` has one entry for each positional "
+        f"argument.{hint}"
+    ) from None
+
+
+def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def no_such_attribute(strategy: Any, name: str) -> AttributeError:
+    """The error for a public name that a strategy does not have. It names the one that was probably meant."""
+    extended = {each: f"extended.{each}" for each in dir(strategy.extended)}
+    names = {**extended, **{each: each for each in dir(type(strategy))}, "experimental_run_v2": "run"}
+    close = difflib.get_close_matches(name, [each for each in names if not each.startswith("_")], n=1)
+    hint = f" Did you mean strategy.{names[close[0]]}?" if close else ""
+    # With ``obj`` Python would add a suggestion of its own, another one for experimental_run_v2.
+    return AttributeError(f"{type(strategy).__name__} has no attribute {name!r}.{hint}", name=name, obj=None)
