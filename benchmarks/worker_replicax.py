@@ -19,12 +19,19 @@ import models
 import peer_process
 import replicax as rx
 import worker_timing
-from worker_timing import NUM_WORKERS, Run
+from worker_timing import Run
 
 NUM_FIT_STEPS = 65
 
 
-def build(contestant: str, task: str, index: int, addresses: Sequence[str], **task_options: Any) -> Run:
+def build(
+    contestant: str,
+    task: str,
+    index: int,
+    addresses: Sequence[str],
+    devices_per_worker: int = 1,
+    **task_options: Any,
+) -> Run:
     """What the worker does when it is told to.
 
     Args:
@@ -32,9 +39,13 @@ def build(contestant: str, task: str, index: int, addresses: Sequence[str], **ta
       task: A key of its tasks.
       index: Of this worker.
       addresses: Of all.
+      devices_per_worker: How many virtual devices each has.
       **task_options: The arguments of the task.
     """
+    os.environ.pop("PJRT_NPROC", None)  # what each chooses by itself
     if contestant == "replicax":
+        if devices_per_worker > 1:
+            rx.config.set_local_devices(devices_per_worker)
         own = {"type": "worker", "index": index}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": own})
         place: Any = rx.MultiWorkerMirroredStrategy()
@@ -43,7 +54,7 @@ def build(contestant: str, task: str, index: int, addresses: Sequence[str], **ta
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.distributed.initialize(addresses[0], len(addresses), index)
         place = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
-    assert len(jax.devices()) == NUM_WORKERS
+    assert len(jax.devices()) == len(addresses) * devices_per_worker
     return TASKS[contestant][task](place, **task_options)
 
 
@@ -62,7 +73,9 @@ def all_reduce(strategy: rx.Strategy) -> Run:
         return lambda: jax.block_until_ready(strategy.run(step, args=(value,)))
 
     return worker_timing.of_sizes(
-        make, lambda total: np.asarray(strategy.experimental_local_results(total)[0])
+        make,
+        lambda total: np.asarray(strategy.experimental_local_results(total)[0]),
+        strategy.num_replicas_in_sync,
     )
 
 
@@ -131,7 +144,7 @@ def all_reduce_by_hand(mesh: jax.sharding.Mesh) -> Run:
         value = jax.make_array_from_process_local_data(sharding, ones(size)[None])
         return lambda: jax.block_until_ready(total(value))
 
-    return worker_timing.of_sizes(make, np.asarray)
+    return worker_timing.of_sizes(make, np.asarray, mesh.size)
 
 
 def steps_by_hand(mesh: jax.sharding.Mesh, model: str, rows: int) -> Run:

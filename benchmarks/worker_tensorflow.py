@@ -21,7 +21,7 @@ def build(task, index, addresses, **task_options):
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    assert strategy.num_replicas_in_sync == worker_timing.NUM_WORKERS
+    assert strategy.num_replicas_in_sync == len(addresses)
     assert tf.config.experimental.get_synchronous_execution()  # a call returns when it has been done
     return TASKS[task](strategy, **task_options)
 
@@ -37,7 +37,7 @@ def all_reduce(strategy):
 
         return tf.function(lambda: strategy.run(step))
 
-    return worker_timing.of_sizes(make, np.asarray)
+    return worker_timing.of_sizes(make, np.asarray, strategy.num_replicas_in_sync)
 
 
 def steps(strategy, model, rows):

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
-NUM_WORKERS = 2
 Run = Callable[..., list[float]]
 
 
-def of_sizes(make: Callable[[int], Callable[[], Any]], read: Callable[[Any], np.ndarray]) -> Run:
+def of_sizes(
+    make: Callable[[int], Callable[[], Any]], read: Callable[[Any], np.ndarray], num_workers: int
+) -> Run:
     """The seconds of all-reduces.
 
     Args:
+      num_workers: Over how many they are.
       make: From a number of bytes to a function that sums a float32 array of ones over the workers, and waits.
       read: Its result as an array.
     """
@@ -27,7 +29,7 @@ def of_sizes(make: Callable[[int], Callable[[], Any]], read: Callable[[Any], np.
             operations[size] = make(size)
             total = read(operations[size]())
             assert total.size == size // 4
-            assert (total == NUM_WORKERS).all()
+            assert (total == num_workers).all()
         operations[size]()
         return _timed(operations[size], count)
 

@@ -20,7 +20,7 @@ def build(task, index, addresses, **task_options):
         "gloo",
         init_method=f"tcp://{addresses[0]}",
         rank=index,
-        world_size=worker_timing.NUM_WORKERS,
+        world_size=len(addresses),
         timeout=LIMIT,
     )
     return TASKS[task](**task_options)
@@ -38,7 +38,7 @@ def all_reduce():
 
         return once
 
-    return worker_timing.of_sizes(make, lambda value: value.numpy())
+    return worker_timing.of_sizes(make, lambda value: value.numpy(), torch.distributed.get_world_size())
 
 
 def steps(model, rows):
@@ -46,7 +46,7 @@ def steps(model, rows):
     network = torch.nn.parallel.DistributedDataParallel(MODELS[model]())
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     loss_object = torch.nn.CrossEntropyLoss()
-    share = rows // worker_timing.NUM_WORKERS
+    share = rows // torch.distributed.get_world_size()
     rank = torch.distributed.get_rank()
     features, labels = (torch.tensor(a[rank * share :][:share]) for a in fit_process.data(model, rows))
     features = features.movedim(-1, 1).contiguous() if features.ndim == 4 else features

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from peer_process import PeerProcess
-from worker_timing import NUM_WORKERS
 
 # The same program can be a tenth faster in one process than in the next, all the time that it lives.
 GENERATIONS = 3
@@ -24,11 +23,13 @@ class Contestant:
       python: A Python that has its library; None: it does not take part.
       script: The script's name.
       setting: The first message, but for what differs between workers.
+      num_workers: How many there are.
     """
 
     python: str | None
     script: str
     setting: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 2
 
 
 @final
@@ -37,10 +38,10 @@ class Workers:
 
     def __init__(self, contestant: Contestant):
         assert contestant.python is not None
-        addresses = _free_addresses()
+        addresses = _free_addresses(contestant.num_workers)
         with contextlib.ExitStack() as closing:
             self._processes = []
-            for index in range(NUM_WORKERS):
+            for index in range(contestant.num_workers):
                 setting = {**contestant.setting, "index": index, "addresses": addresses}
                 process = PeerProcess(contestant.python, contestant.script, setting, waits=False)
                 closing.callback(process.close)
@@ -63,9 +64,9 @@ class Workers:
         self._closing.close()
 
 
-def _free_addresses() -> list[str]:
+def _free_addresses(num_addresses: int) -> list[str]:
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(NUM_WORKERS)]
+        sockets = [held.enter_context(socket.socket()) for _ in range(num_addresses)]
         for bound in sockets:
             bound.bind(("127.0.0.1", 0))
         return [f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets]
@@ -148,12 +149,12 @@ def report(title: str, timings: Mapping[str, Timing], baseline: str) -> None:
 
 
 def print_bar(timings: Mapping[str, Timing], name: str, other: str, at_most: float) -> None:
-    """Prints the time of an operation relative to another contestant's, by p10, beside what it may be."""
+    """Prints the median time of an operation relative to another contestant's, beside what it may be."""
     if other in timings:
-        ratio = timings[name].p10 / timings[other].p10
+        ratio = timings[name].median / timings[other].median
         print(
-            f"  {name}: {ratio:.2f} × the time of {other} by p10, median {timings[name].median / timings[other].median:.2f}"
-            f" (bar: p10 at most {at_most:.2f}): {verdict(ratio <= at_most)}"
+            f"  {name}: {ratio:.2f} × the median time of {other}, {timings[name].p10 / timings[other].p10:.2f} by p10"
+            f" (bar: median at most {at_most:.2f}): {verdict(ratio <= at_most)}"
         )
 
 

@@ -120,24 +120,31 @@ def test_the_thread_pool_is_enlarged_unless_it_was_chosen(given, expected):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "num_processes", "given", "expected"),
+    ("num_devices", "num_processes", "environment", "expected"),
     [
-        (1, 1, None, None),
-        (1, 2, None, 4),
-        (1, 8, None, 2),
-        (1, 2, "3", 3),
-        (2, 1, None, 16),
-        (2, 2, None, 16),
+        (1, 1, {}, None),
+        (1, 2, {}, "4"),
+        (1, 8, {}, "1"),
+        (1, 20, {}, "1"),
+        (1, 2, {"PJRT_NPROC": "3"}, "3"),
+        (1, 1, {"REPLICAX_TASKS_ON_HOST": "4"}, "2"),
+        (1, 2, {"LOCAL_WORLD_SIZE": "8"}, "1"),
+        (1, 2, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "4"),
+        (2, 1, {}, "16"),
+        (2, 2, {"REPLICAX_TASKS_ON_HOST": "2"}, "16"),
     ],
 )
-def test_processes_on_one_machine_share_its_cores(monkeypatch, num_devices, num_processes, given, expected):
+def test_processes_on_one_host_share_its_cores(
+    monkeypatch, num_devices, num_processes, environment, expected
+):
     monkeypatch.setattr(jax_compat, "backend_started", lambda: False)
     monkeypatch.setattr(jax_compat, "has_several_cpu_devices", lambda: num_devices > 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.delenv("PJRT_NPROC", raising=False)
-    if given is not None:
-        monkeypatch.setenv("PJRT_NPROC", given)
+    for name in ("PJRT_NPROC", "REPLICAX_TASKS_ON_HOST", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     topology.prepare_backend(num_processes)
     chosen = os.environ.get("PJRT_NPROC")
     monkeypatch.undo()
-    assert chosen == (None if expected is None else str(expected))
+    assert chosen == expected

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
+from replicax._src.cluster.layout import TASKS_ON_HOST_VARIABLE
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.shared_program import SharedProgram
 from replicax._src.errors import BackendStartedError, DeviceError, InvalidArgumentError
@@ -34,6 +35,8 @@ _PACKAGES = {"gpu": _NVIDIA, "cuda": _NVIDIA, "rocm": '"jax[rocm7-local]"', "tpu
 # XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads; with fewer
 # threads than waiting participants the process is aborted after 40 s (seen with jax 0.10 on 2 cores).
 _CPU_POOL_THREADS = 16
+# What launchers say of how many processes of a job they have started on this host: ours, torchrun, Open MPI.
+_TASKS_ON_HOST = (TASKS_ON_HOST_VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _DEVICE_NAME = re.compile(
     r"^(?:/?job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(?P<kind>[A-Za-z]+)(?::(?P<index>\d+))?$"
 )
@@ -413,25 +416,26 @@ def cpu_pool_is_large() -> bool:
     return value.isdigit() and int(value) >= _CPU_POOL_THREADS
 
 
-def prepare_backend(num_processes_here: int = 1, *, has_callbacks: bool = True) -> None:
-    """Before JAX's backend starts: keeps what is compiled, and chooses how many threads XLA computes with on CPUs, unless the user has.
+def prepare_backend(num_processes_here: int = 1) -> None:
+    """Keeps compiled programs and, unless the user has, bounds XLA's CPU threads. Call it before JAX's backend starts.
 
-    Several devices in one process need threads for queued collectives. Processes with one device each share the cores: with
-    as many threads as for several devices a step of a small network took twice as long on two cores (jax 0.10).
+    Several devices in one process need threads for queued collectives. Processes with one device each share the cores:
+    each thread more than a core waits for the time slice of another (two workers on two cores, jax 0.10: a step of a small
+    network took 6 to 7 ms instead of 1.5).
 
     Args:
-      num_processes_here: How many processes of the cluster are on this machine.
-      has_callbacks: Whether programs may call back into Python that uses JAX, for which a second thread is needed.
+      num_processes_here: How many processes of the cluster share this host; launchers may know of more.
     """
     if jax_compat.backend_started():
         return
     jax_compat.keep_programs()
+    num_told = [int(text) for text in map(os.environ.get, _TASKS_ON_HOST) if text and text.isdigit()]
+    num_processes_here = max(num_processes_here, *num_told, 1)
     if jax_compat.has_several_cpu_devices():
         os.environ.setdefault("PJRT_NPROC", str(_CPU_POOL_THREADS))
     elif num_processes_here > 1:
-        share = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = max(2 if has_callbacks else 1, share // num_processes_here)
-        os.environ.setdefault("PJRT_NPROC", str(num_threads))
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("PJRT_NPROC", str(max(1, num_cores // num_processes_here)))
 
 
 def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None) -> list[Device]:

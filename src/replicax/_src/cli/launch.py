@@ -237,13 +237,13 @@ def _starts_here(options: argparse.Namespace, command: Sequence[str]) -> list[St
     secrets = _token(os.environ) if layout.num_ps else {}
     has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
     awaited = ("chief",) if has_coordinator else ("chief", "worker")
+    told = {task: secrets | layout.told(task, options.script_in) for task in layout.tasks}
     return [
         dataclasses.replace(
-            _start(options, cluster, task, command, secrets | layout.told(task, options.script_in)),
-            is_awaited=task.type in awaited,
+            _start(options, cluster, task, command, told[task]), is_awaited=task.type in awaited
         )
         if task not in servers
-        else _start_server(options, cluster, task, secrets)
+        else _start_server(options, cluster, task, told[task])
         for task in layout.tasks
     ]
 

@@ -24,6 +24,8 @@ SCRIPT_IN: Final = ("chief", "workers", "all")
 SCRIPT_IN_VARIABLE: Final = "REPLICAX_SCRIPT_IN"
 # What it is told of how many devices each worker has.
 DEVICES_VARIABLE: Final = "REPLICAX_DEVICES_PER_WORKER"
+# What a task is told of how many tasks its launcher has started on this host: they share its cores.
+TASKS_ON_HOST_VARIABLE: Final = "REPLICAX_TASKS_ON_HOST"
 # On how many parameter servers each variable is.
 REPLICATION_VARIABLE: Final = "REPLICAX_REPLICATION"
 # What a server is run as, after ``python``; TF_CONFIG says which.
@@ -113,14 +115,15 @@ class Layout:
         return frozenset(task for task in self.tasks if task.type in kinds)
 
     def told(self, task: Task, script_in: str | None = None) -> dict[str, str]:
-        """What a task's environment says besides ``TF_CONFIG``, where each worker runs the program by itself.
+        """Returns what a task's environment says besides ``TF_CONFIG``: whom it shares its host with, who runs the script.
 
         >>> Layout(num_workers=1, num_ps=1).told(Task("worker", 0))
-        {'REPLICAX_SCRIPT_IN': 'workers'}
+        {'REPLICAX_TASKS_ON_HOST': '2', 'REPLICAX_SCRIPT_IN': 'workers'}
         """
+        told = {TASKS_ON_HOST_VARIABLE: str(len(self.tasks))}
         who = ("chief" if self.chief else "workers") if script_in is None else script_in
         is_told = self.num_ps and who == "workers" and task.type in ("chief", "worker")
-        return {SCRIPT_IN_VARIABLE: "workers"} if is_told else {}
+        return told | ({SCRIPT_IN_VARIABLE: "workers"} if is_told else {})
 
     def on_this_machine(self, ports: Sequence[int]) -> dict[str, list[str]]:
         """The cluster of ``TF_CONFIG``, with loopback addresses.

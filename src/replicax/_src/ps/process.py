@@ -41,7 +41,7 @@ def prepare_process(cluster: ClusterSpec, task: Task) -> None:
     if task.type == "ps":
         # Who runs an update waits for it, under a lock: another thread would only begin later.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    prepare_backend(num_tasks_beside(cluster, task), has_callbacks=False)
+    prepare_backend(num_tasks_beside(cluster, task))
     folder = program_cache(os.environ)
     if folder is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 
 from replicax._src.cluster.membership import Membership
@@ -13,8 +11,6 @@ from replicax._src.jax_compat import Device
 from replicax._src.topology import prepare_backend
 
 TIMEOUT_S = 600.0
-# How many processes torchrun and Open MPI have started on this machine.
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
@@ -43,12 +39,8 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
 
 
 def _num_workers_here(membership: Membership) -> int:
-    """How many workers have the host of this one, as far as their addresses or the launcher tell."""
-    addresses = [address for address in membership.addresses if address != UNKNOWN_ADDRESS]
-    hosts = [split_address(address)[0] for address in addresses]
-    is_known = membership.address != UNKNOWN_ADDRESS
-    of_addresses = hosts.count(split_address(membership.address)[0]) if is_known else 1
-    of_launcher = [
-        int(os.environ.get(name, "")) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()
-    ]
-    return max(1, of_addresses, *of_launcher)
+    """Returns how many workers have the host of this one, as far as their addresses tell."""
+    if membership.address == UNKNOWN_ADDRESS:
+        return 1
+    hosts = [split_address(address)[0] for address in membership.addresses if address != UNKNOWN_ADDRESS]
+    return hosts.count(split_address(membership.address)[0])
