@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +31,8 @@ from replicax._src.errors import (
 )
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
+
+log = logging.getLogger("replicax")
 
 
 class _Frame:
@@ -160,12 +164,26 @@ def experimental_set_strategy(strategy: Any) -> None:
 
 
 class Scope:
-    """Cross-replica context of a strategy, as a context manager that may be entered again and nested in itself."""
+    """Cross-replica context of a strategy, as a context manager that may be entered again and nested in itself.
 
-    def __init__(self, strategy: Any):
+    Args:
+      made_at: The user's line. If the scope is dropped before it is entered, a warning names the line.
+    """
+
+    def __init__(self, strategy: Any, made_at: str | None = None):
         self._strategy = strategy
+        self._made_at = made_at
+
+    def __del__(self) -> None:
+        if self._made_at is not None and not sys.is_finalizing():
+            log.warning(
+                "%s: strategy.scope() has no effect by itself. Write `with strategy.scope():`, and make variables, models and "
+                "optimizers in its block.",
+                self._made_at,
+            )
 
     def __enter__(self) -> Any:
+        self._made_at = None
         strategy = self._strategy
         check_may_enter(strategy)
         replica = (

@@ -15,7 +15,7 @@ from replicax._src import context, program_guard
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
-from replicax._src.program import key
+from replicax._src.program import key, side_effects
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -225,6 +225,9 @@ def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], mesh: A
         remaining = iter(tracers)
         leaves = [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in described]
         args, kwargs, cells = jax.tree_util.tree_unflatten(tree, leaves)
-        return key.with_cells(fn, cells)(*args, **kwargs)
+        with attempt():
+            return key.with_cells(fn, cells)(*args, **kwargs)
 
-    return PlacedCode(trace_code(call, [leaf.aval() for leaf in inputs], key.name_of(fn), argument_mesh=mesh))
+    with side_effects.reported(fn) as attempt:
+        code = trace_code(call, [leaf.aval() for leaf in inputs], key.name_of(fn), argument_mesh=mesh)
+    return PlacedCode(code)

@@ -109,7 +109,7 @@ def _python_function_key(
             for name, cell in zip(code.co_freevars, fn.__closure__, strict=True)
         )
     scope = fn.__globals__
-    for name in _global_names(code):
+    for name in global_names(code):
         if name in scope:
             parts.append((name, _key(scope[name], anchors, above)))
     return tuple(parts)
@@ -134,11 +134,12 @@ def _is_library(filename: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that the code of a function, or of one defined in it, looks up elsewhere; attributes among them."""
     names = dict.fromkeys(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names.update(dict.fromkeys(_global_names(const)))
+            names.update(dict.fromkeys(global_names(const)))
     return tuple(names)
 
 

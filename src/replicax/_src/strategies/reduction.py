@@ -19,6 +19,7 @@ from replicax._src.errors import ReductionError, UnsupportedError
 from replicax._src.options import ReduceOp
 from replicax._src.placement.spmd import in_flight
 from replicax._src.topology import Topology
+from replicax._src.user_code import user_line
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, cut, is_value, is_variable
 from replicax._src.variables.variable import Variable
 
@@ -33,10 +34,19 @@ def reduce(topology: Topology, ops: CrossDeviceOps | None, op: ReduceOp, value: 
     Args:
       ops: A user's cross-device operations; None for the built-in sum.
     """
+    _check_not_none(value, "reduce")
     axes = _axes(axis)
     return jax.tree_util.tree_map(
         lambda leaf: _reduce_leaf(topology, ops, op, leaf, axes), value, is_leaf=_is_leaf
     )
+
+
+def _check_not_none(value: Any, method: str) -> None:
+    if value is None:
+        raise ReductionError(
+            f"strategy.{method} at {user_line()} got None: the function given to strategy.run returns nothing. End it with "
+            "`return value`."
+        )
 
 
 def _axes(axis: Any) -> tuple[int, ...] | None:
@@ -254,6 +264,7 @@ def _count(shape: Sequence[int], axes: tuple[int, ...]) -> int:
 
 def gather(topology: Topology, value: Any, axis: int) -> Any:
     """``Strategy.gather`` over a nest."""
+    _check_not_none(value, "gather")
 
     def gather_leaf(leaf: Any) -> Any:
         if isinstance(leaf, IndexedSlices):

@@ -17,7 +17,7 @@ from replicax._src.input.narrowing import narrowed_dtype
 from replicax._src.placement.remote.closure import place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.placement.remote.tracing import check_can_travel
-from replicax._src.program import key
+from replicax._src.program import key, side_effects
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -176,21 +176,22 @@ class Closures:
 
             nest = jax.tree_util.tree_unflatten(tree, [thawed(leaf) for leaf in described])
             args, kwargs, cells = nest
-            with context.Scope(self._strategy), taking_from(elements):
+            with context.Scope(self._strategy), taking_from(elements), attempt():
                 if is_replica_function:
                     return run_on_replicas(self._strategy, key.with_cells(fn, cells), args, kwargs)
                 return key.with_cells(fn, cells)(*args, **kwargs)
 
         name = key.name_of(fn)
         slot_of, num_replicas = self._slots.slot_of, self._strategy.num_replicas_in_sync
-        return WorkerFunction(
-            name,
-            self._session,
-            lambda shapes: place_closure(
-                call, avals, name, self._session, slot_of, shapes, num_averaged, num_replicas
-            ),
-            sources,
-        )
+        with side_effects.reported(fn) as attempt:
+            return WorkerFunction(
+                name,
+                self._session,
+                lambda shapes: place_closure(
+                    call, avals, name, self._session, slot_of, shapes, num_averaged, num_replicas
+                ),
+                sources,
+            )
 
 
 def _is_leaf(leaf: Any) -> bool:

@@ -13,7 +13,7 @@ from replicax._src.context import ReplicaContext
 from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
 from replicax._src.options import ReduceOp
 from replicax._src.placement.uneven import trace_uneven
-from replicax._src.program import key
+from replicax._src.program import key, side_effects
 from replicax._src.program.cache import Leaf
 from replicax._src.program.capture import Capture, Uneven, current_capture
 from replicax._src.program.modules import enter_modules
@@ -69,7 +69,8 @@ def trace_replicas(
         with context.Scope(strategy), context.replica_context(strategy, replica):
             nest, finish = enter_modules(opened, has_modules)
             args, kwargs, cells = nest
-            return observe(number, lambda: finish(key.with_cells(fn, cells)(*args, **kwargs)))
+            with attempt():
+                return observe(number, lambda: finish(key.with_cells(fn, cells)(*args, **kwargs)))
 
     def sum_gradients(capture: Capture) -> SumGradients:
         communicator = TracedCommunicator(capture, topology)
@@ -96,10 +97,11 @@ def trace_replicas(
                 error.add_note(note)
             raise
 
-    if rows is not None:
-        program = trace_uneven(trace, variant_of_replica, rows)
-    else:
-        program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
+    with side_effects.reported(fn) as attempt:
+        if rows is not None:
+            program = trace_uneven(trace, variant_of_replica, rows)
+        else:
+            program = ReplicaProgram([trace(0, lambda: None, None)], (0,) * num_replicas)
     program.check_synchronised()
     return program, rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from replicax._src.collectives import cross_device
 from replicax._src.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from replicax._src.collectives.in_replica import Communicator
 from replicax._src.errors import (
+    ContextError,
     CrossReplicaContextError,
     InvalidArgumentError,
     IterationContextError,
@@ -42,6 +43,7 @@ from replicax._src.strategies.planning import PlanRequest, plan_of
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
 from replicax._src.topology import Topology, device_name
+from replicax._src.user_code import user_line
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 from replicax._src.variables.layout_map import LayoutMap
 from replicax._src.variables.logical_layouts import LogicalLayouts
@@ -218,7 +220,16 @@ class Strategy:
         """
         context.check_may_enter(self)
         ensure_bridges()
-        return context.Scope(self)
+        return context.Scope(self, user_line())
+
+    def __enter__(self) -> Self:
+        raise ContextError(
+            "A strategy is no context by itself. Write `with strategy.scope():`, and make variables, models and optimizers in "
+            "its block."
+        )
+
+    def __exit__(self, *exc_info: object) -> None:
+        raise AssertionError("__enter__ raises")
 
     def run(
         self,

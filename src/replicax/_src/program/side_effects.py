@@ -1,0 +1,259 @@
+"""Side effects of functions that are traced: Python counters, traced values kept in objects, random numbers of NumPy.
+
+Such code runs while the function is traced, not in each step. Lines that could be wrong are found in the source; each is
+reported once, if tracing has shown that it did what it seems to do.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import functools
+import inspect
+import logging
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.program import key
+from replicax._src.user_code import is_user_code
+
+log = logging.getLogger("replicax")
+
+_MISSING: Final = object()
+_NUMBERS: Final = (bool, int, float)
+_CONTAINERS: Final = (list, dict, set, collections.deque)
+_ADDING: Final = {"add", "append", "appendleft", "extend", "insert", "setdefault", "update"}
+_GENERATORS: Final = (np.random.Generator, np.random.RandomState)
+_DRAWS_NOTHING: Final = {"seed", "get_state", "set_state", "spawn"}
+_DRAWS_OF_TENSORFLOW: Final = {
+    "categorical",
+    "gamma",
+    "normal",
+    "poisson",
+    "shuffle",
+    "truncated_normal",
+    "uniform",
+}
+_MOST_ITEMS_LOOKED_AT: Final = 64
+
+
+@dataclass(frozen=True)
+class _Site:
+    """An expression that may have a side effect.
+
+    Attributes:
+      kind: "counts", "keeps" (a value) or "draws" (random numbers).
+      path: The names of what it changes or calls: ``("self", "losses")``.
+      item: Of a subscript, its constant key; else the marker ``_MISSING``.
+      line: In its file.
+      text: As the user wrote it.
+    """
+
+    kind: str
+    path: tuple[str, ...]
+    item: Any
+    line: int
+    text: str
+
+
+Attempt = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def reported(fn: Callable[..., Any]) -> Iterator[Attempt]:
+    """Warns of the side effects of ``fn``, which is traced inside: of each once in a process.
+
+    Yields:
+      A context for each call of ``fn``. Of several calls the last counts: variables are made in earlier ones.
+    """
+    found = [_Seen(function, site) for function in _functions(fn) for site in _sites(_code(function))]
+    found = [seen for seen in found if seen.is_possible()]
+    lines: set[tuple[types.CodeType, int]] = set()
+    drawing = {_code(seen.function) for seen in found if seen.site.kind == "draws"}
+    yield lambda: _noting_lines(drawing, lines)
+    for seen in found:
+        seen.report(lines)
+
+
+@contextlib.contextmanager
+def _noting_lines(codes: set[types.CodeType], lines: set[tuple[types.CodeType, int]]) -> Iterator[None]:
+    """Collects which lines of some functions this thread runs; none where a debugger looks on."""
+    lines.clear()
+    if not codes or sys.gettrace() is not None:
+        yield
+        return
+
+    def on_line(frame: types.FrameType, event: str, arg: Any) -> Any:
+        lines.add((frame.f_code, frame.f_lineno))
+        return on_line
+
+    sys.settrace(lambda frame, event, arg: on_line(frame, event, arg) if frame.f_code in codes else None)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+class _Seen:
+    """A site in a function, and what it led to before the function was traced."""
+
+    def __init__(self, function: Callable[..., Any], site: _Site):
+        self.function, self.site = function, site
+        self._before = _contents(function, site)
+
+    def is_possible(self) -> bool:
+        return self._before is not _MISSING and (self.site.kind != "draws" or _draws(self._before))
+
+    def report(self, lines: set[tuple[types.CodeType, int]]) -> None:
+        code, site = _code(self.function), self.site
+        place = (code.co_filename, site.line)
+        if place in _reported or not self._has_happened(lines):
+            return
+        _reported.add(place)
+        log.warning(_TEXTS[site.kind], f"{code.co_filename}:{site.line} in {code.co_name}", site.text)
+
+    def _has_happened(self, lines: set[tuple[types.CodeType, int]]) -> bool:
+        if self.site.kind == "draws":
+            return (_code(self.function), self.site.line) in lines
+        after = _contents(self.function, self.site)
+        if self.site.kind == "counts":
+            return (
+                isinstance(self._before, _NUMBERS) and isinstance(after, _NUMBERS) and self._before != after
+            )
+        known = set(map(id, _tracers(self._before)))
+        return any(id(tracer) not in known for tracer in _tracers(after))
+
+
+_reported: set[tuple[str, int]] = set()
+_TEXTS: Final = {
+    "counts": "%s: `%s` runs once, while the function is traced, and not in each step. Count outside of the function, or in "
+    "an rx.Variable: variable.assign_add(1).",
+    "keeps": "%s: `%s` keeps a value of the function, which is traced once: what is kept is JAX's placeholder, not a "
+    "number, and one for all steps. Return the value from the function, or assign it to an rx.Variable.",
+    "draws": "%s: `%s` draws once, while the function is traced: all replicas and all steps get the same numbers. Draw "
+    "outside and pass the numbers as an argument, or use keras.random with a SeedGenerator, or jax.random with a key.",
+}
+
+
+def _code(fn: Any) -> types.CodeType:
+    return getattr(fn, "__func__", fn).__code__
+
+
+def _functions(fn: Any) -> list[Callable[..., Any]]:
+    """A function of the user's, and those that it names, and so on."""
+    found: dict[types.CodeType, Callable[..., Any]] = {}
+    waiting = [fn]
+    while waiting:
+        fn = waiting.pop()
+        fn = key.unwrap(fn.func if isinstance(fn, functools.partial) else fn)
+        function = getattr(fn, "__func__", fn)
+        if not isinstance(function, types.FunctionType) or not is_user_code(function.__code__.co_filename):
+            continue
+        code = function.__code__
+        if code not in found:
+            found[code] = fn
+            waiting += [_named(fn, name) for name in (*key.global_names(code), *code.co_freevars)]
+    return list(found.values())
+
+
+def _named(fn: Any, name: str) -> Any:
+    """What a name in the source of a function stands for, unless it is local."""
+    function = getattr(fn, "__func__", fn)
+    code = function.__code__
+    if name in code.co_freevars:
+        with contextlib.suppress(ValueError):  # an empty cell
+            return function.__closure__[code.co_freevars.index(name)].cell_contents
+    elif isinstance(fn, types.MethodType) and code.co_argcount and name == code.co_varnames[0]:
+        return fn.__self__
+    elif name not in code.co_varnames and name not in code.co_cellvars:
+        return function.__globals__.get(name, _MISSING)
+    return _MISSING
+
+
+def _contents(fn: Any, site: _Site) -> Any:
+    """What a site's path leads to now; of containers a copy."""
+    root, *names = site.path
+    value = _named(fn, root)
+    for name in names:
+        if isinstance(value, (types.ModuleType, *_GENERATORS)):
+            value = getattr(value, name, _MISSING)
+        else:
+            value = inspect.getattr_static(value, name, _MISSING)
+    if site.item is not _MISSING:
+        value = value.get(site.item, _MISSING) if isinstance(value, dict) else _MISSING
+    if isinstance(value, _CONTAINERS):
+        items = value.values() if isinstance(value, dict) else value
+        return list(items)[-_MOST_ITEMS_LOOKED_AT:]
+    return value
+
+
+def _tracers(value: Any) -> list[Any]:
+    """The traced values among the items of a container, or that a value is."""
+    if isinstance(value, (list, tuple)):
+        return [tracer for item in value for tracer in _tracers(item)]
+    return [value] if isinstance(value, jax_compat.Tracer) else []
+
+
+def _draws(function: Any) -> bool:
+    """Whether a function gives other random numbers at each call: of NumPy, or of TensorFlow."""
+    name = getattr(function, "__name__", "")
+    if isinstance(getattr(function, "__self__", None), _GENERATORS):
+        return name not in _DRAWS_NOTHING
+    home = getattr(function, "__module__", None) or ""
+    return home.startswith("tensorflow.") and name.removeprefix("random_") in _DRAWS_OF_TENSORFLOW
+
+
+# --- what stands in the source ------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _sites(code: types.CodeType) -> tuple[_Site, ...]:
+    try:
+        source = textwrap.dedent(inspect.getsource(code))
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, TypeError):  # typed in, or a lambda in the middle of an expression
+        return ()
+    found = []
+    for node in ast.walk(tree):
+        line = code.co_firstlineno + getattr(node, "lineno", 1) - 1
+        text = ast.unparse(node) if isinstance(node, (ast.AugAssign, ast.Assign, ast.Call)) else ""
+        if isinstance(node, ast.AugAssign):
+            for path, item in _targets(node.target):
+                found.append(_Site("keeps", path, item, line, text))
+                if len(path) > 1 or item is not _MISSING:  # the value of a name selects the program
+                    found.append(_Site("counts", path, item, line, text))
+        elif isinstance(node, ast.Assign):
+            found += [_Site("keeps", *to, line, text) for target in node.targets for to in _targets(target)]
+        elif isinstance(node, ast.Call) and (path := _path(node.func)):
+            if path[-1] in _ADDING and len(path) > 1:
+                found.append(_Site("keeps", path[:-1], _MISSING, line, text))
+            else:
+                found.append(_Site("draws", path, _MISSING, line, text))
+    return tuple(found)
+
+
+def _targets(node: ast.expr) -> list[tuple[tuple[str, ...], Any]]:
+    """The paths of what outlives a function that is assigned to."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return [found for each in node.elts for found in _targets(each)]
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        path, item = _path(node.value), node.slice.value
+    else:
+        path, item = _path(node), _MISSING
+    return [(path, item)] if path else []
+
+
+def _path(node: ast.expr) -> tuple[str, ...]:
+    """``("a", "b")`` of ``a.b``; of other expressions nothing."""
+    if isinstance(node, ast.Attribute):
+        above = _path(node.value)
+        return (*above, node.attr) if above else ()
+    return (node.id,) if isinstance(node, ast.Name) else ()

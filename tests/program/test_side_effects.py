@@ -1,0 +1,197 @@
+"""Side effects of traced functions: those that surprise are reported, once, with the user's line; no others."""
+
+import logging
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax._src.program import side_effects
+
+
+@pytest.fixture
+def strategy():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.fixture
+def told(caplog, monkeypatch):
+    """The messages, each as its line in this file and its text."""
+    monkeypatch.setattr(side_effects, "_reported", set())
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def line_of(text, fn):
+    """``file:line`` of the statement in a function."""
+    code = getattr(fn, "__func__", fn).__code__
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    return f"{__file__}:{lines.index(text, code.co_firstlineno - 1) + 1} in {code.co_name}"
+
+
+class Trainer:
+    num_steps = 0
+
+    def __init__(self):
+        self.num_steps, self.losses, self.last, self.totals = 0, [], None, {"loss": 0.0, "n": 0}
+
+    def count(self, x):
+        self.num_steps += 1
+        return x
+
+    def append(self, x):
+        self.losses.append(x * 2)
+        return x
+
+    def assign(self, x):
+        self.last = x
+        return x
+
+    def add(self, x):
+        self.totals["loss"] += x
+        return x
+
+    def count_item(self, x):
+        self.totals["n"] = self.totals["n"] + 1
+        return x
+
+    def draw(self, x):
+        return x + np.random.normal()
+
+
+CASES = {
+    "count": "        self.num_steps += 1",
+    "append": "        self.losses.append(x * 2)",
+    "assign": "        self.last = x",
+    "add": '        self.totals["loss"] += x',
+    "draw": "        return x + np.random.normal()",
+}
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_side_effect_is_reported_once_with_its_line(strategy, told, name, as_function):
+    step = getattr(Trainer(), name)
+    call = rx.function(lambda x: strategy.run(step, args=(x,))) if as_function else None
+    for _ in range(3):
+        strategy.run(step, args=(jnp.ones(2),)) if call is None else call(jnp.ones(2))
+    strategy.run(getattr(Trainer(), name), args=(jnp.ones(3),))  # traced again
+    (message,) = told()
+    assert line_of(CASES[name], step) in message
+
+
+def test_globals_closures_and_helpers_are_watched(strategy, told):
+    history, generator = [], np.random.default_rng(0)
+
+    def keep(x):
+        history.append(x)
+
+    def step(x):
+        Trainer.num_steps += 1
+        keep(x)
+        return x + generator.normal()
+
+    strategy.run(step, args=(jnp.ones(2),))
+    messages = told()
+    lines = [
+        line_of("        Trainer.num_steps += 1", step),
+        line_of("        return x + generator.normal()", step),
+        line_of("        history.append(x)", keep),
+    ]
+    assert sorted(messages) == sorted(m for line in lines for m in messages if line in m)
+    assert len(messages) == 3
+
+
+def test_replicas_with_uneven_batches_and_functions_for_several_steps_are_watched(strategy, told):
+    trainer = Trainer()
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.ones((6, 1))).batch(3))
+    strategy.run_steps(trainer.append, iter(dataset), 2)
+    (message,) = told()
+    assert "self.losses.append" in message
+
+
+def harmless(strategy):
+    """What could be taken for a mistake, and is none."""
+    shapes, seen, limits = [], {"names": set()}, {"largest": 0}
+    generator = np.random.default_rng(0)
+    variable = []
+    count = 0
+
+    class Step:
+        training = False
+
+    def step(x):
+        nonlocal count
+        count += 1  # each value is another program
+        shapes.append(x.shape)
+        seen["names"].add("step")
+        limits["largest"] = max(limits["largest"], x.shape[0])
+        if not variable:
+            variable.append(rx.Variable(np.random.normal(size=2).astype("float32")))
+        if Step.training:
+            x = x + generator.normal()
+        values = []
+        values.append(x)
+        scratch = {}
+        scratch["x"] = x
+        fixed = np.random.RandomState(0).normal(size=2).astype("float32")
+        np.random.seed(0)
+        return sum(values) + scratch["x"] * fixed + variable[0]
+
+    return step
+
+
+def test_harmless_code_is_not_reported(strategy, told):
+    strategy.run(harmless(strategy), args=(jnp.ones(2),))
+    assert told() == []
+
+
+def test_a_debugger_keeps_its_trace_function(strategy, told):
+    def look(frame, event, arg):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        strategy.run(Trainer().draw, args=(jnp.ones(2),))
+        assert sys.gettrace() is look
+    finally:
+        sys.settrace(before)
+    strategy.run(Trainer().count, args=(jnp.ones(2),))
+    assert sys.gettrace() is before
+
+
+def test_functions_without_source_run(strategy, told):
+    scope = {"losses": []}
+    exec("def step(x):\n    losses.append(x)\n    return x", scope)
+    strategy.run(scope["step"], args=(jnp.ones(2),))
+    assert told() == []
+
+
+# --- cross-replica code that does nothing -------------------------------------------------------------
+
+
+def test_a_scope_that_is_not_entered_is_reported_with_its_line(strategy, told):
+    strategy.scope()
+    (message,) = told()
+    assert f"{__file__}:{sys._getframe().f_lineno - 2} in" in message
+    scope = strategy.scope()
+    with scope, scope:
+        pass
+    del scope
+    assert len(told()) == 1
+
+
+def test_a_strategy_itself_is_no_context(strategy):
+    with pytest.raises(rx.errors.ContextError, match=r"strategy\.scope\(\)"), strategy:
+        pass
+
+
+@pytest.mark.parametrize("combine", ["reduce", "gather"])
+def test_a_result_of_none_is_refused_with_its_line(strategy, combine):
+    result = strategy.run(lambda: None)
+    with pytest.raises(rx.errors.ReductionError, match=r"test_side_effects\.py:.* returns nothing"):
+        strategy.reduce("SUM", result, axis=None) if combine == "reduce" else strategy.gather(result, 0)
