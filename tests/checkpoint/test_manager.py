@@ -1,6 +1,7 @@
 """Several checkpoints of one directory: which stay, what half of one is, and what happens where nothing can be written."""
 
 import errno
+import gc
 import logging
 import math
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import hypothesis
@@ -21,6 +23,7 @@ import replicax as rx
 from checks import message
 from replicax._src.checkpoint import writing
 from replicax._src.checkpoint.contents import Contents
+from replicax._src.checkpoint.directory import records_in
 from replicax._src.checkpoint.retention import Record, Retention
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax.checkpoint import (
@@ -29,6 +32,8 @@ from replicax.checkpoint import (
     CorruptCheckpointError,
     UnmatchedCheckpointError,
     latest_checkpoint,
+    list_variables,
+    load_variable,
 )
 from replicax.errors import InvalidArgumentError
 
@@ -261,13 +266,74 @@ def test_what_is_saved_is_the_state_at_the_call(checkpoint, tmp_path, monkeypatc
     checkpoint.v.assign(5.0)
     path = manager.save()
     checkpoint.v.assign(6.0)
-    assert latest_checkpoint(tmp_path) is None
+    assert records_in(str(tmp_path)) == []
     with pytest.raises(TimeoutError):
         manager.wait(timeout_s=0.01)
     may_write.set()
     assert manager.latest_checkpoint == path, "the manager itself waits for what it writes"
     checkpoint.restore(path)
     assert float(checkpoint.v) == 5.0
+
+
+@pytest.fixture
+def slow_writer(monkeypatch):
+    """Writing begins after the call that follows ``save``."""
+    write_arrays = writing.write_arrays
+    monkeypatch.setattr(writing, "write_arrays", lambda *args: (time.sleep(0.2), write_arrays(*args)))
+
+
+FINDERS = {
+    "latest_checkpoint": lambda manager, path: latest_checkpoint(manager.directory),
+    "latest_checkpoint of a link": lambda manager, path: latest_checkpoint(linked(manager.directory)),
+    "the manager": lambda manager, path: manager.latest_checkpoint,
+    "another manager": lambda manager, path: rx.CheckpointManager(
+        manager.checkpoint, manager.directory
+    ).restore_or_initialize(),
+    "restore": lambda manager, path: manager.checkpoint.restore(path).path,
+    "restore_or_initialize": lambda manager, path: manager.restore_or_initialize(),
+    "load_variable": lambda manager, path: load_variable(path, "v") == 2.0 and path,
+    "list_variables": lambda manager, path: list_variables(manager.directory) == [("v", ())] and path,
+}
+
+
+def linked(directory):
+    os.symlink(directory, f"{directory}-link")
+    return f"{directory}-link"
+
+
+@pytest.mark.usefixtures("slow_writer")
+@pytest.mark.parametrize("found", FINDERS.values(), ids=FINDERS)
+def test_a_save_under_way_counts_as_saved(found, checkpoint, tmp_path):
+    """With an older checkpoint in the directory, the older one was found, or none."""
+    manager = rx.CheckpointManager(checkpoint, tmp_path / "training", max_to_keep=1)
+    checkpoint.v.assign(1.0)
+    manager.save()
+    checkpoint.v.assign(2.0)
+    path = manager.save()
+    assert os.path.basename(found(manager, path)) == "ckpt-2"
+    checkpoint.v.assign(0.0)
+    checkpoint.restore(path)
+    assert float(checkpoint.v) == 2.0
+
+
+@pytest.mark.usefixtures("slow_writer")
+@pytest.mark.parametrize("found", FINDERS.values(), ids=FINDERS)
+def test_a_save_that_failed_is_not_taken_for_the_one_before(found, checkpoint, tmp_path, monkeypatch):
+    manager = rx.CheckpointManager(checkpoint, tmp_path / "training")
+    manager.save()
+    manager.wait()
+    monkeypatch.setattr(writing, "_described", lambda array: 1 / 0)
+    path = manager.save()
+    message(CheckpointWriteError, lambda: found(manager, path), "ZeroDivisionError")
+    assert names([latest_checkpoint(manager.directory)]) == ["ckpt-1"], "it is said once"
+    manager.wait()
+
+
+@pytest.mark.usefixtures("slow_writer")
+def test_a_manager_that_was_dropped_is_waited_for(checkpoint, tmp_path):
+    path = rx.CheckpointManager(checkpoint, tmp_path).save()
+    gc.collect()
+    assert latest_checkpoint(tmp_path) == path
 
 
 def test_python_waits_for_the_last_one(tmp_path):

@@ -103,6 +103,28 @@ def training(folder, num_steps, restores):
             report(restoring_missing=f"{type(error).__name__}: {error}")
         report(untouched=bool(optimizer.iterations.numpy() == before))
         processes._SHARED_WITHIN_S = 0.5
+        if index == 0:
+            writing.write_arrays = lambda *args: (time.sleep(0.5), write_arrays(*args))
+        manager = rx.CheckpointManager(checkpoint, f"{folder}-under-way", max_to_keep=1)
+        manager.save(1)
+        if index == 1:  # by itself: the other process does not call it
+            report(under_way=os.path.basename(rx.checkpoint.latest_checkpoint(manager.directory)))
+        checkpoint.restore(manager.save(2)).assert_consumed()
+        manager.save(3)
+        report(reopened=rx.CheckpointManager(checkpoint, manager.directory).restore_or_initialize()[-6:])
+        if index == 0:
+            writing.write_arrays = None
+        path = manager.save(4)
+        try:
+            rx.checkpoint.latest_checkpoint(manager.directory)
+        except CheckpointError as error:
+            report(failed_alone=type(error).__name__)
+        try:
+            checkpoint.restore(path)
+        except CheckpointError as error:
+            report(failed_together=f"{type(error).__name__}: {error}")
+        report(after_all=os.path.basename(rx.checkpoint.latest_checkpoint(manager.directory)))
+        writing.write_arrays = write_arrays
         with tempfile.TemporaryDirectory() as own:
             try:
                 checkpoint.write(os.path.join(own, "exact"))

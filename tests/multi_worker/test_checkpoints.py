@@ -69,6 +69,15 @@ def test_who_waits_waits_for_the_one_that_writes(first):
     assert "worker 0 could not go on with writing ckpt-5" in first[1]["failed"]
 
 
+def test_a_save_under_way_counts_as_saved_in_every_process(first):
+    assert first[1]["under_way"] == "ckpt-1"
+    for number, worker in enumerate(first):
+        assert worker["reopened"] == "ckpt-3"
+        assert worker["failed_alone"] == ("CheckpointWriteError", "CheckpointError")[number]
+        assert "'NoneType' object is not callable" in worker["failed_together"]
+        assert worker["after_all"] == "ckpt-3"
+
+
 def test_directories_that_are_not_shared_are_found_out(first):
     for worker in first:
         assert "worker 1 cannot see" in worker["unshared"]

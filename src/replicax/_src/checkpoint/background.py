@@ -1,11 +1,14 @@
-"""One thing at a time done in a thread; what goes wrong there is raised at the next call."""
+"""Saves that this process has started: each written in a thread, found by its directory until somebody has waited for it.
+
+What goes wrong in the thread is raised at the next call.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -13,20 +16,23 @@ from replicax._src.checkpoint.errors import CheckpointError
 
 log = logging.getLogger("replicax")
 
-_busy: weakref.WeakSet[Background] = weakref.WeakSet()
+_unheard: dict[Background, str] = {}
+"""By what has been started and not waited for, the real path of its directory."""
 
 
 @final
 class Background:
-    """Runs one task at a time. Python waits for it when it ends."""
+    """Runs one task at a time. Python waits for it when it ends.
 
-    def __init__(self) -> None:
+    Args:
+      directory: That the tasks write to.
+    """
+
+    def __init__(self, directory: str = "") -> None:
+        self._directory = directory
         self._thread: threading.Thread | None = None
+        self._look: Callable[[], None] | None = None
         self._failure: BaseException | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def start(self, task: Callable[[], Any]) -> None:
         """Runs a task, once the one before has ended.
@@ -36,30 +42,49 @@ class Background:
         """
         self.wait()
         _finish_at_exit()
-        _busy.add(self)
         self._thread = threading.Thread(target=self._run, args=(task,), name="replicax-checkpoint")
+        _unheard[self] = os.path.realpath(self._directory)
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until nothing runs.
+    def follow(self, look: Callable[[], None]) -> None:
+        """Another process runs the task: ``look`` waits until it has ended, if somebody asks for that here."""
+        self._look = look
+        _unheard[self] = os.path.realpath(self._directory)
+
+    def forget(self) -> None:
+        """The other process has said how its task ended."""
+        self._look = None
+        _unheard.pop(self, None)
+
+    def wait(
+        self, timeout_s: float | None = None, *, keeps_failure: bool = False, follows: bool = True
+    ) -> None:
+        """Waits until nothing runs. In the thread of the task itself it does nothing.
+
+        Args:
+          keeps_failure: A failure is raised by the next call too.
+          follows: Waits for the task of another process too.
 
         Raises:
           CheckpointError: What ran has failed; raised once.
           TimeoutError: It still runs.
         """
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
+        thread = self._thread
+        if thread is threading.current_thread():
+            return
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
                 raise TimeoutError(f"A checkpoint is still being written after {timeout_s} s.")
-            self._thread = None
-        failure, self._failure = self._failure, None
+            self._thread = None if self._thread is thread else self._thread
+        if self._look is not None and follows:
+            self._look()
+        failure = self._failure
+        if self._thread is None and (failure is None or not keeps_failure):
+            self._failure = None
+            self.forget()
         if failure is not None:
             raise failure
-
-    def settle(self) -> None:
-        """Waits until nothing runs, and raises nothing: what failed is raised by the next ``wait``."""
-        if self._thread is not None:
-            self._thread.join()
 
     def _run(self, task: Callable[[], Any]) -> None:
         try:
@@ -82,9 +107,19 @@ def _finish_at_exit() -> None:
         register(_finish)
 
 
+def saves_under(path: str) -> list[Background]:
+    """The saves into a directory that nobody has waited for.
+
+    Args:
+      path: Of the directory, or of a checkpoint in it.
+    """
+    path = os.path.realpath(path)
+    return [save for save, directory in list(_unheard.items()) if directory in (path, os.path.dirname(path))]
+
+
 def _finish() -> None:
-    for background in list(_busy):
+    for background in list(_unheard):
         try:
-            background.wait()
+            background.wait(follows=False)
         except CheckpointError as error:
             log.error("The last checkpoint was not written: %s", error)

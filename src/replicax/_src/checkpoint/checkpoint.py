@@ -260,6 +260,8 @@ class Checkpoint:
         path = (
             None if save_path is None else os.path.abspath(path_of(save_path, "save_path", "training/ckpt-3"))
         )
+        if path is not None or not processes.is_alone():
+            processes.wait_for_saves_together(path or "")
         saved = processes.together("opening a checkpoint", lambda: None if path is None else _verified(path))
         processes.check_same_checkpoint(path, "" if saved is None else saved.contents.to_text())
         if saved is None:

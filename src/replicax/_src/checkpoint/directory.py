@@ -6,6 +6,7 @@ import functools
 import os
 import re
 
+from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.contents import MANIFEST
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.retention import Record
@@ -52,7 +53,15 @@ def _read(path: str, changed_ns: int, inode: int) -> Record:
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     """The path of the checkpoint of a directory that was saved last, or None. Its files are not verified.
 
+    It waits for a save that this process has started. Any process of a cluster may call it alone.
+
+    Raises:
+      CheckpointError: That save has failed; ``CheckpointWriteError`` in the process that writes.
+      ClusterFailureError: Another process is gone.
+
     Source: TensorFlow, ``tf.train.latest_checkpoint``.
     """
-    records = records_in(path_of(checkpoint_dir, "checkpoint_dir", "training"))
+    directory = path_of(checkpoint_dir, "checkpoint_dir", "training")
+    processes.wait_for_saves(directory)
+    records = records_in(directory)
     return records[-1].path if records else None

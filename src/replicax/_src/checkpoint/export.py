@@ -31,7 +31,9 @@ def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, .
 
 
 def _opened(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    return SavedCheckpoint(latest_checkpoint(path) or path_of(path, "path", "training/ckpt-3"))
+    checked = path_of(path, "path", "training/ckpt-3")
+    processes.wait_for_saves(checked)
+    return SavedCheckpoint(latest_checkpoint(checked) or checked)
 
 
 def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:

@@ -117,10 +117,11 @@ class CheckpointManager:
         self._step_counter, self._interval = step_counter, checkpoint_interval
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
-        self._background = Background()
+        self._background = Background(self._directory)
         self._being_written: str | None = None  # in all processes, until they have waited for it
         self._known: set[str] = set()  # that it has saved or restored
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
+        processes.wait_for_saves_together(self._directory)  # or cleaning would remove what they have written
         processes.together("opening the directory of checkpoints", self._open)
         processes.check_shared(self._directory)
 
@@ -153,24 +154,25 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of those on the disk, oldest first. One that this process is writing is waited for."""
-        self._background.settle()
+        """The paths of those on the disk, oldest first. A save under way is waited for."""
+        processes.wait_for_saves(self._directory)
         return [record.path for record in self._records()]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest on the disk, or None. One that this process is writing is waited for.
+        """The path of the newest on the disk, or None. A save under way is waited for.
 
-        In a cluster only one process writes: there all call ``wait()`` before.
+        Raises:
+          CheckpointError: That save has failed.
         """
-        self._background.settle()
+        processes.wait_for_saves(self._directory)
         records = self._records()
         return records[-1].path if records else None
 
     @property
     def best_checkpoint(self) -> str | None:
-        """The path of the best on the disk by ``best_fn``, or None. One that this process is writing is waited for."""
-        self._background.settle()
+        """The path of the best on the disk by ``best_fn``, or None. A save under way is waited for."""
+        processes.wait_for_saves(self._directory)
         best = self._retention.by_quality(self._records())
         return best[0].path if best else None
 
@@ -210,6 +212,7 @@ class CheckpointManager:
         records = self._records()
         self._tell_of_others(path, records)
         order = max((record.contents.order for record in records), default=0) + 1
+        before = processes.identity(path)
         began = time.perf_counter()
         write = self._checkpoint.snapshot(path, number=number, order=order, metrics=judged)
         self._known.add(path)
@@ -222,6 +225,8 @@ class CheckpointManager:
         self._being_written = f"writing {os.path.basename(path)}"
         if processes.is_chief():
             self._background.start(lambda: self._write(write))
+        elif not processes.is_alone():
+            self._background.follow(lambda: processes.follow_chief(path, f"{path}.part-", before))
         return path
 
     def _tell_of_others(self, path: str, records: Sequence[Record]) -> None:
@@ -277,9 +282,14 @@ class CheckpointManager:
         try:
             processes.wait_for_chief(self._being_written, self._background, timeout_s)
         except CheckpointError:
-            self._being_written = None
+            self._heard()
             raise
+        self._heard()
+
+    def _heard(self) -> None:
         self._being_written = None
+        if not processes.is_chief():
+            self._background.forget()
 
     def sync(self) -> None:
         """As ``wait``, in TensorFlow's word."""
@@ -288,7 +298,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for what this process writes, for no other one, and gives the memory of the copy back. May be called twice."""
         try:
-            self._background.wait()
+            self._background.wait(follows=False)
         finally:
             self._checkpoint.release()
 
@@ -335,6 +345,7 @@ class CheckpointManager:
 
     def _restore(self, *, is_strict: bool) -> LoadStatus | None:
         self.wait()
+        processes.wait_for_saves_together(self._directory)
         saved, status = self._newest_whole(), None
         while saved is not None and status is None:
             try:

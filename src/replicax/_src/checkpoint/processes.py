@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax._src import context
-from replicax._src.checkpoint.background import Background
+from replicax._src.checkpoint.background import Background, saves_under
+from replicax._src.checkpoint.contents import MANIFEST
 from replicax._src.checkpoint.errors import CheckpointError, UnsharedDirectoryError
 from replicax._src.cluster.failures import ClusterFailureError
 from replicax._src.cluster.peers import joined_peers
@@ -210,6 +211,78 @@ def wait_for_chief(what: str, background: Background, timeout_s: float | None = 
             return
         if told != _BUSY:
             raise CheckpointError(f"{peers.names[0]} could not go on with {what}: {told}")
+
+
+def wait_for_saves(path: str) -> None:
+    """Waits until the saves that this process has started in a directory are on the disk. Any process may call it alone.
+
+    A process that does not write looks at the disk until the chief's checkpoint is there.
+
+    Args:
+      path: Of the directory, or of a checkpoint in it.
+
+    Raises:
+      CheckpointError: A save has failed. In a cluster it is raised until ``manager.wait()`` has told all processes.
+      ClusterFailureError: Another process is gone.
+    """
+    for save in saves_under(path):
+        save.wait(keeps_failure=not is_alone())
+
+
+def wait_for_saves_together(path: str) -> None:
+    """As ``wait_for_saves``, called by all processes: they wait for the chief, and all hear of a failure.
+
+    Raises:
+      CheckpointError: A save has failed; raised once.
+      ClusterFailureError: Another process is gone.
+    """
+
+    def wait_here() -> None:
+        for save in saves_under(path):
+            save.wait()
+
+    try:
+        write("writing a checkpoint", wait_here)
+    finally:
+        if not is_chief():
+            for save in saves_under(path):
+                save.forget()
+
+
+def follow_chief(path: str, part: str, before: object) -> None:
+    """Waits until the chief's checkpoint is on the disk that both see.
+
+    Args:
+      path: Of the checkpoint.
+      part: How the names of the directories begin in which it is written.
+      before: What ``identity`` said of ``path`` before the chief began.
+
+    Raises:
+      CheckpointError: The chief has not written it.
+      ClusterFailureError: Another process is gone.
+    """
+    peers = joined_peers()
+    assert peers is not None
+    directory, begin = os.path.dirname(path), os.path.basename(part)
+    deadline = time.monotonic() + _SHARED_WITHIN_S
+    while identity(path) == before:
+        peers.check()
+        if any(name.startswith(begin) for name in os.listdir(directory)):
+            deadline = time.monotonic() + _SHARED_WITHIN_S
+        elif time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{peers.names[0]} has not written the checkpoint {path!r}. Call manager.wait() in all processes: it raises the reason."
+            )
+        time.sleep(0.05)
+
+
+def identity(path: str) -> object:
+    """Something that changes when a checkpoint takes its place at ``path``; None where there is none."""
+    try:
+        stat = os.stat(os.path.join(path, MANIFEST))
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 _BUSY, _LATE = "busy", "late"
