@@ -251,7 +251,7 @@ class GlobalStepFunction(StepFunction):
         layouts = [self._strategy.slots.layout_of(variable) for variable in self._variables()]
         by_map = self._strategy.variable_placement.logical_layouts
         if by_map is not None:
-            by_map.tell_unused()
+            by_map.check_used(is_training=self._phase.name == "train")
         return layouts
 
     def finish(self) -> None:

@@ -292,7 +292,7 @@ class ProgramState:
         self.read = SlotGroup([s for s in slots if id(s) not in changed], placement)
         layouts = placement.logical_layouts
         if layouts is not None and any(s.variable.trainable for s in written):
-            layouts.tell_unused()  # it trains, so what it trains has been made
+            layouts.check_used(is_training=True)  # it trains, so what it trains has been made
 
     @property
     def slots(self) -> list[Slot]:

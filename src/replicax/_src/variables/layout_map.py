@@ -18,7 +18,8 @@ class LayoutMap(MutableMapping[str, Layout]):
 
     Keys are regular expressions for the paths of variables (Keras's ``variable.path``, the ``name`` of an ``rx.Variable``).
     A variable takes the entry whose key is its path; else the one whose pattern matches all of its path; else the one whose
-    pattern is found in it. What no pattern matches is on each device whole. What optimizers keep for a variable follows it.
+    pattern is found in it. What no pattern matches is on each device whole. A pattern that matches no
+    variable is an error before the first step that trains. What optimizers keep for a variable follows it.
 
     Values have an entry for each dim: None where it stays whole, ``"logical"`` where the logical devices divide it. Where
     their number is no prime, ``"logical_0"``, ``"logical_1"``, ... are its prime factors, the smallest first: 4 devices divide

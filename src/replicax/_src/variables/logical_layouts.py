@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -16,7 +18,7 @@ from replicax._src.variables.layout_map import Layout, LayoutMap, shown
 from replicax._src.variables.state_layouts import is_of_optimizer
 
 log = logging.getLogger("replicax")
-_MAX_SHOWN = 8
+_MAX_SHOWN = 3
 
 
 @final
@@ -34,7 +36,8 @@ class LogicalLayouts:
     def __init__(self, layout_map: LayoutMap, topology: Topology):
         self._map, self.topology = layout_map, topology
         self._unused = dict.fromkeys(layout_map)
-        self._unmatched: dict[str, None] = {}
+        self._paths: dict[str, None] = {}
+        self._paths_of_slots: dict[str, None] = {}
         self._sizes = {name: topology.mesh.shape[name] for name in topology.mesh.axis_names[1:]}
         for pattern, layout in layout_map.entries():
             self._check_axes(pattern, layout)
@@ -42,7 +45,8 @@ class LogicalLayouts:
     def on(self, topology: Topology) -> LogicalLayouts:
         """The same over other devices. Both know which patterns have matched a variable."""
         layouts = LogicalLayouts(self._map, topology)
-        layouts._unused, layouts._unmatched = self._unused, self._unmatched
+        layouts._unused, layouts._paths = self._unused, self._paths
+        layouts._paths_of_slots = self._paths_of_slots
         return layouts
 
     def _check_axes(self, pattern: str, layout: Layout) -> None:
@@ -72,9 +76,10 @@ class LogicalLayouts:
     def of(self, variable: Any) -> NamedSharding | None:
         """Where the pieces of a variable are; None: every device holds all of it."""
         owner = accompanied_by(variable)
-        if owner is not None:
-            return self.of(owner)
-        return None if is_of_optimizer(variable) else self.of_path(variable.path, variable.shape)
+        if owner is None and not is_of_optimizer(variable):
+            return self.of_path(variable.path, variable.shape)
+        self._paths_of_slots[variable.path] = None
+        return None if owner is None else self.of(owner)
 
     def of_path(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
         """Where the pieces of a variable of this path are; None: every device holds all of it.
@@ -82,9 +87,9 @@ class LogicalLayouts:
         Raises:
           InvalidArgumentError: The layout does not fit the shape.
         """
+        self._paths[path] = None
         pattern = self._map.pattern_of(path)
         if pattern is None:
-            self._unmatched[path] = None
             return None
         self._unused.pop(pattern, None)
         layout = self._map[pattern] or ()
@@ -107,19 +112,38 @@ class LogicalLayouts:
         rest = [None] * (len(shape) - len(dims))
         return NamedSharding(self.topology.mesh, PartitionSpec(*[axes or None for axes in dims], *rest))
 
-    def tell_unused(self) -> None:
-        """Warns of patterns that have matched no variable, once. Call it when variables have been met."""
-        if not self._unused:
+    def check_used(self, *, is_training: bool) -> None:
+        """Looks for patterns that have matched no variable. Call it when variables have been met, before the first step.
+
+        Args:
+          is_training: What trains has been made, so it is an error. Else it is a warning, once: another model may come.
+
+        Raises:
+          InvalidArgumentError: A pattern has matched no variable.
+        """
+        if not self._unused or not (is_training or self._paths):
             return
-        patterns, paths = ", ".join(map(repr, self._unused)), list(self._unmatched)
-        self._unused.clear()
-        more = f", and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
-        whole = f"{', '.join(map(repr, paths[:_MAX_SHOWN]))}{more}" if paths else "none"
-        log.warning(
-            "The layout map's %s matched no variable. Variables that no pattern matches, and that are whole on each device: %s.",
-            patterns,
-            whole,
+        listed = "\n".join(f"  {pattern!r}: {self._closest(pattern)}" for pattern in self._unused)
+        told = (
+            f"The layout map has patterns that match none of the {len(self._paths)} variables made so far, so what they are meant for "
+            f"would be whole on each device:\n{listed}\nA pattern is a regular expression that is searched for in the path of a "
+            "variable (Keras's variable.path, the name of an rx.Variable). Correct it or leave it out; if its variables do not exist "
+            "yet, make them before the first step."
         )
+        if is_training:
+            raise InvalidArgumentError(told)
+        self._unused.clear()
+        log.warning("%s", told)
+
+    def _closest(self, pattern: str) -> str:
+        """The paths that are most like a pattern, as a message shows them."""
+        of_slots = [path for path in self._paths_of_slots if re.search(pattern, path)]
+        if of_slots:
+            return f"it matches {of_slots[0]!r}, which an optimizer keeps for a variable and which lies as that variable does"
+        plain = re.sub(r"\W+", " ", pattern)
+        likeness = {path: difflib.SequenceMatcher(None, plain, path).ratio() for path in self._paths}
+        closest = sorted(likeness, key=lambda path: -likeness[path])[:_MAX_SHOWN]
+        return f"the closest paths are {', '.join(map(repr, closest))}" if closest else "there is none"
 
 
 def _any_of(names: Sequence[str]) -> str:
