@@ -561,6 +561,32 @@ def test_replicate_and_unreplicate(strategy, num_replicas):
     assert isinstance(plain["w"], jax.Array)
 
 
+def test_functional_state_does_not_drift_apart_silently(strategy, num_replicas, caplog):
+    """A step without ``all_reduce``: the README promises that replicas cannot drift."""
+
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w - 1.0) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * gradient}
+
+    def train(options, wrap):
+        state = strategy.replicate({"w": np.ones(2, np.float32)})
+        call = wrap(lambda state, x: strategy.run(step, (state, x), options=options))
+        for _ in range(3):
+            state = call(state, per_replica(strategy, lambda r: np.full((1, 2), r + 1, np.float32)))
+
+    for wrap in (rx.function, lambda fn: fn):
+        train(None, wrap)
+    told = [record.getMessage() for record in caplog.records if "drifted apart" in record.getMessage()]
+    assert len(told) == (num_replicas > 1)
+    assert all("args[0]['w']" in text for text in told)
+    for wrap in (rx.function, lambda fn: fn):
+        if num_replicas > 1:
+            with pytest.raises(rx.errors.DivergenceError, match=r"args\[0\]\['w'\]"):
+                train(rx.RunOptions(check_same=True), wrap)
+        else:
+            train(rx.RunOptions(check_same=True), wrap)
+
+
 # --- data ---------------------------------------------------------------------------------------------
 
 

@@ -26,9 +26,16 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
-from replicax._src.strategies.code import PlacedCode, RunsOnServers, mesh_of, trace_code
+from replicax._src.strategies.code import (
+    PlacedCode,
+    RunsOnServers,
+    makers_of,
+    mesh_of,
+    set_makers,
+    trace_code,
+)
 from replicax._src.strategies.planning import PlanRequest, Unrun, arguments_on, of_slots, on_plan, placers
-from replicax._src.values import is_variable
+from replicax._src.values import is_value, is_variable
 
 log = logging.getLogger("replicax")
 _ITERATED = (DistributedDataset, DistributedIterator)
@@ -137,15 +144,15 @@ class Function:
         described, arrays = _describe(leaves, programs)
         mesh = mesh_of(arrays)
         signature = (tree, tuple(described), context.get_strategy(), mesh, jax_state())
-        placed = programs.get(signature)
-        if placed is None:
+        placed = call = programs.get(signature)
+        if placed is None or call is None:
             if open_modules((args, kwargs))[1] is not None:
                 raise UnsupportedError(
                     "rx.function got an nnx module as an argument, which its trace could not update. Pass the module's "
                     "state as arrays (nnx.split), or call strategy.run with the module outside of rx.function."
                 )
             try:
-                placed = _trace(fn, tree, described, mesh)
+                placed = _trace(fn, tree, described, mesh, makers_of(_values_in(nest)))
             except _IteratesDataset:
                 return self._run_as_python(args, kwargs)
             except RunsOnServers as found:
@@ -153,10 +160,11 @@ class Function:
                 return found.strategy.run_here(fn, *args, **kwargs)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
+            call = placed.first_call
         if program_guard.current:
             with program_guard.current[-1]():
-                return placed(arrays)
-        return placed(arrays)
+                return call(arrays)
+        return call(arrays)
 
     def _run_as_python(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._runs_as_python = True
@@ -218,13 +226,22 @@ def _describe(leaves: Sequence[Any], programs: FunctionPrograms) -> tuple[list[L
     return described, arrays
 
 
-def _trace(fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], mesh: Any) -> PlacedCode:
+def _values_in(nest: Any) -> list[Any]:
+    return jax.tree_util.tree_leaves(nest, is_leaf=is_value)
+
+
+def _trace(
+    fn: Callable[..., Any], tree: Any, described: Sequence[Leaf], mesh: Any, makers: Sequence[Any] = ()
+) -> PlacedCode:
     inputs = [leaf for leaf in described if leaf.kind != "static"]
 
     def call(tracers: list[Any]) -> Any:
         remaining = iter(tracers)
         leaves = [leaf.thaw() if leaf.kind == "static" else next(remaining) for leaf in described]
-        args, kwargs, cells = jax.tree_util.tree_unflatten(tree, leaves)
+        nest = jax.tree_util.tree_unflatten(tree, leaves)
+        if any(makers):
+            set_makers(_values_in(nest), makers)
+        args, kwargs, cells = nest
         with attempt():
             return key.with_cells(fn, cells)(*args, **kwargs)
 

@@ -135,6 +135,8 @@ class RunOptions:
         collectives, with real values: for prints, breakpoints and Python ``if``. Slow.
       donate_args: Give the arrays of the ``PerReplica`` and ``Mirrored`` values in these positional
         arguments to the program, which then needs no second copy of them. They are gone afterwards.
+      check_same: Raise ``DivergenceError`` for state that was the same on all replicas, differs when the function returns it,
+        and is passed to it again. Else this is a warning, once.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -142,6 +144,7 @@ class RunOptions:
     experimental_xla_options: Mapping[str, Any] | None = None
     eager: bool = False
     donate_args: tuple[int, ...] = ()
+    check_same: bool = False
 
     def __post_init__(self) -> None:
         if self.experimental_bucketizing_dynamic_shape:

@@ -121,7 +121,16 @@ class PerReplica(DistributedValues):
       is_equal: The components were proven equal when the value was made.
     """
 
-    __slots__ = ("__weakref__", "_array", "is_equal", "is_ours", "is_shared", "num_replicas", "shapes")
+    __slots__ = (
+        "__weakref__",
+        "_array",
+        "is_equal",
+        "is_ours",
+        "is_shared",
+        "maker",
+        "num_replicas",
+        "shapes",
+    )
 
     def __init__(
         self,
@@ -130,9 +139,11 @@ class PerReplica(DistributedValues):
         shapes: tuple[tuple[int, ...], ...] | None = None,
         is_equal: bool = False,
         is_ours: bool = False,
+        maker: Any = None,
     ):
         self._array = array
         self.num_replicas = num_replicas
+        self.maker = maker  # see ``strategies/drift.py``
         self.shapes = shapes
         self.is_equal = is_equal
         self.is_ours = is_ours  # a program made the array: nobody else holds its buffer

@@ -165,14 +165,14 @@ class ProgramCache(Generic[T]):
 
     def _forget_old_versions(self, fn: Callable[..., Any], fn_key: Any) -> None:
         # A program holds its variables; where a variable itself is in the key nothing else would let go of both.
-        versions = self._versions.setdefault(_family(fn), collections.deque())
+        versions = self._versions.setdefault(family_of(fn), collections.deque())
         versions.append(fn_key)
         if len(versions) > _MAX_VERSIONS:
             self._functions.pop(versions.popleft(), None)
 
     def report_trace(self, fn: Callable[..., Any], described: Sequence[Leaf]) -> None:
         """Counts a trace of ``fn``; warns once when there are many."""
-        code = _family(fn)
+        code = family_of(fn)
         count = self._num_traces[code] = self._num_traces.get(code, 0) + 1
         old = self._last.get(code)
         if count <= _TRACES_BEFORE_WARNING:
@@ -200,6 +200,6 @@ def jax_state() -> Any:
     return jax.config.read("jax_enable_x64")
 
 
-def _family(fn: Callable[..., Any]) -> Any:
+def family_of(fn: Callable[..., Any]) -> Any:
     """What functions share that are made again and again at one place: their code. Where it is ours, they say what."""
     return getattr(fn, "replicax_family", None) or getattr(fn, "__code__", type(fn))

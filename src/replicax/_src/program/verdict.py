@@ -187,6 +187,20 @@ def is_replica_collective(eqn: Any) -> bool:
     return eqn.primitive.name in _COLLECTIVES and REPLICA_AXIS in collective_axes(eqn)
 
 
+def is_equalising(eqn: Any) -> bool:
+    """Whether an equation is a collective that gives all replicas the same."""
+    return (
+        eqn.primitive.name in _MAKES_EQUAL
+        and REPLICA_AXIS in collective_axes(eqn)
+        and eqn.params.get("axis_index_groups") is None
+    )
+
+
+def is_movement(eqn: Any) -> bool:
+    """Whether an equation computes element by element, or moves elements."""
+    return eqn.primitive.name in _KEEPS_REDUCED
+
+
 def is_call(eqn: Any) -> bool:
     """Whether an equation calls a function: jit, checkpoint, those with derivatives of their own."""
     return eqn.primitive.name in _ONE_TO_ONE and bool(jax_compat.sub_jaxprs(eqn))

@@ -70,12 +70,14 @@ class TracedCode:
       kinds: For each array that it returns "row" (a PerReplica, device r holds row r), "whole" (a value that
         every device holds) or "plain" (an array).
       name: Of the function, for people.
+      makers: For each such array what made it, where ``run`` did.
     """
 
     variant: Variant
     strategy: Any
     kinds: Sequence[str]
     name: str
+    makers: Sequence[Any] = ()
 
 
 def mesh_of(arrays: Sequence[Any]) -> Any:
@@ -117,28 +119,28 @@ def trace_code(
     home = _Home(strategy)
     while True:
         kinds: list[str] = []
+        makers: list[Any] = []
         try:
-            variant = _trace_at(call, avals, home, kinds)
+            variant = _trace_at(call, avals, home, kinds, makers)
             check_no_leaks(variant)
             home_strategy = home.strategy or context.get_strategy()
             mesh = argument_mesh or mesh_of(variant.consts)
             if mesh is not None and home_strategy.is_default:
                 topology = Topology.of_mesh(mesh)
                 home_strategy = _NoStrategy(topology, VariablePlacement(topology, None))
-            return TracedCode(variant, home_strategy, kinds, name)
+            return TracedCode(variant, home_strategy, kinds, name, makers)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
 
 
 def _trace_at(
-    call: Callable[[list[Any]], Any], avals: Sequence[Any], home: _Home, kinds: list[str]
+    call: Callable[[list[Any]], Any], avals: Sequence[Any], home: _Home, kinds: list[str], makers: list[Any]
 ) -> Variant:
     def noting_kinds(tracers: list[Any]) -> Any:
         result = call(tracers)
-        values = jax.tree_util.tree_leaves(result, is_leaf=is_value)
-        kinds[:] = [
-            _kind(value) for value in values if isinstance(value, DistributedValues) or key.is_array(value)
-        ]
+        values = _arrays_in(result)
+        kinds[:] = map(_kind, values)
+        makers[:] = makers_of(values)
         return result
 
     return trace_variant(
@@ -150,6 +152,23 @@ def _trace_at(
         sum_gradients=lambda capture: list,
         on_strategy=home.use,
     )
+
+
+def _arrays_in(result: Any) -> list[Any]:
+    values = jax.tree_util.tree_leaves(result, is_leaf=is_value)
+    return [value for value in values if isinstance(value, DistributedValues) or key.is_array(value)]
+
+
+def makers_of(values: Sequence[Any]) -> list[Any]:
+    """What made each value, where ``run`` did."""
+    return [value.maker if isinstance(value, PerReplica) else None for value in values]
+
+
+def set_makers(values: Sequence[Any], makers: Sequence[Any]) -> None:
+    """Notes what made each value."""
+    for value, maker in zip(values, makers, strict=True):
+        if maker is not None:
+            value.maker = maker
 
 
 def _kind(value: Any) -> str:
@@ -236,6 +255,12 @@ class PlacedCode:
         variables = self._variables
         state = variables.state.described(self._topology)
         return self._compiled, [*state, variables.consts, list(args)]
+
+    def first_call(self, args: Sequence[Any]) -> Any:
+        """As a call; what ``run`` made says so, as it does outside of an ``rx.function``."""
+        result = self(args)
+        set_makers(_arrays_in(result), self._code.makers)
+        return result
 
     def __call__(self, args: Sequence[Any]) -> Any:
         args = on_mesh(args, self._topology)

@@ -21,6 +21,7 @@ from replicax._src.program.program import Output, ReplicaProgram, Variant, trace
 from replicax._src.program.rewrite import SumGradients
 from replicax._src.program.slots import Slot
 from replicax._src.program.verdict import Verdict
+from replicax._src.strategies.drift import Maker
 from replicax._src.topology import REPLICA_AXIS, Topology
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, per_replica_from_components
 
@@ -159,32 +160,40 @@ def describe_distributed(value: DistributedValues, strategy: Any, num_replicas: 
 class Results:
     """How the arrays that a program gives become what ``run`` returns."""
 
-    def __init__(self, program: ReplicaProgram, topology: Topology):
+    def __init__(
+        self,
+        program: ReplicaProgram,
+        topology: Topology,
+        function: Any = None,
+        shared: frozenset[str] = frozenset(),
+    ):
         first = program.variants[0]
         self._num_replicas = topology.num_replicas
         self._tree = first.tree
         # For each leaf the Python value, or None and how the array is made a PerReplica.
-        self._leaves: list[tuple[bool, Any, bool]] = []
+        self._leaves: list[tuple[bool, Any, bool, Maker | None]] = []
         index = 0
         for position, output in enumerate(first.outputs):
             if output.is_array:
                 shapes = _output_shapes(program, index)
-                self._leaves.append((True, shapes, program.same_outputs[index]))
+                is_equal = program.same_outputs[index]
+                maker = Maker(function, shared, index) if shared and not is_equal else None
+                self._leaves.append((True, shapes, is_equal, maker))
                 index += 1
             else:
                 outputs = [v.outputs[position] for v in program.variants]
-                self._leaves.append((False, _static_output(program, topology, outputs), False))
+                self._leaves.append((False, _static_output(program, topology, outputs), False, None))
 
     def wrap(self, arrays: Sequence[Any]) -> Any:
         """The results of a call as ``run`` returns them."""
         remaining = iter(arrays)
         num_replicas = self._num_replicas
         if num_replicas == 1:
-            leaves = [next(remaining) if is_array else value for is_array, value, _ in self._leaves]
+            leaves = [next(remaining) if is_array else value for is_array, value, _, _ in self._leaves]
         else:
             leaves = [
-                PerReplica(next(remaining), num_replicas, value, is_equal, True) if is_array else value
-                for is_array, value, is_equal in self._leaves
+                PerReplica(next(remaining), num_replicas, value, is_equal, True, maker) if is_array else value
+                for is_array, value, is_equal, maker in self._leaves
             ]
         return jax.tree_util.tree_unflatten(self._tree, leaves)
 

@@ -27,6 +27,7 @@ from replicax._src.program.cache import (
     Leaf,
     ProgramCache,
     array_leaf,
+    family_of,
     jax_state,
     static_leaf,
 )
@@ -34,6 +35,7 @@ from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import Close, open_modules
 from replicax._src.program.program import check_no_leaks
 from replicax._src.program.slots import own_copy
+from replicax._src.strategies import drift
 from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
 from replicax._src.topology import Topology
 from replicax._src.values import (
@@ -47,9 +49,9 @@ from replicax._src.values import (
 class PlacedFunction:
     """A function traced, compiled and ready, and how its results become values."""
 
-    def __init__(self, launcher: Launcher, topology: Topology):
+    def __init__(self, launcher: Launcher, topology: Topology, function: Any, shared: frozenset[str]):
         self.launcher = launcher
-        self._results = Results(launcher.program, topology)
+        self._results = Results(launcher.program, topology, function, shared)
 
     def wrap(self, arrays: Sequence[Any], close: Close | None = None) -> Any:
         """The results of a call as ``run`` returns them."""
@@ -73,6 +75,7 @@ class Runner:
         self._topology = topology
         self._cache: ProgramCache[PlacedFunction] = ProgramCache()
         self._last: PlacedFunction | None = None
+        self._has_drifted: set[Any] = set()  # functions of which it has been said
         # With one replica arrays are plain: those that nobody else holds a buffer of, for donate_args.
         self._owned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -123,7 +126,9 @@ class Runner:
                 )
             described, arrays = self._describe(leaves, None, is_traced=True)
             donated = [False] * len(arrays)
-            placed = self._last = self._trace(fn, tree, described, donated, options, close is not None)
+            placed = self._last = self._trace(
+                fn, tree, leaves, described, donated, options, close is not None
+            )
             return placed.wrap(self._run_inline(placed, outer, arrays), close)
         programs = self._cache.programs_of(fn)
         described, arrays = self._describe(leaves, programs, is_traced=False)
@@ -133,11 +138,12 @@ class Runner:
             tuple(described),
             tuple(donated),
             tuple(sorted((options.experimental_xla_options or {}).items())),
+            options.check_same,
             jax_state(),
         )
         placed = programs.get(signature)
         if placed is None:
-            placed = self._trace(fn, tree, described, donated, options, close is not None)
+            placed = self._trace(fn, tree, leaves, described, donated, options, close is not None)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
             self._last = placed
@@ -164,7 +170,7 @@ class Runner:
         leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
         described, arrays = self._describe(leaves, None, is_traced=False)
         donated = self._donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
-        return self._trace(fn, tree, described, donated, options, close is not None), arrays
+        return self._trace(fn, tree, leaves, described, donated, options, close is not None), arrays
 
     def owned(self, array: Any) -> Any:
         """Remembers that ``array`` is in buffers that nobody else holds; returns it."""
@@ -290,6 +296,7 @@ class Runner:
         self,
         fn: Callable[..., Any],
         tree: Any,
+        leaves: Sequence[Any],
         described: Sequence[Leaf],
         donated: Sequence[bool],
         options: RunOptions,
@@ -304,6 +311,11 @@ class Runner:
             slot_of=self._strategy.slots.slot_of,
             has_modules=has_modules,
         )
+        function, paths = family_of(fn), drift.paths_of(tree)
+        drifted = drift.drifted_paths(function, program, paths, described, leaves)
+        if drifted and (options.check_same or function not in self._has_drifted):
+            self._has_drifted.add(function)
+            drift.tell(key.name_of(fn), drifted, raises=options.check_same)
         inputs = [leaf for leaf in described if leaf.kind != "static"]
         if current_capture() is None:
             for variant in program.variants:
@@ -317,7 +329,7 @@ class Runner:
             rows,
             dict(options.experimental_xla_options or {}) or None,
         )
-        return PlacedFunction(launcher, self._topology)
+        return PlacedFunction(launcher, self._topology, function, drift.shared_paths(paths, described))
 
     # --- running --------------------------------------------------------------------------------------
 

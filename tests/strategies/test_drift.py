@@ -1,0 +1,158 @@
+"""Which values passed from step to step have drifted apart, and which ones replicas keep for themselves on purpose."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from replicax.errors import DivergenceError
+
+CHECKED = rx.RunOptions(check_same=True)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def batch(strategy):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: np.full((3, 2), context.replica_id_in_sync_group + 1, np.float32)
+    )
+
+
+def loop(strategy, step, *state, options=CHECKED):
+    for _ in range(3):
+        state = strategy.run(step, (*state, batch(strategy)), options=options)
+    return state
+
+
+def all_reduce(value):
+    return rx.get_replica_context().all_reduce("sum", value)
+
+
+def reduced(w, x):
+    return (w - 0.1 * all_reduce(jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)),)
+
+
+def mean_over_axis(w, x):
+    return (w - 0.1 * jax.lax.pmean(jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), "replica"),)
+
+
+def vouched_for(w, x):
+    return (rx.assert_same(w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)),)
+
+
+def sum_over_steps(total, x):
+    return (total + jnp.sum(x, axis=0),)
+
+
+def moving_average(mean, x):
+    return (0.9 * mean + 0.1 * jnp.mean(x, axis=0),)
+
+
+def residual_of_compression(residual, x):
+    gradient = jnp.mean(x, axis=0) + residual
+    sent = jnp.sign(gradient)
+    return (gradient - sent + 0 * all_reduce(sent),)
+
+
+MEANT = [reduced, mean_over_axis, vouched_for, sum_over_steps, moving_average, residual_of_compression]
+
+
+@pytest.mark.parametrize("step", MEANT)
+def test_what_is_meant_to_differ_or_does_not_is_no_drift(strategy, step):
+    loop(strategy, step, strategy.replicate(np.zeros(2, np.float32)))
+
+
+def test_random_keys_of_each_replica_are_no_drift(strategy):
+    def step(key, old, x):
+        index = rx.get_replica_context().replica_id_in_sync_group
+        key, old = jax.random.fold_in(key, index), jax.random.fold_in(old, index)
+        noise = jax.random.normal(key) + jax.random.normal(old)
+        return key, old, jnp.sum(x) + noise
+
+    key, old = strategy.replicate((jax.random.key(0), jax.random.PRNGKey(0)))
+    for _ in range(3):
+        key, old, _ = strategy.run(step, (key, old, batch(strategy)), options=CHECKED)
+
+
+def test_what_begins_with_a_value_of_each_replica_is_no_drift(strategy):
+    own = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full(2, context.replica_id_in_sync_group, np.float32)
+    )
+    loop(strategy, lambda w, x: (jnp.tanh(w * jnp.sum(x @ w)),), own)
+
+
+def test_what_another_function_has_returned_is_no_drift(strategy):
+    def predict(w, x):
+        return jnp.tanh(x @ w)
+
+    def sums(x):
+        return jnp.sum(x**2)
+
+    plain = jnp.ones((3, 2))
+    strategy.run(sums, (plain,), options=CHECKED)
+    predicted = strategy.run(predict, (jnp.ones(2), batch(strategy)), options=CHECKED)
+    strategy.run(sums, (predicted,), options=CHECKED)
+
+
+def test_what_is_only_returned_is_no_drift(strategy):
+    def step(w, x):
+        return jnp.sum(x @ w), w * jnp.sum(x @ w)
+
+    w = strategy.replicate(np.ones(2, np.float32))
+    for _ in range(3):
+        strategy.run(step, (w, batch(strategy)), options=CHECKED)
+
+
+def drifts(w, x):
+    return (w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w),)
+
+
+@pytest.mark.parametrize("begin", [np.ones, jnp.ones], ids=["numpy", "jax"])
+def test_state_that_was_never_replicated_drifts_too(strategy, begin):
+    message(DivergenceError, lambda: loop(strategy, drifts, begin(2, "float32")), "args[0]", __file__)
+
+
+def test_a_step_that_was_warmed_up_before_drifts_too(strategy):
+    w = strategy.replicate(np.ones(2, np.float32))
+    strategy.run(drifts, (w, batch(strategy)), options=CHECKED)
+    message(DivergenceError, lambda: loop(strategy, drifts, w), "args[0]")
+
+
+def test_keyword_arguments_are_named(strategy):
+    def step(x, state):
+        return {"w": drifts(state["w"], x)[0]}
+
+    state = strategy.replicate({"w": np.ones(2, np.float32)})
+
+    def train(state):
+        for _ in range(2):
+            state = strategy.run(step, (batch(strategy),), {"state": state}, options=CHECKED)
+
+    message(DivergenceError, lambda: train(state), "kwargs['state']['w']")
+
+
+def test_steps_in_one_function_drift_too(strategy):
+    @rx.function
+    def train(w, x):
+        for _ in range(2):
+            (w,) = strategy.run(drifts, (w, x), options=CHECKED)
+        return w
+
+    w = strategy.replicate(np.ones(2, np.float32))
+    message(DivergenceError, lambda: train(w, batch(strategy)), "args[0]")
+
+
+def test_a_sum_over_steps_in_a_function_is_no_drift(strategy):
+    @rx.function
+    def add(total, x):
+        return strategy.run(sum_over_steps, (total, x), options=CHECKED)[0]
+
+    total = strategy.replicate(np.zeros(2, np.float32))
+    for _ in range(3):
+        total = add(total, batch(strategy))
+    assert np.asarray(strategy.reduce("sum", total, axis=None)).tolist() == [27.0, 27.0]
