@@ -1,5 +1,6 @@
 """Which arrays of a sum travel in one buffer, and that each comes out of it again."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -108,3 +109,46 @@ def test_each_dtype_has_a_buffer_of_its_own():
     assert text.count("stablehlo.all_reduce") == 2
     assert "tensor<10xf32>) -> tensor<10xf32>" in text
     assert "tensor<10xi32>) -> tensor<10xi32>" in text
+
+
+def num_kernels(values, packing):
+    """How many different kernels XLA compiles for the sums of arrays [R, ...], each with an update of its own after it."""
+
+    def updates(rows):
+        sums = packed_sum([row[0] for row in rows], packing)
+        return [jnp.sqrt(1 + total * total) for total in sums]
+
+    placed = jax.shard_map(
+        updates,
+        mesh=rx.MirroredStrategy(DEVICES).topology.mesh,
+        in_specs=PartitionSpec("replica"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return len(kernels(jax.jit(placed).lower(values).compile().as_text()))
+
+
+def kernels(text):
+    """The fused computations of a compiled program that differ in more than names."""
+    bodies = re.findall(r"^%fused_computation\S* .*?^}", text, re.MULTILINE | re.DOTALL)
+    return {re.sub(r"%[\w.-]+|param_[\d.]+|, metadata={[^}]*}|/\*.*?\*/", "", body) for body in bodies}
+
+
+@pytest.mark.parametrize(
+    "packing", [Packing.on(ONE_PROCESS), Packing.on(SEVERAL_PROCESSES), Packing(4 * MIB, None, True)]
+)
+def test_arrays_of_one_shape_share_their_kernels_however_many_there_are(packing):
+    some, more = (
+        num_kernels([jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)] * count, packing) for count in (20, 40)
+    )
+    assert 0 < more <= some
+
+
+def test_a_buffer_of_many_arrays_is_cut_where_they_begin():
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, np.int32, np.complex64):
+        rows = [rng.integers(0, 9, (3, size % 5, 2)).astype(dtype) for size in range(40)]
+        for row, result in zip(
+            rows, summed(rows, Packing.on(ONE_PROCESS)).lower().compile()(rows), strict=True
+        ):
+            np.testing.assert_array_equal(result, row.sum(axis=0))

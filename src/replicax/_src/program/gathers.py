@@ -102,6 +102,9 @@ def evaluate_gathering(jaxpr: Any, args: Sequence[Any], *, recomputes_gathers: b
     Args:
       recomputes_gathers: What is computed once more on the way back gathers inside; else before it, for all of it.
     """
+    is_marked = any(eqn.primitive is divided_read_p for eqn in jaxpr.eqns)
+    if not is_marked and not any(isinstance(arg, Divided) for arg in args):
+        return jax_compat.eval_jaxpr(jaxpr, args)  # once: the trial costs as much as a trace
     arrays = [arg.pieces if isinstance(arg, Divided) else arg for arg in args]
 
     def evaluated(evaluation: _Evaluation, values: Sequence[Any]) -> list[Any]:
