@@ -65,6 +65,7 @@ LAYERS = {
     "cluster/watchdog": 2,
     "cluster/channel": 2,
     "cluster/peers": 2,
+    "cluster/relay": 2,
     "cluster/shared_program": 2,
     "cluster/service": 2,
     "cluster/start": 2,

@@ -168,6 +168,67 @@ def test_who_is_stopped_is_named_when_its_time_is_over(local_cluster, victim):
     assert last["after_s"] < SOON_S
 
 
+def saving_what_there_is():
+    """Steps until one fails; then something that takes two seconds, and the end."""
+    import atexit
+    import time
+
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    atexit.register(lambda: report(at_exit=True))
+    strategy = rx.MultiWorkerMirroredStrategy()
+    ones = strategy.experimental_distribute_values_from_function(lambda context: np.float32(1))
+
+    def train_step(x):
+        return rx.get_replica_context().all_reduce("SUM", x)
+
+    try:
+        for number in range(100_000):
+            if number == 20:
+                report(steps=number)
+            strategy.run(train_step, args=(ones,))
+            time.sleep(0.01)
+    finally:
+        time.sleep(2)
+        report(saved=time.time())
+
+
+@pytest.mark.parametrize(
+    ("stopped", "killed", "survivors"),
+    [
+        pytest.param(["worker 0", "service"], [], [1], id="the host of worker 0 stops"),
+        pytest.param([], ["service"], [0, 1], id="the service is killed"),
+        pytest.param([], ["worker 0", "service"], [1], id="the host of worker 0 dies", marks=LONG),
+        pytest.param(["service"], [], [0, 1], id="the service stops", marks=LONG),
+        pytest.param(["worker 1"], [], [0], id="the host of worker 1 stops", marks=LONG),
+    ],
+)
+def test_survivors_handle_the_error_and_end_soon_after_their_program(
+    local_cluster, stopped, killed, survivors
+):
+    cluster = local_cluster(2, environment={"REPLICAX_SILENCE_TIMEOUT_S": "3"}, timeout_s=LIMIT_S)
+    cluster.start(saving_what_there_is)
+    for task in cluster.tasks.values():
+        task.wait_for_report("steps", LIMIT_S)
+    pids = {f"worker {number}": cluster.tasks["worker", number].pid for number in (0, 1)}
+    (pids["service"],) = services_of(pids["worker 0"])
+    for names, number in ((stopped, signal.SIGSTOP), (killed, signal.SIGKILL)):
+        for name in names:
+            os.kill(pids[name], number)
+    for number in survivors:
+        task = cluster.tasks["worker", number]
+        saved_at = task.wait_for_report("saved", LIMIT_S)
+        result = task.wait(SOON_S)
+        ended_after_s = time.time() - saved_at
+        assert result.exit_code == 1, result.output
+        assert "PeerFailureError" in "\n".join(result.output)
+        assert result.report["at_exit"]
+        assert ended_after_s < 5
+
+
 @pytest.mark.parametrize(
     ("fault", "victim"),
     [

@@ -23,6 +23,5 @@ def start_coordination_service(bind_address: str, num_processes: int) -> Any:
         bind_address,
         num_processes,
         heartbeat_timeout=NEVER_S,
-        shutdown_timeout=5,
         recoverable=True,
     )

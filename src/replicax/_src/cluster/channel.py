@@ -57,6 +57,9 @@ class Channel:
       fingerprint: Of the cluster, equal in all its processes.
       silence_s: After how many seconds without a word from the hub it counts as gone.
       stall_s: After how many seconds it says for whom it waits.
+
+    Attributes:
+      is_lost: True once the hub has ended the connection, or has been silent for too long.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Channel:
         self._last_common = _NO_PROGRAM
         self._done = _NO_PROGRAM
         self._is_closed = False
+        self.is_lost = False
         self._decoder = Decoder()
         self._received: collections.deque[dict[str, Any]] = collections.deque()
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
@@ -406,7 +410,7 @@ class Channel:
 
     def _send(self, message: dict[str, Any]) -> None:
         connection = self._socket
-        if connection is None or self._is_closed:
+        if connection is None or self._is_closed or self.is_lost:
             return
         data = memoryview(encode(message))
         deadline = time.monotonic() + 10
@@ -424,6 +428,7 @@ class Channel:
     def _lose(self, how: str) -> None:
         if self._is_closed:
             return
+        self.is_lost = True
         self._fail(
             PeerFailureError(
                 f"The hub of the cluster, beside {self._names[0]} at {self._address}, {how}: that machine, or the network "

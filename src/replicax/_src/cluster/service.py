@@ -24,7 +24,7 @@ from replicax._src.cluster.spec import join_address, split_address
 
 _TICK_S = 1.0
 # How long who has gone silent may take to find that out, and to leave.
-_SILENT_LINGER_S = 5.0
+_SILENT_LINGER_S = 2.0
 _MOST_UNSENT_BYTES = 64 * 2**20
 
 
@@ -211,7 +211,7 @@ def main() -> None:
     host, _ = split_address(settings["address"])
     with bind_shared(join_address(host, 0)) as held:
         port = held.getsockname()[1]
-        service = start_coordination_service(join_address(bind_host(host), port), len(settings["names"]))
+        _service = start_coordination_service(join_address(bind_host(host), port), len(settings["names"]))
     coordinator = join_address(host, port)
     _answer({"coordinator": coordinator})
     must_end = threading.Event()
@@ -221,8 +221,7 @@ def main() -> None:
         hub, listener, settings["fingerprint"], settings["cluster"], {"coordinator": coordinator}
     )
     server.run(must_end, settings["linger_s"])
-    del service
-    os._exit(0)  # the coordination service would wait for clients that are gone
+    os._exit(0)  # freed in order, the coordination service would wait for its clients, and send them an error
 
 
 def _answer(answer: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import hashlib
 import json
@@ -26,6 +27,8 @@ from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMI
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
 from replicax._src.cluster.frames import Decoder, FrameError, ask
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
+from replicax._src.cluster.relay import Relay
+from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import BackendStartedError
 
@@ -36,6 +39,8 @@ _LAST_TO_LEAVE_S = 60.0
 _REMINDER_S = 10.0
 _POLL_S = 0.3
 _ANSWER_S = 2.0
+# A service that is not stopped answers in this time.
+_LIVELY_S = 3.0
 # The hub says once a second who is missing.
 _LEAST_WAIT_S = 3.0
 
@@ -46,6 +51,7 @@ class _LiveCluster:
 
     def __init__(self, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float):
         self._service: subprocess.Popen[str] | None = None
+        self._leader_address = addresses[0]
         self._is_in_jax = False
         start_s = limit_s(os.environ, START_LIMIT)
         limits = {
@@ -63,7 +69,8 @@ class _LiveCluster:
             coordinator = self._channel.connect(deadline)["coordinator"]
             self.peers = Peers(self._channel, names, addresses, number, timeout_s)
             _compare_versions(self._channel, names, max(deadline - time.monotonic(), _LEAST_WAIT_S))
-            jax_compat.join_processes(coordinator, len(names), number, math.ceil(start_s))
+            with Relay(coordinator) as relay:
+                jax_compat.join_processes(relay.address, len(names), number, math.ceil(start_s))
             self._is_in_jax = True
             note_joined(self.peers)
         except BaseException:
@@ -98,12 +105,19 @@ class _LiveCluster:
         assert service.stdin is not None
         assert service.stdout is not None
         service.stdin.close()
-        try:
-            service.wait(_LAST_TO_LEAVE_S)
-        except subprocess.TimeoutExpired:
-            service.kill()
-            service.wait()
+        deadline = time.monotonic() + _LAST_TO_LEAVE_S
+        while self._is_serving() and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                service.wait(_POLL_S)
+                break
+        service.kill()
+        service.wait()
         service.stdout.close()
+
+    def _is_serving(self) -> bool:
+        """Returns True if the service, which others may still need, has not been stopped."""
+        address = routed_address(self._leader_address, os.environ)
+        return not self._channel.is_lost and _ping(address, _LIVELY_S) is not None
 
 
 def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) -> None:
@@ -247,12 +261,18 @@ def _has_ended(address: str) -> bool:
 
 
 def _is_ending_run(address: str, cluster: str) -> bool:
-    try:
-        with socket.create_connection(split_address(address), timeout=_ANSWER_S) as connection:
-            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + _ANSWER_S)
-    except (OSError, FrameError):
-        return False
+    answer = _ping(address, _ANSWER_S) or {}
     return answer.get("cluster") == cluster and answer.get("is_ending") is True
+
+
+def _ping(address: str, timeout_s: float) -> dict[str, Any] | None:
+    """Returns what the hub at an address says of itself; None if it does not answer in time."""
+    try:
+        with socket.create_connection(split_address(address), timeout=timeout_s) as connection:
+            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + timeout_s)
+    except (OSError, FrameError):
+        return None
+    return answer
 
 
 _lock = threading.Lock()

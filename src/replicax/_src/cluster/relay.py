@@ -1,0 +1,83 @@
+"""``Relay``: keeps the loss of JAX's coordination service from ending this process.
+
+JAX's client aborts the process as soon as its connection to the service ends, from a thread of its own, even while the user's
+program saves what it has (jax 0.10; a callback in Python instead of that crashes). So it connects to a relay in this process,
+which never ends that connection. The control channel says when the service is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, final
+
+from replicax._src.cluster.spec import split_address
+
+_CONNECT_TIMEOUT_S: Final = 10.0
+_PIECE_BYTES: Final = 1 << 16
+_LONGEST_FOLDER: Final = 80  # macOS allows 103 bytes for the path of a socket
+
+
+@final
+class Relay:
+    """Passes connections on to an address until this process ends, in daemon threads.
+
+    When the other side ends a connection, this side stays open and silent. Use it in ``with``, around connecting to it:
+    nobody can connect afterwards. Only this user can before.
+
+    Args:
+      address: Where connections go: ``host:port``.
+
+    Attributes:
+      address: Where gRPC connects instead: ``unix:path``, which no HTTP proxy in the environment concerns.
+    """
+
+    def __init__(self, address: str):
+        self._target = split_address(address)
+        self._open: list[socket.socket] = []
+        is_long = len(tempfile.gettempdir()) > _LONGEST_FOLDER
+        self._folder = tempfile.TemporaryDirectory(prefix="replicax-", dir="/tmp" if is_long else None)
+        path = Path(self._folder.name) / "jax"
+        self.address = f"unix:{path}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        _start(self._accept)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            self._open.append(client)
+            with contextlib.suppress(OSError):
+                service = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT_S)
+                self._open.append(service)
+                service.settimeout(None)
+                service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _start(_pass_on, service, client)
+                _start(_pass_on_to_the_end, client, service)
+
+
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(_PIECE_BYTES):
+            sink.sendall(piece)
+
+
+def _pass_on_to_the_end(client: socket.socket, service: socket.socket) -> None:
+    _pass_on(client, service)
+    with contextlib.suppress(OSError):
+        service.shutdown(socket.SHUT_RDWR)
+
+
+def _start(function: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=function, args=arguments, name="replicax-relay", daemon=True).start()

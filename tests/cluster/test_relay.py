@@ -1,0 +1,75 @@
+"""The relay in front of JAX's coordination service: what passes, and what becomes of it when the service has gone."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from replicax._src.cluster.relay import Relay
+
+
+@contextlib.contextmanager
+def echoing():
+    """The address of a server that sends everything back, and the connections that it has accepted."""
+    accepted = []
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                accepted.append(connection)
+                threading.Thread(target=echo, args=(connection,)).start()
+
+    def echo(connection):
+        with contextlib.suppress(OSError):
+            while piece := connection.recv(1 << 16):
+                connection.sendall(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", accepted
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in accepted:
+        connection.close()
+
+
+@contextlib.contextmanager
+def connected(relay):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(relay.address.removeprefix("unix:"))
+        yield connection
+
+
+def test_bytes_pass_both_ways_also_after_the_block():
+    with echoing() as (address, _):
+        with contextlib.ExitStack() as stack:
+            with Relay(address) as relay:
+                connection = stack.enter_context(connected(relay))
+            sent = bytes(range(256)) * 10_000
+            threading.Thread(target=connection.sendall, args=(sent,)).start()
+            with connection.makefile("rb") as file:
+                assert file.read(len(sent)) == sent
+
+
+def test_a_connection_stays_open_and_silent_when_the_service_has_gone():
+    with echoing() as (address, accepted), Relay(address) as relay, connected(relay) as connection:
+        connection.sendall(b"ping")
+        assert connection.recv(4) == b"ping"
+        accepted[0].shutdown(socket.SHUT_RDWR)
+        connection.settimeout(0.5)
+        for _ in range(3):
+            connection.sendall(b"more")
+            with pytest.raises(TimeoutError):
+                connection.recv(4)
+
+
+def test_nobody_connects_after_the_block():
+    with echoing() as (address, _):
+        with Relay(address) as relay, connected(relay):
+            pass
+        with pytest.raises(FileNotFoundError), connected(relay):
+            pass
