@@ -90,6 +90,21 @@ def largest(x, kernel):
     return jnp.maximum(of_segments, -20)
 
 
+def sorted_with_more(x, kernel):
+    """More rows than the batch has, and their number does not divide."""
+    y = x @ kernel
+    return jnp.sort(jnp.concatenate([y, y[:1] * 2, y[-1:] + 1]), 0)
+
+
+def every_second(x, kernel):
+    return jnp.sort((x @ kernel)[::2], 0)
+
+
+def exclusive_or(x, kernel):
+    bits = jnp.bitwise_xor.reduce(jnp.round(x * 8).astype(int), axis=0)
+    return x @ kernel * jnp.sin(bits)
+
+
 # Each is wrong without, or ends the process.
 OF_ROWS = {
     "sorted": (lambda x, kernel: jnp.sort(x @ kernel, 0), (4,), (4, 4)),
@@ -97,6 +112,9 @@ OF_ROWS = {
     "largest": (largest, (4,), (4, 4)),
     "sliding": (sliding, (4,), (4, 4)),
     "pooled_rows": (pooled_rows, (4,), (4, 4)),
+    "sorted_with_more": (sorted_with_more, (4,), (4, 4)),
+    "every_second": (every_second, (4,), (4, 4)),
+    "exclusive_or": (exclusive_or, (4,), (4, 4)),
     "depthwise": (lambda x, kernel: conv(x, kernel, feature_group_count=2), (6, 6, 2), (3, 3, 1, 2)),
 }
 STRATEGIES = {
@@ -125,6 +143,8 @@ class Penalty(keras.Model):
         ("pooled_rows", "mirrored_3", 6),
         ("largest", "tpu_3x2", 7),
         ("depthwise", "tpu_3x2", 6),
+        ("sorted_with_more", "mirrored_3", 6),
+        ("exclusive_or", "tpu_3x2", 7),
         *(
             pytest.param(name, strategy, num_rows, marks=pytest.mark.long)
             for name in OF_ROWS

@@ -4,10 +4,13 @@ All were seen on CPU with jax 0.10, most of them as silent wrong numbers:
 
 - A scatter over rows that are padded and on several devices each, such as the gradient of an embedding, counts the padding in; one
   into an array that logical devices divide writes elsewhere. One into rows that are padded, such as the gradient of a sort
-  over the batch, aborts the process.
+  over the batch, aborts the process; so does one into more or fewer rows than the batch has, if their number does not divide.
+- The gradient of every n-th row, a pad between rows.
 - The gradient of a pooling whose windows overlap where the array is cut.
 - The gradient of the kernel of a convolution by groups, such as a depthwise one, if each row is on several devices; and of one
   that slides over the rows.
+- A reduction over the rows by anything but a sum, a product, a maximum or a minimum, such as ``bitwise_xor`` or a function of the
+  user's in ``jax.lax.reduce``, does not compile: the collectives have no such.
 
 What is divided cannot be seen in a program before it is compiled: the rules are for all that may be.
 """
@@ -44,13 +47,20 @@ def rule_of_batches(num_rows: int, topology: Topology, *, is_padded: bool) -> Ru
 
     def is_wrong(eqn: Any) -> bool:
         if _is_scatter(eqn):
-            return is_padded and (is_on_several or _may_have_rows(eqn.invars[0].aval.shape, num_rows))
+            operand, _, updates = (atom.aval.shape for atom in eqn.invars)
+            if _may_have_rows(operand, num_rows):
+                return is_padded
+            if _may_have_rows(updates, num_rows):  # into a table
+                return is_padded and is_on_several
+            return True  # into some of the rows, or more
+        if eqn.primitive.name == "pad":
+            return _spreads_rows(eqn, num_rows)
         if _is_pooling(eqn):
             sizes = eqn.invars[1].aval.shape
             return num_rows in sizes and eqn.params["window_dimensions"][sizes.index(num_rows)] > 1
         if eqn.primitive.name == "conv_general_dilated" and is_on_several:
             return eqn.params["batch_group_count"] > 1 or _slides_over(eqn, num_rows)
-        return False
+        return _has_no_collective(eqn)
 
     return is_wrong
 
@@ -60,7 +70,7 @@ def is_wrong_in_replicas(eqn: Any) -> bool:
     if _is_pooling(eqn):
         sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
         return any(size > stride for size, stride in zip(sizes, strides, strict=True))
-    return _is_scatter(eqn)
+    return _is_scatter(eqn) or _has_no_collective(eqn)
 
 
 def _may_have_rows(shape: Sequence[int], num_rows: int) -> bool:
@@ -75,6 +85,23 @@ def _is_scatter(eqn: Any) -> bool:
 def _is_pooling(eqn: Any) -> bool:
     """The gradient of a maximum or minimum over windows: of (cotangents, what was pooled)."""
     return eqn.primitive.name in ("select_and_scatter_add", "select_and_gather_add")
+
+
+def _has_no_collective(eqn: Any) -> bool:
+    """True for a reduction that devices cannot do together, each a part."""
+    name = eqn.primitive.name
+    if name in ("reduce_and", "reduce_or"):
+        return eqn.invars[0].aval.dtype != bool
+    return name in ("reduce", "reduce_xor")
+
+
+def _spreads_rows(eqn: Any, num_rows: int) -> bool:
+    """True for a pad between the entries of a dim, where no other dim may have the rows."""
+    sizes = eqn.invars[0].aval.shape
+    return any(
+        interior > 0 and not _may_have_rows(sizes[:dim] + sizes[dim + 1 :], num_rows)
+        for dim, (_, _, interior) in enumerate(eqn.params["padding_config"])
+    )
 
 
 def _slides_over(eqn: Any, num_rows: int) -> bool:
