@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import re
+import signal
 import sys
 import time
 import types
@@ -833,6 +834,23 @@ def is_of_devices(error: BaseException) -> bool:
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
     return type(error) is ValueError and _STATUS.match(str(error)) is not None
+
+
+# --- the end of the process -----------------------------------------------------------------------------
+
+
+def end_at_interrupt() -> None:
+    """From now on Ctrl-C ends the process at once, unless the user's program handles SIGINT itself.
+
+    Runs at exit, before JAX clears its caches: a KeyboardInterrupt in a Python function that C++ calls there aborts the process
+    with "terminate called after throwing an instance of 'nanobind::python_error'" (jax 0.10).
+    """
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(KeyboardInterrupt):  # of one that has just come
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+atexit.register(end_at_interrupt)  # after JAX has registered its own, so it runs before them
 
 
 # --- several processes ----------------------------------------------------------------------------------

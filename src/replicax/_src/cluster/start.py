@@ -78,6 +78,7 @@ class _LiveCluster:
             raise
         self._say_errors()
         atexit.register(self.close)  # before JAX's own, which was registered first
+        atexit.register(jax_compat.end_at_interrupt)
 
     def _say_errors(self) -> None:
         before = sys.excepthook
