@@ -259,7 +259,7 @@ class Topology:
           rows: [1, ...] for each replica of this process; in a trace for each of all replicas.
           shape: Of one row.
         """
-        if not self.devices or not jax_compat.is_evaluating():
+        if not self.devices or (len(rows) == self.num_replicas and not jax_compat.is_evaluating()):
             return jax.numpy.concatenate(rows)
         parts = [jax.device_put(rows[i], device) for i, device in self._placed_parts]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *shape), self.per_replica, parts)

@@ -94,13 +94,6 @@ def _checked(options: Any) -> InputOptions:
     return options or InputOptions()
 
 
-def distribute_elements(topology: Topology, elements: Sequence[Any]) -> DistributedDataset:
-    """A dataset of what each of the replicas takes in turn."""
-    return _distributed(
-        PerReplicaPulls.from_one(elements, topology.num_replicas), PartsPlacer(topology), InputOptions()
-    )
-
-
 def _distributed(
     source: Source, placer: BatchPlacer | PartsPlacer, options: InputOptions
 ) -> DistributedDataset:

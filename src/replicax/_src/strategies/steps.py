@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -25,7 +24,7 @@ from replicax._src.program import key
 from replicax._src.program.cache import ProgramCache, array_leaf, jax_state
 from replicax._src.program.capture import current_capture
 from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, trace_code
-from replicax._src.strategies.datasets import Stack, distribute_elements
+from replicax._src.strategies.datasets import Stack
 from replicax._src.values import Mirrored, PerReplica
 
 
@@ -229,14 +228,6 @@ class StepsRunner:
     ) -> list[Any]:
         """Runs up to ``num_steps`` steps; returns the results of each group of steps with the same shapes."""
         num_steps = _check(fn, num_steps)
-        if (
-            self._strategy.is_default
-            and isinstance(iterator, Iterator)
-            and not isinstance(iterator, DistributedIterator)
-        ):
-            # The default strategy hands datasets back as they are. Not an element too many is read.
-            elements = list(itertools.islice(iterator, num_steps))
-            iterator = iter(distribute_elements(self._strategy.topology, elements))
         _check_iterator(iterator, self._strategy)
         ensure_bridges()
         fn = key.unwrap(fn)
