@@ -36,6 +36,8 @@ LAYERS = {
     "cluster/detect": 1,
     "cluster/tpu": 1,
     "tpu": 1,
+    "dtypes": 0,
+    "input/narrowing": 2,
     "input/split": 1,
     "input/order": 1,
     "input/autoshard": 1,

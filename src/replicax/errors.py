@@ -70,6 +70,7 @@ from replicax._src.input.elements import (
 from replicax._src.input.files.columns import ColumnError
 from replicax._src.input.files.formats import UnreadableFileError
 from replicax._src.input.files.paths import MissingFileError
+from replicax._src.input.narrowing import NarrowingError
 from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import UnbatchedDatasetError
 from replicax._src.ps.errors import (
@@ -125,6 +126,7 @@ __all__ = [
     "MissingExtraError",
     "MissingFileError",
     "MixedStrategiesError",
+    "NarrowingError",
     "NotEnoughFilesError",
     "NotResumableError",
     "OneDeviceDifferenceError",

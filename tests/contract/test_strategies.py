@@ -645,6 +645,68 @@ def test_older_iterators_run(strategy, num_replicas):
             assert float(strategy.reduce("SUM", sums, axis=None)) == expected
 
 
+def all_batches(strategy, dataset):
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        yield strategy.run(lambda batch: batch["ids"] + 0, (batch,))
+
+
+def all_parts(strategy, dataset):
+    for batch in strategy.distribute_datasets_from_function(lambda context: dataset):
+        yield strategy.run(lambda batch: batch["ids"] + 0, (batch,))
+
+
+def all_stacked(strategy, dataset):
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    yield strategy.run_steps(lambda batch: batch["ids"] + 0, iterator, steps=len(dataset))
+
+
+def all_arguments(strategy, dataset):
+    for batch in dataset:
+        yield strategy.run(lambda batch: batch["ids"] + 0, (batch,))
+
+
+def all_closed_over(strategy, dataset):
+    def add_nothing(batch):
+        return lambda: batch["ids"] + 0
+
+    for batch in dataset:
+        yield strategy.run(add_nothing(batch))
+
+
+def all_in_functions(strategy, dataset):
+    def double(batch):
+        return strategy.run(lambda batch: batch["ids"] + 0, (batch,))
+
+    yield from map(rx.function(double), dataset)
+
+
+def all_eager(strategy, dataset):
+    for batch in dataset:
+        yield strategy.run(lambda batch: batch["ids"] + 0, (batch,), options=rx.RunOptions(eager=True))
+
+
+WAYS = [all_batches, all_parts, all_stacked, all_arguments, all_closed_over, all_in_functions, all_eager]
+
+
+@pytest.mark.parametrize("results_of", WAYS)
+@pytest.mark.parametrize("wrong", [2**40, -(2**31) - 1, 1e300], ids=["large", "small", "float"])
+def test_a_number_that_jax_would_change_is_an_error(strategy, results_of, wrong):
+    dataset = [{"ids": np.array([1, 2, 3])}, {"ids": np.array([1, wrong, 5])}]
+    with pytest.raises(rx.errors.NarrowingError, match="ids"):
+        list(results_of(strategy, dataset))
+
+
+@pytest.mark.parametrize("results_of", WAYS)
+def test_numbers_of_64_bits_that_fit_are_converted(strategy, results_of):
+    """Without a warning, which pytest makes an error."""
+    dataset = [{"ids": np.array([1, -(2**31), 2**31 - 1])}]
+    (result,) = results_of(strategy, dataset)
+    found = np.concatenate([np.ravel(part) for part in local(strategy, result)])
+    assert set(found.tolist()) == {1, -(2**31), 2**31 - 1}
+    (result,) = results_of(strategy, [{"ids": np.array([1.0, np.inf, 1e-300])}])
+    assert np.inf in np.concatenate([np.ravel(part) for part in local(strategy, result)])
+
+
 # --- inside rx.function -------------------------------------------------------------------------------
 
 

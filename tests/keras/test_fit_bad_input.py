@@ -568,3 +568,86 @@ def test_methods_in_a_function_of_replicax(strategy, one_device_loss, method):
     with pytest.raises(errors.ContextError, match=rf"{method}.*rx\.function"):
         call()
     assert_usable(model, one_device_loss)
+
+
+# --- numbers of 64 bits -------------------------------------------------------------------------------
+
+
+def model_of_ids():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((2,), dtype="int32"), layers.Embedding(4, 2), layers.Flatten(), layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+IDS, TARGETS = np.arange(12).reshape(6, 2) % 4, np.ones((6, 1))
+
+
+def wrong(array, number):
+    array = array.copy()
+    array[3, 0] = number
+    return array
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.arrays = x, y
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return tuple(array[2 * index : 2 * index + 2] for array in self.arrays)
+
+
+def memory_mapped(array, path):
+    np.save(path, array)
+    return np.load(path, mmap_mode="r")
+
+
+CALLS_OF_KERAS = {
+    "arrays": lambda model, strategy, x, y: model.fit(x, y, batch_size=2, verbose=0),
+    "validation_data": lambda model, strategy, x, y: model.fit(
+        IDS, TARGETS, batch_size=2, validation_data=(x, y), verbose=0
+    ),
+    "dataset": lambda model, strategy, x, y: model.fit(rx.data.from_arrays((x, y)).batch(2), verbose=0),
+    "distributed": lambda model, strategy, x, y: model.fit(
+        strategy.experimental_distribute_dataset(rx.data.from_arrays((x, y)).batch(2)), verbose=0
+    ),
+    "py_dataset": lambda model, strategy, x, y: model.fit(Batches(x, y), verbose=0),
+    "generator": lambda model, strategy, x, y: model.fit(
+        (Batches(x, y)[i] for i in range(3)), steps_per_epoch=3, shuffle=False, verbose=0
+    ),
+    "evaluate": lambda model, strategy, x, y: model.evaluate(x, y, batch_size=2, verbose=0),
+    "train_on_batch": lambda model, strategy, x, y: model.train_on_batch(x, y),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_OF_KERAS)
+def test_a_number_that_jax_would_change_is_an_error(strategy, call):
+    with strategy.scope():
+        model = model_of_ids()
+    run = CALLS_OF_KERAS[call]
+    run(model, strategy, IDS, TARGETS)  # 64 bits, which fit: no warning
+    for x, y in ((wrong(IDS, 2**40), TARGETS), (IDS, wrong(TARGETS, 1e300))):
+        with pytest.raises(errors.NarrowingError):
+            run(model, strategy, x, y)
+
+
+def test_predict_and_mapped_files_are_checked_too(strategy, tmp_path):
+    with strategy.scope():
+        model = model_of_ids()
+    message(
+        errors.NarrowingError,
+        lambda: model.predict(wrong(IDS, 2**40), verbose=0),
+        "x has 1099511627776 at [3, 0]",
+    )
+    mapped = memory_mapped(wrong(IDS, 2**40), tmp_path / "ids.npy")
+    message(errors.NarrowingError, lambda: model.predict(mapped, batch_size=2, verbose=0), "1099511627776")
+
+
+def test_arrays_of_models_of_no_scope_are_left_to_keras():
+    assert model_of_ids().predict(wrong(IDS, 2**40), verbose=0).shape == (6, 1)

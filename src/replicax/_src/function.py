@@ -16,6 +16,7 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.program import key, side_effects
+from replicax._src.program.arguments import as_arguments
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -113,6 +114,7 @@ class Function:
         ensure_bridges()
         nest = (tuple(args), kwargs, key.lifted_cells(self.python_function))
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
+        leaves = as_arguments(leaves, tree)
         is_array = [key.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
         described = [
             array_leaf(leaf) if is_one else static_leaf(leaf)
@@ -140,6 +142,7 @@ class Function:
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
         if any(isinstance(leaf, _ITERATED) for leaf in leaves):
             return self._run_as_python(args, kwargs)
+        leaves = as_arguments(leaves, tree)
         programs = self._cache.programs_of(fn)
         described, arrays = _describe(leaves, programs)
         mesh = mesh_of(arrays)

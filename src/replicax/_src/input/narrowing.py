@@ -1,49 +1,95 @@
-"""Integers of 64 bits that do not fit into the 32 that JAX has by default: it keeps the lower ones without a word.
+"""64-bit host arrays in the dtypes that JAX gives them, 32 bits by default. Numbers that do not fit are an error.
 
-Another row of a table is looked up then, and another one trained.
+JAX itself would keep the lower bits without a word: another row of a table is looked up then, and another one trained.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-log = logging.getLogger("replicax")
-
-_said: set[str] = set()
+from replicax._src.errors import InvalidArgumentError
 
 
-def narrowed_dtype(array: np.ndarray, what: str) -> Any:
-    """The dtype that an array has in JAX. Warns, once for each ``what``, where integers change with it.
+class NarrowingError(InvalidArgumentError):
+    """A number of 64 bits does not fit into the 32 bits that JAX gives its array."""
 
-    >>> narrowed_dtype(np.arange(3), "the argument")
-    dtype('int32')
+
+def narrowed(leaves: Sequence[Any], tree: Any, *roots: str) -> Sequence[Any]:
+    """Returns the leaves of a nest with 64-bit host arrays cast to the dtype that JAX gives them.
+
+    Integers cost a look at the largest and the smallest. Floats cost nothing more than the cast.
+
+    Args:
+      leaves: Host arrays are checked, all else stays as it is.
+      tree: The structure of the nest.
+      roots: What the nest is called in errors; several are the names of its items.
+
+    Raises:
+      NarrowingError: An integer does not fit, or a finite float becomes infinite.
+
+    >>> leaves, tree = jax.tree.flatten({"ids": np.array([3, 4])})
+    >>> narrowed(leaves, tree, "batch")
+    [array([3, 4], dtype=int32)]
     """
+    if not any(map(_is_wide, leaves)):
+        return leaves
+    return [_narrowed(leaf, leaves, tree, roots) if _is_wide(leaf) else leaf for leaf in leaves]
+
+
+def narrowed_nest(nest: Any, *roots: str) -> Any:
+    """As ``narrowed``, of a whole nest."""
+    leaves, tree = jax.tree.flatten(nest)
+    return tree.unflatten(narrowed(leaves, tree, *roots))
+
+
+def _is_wide(leaf: Any) -> bool:
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return False
+    dtype = leaf.dtype
+    return dtype.itemsize >= 8 and dtype.kind in "iufc" and jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
+def _narrowed(array: Any, leaves: Sequence[Any], tree: Any, roots: Sequence[str]) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if (
-        array.dtype.kind in "iu"
-        and dtype.itemsize < array.dtype.itemsize
-        and array.size
-        and what not in _said
-    ):
+    if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
-        for number in (array.max(), array.min()):
-            if not bounds.min <= int(number) <= bounds.max:
-                _say(what, number, dtype)
-                break
-    return dtype
+        if array.size and (array.max() > bounds.max or array.min() < bounds.min):
+            raise _error(array, (array > bounds.max) | (array < bounds.min), dtype, leaves, tree, roots)
+        return array.astype(dtype)
+    try:
+        with np.errstate(all="ignore", over="raise"):
+            return array.astype(dtype)
+    except FloatingPointError:
+        pass
+    with np.errstate(all="ignore"):
+        is_lost = np.isfinite(array) & ~np.isfinite(array.astype(dtype))
+    raise _error(array, is_lost, dtype, leaves, tree, roots)
 
 
-def _say(what: str, number: np.generic, dtype: np.dtype) -> None:
-    _said.add(what)
-    log.warning(
-        "%s has %d, which does not fit into %s: it becomes %d, as JAX does it by default. Ids of rows: bring them into the table "
-        "first, ids %% num_rows, in NumPy. Numbers that have to stay: set JAX_ENABLE_X64=1 in all tasks.",
-        what,
-        number,
-        dtype,
-        number.astype(dtype),
+def _error(
+    array: Any, is_lost: Any, dtype: np.dtype, leaves: Sequence[Any], tree: Any, roots: Sequence[str]
+) -> NarrowingError:
+    index = tuple(map(int, np.argwhere(is_lost)[0]))
+    number = array[index]
+    with np.errstate(all="ignore"):
+        wrong = number.astype(dtype)
+    name = name_of(array, tree.unflatten(leaves), roots)
+    where = f" at {list(index)}" if index else ""
+    way = "hash ids, or ids % num_rows" if dtype.kind in "iu" else "scale or clip"
+    return NarrowingError(
+        f"{name} has {number}{where}. JAX keeps {array.dtype} as {dtype} by default, where it would become {wrong}. Make the "
+        f"numbers fit, in the dataset or before the call ({way}; then cast to {dtype}). Or keep 64 bits: "
+        'jax.config.update("jax_enable_x64", True) at the start of the program, or JAX_ENABLE_X64=1 in all tasks.'
     )
+
+
+def name_of(leaf: Any, nest: Any, roots: Sequence[str]) -> str:
+    """Returns ``args[0]['ids']``: where a leaf is in a nest; see ``narrowed``."""
+    path = next(path for path, value in jax.tree_util.tree_leaves_with_path(nest) if value is leaf)
+    if len(roots) == 1:
+        return f"{roots[0]}{jax.tree_util.keystr(path)}"
+    return f"{roots[path[0].idx]}{jax.tree_util.keystr(path[1:])}"

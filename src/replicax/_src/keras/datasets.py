@@ -18,6 +18,7 @@ from replicax._src.input.arrays import ArrayDataset
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.input.elements import EmptyDatasetError, NotResumableError, Pass
 from replicax._src.input.files.dataset import FileDataset
+from replicax._src.input.narrowing import narrowed, narrowed_nest
 from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Reader
 from replicax._src.input.sources import LocalRows
@@ -270,9 +271,10 @@ def _whole_batch(step: LocalRows | Sequence[Any]) -> Any:
     Of several processes each has its own rows, as ``WorkerRows``.
     """
     if isinstance(step, LocalRows):
-        batch, sizes = step.tree.unflatten(step.arrays), step.all_sizes
+        arrays = narrowed(step.arrays, step.tree, "batch")  # Keras puts it on a device as it is
+        batch, sizes = step.tree.unflatten(arrays), step.all_sizes
     else:
-        batch = jax.tree_util.tree_map(_joined, *step)
+        batch = narrowed_nest(jax.tree_util.tree_map(_joined, *step), "batch")
         sizes = _agreed_sizes(step) if isinstance(step, AgreedParts) else None
     if sizes is not None:
         batch = jax.tree_util.tree_map(lambda rows: WorkerRows.of(rows, sizes), batch)

@@ -24,6 +24,7 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.input.elements import EmptyDatasetError
+from replicax._src.input.narrowing import narrowed
 from replicax._src.keras import checkpoint_callback, servers, shared_reads
 from replicax._src.keras.callback_states import written_by_chief
 from replicax._src.keras.capture import give_values
@@ -48,6 +49,8 @@ PHASES = {
     "predict_on_batch": PREDICT,
 }
 """The methods that run steps."""
+
+_ARRAYS = frozenset({"x", "y", "sample_weight", "validation_data"})
 
 STEPS_OF_DATA = {
     "fit": {"x": "steps_per_epoch", "validation_data": "validation_steps"},
@@ -102,7 +105,13 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                     _check_has_steps(strategy, name)
                     stack.enter_context(strategy.scope())
                 args, kwargs, inputs = _with_datasets(
-                    name, signature, self, args, kwargs, context.get_strategy()
+                    name,
+                    signature,
+                    self,
+                    args,
+                    kwargs,
+                    context.get_strategy(),
+                    narrows=strategy is not None,
                 )
                 for made in inputs:
                     stack.enter_context(made.in_use())
@@ -292,8 +301,14 @@ def _with_datasets(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     strategy: Any,
+    *,
+    narrows: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[DistributedInput | WorkerInput]]:
-    """The arguments of a method with datasets of ours as Keras takes them, and these."""
+    """The arguments of a method with datasets of ours as Keras takes them, and these.
+
+    Args:
+      narrows: Arrays of 64 bits become what JAX makes of them, or are refused. Keras casts floats here too, without a check.
+    """
     try:
         bound = signature.bind(model, *args, **kwargs)
     except TypeError:
@@ -301,6 +316,9 @@ def _with_datasets(
     given = bound.arguments
     for argument in ("x", "y", "sample_weight"):
         check_not_per_replica(name, argument, given.get(argument))
+    if narrows:
+        for argument in _ARRAYS.intersection(given):
+            given[argument] = _narrowed(given[argument], argument)
     made = []
     for argument, steps in STEPS_OF_DATA.get(name, {}).items():
         data = given.get(argument)
@@ -313,3 +331,15 @@ def _with_datasets(
     if "shuffle" in signature.parameters and isinstance(given.get("x"), (DistributedInput, WorkerInput)):
         given["shuffle"] = False
     return bound.args[1:], bound.kwargs, made
+
+
+def _narrowed(data: Any, argument: str) -> Any:
+    """What is given to Keras, with arrays in memory as JAX has them. Files that are mapped are read batch by batch."""
+    leaves, tree = jax.tree.flatten(data, is_leaf=lambda value: not isinstance(value, (tuple, list, dict)))
+    arrays = [None if isinstance(leaf, np.memmap) else leaf for leaf in leaves]
+    new = {
+        id(old): new
+        for old, new in zip(arrays, narrowed(arrays, tree, argument), strict=True)
+        if old is not new
+    }
+    return keras.tree.map_structure(lambda leaf: new.get(id(leaf), leaf), data) if new else data

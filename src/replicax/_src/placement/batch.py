@@ -12,8 +12,11 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.input import memory
+from replicax._src.input.narrowing import narrowed
 from replicax._src.program.rows.layout import RowSplit
 from replicax._src.topology import Topology
+
+_OF_KERAS = ("x", "y", "sample_weight")
 
 
 class WorkerRows(np.ndarray):
@@ -61,6 +64,8 @@ class Batch:
         self.leaves = [
             leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves
         ]
+        roots = _OF_KERAS if type(nest) is tuple and len(nest) <= len(_OF_KERAS) else ("batch",)
+        self.leaves = list(narrowed(self.leaves, self.tree, *roots))
         self.worker_sizes = next((x.all_sizes for x in self.leaves if isinstance(x, WorkerRows)), None)
         if is_kept:
             self.leaves = [

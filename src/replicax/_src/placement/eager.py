@@ -30,6 +30,7 @@ from replicax._src.errors import (
 from replicax._src.placement.eager_capture import EagerCapture, StateBefore
 from replicax._src.placement.spmd import SlotGroup
 from replicax._src.program import key
+from replicax._src.program.arguments import as_arguments
 from replicax._src.program.capture import Uneven, current_capture, replaced_capture
 from replicax._src.program.modules import enter_modules, open_modules
 from replicax._src.program.program import is_output_leaf, trace_scopes
@@ -217,7 +218,7 @@ class _Run:
         nest, self._close = open_modules((tuple(args), dict(kwargs), key.lifted_cells(self._fn)))
         leaves, self._tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         num_replicas = self._topology.num_replicas
-        self._arguments = [_Argument.of(leaf, num_replicas) for leaf in leaves]
+        self._arguments = [_Argument.of(leaf, num_replicas) for leaf in as_arguments(leaves, self._tree)]
         self._meeting = Meeting(num_replicas)
         self._state = StateBefore(strategy)
         self._captures: list[EagerCapture] = []

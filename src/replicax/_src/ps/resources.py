@@ -18,7 +18,7 @@ from replicax._src.errors import ContextError, InvalidArgumentError, MissingExtr
 from replicax._src.input import memory
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import END, EmptyDatasetError, Pass, as_arrays
-from replicax._src.input.narrowing import narrowed_dtype
+from replicax._src.input.narrowing import narrowed
 from replicax._src.input.opening import open_elements
 from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.sources import PerReplicaPulls
@@ -202,7 +202,8 @@ class ValueResource:
     def __init__(self, value: Any, place: WorkerPlace):
         del place
         value = as_arrays(value)
-        self._leaves = [_own(leaf, is_immutable=False) for leaf in jax.tree.leaves(value)]
+        leaves, tree = jax.tree.flatten(value)
+        self._leaves = [_own(leaf, is_immutable=False) for leaf in narrowed(leaves, tree, "value")]
         self.spec = _spec(structures.described(value), self._leaves)
 
     @property
@@ -245,16 +246,15 @@ class _Leaves:
                 f"The first element of the dataset was {self._treedef}, and a later one is {treedef}. Let all have the same "
                 "structure; shapes may differ."
             )
-        return [_own(leaf, self._is_immutable) for leaf in leaves]
+        return [_own(leaf, self._is_immutable) for leaf in narrowed(leaves, treedef, "batch")]
 
 
 def _own(leaf: Any, is_immutable: bool) -> np.ndarray:
-    """A leaf as it is sent or given to a program: of a dtype of JAX, C-contiguous, and nobody else's to write to."""
+    """A leaf as it is sent or given to a program: C-contiguous, and nobody else's to write to."""
     array = np.asarray(leaf)
-    dtype = narrowed_dtype(array, "An element of a worker's dataset, or its value,")
-    if array.dtype == dtype and array.flags.c_contiguous:
-        return array if is_immutable or isinstance(leaf, jax.Array) else memory.copy(array)
-    return np.array(array, dtype, order="C")
+    if not array.flags.c_contiguous:
+        return np.array(array, order="C")
+    return array if is_immutable or isinstance(leaf, jax.Array) else memory.copy(array)
 
 
 def _spec(tree: structures.Structure, leaves: Sequence[np.ndarray]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from replicax._src.input.agreed import AgreedParts
 from replicax._src.input.arrays import ArrayDataset, from_arrays
 from replicax._src.input.autoshard import DistributeOptions
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
+from replicax._src.input.narrowing import narrowed, narrowed_nest
 from replicax._src.input.opening import UnsupportedSourceError, open_elements
 from replicax._src.input.sources import LocalRows, PerReplicaPulls, Source, open_source
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
@@ -163,8 +164,9 @@ class BatchPlacer:
     def place(self, step: LocalRows) -> Any:
         """A nest of PerReplica; with one replica of arrays on its device."""
         topology, sizes = self._topology, step.sizes
+        arrays = narrowed(step.arrays, step.tree, "batch")
         if topology.num_replicas == 1:
-            return step.tree.unflatten([_put_whole(topology, array) for array in step.arrays])
+            return step.tree.unflatten([_put_whole(topology, array) for array in arrays])
         all_sizes = sizes if topology.peers is None or step.all_sizes is None else step.all_sizes
         is_even = min(all_sizes) == max(all_sizes)
         values = [
@@ -173,7 +175,7 @@ class BatchPlacer:
                 topology.num_replicas,
                 None if is_even else _shapes(array, all_sizes),
             )
-            for array in step.arrays
+            for array in arrays
         ]
         return step.tree.unflatten(values)
 
@@ -181,7 +183,8 @@ class BatchPlacer:
         """Places several steps of one signature."""
         topology, sizes = self._topology, steps[0].sizes
         all_sizes = steps[0].all_sizes or sizes
-        columns = [list(map(np.asarray, column)) for column in zip(*(s.arrays for s in steps), strict=True)]
+        arrays_of_steps = [narrowed(step.arrays, step.tree, "batch") for step in steps]
+        columns = [list(map(np.asarray, column)) for column in zip(*arrays_of_steps, strict=True)]
         is_even = min(all_sizes) == max(all_sizes)
         shapes = [None if is_even else _shapes(a, all_sizes) for a in steps[0].arrays]
         form = StepForm(steps[0].tree, tuple(shapes), topology.num_replicas)
@@ -251,7 +254,7 @@ class PartsPlacer:
     def place(self, step: Sequence[Any]) -> Any:
         """A nest of PerReplica; with one replica of arrays on its device."""
         if self._topology.num_replicas == 1:
-            return self._topology.put_whole(step[0])
+            return self._topology.put_whole(narrowed_nest(step[0], "batch"))
         return join_components(self._topology, step)
 
     def stack(self, steps: Sequence[Sequence[Any]], capacity: int) -> Stack:
@@ -300,6 +303,7 @@ def _shapes_of_all(nests: Sequence[Any], position: int) -> tuple[tuple[int, ...]
 def _components(nests: Sequence[Any]) -> tuple[Any, list[list[Any]]]:
     """The common structure of the replicas' nests, and for each leaf the replicas' arrays."""
     flat = [jax.tree_util.tree_flatten(nest) for nest in nests]
+    flat = [(narrowed(leaves, tree, "batch"), tree) for leaves, tree in flat]
     trees = [tree for _, tree in flat]
     if any(tree != trees[0] for tree in trees):
         raise InvalidArgumentError(

@@ -25,6 +25,7 @@ from replicax._src.plan.plan import Plan, PlannedArray, bounds_of, memory_traffi
 from replicax._src.plan.remedies import Attempt, Change, Search, notes_of_whole_arguments
 from replicax._src.plan.report import answer, outcome, size
 from replicax._src.program import key
+from replicax._src.program.arguments import as_arguments
 from replicax._src.program.capture import planning
 from replicax._src.program.slots import Slot
 from replicax._src.topology import Topology
@@ -215,6 +216,7 @@ def arguments_on(
 ) -> Arguments:
     """Describes arguments as the planned devices have them: as many rows for each replica, or those of a global batch."""
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)), is_leaf=is_value)
+    leaves = as_arguments(leaves, tree)
     components = [_component(leaf) for leaf in leaves]
     have = next((shape[0] for shape, _ in filter(None, components) if shape), None)
     rows = have

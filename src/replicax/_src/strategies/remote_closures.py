@@ -13,11 +13,11 @@ import numpy as np
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import UnsupportedError
-from replicax._src.input.narrowing import narrowed_dtype
 from replicax._src.placement.remote.closure import place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.placement.remote.tracing import check_can_travel
 from replicax._src.program import key, side_effects
+from replicax._src.program.arguments import as_arguments
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -129,6 +129,7 @@ class Closures:
                 "arrays (nnx.split), or keep it in variables made in strategy.scope()."
             )
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
+        leaves = as_arguments(leaves, tree)
         programs = self._cache.programs_of(fn)
         described, arrays, sources = _describe(leaves, programs)
         signature = (
@@ -217,8 +218,6 @@ def _describe(
             described.append(array_leaf(leaf))
             check_can_travel(described[-1].dtype, "is an argument of a function for workers")
             # It may be written before it is sent: itself, or what it is a view of.
-            if isinstance(leaf, np.ndarray | np.generic):
-                narrowed_dtype(np.asarray(leaf), "An array that a function for workers is given")
             is_theirs = isinstance(leaf, np.ndarray) and (leaf.flags.writeable or leaf.base is not None)
             arrays.append((np.array if is_theirs else np.asarray)(leaf, described[-1].dtype))
         elif type(leaf) is float and programs.is_varying(position, leaf):

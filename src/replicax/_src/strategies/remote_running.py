@@ -17,6 +17,7 @@ from replicax._src.options import RunOptions
 from replicax._src.placement.remote.events import Events
 from replicax._src.placement.remote.replicas import Observers, PlacedReplicas
 from replicax._src.program import key
+from replicax._src.program.arguments import as_arguments
 from replicax._src.program.cache import array_leaf, static_leaf
 from replicax._src.program.capture import current_capture
 from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
@@ -66,6 +67,7 @@ def _run_on_several(
     assert isinstance(events, Events)
     nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
     leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_value)
+    leaves = as_arguments(leaves, tree)
     topology = Topology.elsewhere(
         strategy.num_replicas_in_sync, is_cpu=strategy.session.platforms == ("cpu",)
     )

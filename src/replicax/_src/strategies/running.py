@@ -22,6 +22,7 @@ from replicax._src.errors import (
 from replicax._src.options import RunOptions
 from replicax._src.placement.spmd import Launcher
 from replicax._src.program import key
+from replicax._src.program.arguments import as_arguments
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -112,6 +113,7 @@ class Runner:
                 "it out, or pass the module's state as arrays (nnx.split)."
             )
         leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
+        leaves = as_arguments(leaves, tree)
         outer = current_capture()
         if outer is not None:
             if outer.is_replica:
@@ -132,7 +134,7 @@ class Runner:
             return placed.wrap(self._run_inline(placed, outer, arrays), close)
         programs = self._cache.programs_of(fn)
         described, arrays = self._describe(leaves, programs, is_traced=False)
-        donated = self._donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
+        donated = self._donated(nest[0], leaves, described, options)
         signature = (
             tree,
             tuple(described),
@@ -168,8 +170,9 @@ class Runner:
         nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
         opened, close = open_modules(nest)
         leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
+        leaves = as_arguments(leaves, tree)
         described, arrays = self._describe(leaves, None, is_traced=False)
-        donated = self._donated(nest[0], described, options) if options.donate_args else [False] * len(arrays)
+        donated = self._donated(nest[0], leaves, described, options)
         return self._trace(fn, tree, leaves, described, donated, options, close is not None), arrays
 
     def owned(self, array: Any) -> Any:
@@ -252,18 +255,22 @@ class Runner:
 
     # --- donation -------------------------------------------------------------------------------------
 
-    def _donated(self, args: Sequence[Any], described: Sequence[Leaf], options: RunOptions) -> list[bool]:
+    def _donated(
+        self, args: Sequence[Any], leaves: Sequence[Any], described: Sequence[Leaf], options: RunOptions
+    ) -> list[bool]:
         """Which array leaves are donated: those of the arguments named in ``donate_args``."""
-        flags: list[bool] = []
-        for position, arg in enumerate(args):
-            chosen = position in options.donate_args or position - len(args) in options.donate_args
-            flags += [
-                chosen and (isinstance(leaf, DistributedValues) or self._is_plain_state(leaf))
-                for leaf in jax.tree_util.tree_leaves(arg, is_leaf=is_value)
-                if isinstance(leaf, DistributedValues) or key.is_array(leaf)
-            ]
-        num_arrays = sum(leaf.kind != "static" for leaf in described)
-        return flags + [False] * (num_arrays - len(flags))
+        is_chosen = [False] * len(leaves)
+        start = 0
+        for position, arg in enumerate(args if options.donate_args else ()):
+            stop = start + len(jax.tree_util.tree_leaves(arg, is_leaf=is_value))
+            if position in options.donate_args or position - len(args) in options.donate_args:
+                is_chosen[start:stop] = [True] * (stop - start)
+            start = stop
+        return [
+            chosen and (isinstance(leaf, DistributedValues) or self._is_plain_state(leaf))
+            for chosen, leaf, one in zip(is_chosen, leaves, described, strict=True)
+            if one.kind != "static"
+        ]
 
     def _is_plain_state(self, leaf: Any) -> bool:
         return self._topology.num_replicas == 1 and isinstance(leaf, jax.Array)

@@ -19,6 +19,7 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError, StackedSteps
+from replicax._src.input.narrowing import narrowed
 from replicax._src.options import ReduceOp
 from replicax._src.program import key
 from replicax._src.program.cache import ProgramCache, array_leaf, jax_state
@@ -251,6 +252,7 @@ class StepsRunner:
     ) -> Any:
         stack: Stack = steps.value
         others, tree = jax.tree_util.tree_flatten(key.lifted_cells(fn))
+        others = narrowed(others, tree, "closure")
         programs = self._cache.programs_of(fn)
         inputs = [array_leaf(a)._replace(shape=a.shape[1:]) for a in stack.arrays]
         described = [*inputs, *map(array_leaf, others)]

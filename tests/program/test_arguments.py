@@ -1,0 +1,203 @@
+"""Tensors of other libraries as arguments: stand-ins here, the real ones in tests/peers."""
+
+import h5py
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from checks import message
+from in_memory_servers import in_memory_strategy
+from replicax._src.program.arguments import _may_be_foreign
+from replicax.coordinator import ClusterCoordinator
+from replicax.errors import InvalidArgumentError, NarrowingError
+
+
+class Tensor:
+    """As tensors of TensorFlow and torch: a shape, a dtype that NumPy does not know, and a conversion."""
+
+    def __init__(self, array):
+        self._array = np.asarray(array)
+
+    @property
+    def shape(self):
+        return list(self._array.shape)
+
+    @property
+    def dtype(self):
+        return f"other.{self._array.dtype}"
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array
+
+
+class OnlyDlpack(Tensor):
+    """As tensors of a dtype that NumPy lacks, or on a GPU."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("not on this device.")
+
+    def __dlpack__(self, **options):
+        return jnp.asarray(self._array).__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return jnp.asarray(self._array).__dlpack_device__()
+
+
+class Recorded(Tensor):
+    """As torch.nn.Parameter."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+
+
+def class_like(library, name):
+    """A class that another library might have, with everything that a tensor has."""
+    return type(name, (Tensor,), {"__module__": f"{library}.of.theirs"})
+
+
+REFUSED = {
+    "tf.Variable": (type("ResourceVariable", (class_like("tensorflow", "Variable"),), {}), "rx.Variable"),
+    "h5py.Dataset": (class_like("h5py", "Dataset"), "dataset[start:stop]"),
+    "pandas.DataFrame": (class_like("pandas", "DataFrame"), ".to_numpy()"),
+    "pandas.Series": (class_like("pandas", "Series"), ".to_numpy()"),
+}
+
+
+@pytest.fixture(scope="module")
+def coordinator():
+    with in_memory_strategy(workers=1, ps=1) as strategy, ClusterCoordinator(strategy) as coordinator:
+        yield coordinator
+
+
+def in_run(strategy, options=None):
+    def call(fn, *args):
+        result = strategy.run(fn, args=args, options=options)
+        return strategy.experimental_local_results(result)[0]
+
+    return call
+
+
+CALLS = {
+    "run_mirrored": lambda coordinator: in_run(rx.MirroredStrategy(["cpu:0", "cpu:1"])),
+    "run_one_device": lambda coordinator: in_run(rx.OneDeviceStrategy("cpu:0")),
+    "run_default": lambda coordinator: in_run(rx.get_strategy()),
+    "function": lambda coordinator: lambda fn, *args: rx.function(fn)(*args),
+    "scheduled": lambda coordinator: lambda fn, *args: coordinator.schedule(fn, args=args).fetch(60),
+    "value_and_grad": lambda coordinator: lambda fn, *args: rx.value_and_grad(fn)(*args)[0],
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request, coordinator):
+    return CALLS[request.param](coordinator)
+
+
+@pytest.fixture(params=[Tensor, OnlyDlpack])
+def kind(request):
+    return request.param
+
+
+def test_a_tensor_is_an_input(call, kind):
+    def total(batch):
+        assert isinstance(batch["x"], jax.core.Tracer)
+        return jnp.sum(batch["x"])
+
+    assert [float(call(total, {"x": kind(np.full(3, i, np.float32))})) for i in range(3)] == [0, 3, 6]
+
+
+def test_new_tensors_make_no_new_program(kind):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    traced = []
+
+    def total(x, y):
+        traced.append("run")
+        return jnp.sum(x) + y
+
+    @rx.function
+    def step(x):
+        traced.append("function")
+        return jnp.sum(x)
+
+    for number in range(3):
+        x = kind(np.full(3, number, np.float32))
+        strategy.run(total, args=(x,), kwargs={"y": x})
+        step(x)
+    assert sorted(traced) == ["function", "run"]
+
+
+def test_a_tensor_is_an_array_in_eager_mode_and_in_plans(kind):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    x = kind(np.arange(4, dtype=np.float32))
+    result = strategy.run(lambda x: x + 1, args=(x,), options=rx.RunOptions(eager=True))
+    assert strategy.experimental_local_results(result)[1].tolist() == [1, 2, 3, 4]
+    plan = strategy.plan(lambda x: x + 1, (x,))
+    assert [(argument.name, tuple(argument.shape)) for argument in plan.arrays] == [("args[0]", (4,))]
+
+
+def test_a_tensor_beside_donated_state_does_not_take_its_place():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    state = strategy.replicate(jnp.ones(3))
+    options = rx.RunOptions(donate_args=(1,))
+    result = strategy.run(lambda x, s: s + x, args=(Tensor(np.float32(2)), state), options=options)
+    assert strategy.experimental_local_results(result)[0].tolist() == [3, 3, 3]
+    message(rx.errors.DonatedError, lambda: state.array, "donate")
+
+
+def test_64_bits_of_a_tensor_are_checked(call):
+    ids = Tensor(np.array([1, 2**40]))
+    message(NarrowingError, lambda: call(lambda ids: jnp.sum(ids * 1.0), ids), "1099511627776")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_array_is_refused_with_what_to_write(call, name):
+    kind, says = REFUSED[name]
+    message(InvalidArgumentError, lambda: call(lambda x: 1.0, kind(np.ones(2))), "args[0]", says)
+
+
+def test_a_tensor_whose_gradient_is_recorded_is_refused(call):
+    message(
+        InvalidArgumentError, lambda: call(lambda x: 1.0, Recorded(np.ones(2))), "requires grad", "detach()"
+    )
+
+
+def test_the_real_h5py_dataset_is_refused(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        rows = file.create_dataset("rows", data=np.ones(3))
+        message(
+            InvalidArgumentError,
+            lambda: rx.function(lambda x: x)(rows),
+            "Dataset of h5py",
+            "dataset[start:stop]",
+        )
+
+
+def test_what_is_no_tensor_stays_a_constant():
+    class Settings:
+        dtype = "text"
+
+        def __array__(self, dtype=None, copy=None):
+            raise AssertionError("not an array")
+
+    text = Tensor(np.array(["a", "b"], object))
+    seen = []
+    rx.function(lambda *args: seen.extend(args))(Settings(), text, 3, np.float32(1))
+    assert isinstance(seen[0], Settings)
+    assert seen[1] is text
+    assert seen[2] == 3
+    assert seen[3].dtype == np.float32
+
+
+def test_variables_and_values_are_not_foreign():
+
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    values = [
+        rx.Variable(1.0),
+        keras.Variable(1.0),
+        strategy.replicate(jnp.ones(2)),
+        jnp.ones(2),
+        jax.random.key(0),
+    ]
+    assert not any(_may_be_foreign(type(value)) for value in values)
