@@ -10,6 +10,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.coordinator.per_worker import experimental_get_current_worker_index
+from replicax._src.dtypes import as_dtype
 from replicax._src.errors import VariableError
 from replicax._src.placement.remote.elements import current_elements
 from replicax._src.values import ArrayLike
@@ -47,7 +48,8 @@ class PerWorkerVariable(ArrayLike):
                 f"A PerWorkerVariable is made in the scope of a ParameterServerStrategy that has workers, not of {strategy!r}. "
                 "Elsewhere use rx.Variable; ON_READ variables have a value on each replica."
             )
-        value = np.asarray(jnp.asarray(initial_value() if callable(initial_value) else initial_value, dtype))
+        value = initial_value() if callable(initial_value) else initial_value
+        value = np.asarray(jnp.asarray(value, None if dtype is None else as_dtype(dtype)))
         self.name = name if name is not None else "PerWorkerVariable"
         self.shape = value.shape
         # One row, which no partitioner cuts.

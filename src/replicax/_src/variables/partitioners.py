@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex, final
 
 import numpy as np
 
+from replicax._src.dtypes import as_dtype
 from replicax._src.errors import InvalidArgumentError
 
 
@@ -190,7 +191,7 @@ def _along(axis: int, shape: Sequence[int], count: Callable[[int], int]) -> list
 def _element_bytes(dtype: Any, bytes_per_string: int) -> int:
     if isinstance(dtype, str) and dtype == "string":
         return bytes_per_string
-    dtype = np.dtype(dtype)
+    dtype = np.dtype(as_dtype(dtype))
     return bytes_per_string if dtype.kind in "SUO" else dtype.itemsize
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
+from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._src.program.capture import current_capture
@@ -433,7 +434,7 @@ def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
                 f"is made once, before the program runs: compute its initial value outside, or give a function "
                 f"of no arguments that computes it from constants."
             )
-        return array if dtype is None else jnp.asarray(array, dtype=dtype)
+        return array if dtype is None else jnp.asarray(array, dtype=as_dtype(dtype))
 
 
 def _as_array(value: Any, what: str) -> Any:

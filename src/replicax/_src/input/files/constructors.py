@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax._src.dtypes import as_dtype
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.files.csv import Csv
 from replicax._src.input.files.dataset import FileDataset
@@ -116,7 +117,7 @@ def from_csv(
       MissingExtraError: pyarrow is not installed.
     """
     load("pyarrow.csv", "from_csv")
-    dtypes = tuple((name, np.dtype(dtype).name) for name, dtype in (column_dtypes or {}).items())
+    dtypes = tuple((name, np.dtype(as_dtype(dtype)).name) for name, dtype in (column_dtypes or {}).items())
     paths = resolve_files(files)
     return FileDataset(
         paths, Csv(paths, _names(columns, "columns"), delimiter, _names(column_names, "column_names"), dtypes)
