@@ -1,6 +1,6 @@
 """Datasets over arrays in memory and over files, and how datasets are distributed."""
 
-from replicax._src.input.arrays import SHARD_HINT, ArrayDataset, from_arrays
+from replicax._src.input.arrays import SHARD_HINT, ArrayDataset, Dataset, from_arrays
 from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
 from replicax._src.input.files.constructors import (
     from_array_records,
@@ -15,6 +15,7 @@ __all__ = [
     "SHARD_HINT",
     "ArrayDataset",
     "AutoShardPolicy",
+    "Dataset",
     "DistributeOptions",
     "FileDataset",
     "from_array_records",

@@ -9,6 +9,8 @@ import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 
+import replicax as rx
+from checks import message
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, as_array, from_arrays
 from replicax._src.input.order import INFINITE
@@ -252,3 +254,117 @@ def test_shuffled_batches_of_any_layout(make):
     first, second = from_arrays(arrays).shuffle(seed=1).batch(2000)
     rows = np.concatenate([first, second])
     np.testing.assert_array_equal(rows[np.argsort(rows[:, 0])], arrays[np.argsort(arrays[:, 0])])
+
+
+# --- map and prefetch ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_replicas():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def squared(x, y):
+    return {"x": x, "square": y * y}
+
+
+def test_map_is_called_with_rows_before_batch_and_with_batches_after():
+    arrays = (np.arange(5), np.arange(5) + 1)
+    rows = from_arrays(arrays).map(squared)
+    assert [row["square"] for row in rows] == [1, 4, 9, 16, 25]
+    shapes = []
+    batches = rows.batch(2).map(lambda batch: shapes.append(batch["x"].shape) or batch["square"] + 1)
+    assert [batch.tolist() for batch in batches] == [[2, 5], [10, 17], [26]]
+    assert shapes == [(2,), (2,), (1,)]
+
+
+def test_map_keeps_the_order_that_other_methods_give():
+    def mapped(rows):
+        return rows.map(lambda x: x + 100)
+
+    plain = from_arrays(np.arange(12)).shuffle(seed=3).shard(2, 1).repeat(2).take(9).batch(4).shuffle(seed=1)
+    before = (
+        mapped(from_arrays(np.arange(12)))
+        .shuffle(seed=3)
+        .shard(2, 1)
+        .repeat(2)
+        .take(9)
+        .batch(4)
+        .shuffle(seed=1)
+    )
+    after = mapped(
+        from_arrays(np.arange(12)).shuffle(seed=3).shard(2, 1).repeat(2).take(9).batch(4).shuffle(seed=1)
+    )
+    expected = [(batch + 100).tolist() for batch in plain]
+    assert [batch.tolist() for batch in before] == [batch.tolist() for batch in after] == expected
+    assert len(before) == len(after) == 3
+
+
+def test_rows_of_a_map_that_cannot_be_joined_are_named():
+    ragged = from_arrays(np.arange(3)).map(lambda n: {"x": np.zeros(n)}).batch(3)
+    message(InconsistentRowsError, lambda: list(ragged), "['x']", "map function")
+
+
+def test_a_mapped_dataset_is_distributed_and_resumed(two_replicas):
+    def make():
+        rows = from_arrays((np.arange(7.0), np.arange(7))).shuffle(seed=2)
+        return two_replicas.experimental_distribute_dataset(
+            rows.map(lambda x, y: x * y).batch(3).map(lambda z: -z)
+        )
+
+    def rows_of(element):
+        return np.concatenate(two_replicas.experimental_local_results(element)).tolist()
+
+    whole = [rows_of(element) for element in make()]
+    assert sorted(row for rows in whole for row in rows) == [-36, -25, -16, -9, -4, -1, 0]
+    first = iter(make())
+    next(first)
+    second = iter(make())
+    second.set_state(first.get_state())
+    assert [rows_of(element) for element in second] == whole[1:]
+
+
+def test_an_error_in_a_map_comes_where_its_batch_would_and_the_next_one_follows(two_replicas):
+    def refuse_three(x):
+        if x == 3:
+            raise KeyError("three")
+        return x
+
+    iterator = iter(
+        two_replicas.experimental_distribute_dataset(from_arrays(np.arange(6)).map(refuse_three).batch(2))
+    )
+    next(iterator)
+    with pytest.raises(KeyError, match="three"):
+        next(iterator)
+    assert np.concatenate(two_replicas.experimental_local_results(next(iterator))).tolist() == [4, 5]
+    assert iterator.get_state()["elements"]["position"] == 3
+
+
+def test_a_map_may_write_into_one_array_again(two_replicas):
+    memory = np.zeros(2, np.float32)
+
+    def write(batch):
+        memory[...] = batch
+        return memory
+
+    dataset = two_replicas.experimental_distribute_dataset(from_arrays(np.arange(6)).batch(2).map(write))
+    steps = list(dataset)
+    assert [np.concatenate(two_replicas.experimental_local_results(s)).tolist() for s in steps] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+
+
+def test_prefetch_and_parallel_calls_change_nothing():
+    dataset = (
+        from_arrays(np.arange(3)).prefetch(2).map(lambda x: x + 1, num_parallel_calls=-1).batch(2).prefetch()
+    )
+    assert [batch.tolist() for batch in dataset] == [[1, 2], [3]]
+
+
+def test_tensor_slices_take_a_list_as_one_array():
+    dataset = rx.data.Dataset.from_tensor_slices(({"x": [[1, 2], [3, 4]]}, [5, 6])).batch(2)
+    ((features, labels),) = dataset
+    assert features["x"].tolist() == [[1, 2], [3, 4]]
+    assert labels.tolist() == [5, 6]

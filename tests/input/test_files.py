@@ -197,6 +197,8 @@ def test_methods_apply_in_order(tmp_path, kind):
     assert batches_of(rows.batch(2).filter(lambda batch: batch["n"][0] == 2)) == [[2, 3]]
     assert batches_of(rows.map(lambda row: {"n": row["n"] + 10}).batch(4)) == [[10, 11, 12, 13], [14, 15, 16]]
     assert batches_of(rows.batch(4).map(lambda batch: {"n": batch["n"][::-1]})) == [[3, 2, 1, 0], [6, 5, 4]]
+    pairs = rows.map(lambda row: (row["n"], 1)).filter(lambda n, one: n != one)
+    assert batches_of(pairs.map(lambda n, one: {"n": n + one}).batch(6).prefetch(1)) == [[1, 3, 4, 5, 6, 7]]
     assert batches_of(rows.batch(7)) == [list(range(7))], "the dataset itself is as it was"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, final
 
 import jax
 import numpy as np
@@ -76,6 +76,24 @@ def from_arrays(arrays: Any) -> ArrayDataset:
     return ArrayDataset(hosted, InOrder(num_rows), is_batched=False)
 
 
+@final
+class Dataset:
+    """TensorFlow's name for where datasets of arrays are made."""
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any) -> ArrayDataset:
+        """As ``from_arrays``, but a list is one array, as in tf.data.
+
+        >>> [batch.tolist() for batch in Dataset.from_tensor_slices([1, 2, 3]).batch(2)]
+        [[1, 2], [3]]
+        """
+        return from_arrays(jax.tree.map(_joined_list, tensors, is_leaf=lambda value: isinstance(value, list)))
+
+
+def _joined_list(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, list) else leaf
+
+
 class ArrayDataset:
     """A dataset over arrays in memory; make one with ``from_arrays``.
 
@@ -84,12 +102,22 @@ class ArrayDataset:
     batch span two epochs, ``batch(n).repeat()`` ends each epoch with its partial batch.
     """
 
-    def __init__(self, arrays: Any, order: Order, *, is_batched: bool, static_batch_size: int | None = None):
+    def __init__(
+        self,
+        arrays: Any,
+        order: Order,
+        *,
+        is_batched: bool,
+        static_batch_size: int | None = None,
+        of_rows: tuple[Callable[..., Any], ...] = (),
+        of_batches: tuple[Callable[..., Any], ...] = (),
+    ):
         """Private: use ``from_arrays``."""
         self._arrays = arrays
         self._order = order
         self._is_batched = is_batched
         self._static_batch_size = static_batch_size
+        self._of_rows, self._of_batches = of_rows, of_batches
         self._passes = PassCounter()
 
     @property
@@ -104,7 +132,9 @@ class ArrayDataset:
 
     @property
     def element_spec(self) -> Any:
-        """A nest of ArraySpecs (``shape``, ``dtype``); the size of a batch is None if the last may differ."""
+        """A nest of ArraySpecs (``shape``, ``dtype``), the size of a batch None if the last may differ; None after ``map``."""
+        if self.is_mapped:
+            return None
         dims = (self._static_batch_size,) if self._is_batched else ()
         return jax.tree.map(lambda array: ArraySpec((*dims, *array.shape[1:]), array.dtype), self._arrays)
 
@@ -121,10 +151,36 @@ class ArrayDataset:
         batch_size = whole_number("batch_size", batch_size, least=1)
         if self._is_batched:
             raise InvalidArgumentError("This ArrayDataset has been batched; call batch once, on its rows.")
-        order = Batches(self._order, batch_size, drop_remainder)
-        return ArrayDataset(
-            self._arrays, order, is_batched=True, static_batch_size=batch_size if drop_remainder else None
+        return self._with(
+            order=Batches(self._order, batch_size, drop_remainder),
+            is_batched=True,
+            static_batch_size=batch_size if drop_remainder else None,
         )
+
+    def map(self, function: Callable[..., Any], num_parallel_calls: int | None = None) -> ArrayDataset:
+        """Replaces every element by ``function(element)``, or ``function(*element)`` of a tuple, as in tf.data.
+
+        Before ``batch`` that is one row; the function returns a nest of arrays or numbers, of the same shapes and dtypes for
+        every row. After ``batch`` it is a whole batch, which is much faster. The thread that reads ahead calls it. It returns
+        new arrays and leaves those that it is given as they are.
+
+        >>> dataset = from_arrays((np.arange(4), np.arange(4) ** 2)).batch(2)
+        >>> [total.tolist() for total in dataset.map(lambda x, y: x + y)]
+        [[0, 2], [6, 12]]
+
+        Args:
+          function: Called once for each element, in each pass again.
+          num_parallel_calls: Accepted for tf.data's sake: one thread calls it.
+        """
+        del num_parallel_calls
+        if self._is_batched:
+            return self._with(of_batches=(*self._of_batches, function))
+        return self._with(of_rows=(*self._of_rows, function))
+
+    def prefetch(self, buffer_size: int | None = None) -> ArrayDataset:
+        """Accepted for tf.data's sake: a dataset that is distributed, or given to ``fit``, is read ahead by itself."""
+        del buffer_size
+        return self._with()
 
     def shuffle(
         self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
@@ -186,7 +242,7 @@ class ArrayDataset:
 
     def __iter__(self) -> Iterator[Any]:
         """Starts again from the first element."""
-        return self.elements(self._passes.begin())
+        return map(self.element, self.places(self._passes.begin()))
 
     def __len__(self) -> int:
         if self.cardinality == INFINITE:
@@ -214,20 +270,40 @@ class ArrayDataset:
         return sizes[0] if sizes else None
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether a ``map`` makes the elements."""
+        return bool(self._of_rows or self._of_batches)
+
+    @property
+    def is_mapped_in_batches(self) -> bool:
+        """Whether the elements are what the user's function made, not batches that were joined here."""
+        return bool(self._of_batches if self._is_batched else self._of_rows)
+
+    @property
     def row_bytes(self) -> int:
         """How large one row is, over all arrays."""
         arrays = jax.tree.leaves(self._arrays)
         return sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
 
-    def elements(self, pass_number: int, start: int = 0) -> Iterator[Any]:
-        """Yields the elements of the pass with a number, from the element ``start`` on."""
+    def places(self, pass_number: int, start: int = 0) -> Iterator[Any]:
+        """Yields what ``element`` makes the elements of: those of the pass with a number, from the element ``start`` on."""
         for rows in self._order.blocks((pass_number,), start):
-            if not self._is_batched:
-                yield from map(self._at, rows)
-            elif isinstance(rows, range):
-                yield self._at(slice(rows.start, rows.stop, rows.step))
+            if self._is_batched:
+                yield rows
             else:
-                yield jax.tree.map(lambda array, rows=rows: memory.take(array, rows), self._arrays)
+                yield from rows
+
+    def element(self, place: Any) -> Any:
+        """Returns the element of a row, or a batch of several rows."""
+        if not self._is_batched:
+            return self._row(place)
+        if self._of_rows:
+            batch = batch_of_rows([self._row(row) for row in place])
+        elif isinstance(place, range):
+            batch = self._at(slice(place.start, place.stop, place.step))
+        else:
+            batch = jax.tree.map(lambda array: memory.take(array, place), self._arrays)
+        return _mapped(self._of_batches, batch)
 
     @property
     def seeds(self) -> list[int]:
@@ -275,15 +351,73 @@ class ArrayDataset:
             for part in parts_of(self._order)
         ]
         shapes = [[str(array.dtype), *array.shape[1:]] for array in jax.tree.leaves(self._arrays)]
-        return {"steps": steps, "arrays": shapes}
+        maps = {"maps": [len(self._of_rows), len(self._of_batches)]} if self.is_mapped else {}
+        return {"steps": steps, "arrays": shapes, **maps}
 
     def _at(self, index: Any) -> Any:
         return jax.tree.map(lambda array: array[index], self._arrays)
 
+    def _row(self, index: Any) -> Any:
+        return _mapped(self._of_rows, self._at(index))
+
     def _reordered(self, order: Order) -> ArrayDataset:
-        return ArrayDataset(
-            self._arrays, order, is_batched=self._is_batched, static_batch_size=self._static_batch_size
+        return self._with(order=order)
+
+    def _with(self, **changes: Any) -> ArrayDataset:
+        same = {
+            "order": self._order,
+            "is_batched": self._is_batched,
+            "static_batch_size": self._static_batch_size,
+            "of_rows": self._of_rows,
+            "of_batches": self._of_batches,
+        }
+        return ArrayDataset(self._arrays, **{**same, **changes})
+
+
+def call_with(function: Callable[..., Any], element: Any) -> Any:
+    """Returns what the function of a ``map`` or ``filter`` gives for an element; a tuple is its arguments, as in tf.data."""
+    return function(*element) if type(element) is tuple else function(element)
+
+
+def _mapped(functions: Sequence[Callable[..., Any]], element: Any) -> Any:
+    for function in functions:
+        element = call_with(function, element)
+    return element
+
+
+def batch_of_rows(rows: list[Any]) -> Any:
+    """Returns a nest of arrays ``[num_rows, ...]``; text and bytes become arrays of Python objects.
+
+    Raises:
+      InconsistentRowsError: The rows differ in structure, shape or dtype.
+    """
+    leaves, structure = jax.tree.flatten(rows[0])
+    try:
+        others = [structure.flatten_up_to(row) for row in rows[1:]]
+    except (ValueError, TypeError) as error:
+        raise InconsistentRowsError(
+            f"The rows of a batch differ in structure, the first is {structure}: {str(error).rstrip('. ')}. Let the map function return "
+            "the same names and nesting for every row."
+        ) from error
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(rows[0])]
+    stacked = [_stack(name, column) for name, *column in zip(names, leaves, *others, strict=True)]
+    return jax.tree.unflatten(structure, stacked)
+
+
+def _stack(name: str, column: list[Any]) -> np.ndarray:
+    if isinstance(column[0], str | bytes):
+        texts = np.empty(len(column), object)
+        texts[:] = column
+        return texts
+    arrays = [np.asarray(value) for value in column]
+    kinds = {(array.shape, array.dtype) for array in arrays}
+    if len(kinds) > 1:
+        some = " and ".join(sorted(f"{dtype}{list(shape)}" for shape, dtype in kinds)[:3])
+        raise InconsistentRowsError(
+            f"The rows of a batch need one shape and dtype, got {some} for {name or 'the element'}. Pad or cut them, "
+            "and convert them (np.float32(...)), in the map function."
         )
+    return memory.stack(arrays, len(arrays)) if arrays[0].ndim else np.array(arrays)
 
 
 def as_array(leaf: Any) -> np.ndarray | jax.Array:

@@ -244,8 +244,8 @@ class ArrayElements(Elements):
             dataset.description,
             is_batched=dataset.is_batched,
             batch_size=dataset.batch_size,
-            row_bytes=dataset.row_bytes,
-            is_immutable=True,
+            row_bytes=None if dataset.is_mapped else dataset.row_bytes,
+            is_immutable=not dataset.is_mapped_in_batches,
             of_hint=(lambda num, index: ArrayElements(dataset.with_hint(num, index)))
             if dataset.has_hint
             else None,
@@ -263,7 +263,7 @@ class ArrayElements(Elements):
 
     def first(self) -> Any:
         # Of a dataset derived from it, so that looking does not use up an order of its shuffle.
-        return first_element(iter(self._dataset.take(1)))
+        return first_element(map(as_arrays, self._dataset.take(1)))
 
 
 @final
@@ -276,9 +276,10 @@ class _ArrayPass(Pass):
         self._begin(dataset.passes.begin(), 0)
 
     def __next__(self) -> Any:
-        element = next(self._rest)
+        place = next(self._rest)
         self._position += 1
-        return element
+        element = self._dataset.element(place)
+        return as_arrays(element) if self._dataset.is_mapped else element
 
     def get_state(self) -> Any:
         return {"position": self._position, "passes": self._dataset.passes.num_begun, **self._constant}
@@ -291,7 +292,7 @@ class _ArrayPass(Pass):
     def _begin(self, pass_number: int, position: int) -> None:
         self._position = position
         self._constant = {"pass": pass_number, "seeds": self._dataset.seeds, **self._fingerprint}
-        self._rest = self._dataset.elements(pass_number, position)
+        self._rest = self._dataset.places(pass_number, position)
 
 
 # --- iterables and iterators --------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from replicax._src.input import memory
-from replicax._src.input.arrays import InconsistentRowsError
+from replicax._src.input.arrays import batch_of_rows
 
 Chunk = list[Any] | Mapping[str, np.ndarray]
 """A list of rows, or columns ``{name: [num_rows, ...]}``. No rows at all may be an empty list in both cases."""
@@ -52,40 +51,8 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def batch_of(chunk: Chunk) -> Any:
-    """Returns a nest of arrays ``[num_rows, ...]``; text and bytes become arrays of Python objects.
-
-    Raises:
-      InconsistentRowsError: The rows differ in structure, shape or dtype.
-    """
-    if not isinstance(chunk, list):
-        return chunk
-    leaves, structure = jax.tree.flatten(chunk[0])
-    try:
-        others = [structure.flatten_up_to(row) for row in chunk[1:]]
-    except (ValueError, TypeError) as error:
-        raise InconsistentRowsError(
-            f"The rows of a batch differ in structure, the first is {structure}: {str(error).rstrip('. ')}. Let the map function return "
-            "the same names and nesting for every row."
-        ) from error
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(chunk[0])]
-    stacked = [_stack(name, column) for name, *column in zip(names, leaves, *others, strict=True)]
-    return jax.tree.unflatten(structure, stacked)
-
-
-def _stack(name: str, column: list[Any]) -> np.ndarray:
-    if isinstance(column[0], str | bytes):
-        texts = np.empty(len(column), object)
-        texts[:] = column
-        return texts
-    arrays = [np.asarray(value) for value in column]
-    kinds = {(array.shape, array.dtype) for array in arrays}
-    if len(kinds) > 1:
-        some = " and ".join(sorted(f"{dtype}{list(shape)}" for shape, dtype in kinds)[:3])
-        raise InconsistentRowsError(
-            f"The rows of a batch need one shape and dtype, got {some} for {name or 'the element'}. Pad or cut them, "
-            "and convert them (np.float32(...)), in the map function."
-        )
-    return memory.stack(arrays, len(arrays)) if arrays[0].ndim else np.array(arrays)
+    """Returns a nest of arrays ``[num_rows, ...]``: see ``batch_of_rows``."""
+    return batch_of_rows(chunk) if isinstance(chunk, list) else chunk
 
 
 def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:

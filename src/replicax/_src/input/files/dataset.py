@@ -92,17 +92,27 @@ class FileDataset:
         ]
         return jax.tree.map(lambda spec: ArraySpec((*dims, *spec.shape), spec.dtype), self._format.row_spec)
 
-    def map(self, function: Callable[[Any], Any]) -> FileDataset:
-        """Replaces every element by ``function(element)``.
+    def map(self, function: Callable[..., Any], num_parallel_calls: int | None = None) -> FileDataset:
+        """Replaces every element by ``function(element)``, or ``function(*element)`` of a tuple, as in tf.data.
 
         Before ``batch`` that is one row: ``bytes``, ``str``, or ``{column: value}``; the function returns a nest of arrays
         or numbers, of the same shapes and dtypes for every row. After ``batch`` it is a whole batch, which for columns
         is much faster. (The batch of records that have not been parsed is an array of Python objects.) The function
         returns new arrays, not one that it writes into again.
+
+        Args:
+          function: Called once for each element, in each pass again.
+          num_parallel_calls: Accepted for tf.data's sake: one thread calls it.
         """
+        del num_parallel_calls
         return self._with(Map(function))
 
-    def filter(self, predicate: Callable[[Any], Any]) -> FileDataset:
+    def prefetch(self, buffer_size: int | None = None) -> FileDataset:
+        """Accepted for tf.data's sake: a dataset that is distributed, or given to ``fit``, is read ahead by itself."""
+        del buffer_size
+        return self._with()
+
+    def filter(self, predicate: Callable[..., Any]) -> FileDataset:
         """Keeps the elements for which ``predicate(element)`` is true; see ``map`` for what it is given."""
         return self._with(Filter(predicate))
 

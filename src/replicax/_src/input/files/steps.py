@@ -14,6 +14,7 @@ from typing import Any, final
 
 import numpy as np
 
+from replicax._src.input.arrays import call_with
 from replicax._src.input.files.chunks import Chunk, batch_of, cut, join, num_rows_of, rows_of, take
 from replicax._src.input.order import INFINITE, Cardinality, Path
 
@@ -75,7 +76,7 @@ class _MapCursor(Cursor):
         self._parent, self._function = parent, function
 
     def read(self, num_rows: int) -> Chunk:
-        return [self._function(row) for row in rows_of(self._parent.read(num_rows))]
+        return [call_with(self._function, row) for row in rows_of(self._parent.read(num_rows))]
 
     def get_state(self) -> Any:
         return self._parent.get_state()
@@ -110,7 +111,7 @@ class _FilterCursor(Cursor):
         kept: list[Chunk] = []
         while num_rows:
             chunk = self._parent.read(num_rows)
-            passing = [number for number, row in enumerate(rows_of(chunk)) if self._predicate(row)]
+            passing = [number for number, row in enumerate(rows_of(chunk)) if call_with(self._predicate, row)]
             kept.append(take(chunk, np.asarray(passing, np.intp)))
             if num_rows_of(chunk) < num_rows:
                 break
