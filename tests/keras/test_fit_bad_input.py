@@ -649,5 +649,7 @@ def test_predict_and_mapped_files_are_checked_too(strategy, tmp_path):
     message(errors.NarrowingError, lambda: model.predict(mapped, batch_size=2, verbose=0), "1099511627776")
 
 
-def test_arrays_of_models_of_no_scope_are_left_to_keras():
+def test_arrays_of_models_of_no_scope_are_left_to_keras(strategy):
+    with strategy.scope():
+        model_of_ids()  # from here on Keras's methods are replaced
     assert model_of_ids().predict(wrong(IDS, 2**40), verbose=0).shape == (6, 1)
