@@ -35,6 +35,7 @@ from jax._src import debugging as _debugging
 from jax._src import distributed as _distributed
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _private_source_info
+from jax._src import tree_util as _tree_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
@@ -451,6 +452,28 @@ def forgetting_inner_traces() -> Any:
     """A context in which JAX does not find what it remembers of functions traced before it: the axis names are part
     of its keys, and this adds one. No public name does so in the middle of a trace (jax 0.10 to 0.12)."""
     return _private_core.ExtendAxisEnvNdContextManager([(f"replicax_epoch_{next(_epochs)}", 1)])
+
+
+_taken_as_arrays: set[type] = set()
+
+
+def take_as_arrays(kind: type, value_of: Callable[[Any], Any]) -> None:
+    """Makes functions that JAX traces (jit with nearly all of ``jnp``, scan, cond, checkpoint) take objects of a class as arrays.
+
+    JAX asks for a pytree since it no longer calls ``__jax_array__`` there. But for ``jax.tree.map`` the objects stay leaves: only
+    the registries in which JAX looks up the arguments of such functions know the class. No public name registers there, and
+    nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and custom_jvp do not look there). Where JAX has
+    other names inside, such functions refuse the objects as they do without replicax.
+    """
+    registries: list[Any] = [
+        getattr(_tree_util, name, None) for name in ("tracing_registry", "dispatch_registry")
+    ]
+    if None in registries or kind in _taken_as_arrays:
+        return
+    _taken_as_arrays.add(kind)
+    for registry in registries:
+        with contextlib.suppress(ValueError):  # known already: a class that flax has registered as a pytree
+            registry.register_node(kind, lambda held: ((value_of(held),), None), lambda _, values: values[0])
 
 
 def is_typed_key(dtype: Any) -> bool:

@@ -93,6 +93,7 @@ def install() -> None:
     placers.append(_placer)
     slot_makers.insert(0, keras_capture.make_slot)
     variable_types.append(keras.Variable)
+    jax_compat.take_as_arrays(keras.Variable, _value_of)
     trace_scopes.append(_scope)
     thread_states.append(carry_state)
     checkpointing.install()
@@ -152,6 +153,10 @@ def _scope(capture: Any) -> Any:
     return keras_capture.capture_scope(capture)
 
 
+def _value_of(variable: Any) -> Any:
+    return variable.value
+
+
 def _take_leaders_value(variable: Any) -> None:
     """In several processes a new variable begins with the value that it has in the first."""
     strategy = context.owners.get(id(variable))
@@ -185,6 +190,7 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
         context.remember_owner(self)
         _note_shared(self)
         _take_leaders_value(self)
+        jax_compat.take_as_arrays(type(self), _value_of)
 
     return __init__
 
