@@ -463,6 +463,38 @@ def test_a_model_whose_layers_are_built_when_it_is_first_traced(strategy):
     assert all(len(variable._value.pieces) == 1 for variable in [*model.variables, *optimizer.variables])
 
 
+def test_losses_of_layers_that_are_built_when_they_are_first_traced(strategy):
+    keras.utils.set_random_seed(0)
+
+    def train(is_built_before):
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer="l1", name="dense")]
+            )
+            optimizer = keras.optimizers.SGD(0.05)
+            if is_built_before:
+                model.build(X.shape)
+
+        def step(x, y):
+            with rx.GradientTape() as tape:
+                loss = jnp.mean((model(x) - y) ** 2) + sum(model.losses)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        return [float(strategy.run_here(step, X, Y)) for _ in range(3)]
+
+    assert train(is_built_before=False) == train(is_built_before=True)
+
+
+@pytest.mark.parametrize("kind", [rx.Variable, keras.Variable])
+def test_a_variable_that_every_call_would_create_is_an_error(strategy, kind):
+    def count():
+        return kind(1.0) + 1.0
+
+    with pytest.raises(errors.VariableError, match=r"test_parameter_server\.py:\d+ in count"):
+        strategy.run_here(count)
+
+
 def test_variables_that_a_function_makes_the_first_time(strategy):
     kept = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import keras
 
@@ -31,7 +31,7 @@ from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_appl
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax._src.keras.threads import carry_state
 from replicax._src.placement.eager import thread_states
-from replicax._src.program.capture import current_capture, planning
+from replicax._src.program.capture import current_capture, note_created, planning
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import is_local, slot_makers
 from replicax._src.strategies.planning import placers
@@ -67,6 +67,9 @@ def install() -> None:
     _replace(keras.Variable, "__init__", _wrapped_variable_init)
     if hasattr(keras.Variable, "_deferred_initialize"):  # else its first use compares, and warns
         _replace(keras.Variable, "_deferred_initialize", _wrapped_deferred_initialize)
+    for kind, name in _MADE_ONCE:
+        if hasattr(kind, name):
+            _replace(kind, name, _outside_functions)
     _replace(keras.optimizers.Optimizer, "__init__", _wrapped_optimizer_init)
     _replace(keras.StatelessScope, "get_current_value", _wrapped_get_current_value)
     _replace(keras.optimizers.Optimizer, "add_variable", divided_state.wrapped_add_variable)
@@ -178,9 +181,10 @@ def _note_shared(variable: Any) -> None:
 
 
 def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Remembers the strategy in whose scope a variable is made."""
+    """Remembers the strategy in whose scope a variable is made. One that a traced function creates has its value at once."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    @_outside_functions
+    def make(self: Any, args: Any, kwargs: Any) -> None:
         placement = servers.placement_of_scope()
         if placement is not None:
             install_servers()
@@ -192,14 +196,40 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
         _take_leaders_value(self)
         jax_compat.take_as_arrays(type(self), _value_of)
 
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, args, kwargs)
+        note_created(self.path)
+
     return __init__
+
+
+# What makes arrays that Keras keeps in a layer: those that `build` computes, and the factors of regularizers. No public name
+# comes before the `build` of a subclass (Keras 3.15).
+_MADE_ONCE: Final = (
+    (keras.Layer, "_maybe_build"),
+    (keras.regularizers.L1, "__init__"),
+    (keras.regularizers.OrthogonalRegularizer, "__init__"),
+)
+
+
+def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What the method makes is kept: it is made as if no function were traced, as TensorFlow does in ``tf.init_scope``."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A plan needs no values.
+        if current_capture() is None or planning.get() or getattr(self, "built", False):
+            return original(self, *args, **kwargs)
+        with keras_capture.outside_functions():
+            return original(self, *args, **kwargs)
+
+    return method
 
 
 def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[..., None]:
     """The first value of a variable of a model that was built while Keras traced it."""
 
     def _deferred_initialize(self: Any) -> None:
-        if servers.is_kept(self):
+        if accessor.is_built(self):
             return
         placement = getattr(context.owners.get(id(self)), "variable_placement", None)
         if isinstance(placement, ServerPlacement):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax._src import context
+from replicax._src import context, jax_compat
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
-from replicax._src.program.capture import Capture, current_capture, planning
+from replicax._src.program.capture import Capture, current_capture, planning, replaced_capture
 from replicax._src.program.slots import Sharing, Slot
 
 
@@ -43,7 +43,7 @@ class _KerasAccessor:
             variable.assign(value)
 
     def is_built(self, variable: Any) -> bool:
-        """Whether the variable has a value yet: those made while a function is traced get it afterwards."""
+        """Whether the variable has a value yet: those made in a ``keras.StatelessScope`` get it afterwards."""
         return not self._is_fast or getattr(variable, "_value", variable) is not None
 
 
@@ -73,10 +73,8 @@ def _sharing(variable: Any, dtype: np.dtype) -> Sharing:
 
 
 def read(capture: Capture, variable: Any) -> Any:
-    """The value of a Keras variable in a traced function; None if it is not built yet."""
-    if not accessor.is_built(variable) and not planning.get():
-        capture.met_unbuilt_variable = True
-        return None
+    """The value of a Keras variable in a traced function."""
+    _give_value(variable)
     context.check_strategy_of(context.owners.get(id(variable)), f"variable {variable.path!r}")
     raw = capture.read(variable)
     sharing = capture.sharing_of(variable)
@@ -92,9 +90,7 @@ def read(capture: Capture, variable: Any) -> Any:
 
 def write(capture: Capture, variable: Any, value: Any) -> None:
     """Assigns a Keras variable in a traced function."""
-    if not accessor.is_built(variable) and not planning.get():
-        capture.met_unbuilt_variable = True
-        return
+    _give_value(variable)
     sharing = capture.sharing_of(variable)
     if sharing is Sharing.SEED and capture.is_replica:
         value = shared_seed(value, _communicator().replica_id())
@@ -113,6 +109,28 @@ def _communicator() -> Any:
     assert replica is not None
     assert replica.communicator is not None
     return replica.communicator
+
+
+@contextmanager
+def outside_functions() -> Iterator[None]:
+    """Inside, a variable that a traced function creates gets its first value: at once, and as if there were no function."""
+    scope = keras.StatelessScope(initialize_variables=False)
+    scope.__enter__()
+    current, scope.original_scope = scope.original_scope, None
+    scope.__exit__()  # no scope is open now
+    try:
+        with jax_compat.outside_traces(), replaced_capture(None):
+            yield
+    finally:
+        scope.original_scope = current
+        scope.__exit__()
+
+
+def _give_value(variable: Any) -> None:
+    """Gives a variable its first value that was created in a scope of Keras's own, which would do so on leaving it."""
+    if not accessor.is_built(variable) and not planning.get():
+        with outside_functions():
+            variable._deferred_initialize()
 
 
 class CaptureScope(keras.StatelessScope):
@@ -135,7 +153,7 @@ class CaptureScope(keras.StatelessScope):
 
 @contextmanager
 def capture_scope(capture: Capture) -> Iterator[None]:
-    """Entered around each trace: on leaving it Keras initialises variables that the trace has met unbuilt, but for a plan."""
+    """Entered around each trace."""
     del capture
     give_values()
     with CaptureScope():

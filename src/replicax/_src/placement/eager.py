@@ -31,7 +31,7 @@ from replicax._src.placement.eager_capture import EagerCapture, StateBefore
 from replicax._src.placement.spmd import SlotGroup
 from replicax._src.program import key
 from replicax._src.program.arguments import as_arguments
-from replicax._src.program.capture import Uneven, current_capture, replaced_capture
+from replicax._src.program.capture import Uneven, created_again, current_capture, replaced_capture
 from replicax._src.program.modules import enter_modules, open_modules
 from replicax._src.program.program import is_output_leaf, trace_scopes
 from replicax._src.program.recording import NO_AXIS
@@ -53,7 +53,6 @@ from replicax._src.values import (
 ThreadState = Callable[[], Callable[[], contextlib.AbstractContextManager]]
 thread_states: list[ThreadState] = []
 
-_MAX_RUNS = 8
 # Apart from those of traced functions, JAX's caches of inner functions cannot give us what belongs to a trace.
 _CACHE_NAME = "replicax_eager"
 
@@ -61,12 +60,13 @@ _CACHE_NAME = "replicax_eager"
 def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs ``fn`` once per replica, on real values; see ``Strategy.run`` and ``RunOptions.eager``.
 
-    A function that builds variables (Keras layers called for the first time) runs twice.
+    A function that creates variables (Keras layers called for the first time) runs twice.
 
     Raises:
       TraceError: In a function that is being traced.
       DivergenceError: Replicas left different values in a mirrored variable.
       StructureError: Replicas call different collectives, or return different structures.
+      VariableError: Each call would create a variable.
       Exception: What ``fn`` raises in one replica; all state is as it was before.
     """
     ensure_bridges()
@@ -75,19 +75,19 @@ def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwar
             "strategy.run(..., options=rx.RunOptions(eager=True)) was called in a function that is being traced "
             "(rx.function, jax.jit, merge_call), which has no real values to run it with. Call it from plain Python."
         )
-    for _ in range(_MAX_RUNS):
+    has_created = False
+    while True:
         with contextlib.closing(_Run(strategy, fn, args, kwargs)) as run:
             returned = run.call()
-            if run.built_variables():
+            if created := run.created():
+                if has_created:
+                    raise created_again(created[0])
+                has_created = True
                 continue
             new_state = run.new_state()  # raises before anything is changed
             result = run.close_modules(_joined(strategy.topology, returned))
             new_state.store()
             return result
-    raise TraceError(
-        "The function builds variables each time it runs. Create variables once, outside or under `if variable is "
-        "None`."
-    )
 
 
 # --- arguments and results ----------------------------------------------------------------------------
@@ -273,9 +273,9 @@ class _Run:
             (args, kwargs, cells), finish = enter_modules(opened, self._close is not None)
             return _returned(finish(key.with_cells(self._fn, cells)(*args, **kwargs)))
 
-    def built_variables(self) -> bool:
-        """Whether variables were met that have got their values only now."""
-        return any(capture.met_unbuilt_variable for capture in self._captures)
+    def created(self) -> list[str]:
+        """The variables that the replicas created, with the user's lines."""
+        return [variable for capture in self._captures for variable in capture.created]
 
     def close_modules(self, result: Any) -> Any:
         """Writes the new state of modules among the arguments back into them."""

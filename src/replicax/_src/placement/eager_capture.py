@@ -52,7 +52,7 @@ class EagerCapture:
     """What ``Capture`` is for functions that are traced, for one replica of a function that runs.
 
     Attributes:
-      num_replicas, uneven, entries, num_aggregated_reads, met_unbuilt_variable, observer: As in ``Capture``.
+      num_replicas, uneven, entries, num_aggregated_reads, created, observer: As in ``Capture``.
       replica_id: Index of the replica.
       recorder: Evaluates and records the replica's operations.
     """
@@ -64,7 +64,7 @@ class EagerCapture:
         self.uneven = uneven
         self.entries: dict[int, Entry] = {}
         self.num_aggregated_reads = 0
-        self.met_unbuilt_variable = False
+        self.created: list[str] = []
         self.observer = None
         is_empty = uneven is not None and uneven.rows == 0
         self.recorder = Recorder(self._aggregate, COLLECTIVES, is_empty=is_empty)

@@ -113,6 +113,7 @@ class Capture:
       unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
       on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
       observer: Of reads and assignments, but for those in scans, conditions of JAX and other inner traces.
+      created: Variables that were created while this was the outermost capture: the name and the user's line of each.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Capture:
         self.on_aggregate: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], None] | None = None
         self.observer: Observer | None = None
         self.read_in_inner_trace = False
-        self.met_unbuilt_variable = False
+        self.created: list[str] = []
         self.trace: Any = None
         self._tape_traces: dict[int, Any] = {}
         self._branches: list[Branch] = []
@@ -385,6 +386,27 @@ def current_capture() -> Capture | None:
     """The capture of the innermost function that is being traced in this thread."""
     stack = _stack()
     return stack[-1] if stack else None
+
+
+def note_created(name: str) -> None:
+    """Tells the outermost function that is being traced that it creates a variable."""
+    outermost = next((capture for capture in _stack() if capture is not None), None)
+    if outermost is not None:
+        outermost.created.append(f"{name!r} at {user_line()}")
+
+
+def created_again(variable: str) -> VariableError:
+    """The error of a function that creates a variable although it is not traced for the first time."""
+    return VariableError(
+        f"Variable {variable} would be created by every call: a function that strategy.run, rx.function or the like runs is "
+        f"traced, and may create variables in its first call only. Create it once, before the function is called:\n"
+        f"    v = rx.Variable(0.0)\n"
+        f"or, where its shape is known only in the function, keep it in an object:\n"
+        f"    if self.v is None:\n"
+        f"        self.v = rx.Variable(np.zeros(x.shape[1:], 'float32'))\n"
+        f"Make layers, metrics, optimizers and seed generators outside of the function too. A value that lasts for one call is "
+        f"an array, not a variable: v = jnp.zeros(())."
+    )
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from replicax._src.errors import (
     TraceError,
     UnsupportedError,
 )
-from replicax._src.program.capture import Capture, Entry, Uneven, current_capture
+from replicax._src.program.capture import Capture, Entry, Uneven, created_again
 from replicax._src.program.key import is_array
 from replicax._src.program.rewrite import Rewriter, SumGradients
 from replicax._src.program.slots import Sharing, Slot
@@ -111,10 +111,6 @@ class Variant:
         )
 
 
-class _VariablesWereBuilt(BaseException):
-    """A function inside another met variables without values. Users' ``except`` must miss it."""
-
-
 @dataclass
 class _Traced:
     capture: Capture
@@ -156,24 +152,21 @@ def trace_variant(
     Raises:
       TracedConditionError: Python ``if``, ``int`` and kin on a traced value.
       TraceError: A tracer of another trace was used.
+      VariableError: Each call would create a variable.
     """
     unconnected: frozenset[tuple[int, int]] = frozenset()
+    has_created = False
     for _ in range(_MAX_TRACES):
         capture = Capture(
             slot_of, num_replicas, uneven=uneven(), unconnected=unconnected, on_strategy=on_strategy
         )
-        is_outermost = current_capture() is None
-        try:
-            traced = _trace(call, avals, capture)
-        except _VariablesWereBuilt:
-            if is_outermost:
-                continue
-            raise
-        if capture.met_unbuilt_variable:
-            # Variables are initialised when the outermost trace is left; then all of it is traced again.
-            if is_outermost:
-                continue
-            raise _VariablesWereBuilt
+        traced = _trace(call, avals, capture)
+        if capture.created:
+            # As tf.function does: only a second trace shows whether every call would create variables.
+            if has_created:
+                raise created_again(capture.created[0])
+            has_created = True
+            continue
         is_empty = capture.uneven is not None and capture.uneven.rows == 0
         rewriter = Rewriter(sum_gradients(capture), forced_sums, is_empty=is_empty)
         variant = _resolve(traced, rewriter, verdicts, rewrite)
@@ -186,8 +179,8 @@ def trace_variant(
             return variant
         unconnected |= found
     raise TraceError(
-        "The function behaves differently each time it is traced (it creates variables, or takes other "
-        "gradients, every time). Create variables once, outside or under `if variable is None`."
+        "The function takes other gradients each time it is traced: what tape.gradient is given there must not depend on "
+        "how often the function was called."
     )
 
 

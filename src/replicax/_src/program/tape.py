@@ -226,8 +226,7 @@ class GradientTape:
                 for extra in connected[1:]:
                     total = total + extra
                 results.append(total)
-            elif unconnected is UnconnectedGradients.ZERO or capture.met_unbuilt_variable:
-                # A trace that has met variables without values is made again: any gradient does.
+            elif unconnected is UnconnectedGradients.ZERO:
                 results.append(jnp.zeros(jnp.shape(leaf), leaf.dtype))
             else:
                 results.append(None)

@@ -15,7 +15,7 @@ from replicax._src.collectives.in_replica import Communicator, IndexedSlices
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
-from replicax._src.program.capture import current_capture
+from replicax._src.program.capture import current_capture, note_created
 from replicax._src.program.slots import Sharing, Slot, slot_makers, state_lock
 from replicax._src.user_code import user_line
 from replicax._src.values import ArrayLike, DistributedValues, PerReplica, variable_types
@@ -112,6 +112,7 @@ class Variable(ArrayLike):
         with jax_compat.outside_traces():
             parts = self._initial_components(value) if self._has_components else None
             self._value = self._placement.place_initial(value, parts, self.name)
+        note_created(self.name)
 
     # --- reading --------------------------------------------------------------------------------------
 
