@@ -423,6 +423,37 @@ def test_per_replica_given_to_jax(strategy, use):
     message(errors.PerReplicaUseError, lambda: use(values), "strategy.reduce(", "experimental_local_results")
 
 
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda optimizer, gradient, variable: optimizer.apply_gradients([(gradient, variable)]),
+        lambda optimizer, gradient, variable: optimizer.apply([gradient], [variable]),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [keras.optimizers.SGD, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())]
+)
+def test_gradients_of_replicas_given_to_an_optimizer_outside_of_run(strategy, kind, give):
+    with strategy.scope():
+        variable, optimizer = keras.Variable(np.ones(1000, "float32")), kind()
+    gradient = strategy.run(lambda x: jnp.sum(x) * jnp.ones(1000), (values_of(strategy),))
+    text = message(
+        errors.PerReplicaUseError,
+        lambda: give(optimizer, gradient, variable),
+        "float32[1000]",
+        f"{__file__}:",
+        "Call the optimizer in the step",
+    )
+    assert "array(" not in text
+    assert np.asarray(variable.value).tolist() == [1.0] * 1000
+
+
+def test_large_values_are_described_not_printed(strategy):
+    values = strategy.run(lambda x: jnp.sum(x) * jnp.ones(1000), (values_of(strategy),))
+    text = message(errors.PerReplicaUseError, lambda: values + 1, "float32[1000]")
+    assert "array(" not in text
+
+
 def test_unreplicate_of_what_differs(strategy):
     message(
         errors.PerReplicaUseError, lambda: strategy.unreplicate({"x": values_of(strategy)}), "2 components"

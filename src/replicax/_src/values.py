@@ -108,6 +108,9 @@ class DistributedValues(ArrayLike):
         return jax.tree_util.tree_map(lambda array: array, self)  # which notes that the array is shared now
 
 
+_MAX_SHOWN = 16  # numbers that a message shows
+
+
 class PerReplica(DistributedValues):
     """One array per replica, which may differ between replicas.
 
@@ -171,6 +174,13 @@ class PerReplica(DistributedValues):
         """The dtype of every component."""
         return self.stored.dtype
 
+    @property
+    def description(self) -> str:
+        """What it is, without its values."""
+        shapes = dict.fromkeys(self.component_shape(r) for r in range(self.num_replicas))
+        kinds = ", ".join(f"{self.dtype}{list(shape)}" for shape in shapes)
+        return f"PerReplica({self.num_replicas} components of {kinds})"
+
     def component_shape(self, replica_id: int) -> tuple[int, ...]:
         """The true shape of one component."""
         if self.shapes is not None:
@@ -197,9 +207,10 @@ class PerReplica(DistributedValues):
     def as_array(self) -> Any:
         if self._array is None or self.is_equal or self.num_replicas == 1:
             return self.values[0]
+        shown = self if self.stored.size <= _MAX_SHOWN else self.description
         raise PerReplicaUseError(
             f"It looks like you are using a PerReplica object while not inside a replica context, which is "
-            f"not supported: {self} has {self.num_replicas} components and does not stand for one array. For "
+            f"not supported: {shown} has {self.num_replicas} components and does not stand for one array. For "
             f"one number use strategy.reduce(rx.ReduceOp.SUM or MEAN, value, axis=None); for the components "
             f"strategy.experimental_local_results(value); to compute with it per replica "
             f"strategy.run(fn, args=(value,))."

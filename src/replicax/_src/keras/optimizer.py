@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax._src.errors import VariableError
+from replicax._src.errors import PerReplicaUseError, VariableError
 from replicax._src.keras import servers
 from replicax._src.placement.remote.events import Events
 from replicax._src.program.capture import Capture, current_capture
+from replicax._src.user_code import user_line
+from replicax._src.values import PerReplica
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.variable import Variable
 
@@ -19,7 +21,7 @@ def wrapped_apply(original: Apply) -> Apply:
     """``Optimizer.apply`` that sums gradients over replicas where it is called in a replica function."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        _check_are_of_keras(self, trainable_variables)
+        _check(self, grads, trainable_variables)
         capture = current_capture()
         if capture is not None and capture.is_replica:
             variables = self._trainable_variables if trainable_variables is None else trainable_variables
@@ -35,7 +37,7 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
     """``LossScaleOptimizer.apply``, which JAX cannot trace: it assigns in the branches of a condition."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        _check_are_of_keras(self, trainable_variables)
+        _check(self, grads, trainable_variables)
         capture = current_capture()
         if capture is None:
             return original(self, grads, trainable_variables)
@@ -52,7 +54,17 @@ def wrapped_loss_scale_apply(original: Apply) -> Apply:
     return apply
 
 
-def _check_are_of_keras(optimizer: Any, variables: Any) -> None:
+def _check(optimizer: Any, gradients: Any, variables: Any) -> None:
+    for gradient in gradients if isinstance(gradients, list | tuple) else ():
+        if isinstance(gradient, PerReplica) and not gradient.is_equal:
+            raise PerReplicaUseError(
+                f"{optimizer.name}, an optimizer of Keras, was given {gradient.description} for a gradient at {user_line()}, outside of "
+                f"strategy.run: one for each replica. Call the optimizer in the step, the function that strategy.run runs, where it sums gradients over the replicas:\n"
+                f"    def step(batch):\n"
+                f"        ...\n"
+                f"        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))\n"
+                f"    strategy.run(step, args=(batch,))"
+            )
     for variable in variables if isinstance(variables, list | tuple) else ():
         if isinstance(variable, Variable | ShardedVariable):
             raise VariableError(
