@@ -200,6 +200,66 @@ def training(*sizes):
     report(**{size: trained(*map(int, size.split(","))) for size in sizes})
 
 
+def creating_late():
+    """Steps of the custom-training tutorial, whose model, optimizer and metric are created in the first, and a variable in each."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+
+    def trained(is_built_before, decorate=lambda call: call):
+        keras.utils.set_random_seed(strategy.cluster_resolver.task_id or 0)  # the first worker's values count
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.layers.Dense(4, "tanh", kernel_regularizer="l1"), keras.layers.Dense(1)]
+            )
+            if is_built_before:
+                model.build((None, 3))
+        late = {}
+
+        def step(x, y):
+            if not late:
+                late["optimizer"] = keras.optimizers.Adam(0.05)
+                late["metric"] = keras.metrics.Mean()
+                late["count"] = rx.Variable(0)
+            with rx.GradientTape() as tape:
+                loss = rx.nn.compute_average_loss((model(x) - y)[:, 0] ** 2)
+                loss += rx.nn.scale_regularization_loss(sum(model.losses))
+            variables = model.trainable_variables
+            late["optimizer"].apply(tape.gradient(loss, variables), variables)
+            late["metric"].update_state(loss)
+            late["count"].assign_add(1)
+            return loss
+
+        call = decorate(lambda batch: strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
+        x = np.linspace(-1, 1, 18, dtype="float32").reshape(6, 3)
+        data = rx.data.from_arrays((x, x.sum(1, keepdims=True))).batch(4)  # 4 rows, and 2
+        losses = [float(call(batch)) for batch in strategy.experimental_distribute_dataset(data)]
+        return {
+            "losses": losses,
+            "mean": float(late["metric"].result()),
+            "count": int(late["count"].numpy()),
+            "weights": [np.asarray(weight).tolist() for weight in model.get_weights()],
+        }
+
+    def in_every_call():
+        return rx.Variable(1.0) + 1.0
+
+    try:
+        strategy.run(in_every_call)
+    except rx.errors.VariableError as error:
+        refused = "in in_every_call" in str(error)
+    report(
+        late=trained(False),
+        in_function=trained(False, rx.function),
+        before=trained(True),
+        refused=refused,
+    )
+
+
 def fitting(*seeds):
     """Keras's own loops, with batch normalisation, dropout and metrics, with each seed; with "none", which comes first, they
     shuffle. The chief saves, alone."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from programs import (
     buffers,
+    creating_late,
     datasets,
     fitting,
     fitting_of_datasets,
@@ -256,6 +257,18 @@ def test_fit_equals_one_device(size, reports_of):
     (expected,) = reports_of(fitting, "3", workers=1)
     for got in reports_of(fitting, "none", "3", workers=size[0], devices=size[1]):
         assert_fitted_alike(got["3"], expected["3"])
+
+
+def test_what_the_first_step_creates_is_as_if_it_had_been_created_before(reports_of):
+    first, second = reports_of(creating_late)
+    for worker in (first, second):
+        assert worker["refused"]
+        assert worker["late"] == first["before"]
+        assert worker["late"]["count"] == 2
+        in_function = worker["in_function"]
+        np.testing.assert_allclose(in_function["losses"], first["before"]["losses"], rtol=1e-5)
+        for weight, wanted in zip(in_function["weights"], first["before"]["weights"], strict=True):
+            np.testing.assert_allclose(weight, wanted, rtol=1e-4, atol=1e-6)
 
 
 def assert_fitted_alike(got, expected):
