@@ -94,6 +94,10 @@ class DivergenceError(ReplicaxError, ValueError):
     """A value that must be the same on all replicas would differ between them."""
 
 
+class NotFiniteError(ReplicaxError, FloatingPointError):
+    """A step with ``RunOptions(check_finite=True)`` gave a NaN or an infinity."""
+
+
 class DivergentCollectiveError(DivergenceError):
     """A collective under a condition that differs between replicas: it would wait for ever."""
 

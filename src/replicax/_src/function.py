@@ -248,6 +248,7 @@ def _trace(
         with attempt():
             return key.with_cells(fn, cells)(*args, **kwargs)
 
+    avals = [leaf.aval() for leaf in inputs]
     with side_effects.reported(fn) as attempt:
-        code = trace_code(call, [leaf.aval() for leaf in inputs], key.name_of(fn), argument_mesh=mesh)
+        code = trace_code(call, avals, key.name_of(fn), argument_mesh=mesh, has_checks=True)
     return PlacedCode(code)

@@ -219,6 +219,11 @@ def is_differentiated(eqn: Any) -> bool:
     return "jvp(" in stack or "transpose(" in stack
 
 
+def is_transposed(eqn: Any) -> bool:
+    """Whether an equation belongs to the backward pass of a differentiated function."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """The numbers of constants and carries of a scan equation."""
     if "num_consts" in eqn.params:

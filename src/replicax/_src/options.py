@@ -137,6 +137,9 @@ class RunOptions:
         arguments to the program, which then needs no second copy of them. They are gone afterwards.
       check_same: Raise ``DivergenceError`` for state that was the same on all replicas, differs when the function returns it,
         and is passed to it again. Else this is a warning, once.
+      check_finite: Raise ``NotFiniteError`` when a result, or the new value of a variable, is not finite. It names the first
+        computation that gave a NaN or an infinity, with its line and replica; variables keep the values that they had. Each
+        call waits for its results and takes about twice as long; ``donate_args`` has no effect.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -145,8 +148,14 @@ class RunOptions:
     eager: bool = False
     donate_args: tuple[int, ...] = ()
     check_same: bool = False
+    check_finite: bool = False
 
     def __post_init__(self) -> None:
+        if self.eager and self.check_finite:
+            raise InvalidArgumentError(
+                "RunOptions(eager=True, check_finite=True): check_finite watches a compiled program. Leave one of them out; an eager "
+                "function can look at its values itself."
+            )
         if self.experimental_bucketizing_dynamic_shape:
             raise InvalidArgumentError(
                 "RunOptions(experimental_bucketizing_dynamic_shape=True): replicax compiles one program for "

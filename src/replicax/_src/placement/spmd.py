@@ -396,6 +396,7 @@ class Launcher:
       shapes: For each argument leaf the padded local shape; only for several variants.
       donated: Which argument leaves are given away.
       rows_of_replica: See ``replica_body``.
+      check: Given the last array output before anything is stored; raises what is wrong with the step.
     """
 
     def __init__(
@@ -407,6 +408,7 @@ class Launcher:
         donated: Sequence[bool],
         rows_of_replica: Sequence[int] | None = None,
         compiler_options: dict[str, Any] | None = None,
+        check: Callable[[Any], None] | None = None,
     ):
         topology = placement.topology
         program = whole_operations.in_replicas(program, topology)
@@ -416,7 +418,8 @@ class Launcher:
         self._is_row = list(is_row)
         self._donated_args = list(donated)
         self._donates_args = any(donated)
-        self._donates = not program.has_callbacks
+        self.check = check
+        self._donates = not program.has_callbacks and check is None
         self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement, name)
         # By the compiler, with collectives of its own.
         is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
@@ -571,6 +574,11 @@ class Launcher:
           The array outputs: whole where proven the same (or R is 1), else rows [R, ...].
         """
         given, kept = self._split(args) if self._donates_args else ([], args)
-        return self.state.run(
-            lambda written, read: self.compiled(written, read, self.consts, given, kept), self._donates
-        )
+
+        def execute(written: list[Any], read: list[Any]) -> Any:
+            new, sums, outs, tokens = self.compiled(written, read, self.consts, given, kept)
+            if self.check is not None:
+                self.check(outs.pop())
+            return new, sums, outs, tokens
+
+        return self.state.run(execute, self._donates)

@@ -112,6 +112,7 @@ class Capture:
       tapes: The tapes that are recording now.
       unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
       on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
+      checks: What is to be asked of the results before anything is stored, and what it takes; None: nothing can be.
       observer: Of reads and assignments, but for those in scans, conditions of JAX and other inner traces.
       created: Variables that were created while this was the outermost capture: the name and the user's line of each.
     """
@@ -136,6 +137,7 @@ class Capture:
         self.num_aggregated_reads = 0
         self.on_aggregate: Callable[[Sequence[str], Sequence[Any], Sequence[Any]], None] | None = None
         self.observer: Observer | None = None
+        self.checks: list[tuple[Callable[[Any], None], Any]] | None = None
         self.read_in_inner_trace = False
         self.created: list[str] = []
         self.trace: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -13,6 +14,7 @@ from replicax._src import context, jax_compat
 from replicax._src.errors import MixedStrategiesError
 from replicax._src.placement.spmd import ProgramState
 from replicax._src.program import key
+from replicax._src.program.capture import current_capture
 from replicax._src.program.program import Variant, check_no_leaks, has_callback, trace_variant
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict
@@ -71,6 +73,7 @@ class TracedCode:
         every device holds) or "plain" (an array).
       name: Of the function, for people.
       makers: For each such array what made it, where ``run`` did.
+      checks: Given the last arrays, one each, before anything is stored.
     """
 
     variant: Variant
@@ -78,6 +81,7 @@ class TracedCode:
     kinds: Sequence[str]
     name: str
     makers: Sequence[Any] = ()
+    checks: Sequence[Callable[[Any], None]] = ()
 
 
 def mesh_of(arrays: Sequence[Any]) -> Any:
@@ -103,6 +107,8 @@ def trace_code(
     name: str,
     strategy: Any = None,
     argument_mesh: Any = None,
+    *,
+    has_checks: bool = False,
 ) -> TracedCode:
     """Traces cross-replica code.
 
@@ -112,6 +118,7 @@ def trace_code(
       strategy: Whose code it is; None finds it out.
       argument_mesh: Where the arguments are, if they are values of a strategy: code that names no strategy runs
         there, or where the values of a strategy are that it closes over.
+      has_checks: Its results may be checked: then it returns a pair, of them and of what the checks take.
 
     Raises:
       MixedStrategiesError: It uses two strategies.
@@ -120,15 +127,22 @@ def trace_code(
     while True:
         kinds: list[str] = []
         makers: list[Any] = []
+        checks: list[Any] = []
         try:
-            variant = _trace_at(call, avals, home, kinds, makers)
+            variant = _trace_at(
+                functools.partial(_with_checks, call, checks) if has_checks else call,
+                avals,
+                home,
+                kinds,
+                makers,
+            )
             check_no_leaks(variant)
             home_strategy = home.strategy or context.get_strategy()
             mesh = argument_mesh or mesh_of(variant.consts)
             if mesh is not None and home_strategy.is_default:
                 topology = Topology.of_mesh(mesh)
                 home_strategy = _NoStrategy(topology, VariablePlacement(topology, None))
-            return TracedCode(variant, home_strategy, kinds, name, makers)
+            return TracedCode(variant, home_strategy, kinds, name, makers, checks)
         except _OtherStrategy as other:
             home = _Home(other.strategy)
 
@@ -152,6 +166,17 @@ def _trace_at(
         sum_gradients=lambda capture: list,
         on_strategy=home.use,
     )
+
+
+def _with_checks(
+    call: Callable[[list[Any]], Any], checks: list[Callable[[Any], None]], tracers: list[Any]
+) -> tuple[Any, list[Any]]:
+    capture = current_capture()
+    assert capture is not None
+    capture.checks = []
+    result = call(tracers)
+    checks[:] = [check for check, _ in capture.checks]
+    return result, [found for _, found in capture.checks]
 
 
 def _arrays_in(result: Any) -> list[Any]:
@@ -193,7 +218,7 @@ class CodeState:
         slots = [entry.slot for entry in variant.entries]
         written = [entry.slot for entry in variant.written]
         self.state = ProgramState(slots, written, strategy.variable_placement, code.name)
-        self.donates = not has_callback(variant.jaxpr)
+        self.donates = not has_callback(variant.jaxpr) and not code.checks
         self.consts = topology.put_whole(variant.consts)
         self._variant = variant
         self._from_loaded = _positions(self.state.slots, slots)
@@ -259,15 +284,23 @@ class PlacedCode:
     def first_call(self, args: Sequence[Any]) -> Any:
         """As a call; what ``run`` made says so, as it does outside of an ``rx.function``."""
         result = self(args)
-        set_makers(_arrays_in(result), self._code.makers)
+        arrays = _arrays_in(result)
+        set_makers(arrays, self._code.makers[: len(arrays)])
         return result
 
     def __call__(self, args: Sequence[Any]) -> Any:
         args = on_mesh(args, self._topology)
         variables, code = self._variables, self._code
-        outs = variables.state.run(
-            lambda written, read: self._compiled(written, read, variables.consts, args), variables.donates
-        )
+
+        def execute(written: list[Any], read: list[Any]) -> Any:
+            results = self._compiled(written, read, variables.consts, args)
+            for check, found in zip(
+                code.checks, results[2][len(results[2]) - len(code.checks) :], strict=True
+            ):
+                check(found)
+            return results
+
+        outs = variables.state.run(execute, variables.donates)
         if self._home is not None:
             outs = [
                 jax.device_put(o, self._home) if kind == "plain" else o
@@ -275,7 +308,7 @@ class PlacedCode:
             ]
         remaining = iter(outs)
         leaves = [next(remaining) if o.is_array else o.value for o in code.variant.outputs]
-        return jax.tree_util.tree_unflatten(code.variant.tree, leaves)
+        return jax.tree_util.tree_unflatten(code.variant.tree, leaves)[0]
 
 
 def on_mesh(args: Sequence[Any], topology: Topology) -> list[Any]:

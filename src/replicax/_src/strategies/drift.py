@@ -43,10 +43,12 @@ class Maker:
     index: int
 
 
-def paths_of(tree: Any) -> list[str]:
-    """How messages name the leaves of (args, kwargs, closure)."""
+def paths_of(tree: Any, *, has_modules: bool) -> list[str]:
+    """How messages name the leaves of (args, kwargs, closure), or of what stands for these where there are modules among them."""
     numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     found = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    if has_modules:
+        return ["arguments" + jax.tree_util.keystr(path) for path, _ in found]
     roots = ("args", "kwargs", "closure")
     return [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in found]
 

@@ -33,12 +33,14 @@ from replicax._src.program.cache import (
     static_leaf,
 )
 from replicax._src.program.capture import current_capture
+from replicax._src.program.finite import watched
 from replicax._src.program.modules import Close, open_modules
 from replicax._src.program.program import check_no_leaks
 from replicax._src.program.slots import own_copy
 from replicax._src.strategies import drift
 from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
 from replicax._src.topology import Topology
+from replicax._src.user_code import user_line
 from replicax._src.values import (
     DistributedValues,
     Mirrored,
@@ -50,9 +52,9 @@ from replicax._src.values import (
 class PlacedFunction:
     """A function traced, compiled and ready, and how its results become values."""
 
-    def __init__(self, launcher: Launcher, topology: Topology, function: Any, shared: frozenset[str]):
+    def __init__(self, launcher: Launcher, results: Results):
         self.launcher = launcher
-        self._results = Results(launcher.program, topology, function, shared)
+        self._results = results
 
     def wrap(self, arrays: Sequence[Any], close: Close | None = None) -> Any:
         """The results of a call as ``run`` returns them."""
@@ -141,6 +143,7 @@ class Runner:
             tuple(donated),
             tuple(sorted((options.experimental_xla_options or {}).items())),
             options.check_same,
+            options.check_finite,
             jax_state(),
         )
         placed = programs.get(signature)
@@ -153,7 +156,7 @@ class Runner:
             found = self._shallow(args)
             if found is not None:
                 programs.shallow[found[0]] = placed
-        if options.donate_args:
+        if _donates(options):
             arrays = self._give_away(leaves, arrays, donated, described)
         results = placed.launcher(arrays)
         if options.donate_args and self._topology.num_replicas == 1:
@@ -261,7 +264,7 @@ class Runner:
         """Which array leaves are donated: those of the arguments named in ``donate_args``."""
         is_chosen = [False] * len(leaves)
         start = 0
-        for position, arg in enumerate(args if options.donate_args else ()):
+        for position, arg in enumerate(args if _donates(options) else ()):
             stop = start + len(jax.tree_util.tree_leaves(arg, is_leaf=is_value))
             if position in options.donate_args or position - len(args) in options.donate_args:
                 is_chosen[start:stop] = [True] * (stop - start)
@@ -318,7 +321,7 @@ class Runner:
             slot_of=self._strategy.slots.slot_of,
             has_modules=has_modules,
         )
-        function, paths = family_of(fn), drift.paths_of(tree)
+        function, paths = family_of(fn), drift.paths_of(tree, has_modules=has_modules)
         drifted = drift.drifted_paths(function, program, paths, described, leaves)
         if drifted and (options.check_same or function not in self._has_drifted):
             self._has_drifted.add(function)
@@ -327,6 +330,12 @@ class Runner:
         if current_capture() is None:
             for variant in program.variants:
                 check_no_leaks(variant)
+        results = Results(program, self._topology, function, drift.shared_paths(paths, described))
+        check = None
+        if options.check_finite:
+            self._check_may_watch()
+            names = [path for path, leaf in zip(paths, described, strict=True) if leaf.kind != "static"]
+            program, check = watched(program, f"{key.name_of(fn)}, run at {user_line()}", names, rows)
         launcher = Launcher(
             program,
             key.name_of(fn),
@@ -335,8 +344,16 @@ class Runner:
             donated,
             rows,
             dict(options.experimental_xla_options or {}) or None,
+            check,
         )
-        return PlacedFunction(launcher, self._topology, function, drift.shared_paths(paths, described))
+        return PlacedFunction(launcher, results)
+
+    def _check_may_watch(self) -> None:
+        if self._strategy.variable_placement.layouts is not None:
+            raise UnsupportedError(
+                "RunOptions(check_finite=True) does not go with shard_state: replicas hold pieces of the variables. Look for the value "
+                "that is not finite with the same strategy without shard_state."
+            )
 
     # --- running --------------------------------------------------------------------------------------
 
@@ -353,7 +370,18 @@ class Runner:
         )
         for slot, value in zip(written, new, strict=True):
             outer.write(slot.variable, value)
+        if placed.launcher.check is not None:
+            if outer.checks is None:
+                raise UnsupportedError(
+                    "RunOptions(check_finite=True) works in strategy.run and rx.function, not in run_steps or a plan. Run the steps one "
+                    "by one to find the value that is not finite."
+                )
+            outer.checks.append((placed.launcher.check, outs.pop()))
         return outs
+
+
+def _donates(options: RunOptions) -> bool:
+    return bool(options.donate_args) and not options.check_finite
 
 
 def _reference_counts(arrays: Sequence[Any]) -> list[int]:

@@ -261,7 +261,8 @@ class Strategy:
           InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict, or ``fn`` cannot be called with them.
           DivergenceError: A mirrored variable would differ between replicas.
           StructureError: Replicas with different shapes return different structures.
-          UnsupportedError: ``eager=True`` in a cluster of several workers, or with parameter servers.
+          NotFiniteError: ``check_finite=True``, and a result or the new value of a variable is not finite.
+          UnsupportedError: ``check_finite=True`` with parameter servers; ``eager=True`` in a cluster of several workers, or with parameter servers.
           Exception: Whatever ``fn`` raises; all state is as it was before.
 
         Source: tf.distribute.Strategy.run.
@@ -283,6 +284,11 @@ class Strategy:
                 f"{len(args)}. Give those of the arguments that the program may overwrite."
             )
         context.check_may_enter(self)
+        if options is not None and options.check_finite and self.has_servers:
+            raise UnsupportedError(
+                f"RunOptions(check_finite=True) is not supported by {type(self).__name__}. Look for the value that is not finite with "
+                "rx.OneDeviceStrategy."
+            )
         try:
             if options is not None and options.eager:
                 self._check_may_run_eagerly()
