@@ -617,6 +617,65 @@ def test_the_task_of_this_host(script):
     assert result.stdout == "worker 1 | worker 1 {'worker': ['h0:12345', 'h1:12345']}\n"
 
 
+# --- GPUs ---------------------------------------------------------------------------------------------
+
+SEES = "print(task, os.environ['CUDA_VISIBLE_DEVICES'])"
+
+
+def with_gpus(folder, num_gpus):
+    """The PATH of a machine whose driver shows so many GPUs."""
+    stand_in = folder / "nvidia-smi"
+    lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n}{n})\\n" for n in range(num_gpus))
+    stand_in.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    stand_in.chmod(0o755)
+    return os.pathsep.join([str(folder), os.environ["PATH"]])
+
+
+@pytest.mark.parametrize(
+    ("own", "seen"),
+    [(None, ["0,1", "2,3"]), ("5,1,GPU-33,0", ["5,1", "GPU-33,0"])],
+    ids=["all", "those of the user"],
+)
+def test_each_worker_sees_gpus_of_its_own(script, tmp_path, own, seen):
+    environment = {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
+    options = ["--workers", 2, "--gpus-per-worker", 2, script(SEES)]
+    result = launch(*options, PATH=with_gpus(tmp_path, 6), **environment)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"worker {n} | worker {n} {seen[n]}" for n in (0, 1)]
+
+
+def test_the_worker_of_this_host_sees_as_many_gpus_as_were_asked_for(script, tmp_path):
+    options = ["--hosts", "h0,h1", "--task-index", 1, "--gpus-per-worker", 2, script(SEES)]
+    result = launch(*options, PATH=with_gpus(tmp_path, 4))
+    assert result.stdout == "worker 1 | worker 1 0,1\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "own", "says"),
+    [
+        (3, None, "--gpus-per-worker 2 needs 4 GPUs for worker 0, worker 1, and there are 3 (0, 1, 2)"),
+        (0, None, "and there are 0"),
+        (8, "0,1,2", "and there are 3 (0, 1, 2)"),
+        (8, "", "and there are 0"),
+        (4, "0,1,2,4", "'4' is named twice, or is no GPU of this machine, which has 4"),
+        (4, "0,1,1,2", "'1' is named twice"),
+        (4, "0,1,-1,2", "'-1' is named twice, or is no GPU"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(tmp_path, monkeypatch, capsys, num_gpus, own, says):
+    from replicax.__main__ import main
+
+    monkeypatch.setenv("PATH", with_gpus(tmp_path, num_gpus))
+    if own is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", "--workers", "2", "--gpus-per-worker", "2", __file__])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err.replace("\n", " ")
+
+
 # --- what cannot be -----------------------------------------------------------------------------------
 
 
@@ -631,6 +690,7 @@ def test_the_task_of_this_host(script):
         (["--workers", "-1", "x.py"], "'-1' is not a whole number of at least 0"),
         (["--workers", "0", __file__], "at least one worker, or a chief"),
         (["--devices-per-worker", "0", "x.py"], "'0' is not a whole number of at least 1"),
+        (["--gpus-per-worker", "1", "--devices-per-worker", "1", __file__], "choose one"),
         (["--grace", "soon", "x.py"], "'soon' is not a number of seconds"),
         (["--grace", "nan", "x.py"], "'nan' is not a number of seconds"),
         (["--worker", "2", "x.py"], "unrecognized arguments: --worker"),

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from replicax._src.cli.arguments import count, positive, seconds
 from replicax._src.cli.display import make_display
+from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.errors import ClusterError
@@ -95,6 +96,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="virtual CPU devices of each task but the parameter servers, on the CPU unless JAX_PLATFORMS is set",
     )
+    who.add_argument(
+        "--gpus-per-worker",
+        type=positive,
+        metavar="N",
+        help="share out this machine's GPUs, or those of your CUDA_VISIBLE_DEVICES: each task but the parameter servers sees N "
+        "of its own, by a CUDA_VISIBLE_DEVICES that is set for it",
+    )
     how = parser.add_argument_group("failures and the end")
     how.add_argument(
         "--max-restarts",
@@ -167,6 +175,10 @@ def run(options: argparse.Namespace) -> int:
     """Does what the options say; returns the exit code. Ends this process with code 2 if they make no sense."""
     parser: argparse.ArgumentParser = options.parser
     command = _command(options, parser)
+    if options.gpus_per_worker is not None and options.devices_per_worker is not None:
+        parser.error(
+            "--gpus-per-worker is for GPUs, and --devices-per-worker for virtual CPU devices: choose one"
+        )
     try:
         hosts = _hosts(options, parser)
         if hosts is not None:
@@ -176,6 +188,8 @@ def run(options: argparse.Namespace) -> int:
             starts = [_start_on_host(options, parser, hosts, command)]
         else:
             starts = _starts_here(options, command)
+        if options.gpus_per_worker is not None:
+            starts = _with_gpus(starts, options.gpus_per_worker)
         note = ""
         if options.status:
             starts, note = _with_status(starts, options, parser)
@@ -265,6 +279,16 @@ def _start_server(
     )
 
 
+def _with_gpus(starts: Sequence[Start], num_each: int) -> list[Start]:
+    """The tasks, each but the parameter servers with GPUs of its own; those see none."""
+    tasks = [start.task for start in starts if start.task.type != "ps"]
+    gpus = gpus_of_tasks(visible_gpus(os.environ), tasks, num_each)
+    return [
+        dataclasses.replace(start, environment={**start.environment, GPUS_VARIABLE: gpus.get(start.task, "")})
+        for start in starts
+    ]
+
+
 def _token(environ: Mapping[str, str]) -> dict[str, str]:
     """A token for the cluster, in the environment, where others do not see it; unless the user has one."""
     has_token = TOKEN_VARIABLE in environ or TOKEN_FILE_VARIABLE in environ
@@ -310,6 +334,8 @@ def _lines_to_paste(
         )
     num_devices = options.devices_per_worker
     environment = {} if num_devices is None else device_environment(num_devices, {})
+    if options.gpus_per_worker is not None:
+        environment[GPUS_VARIABLE] = ",".join(map(str, range(options.gpus_per_worker)))
     return lines_to_paste(hosts, ["python3", *command], environment)
 
 

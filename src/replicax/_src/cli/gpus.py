@@ -1,0 +1,64 @@
+"""Which GPUs of this machine each task of ``replicax launch --gpus-per-worker`` sees."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.spec import Task
+
+GPUS_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+_TIMEOUT_S: Final = 30.0
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs of this machine as CUDA_VISIBLE_DEVICES names them: those that it names, else all.
+
+    Raises:
+      ClusterError: It names one twice, or one that this machine does not have.
+    """
+    said = environ.get(GPUS_VARIABLE)
+    num_here = _num_gpus()
+    if said is None:
+        return [str(number) for number in range(num_here)]
+    named = [name.strip() for name in said.split(",")] if said.strip() else []
+    wrong = [name for name in named if name.isdecimal() and int(name) >= num_here]
+    wrong += [name for name in named if not name or name.startswith("-") or named.count(name) > 1]
+    if wrong:
+        raise ClusterError(
+            f"{GPUS_VARIABLE}={said!r} in the environment: {wrong[0]!r} is named twice, or is no GPU of this machine, which "
+            f"has {num_here} (nvidia-smi -L). Name each that the job may use once, or leave the variable out for all."
+        )
+    return named
+
+
+def gpus_of_tasks(gpus: Sequence[str], tasks: Sequence[Task], num_each: int) -> dict[Task, str]:
+    """Returns CUDA_VISIBLE_DEVICES of each task: the first ``num_each`` GPUs for the first task, and so on.
+
+    Raises:
+      ClusterError: There are not enough.
+
+    >>> gpus_of_tasks(["0", "1", "4", "5"], [Task("worker", 0), Task("worker", 1)], 2)[Task("worker", 1)]
+    '4,5'
+    """
+    if len(gpus) < num_each * len(tasks):
+        named = f" ({', '.join(gpus)})" if gpus else ""
+        raise ClusterError(
+            f"--gpus-per-worker {num_each} needs {num_each * len(tasks)} GPUs for {', '.join(map(str, tasks))}, and there are "
+            f"{len(gpus)}{named}. Give each fewer, start fewer tasks, or leave "
+            "the option out to train on the CPU."
+        )
+    return {
+        task: ",".join(gpus[place * num_each : (place + 1) * num_each]) for place, task in enumerate(tasks)
+    }
+
+
+def _num_gpus() -> int:
+    """Returns how many GPUs the driver shows on this machine; 0 without a driver."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
