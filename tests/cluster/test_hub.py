@@ -321,3 +321,17 @@ def test_who_is_gone_is_not_waited_for():
     hub = hub_of_one_that_waits(stall_s=10.0)
     hub.disconnect(1, now=105.0)
     assert kinds(hub.tick(now=150.0)) == [(0, "pulse")]
+
+
+def test_a_task_that_failed_before_it_joined_is_told_to_those_who_are_here_and_to_those_who_come():
+    hub = hub_with(0)
+    assert [(to, m["how"], m["text"]) for to, m in hub.fail(1, "code 3")] == [(0, "failed", "code 3")]
+    refusal = hub.join(2, now=1.0)
+    assert (refusal.is_temporary, "worker 1 ended before it joined: code 3" in refusal.text) == (False, True)
+    assert hub.join(1, now=1.0).is_temporary  # it was started again: the next run is waited for
+
+
+def test_of_a_task_that_has_joined_nobody_else_says_that_it_failed():
+    hub = hub_with(0, 1)
+    assert hub.fail(1, "code 3") == []
+    assert hub.join(2, now=1.0) is None

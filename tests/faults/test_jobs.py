@@ -221,6 +221,36 @@ def test_a_job_that_fails_more_often_than_it_may(tmp_path):
     assert "ends with" not in output
 
 
+# --- failed before they joined --------------------------------------------------------------------------
+
+FAILS_AT_THE_START = """
+import json, os, sys, time
+import replicax as rx
+
+if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+    time.sleep(float(sys.argv[1]))
+    raise ImportError("a package is missing here")
+try:
+    rx.MultiWorkerMirroredStrategy()
+except rx.errors.ClusterStartError as error:
+    print("hears:", str(error).replace("\\n", " "), flush=True)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("after_s", ["0", pytest.param("5", marks=pytest.mark.long)])
+def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, after_s):
+    """Before worker 0 listens, and while it waits. The limits are of minutes."""
+    with launched(tmp_path, FAILS_AT_THE_START, after_s, options=["--grace", "60"]) as launcher:
+        began = time.monotonic()
+        output = launcher.communicate(timeout=LIMIT_S)[0]
+        assert time.monotonic() - began < SOON_S
+    assert launcher.returncode == 1, output
+    (heard,) = re.findall(r"worker 0 \| hears: (.*)", output)
+    assert "worker 1 ended before it joined: it exited with code 1" in heard
+    assert "ImportError: a package is missing here" in heard
+
+
 # --- interrupted ----------------------------------------------------------------------------------------
 
 ENDLESS = """

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Final
 
 from replicax._src.cli.display import Display, Row
+from replicax._src.cli.failed_start import tell_failed_start
 from replicax._src.cli.restarts import Restarts, ServerRestarts
 from replicax._src.cli.status import Speed, read_status
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
@@ -28,6 +29,7 @@ _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S: Final = 0.05
 _REFRESH_S: Final = 0.5
 _NUM_LAST_LINES: Final = 20
+_NUM_LINES_TOLD: Final = 5
 
 
 @dataclass(frozen=True)
@@ -251,12 +253,36 @@ class Supervisor:
             processes = [self._processes[start.task] for start in self._starts if not start.is_server]
             return [process for process in processes if process.is_running]
 
+        # Who has joined has written there. Parameter servers are not joined like this.
+        may_be_awaited = read_status(self._status_files[failed]) is None and not any(
+            start.task.type == "ps" for start in self._starts
+        )
         if others := running():
             self._display.note(
                 f"{failed} {self._processes[failed].ending}. {_listed(others)} may end by "
                 f"{'themselves' if len(others) > 1 else 'itself'} for {self._options.grace_s:g} s."
             )
-            self._wait(lambda: not running(), self._options.grace_s)
+            with self._others_told(failed) if may_be_awaited else contextlib.nullcontext():
+                self._wait(lambda: not running(), self._options.grace_s)
+        elif may_be_awaited and len(self._starts) == 1 and not self._options.max_restarts:  # on other hosts
+            with self._others_told(failed) as telling:
+                self._wait(lambda: not telling.is_alive(), self._options.grace_s)
+
+    @contextlib.contextmanager
+    def _others_told(self, failed: Task) -> Iterator[threading.Thread]:
+        """While in the block, tries to tell those who wait for a task that it has ended, should it not have joined."""
+        process = self._processes[failed]
+        environment = next(start.environment for start in self._starts if start.task == failed)
+        text = "\n".join([f"it {process.ending}. Its last lines:", *process.lines[-_NUM_LINES_TOLD:]])
+        is_over = threading.Event()
+        arguments = (environment, text, is_over)
+        telling = threading.Thread(target=tell_failed_start, args=arguments, daemon=True)
+        telling.start()
+        try:
+            yield telling
+        finally:
+            is_over.set()
+            telling.join()
 
     def _end_all(self, but: Collection[Task] = ()) -> None:
         """SIGTERM, then SIGKILL, for all that run, but for some."""

@@ -51,6 +51,8 @@ def of_gone(
     again = "This process cannot go on without it: end it, and start the job again."
     if how == "raised":
         return PeerFailureError(f"{name} raised an error ({where}):\n{_indented(text)}\n{again}", (name,))
+    if how == "failed":
+        return PeerFailureError(f"{name} ended before it joined: {text}\n{again}", (name,))
     if how == "left":
         return PeerFailureError(
             f"{name} has ended its program, and this process still needs it. All tasks must run the same steps: look for "

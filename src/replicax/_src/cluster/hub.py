@@ -7,6 +7,7 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
   is gone nobody joins; who comes then is of the next run, and is told to try again.
   Who leaves or raises says where it is, as in a beat; who leaves also which program it has ended last (``done``), since the
   others go on up to that.
+- Who starts the tasks may say that one has *failed* before it joined. Then nobody joins any more, and all are told.
 - A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
 - Members *beat* once a second, and when their program is another than before: with the number of the program that they
@@ -59,6 +60,7 @@ class _Member:
       next: The position and name of the program that it waits to agree on.
       runs: From which positions on it has run which programs. What has been compared with all is dropped.
       gone: How it went, once it has.
+      text: How it ended, if it failed before it joined.
     """
 
     name: str
@@ -70,6 +72,7 @@ class _Member:
     next: tuple[int, str] | None = None
     runs: Runs = field(default_factory=list)
     gone: str | None = None
+    text: str = ""
 
     @property
     def is_present(self) -> bool:
@@ -161,6 +164,9 @@ class Hub:
             return Refusal(
                 f"another process is {member.name} already. Each task of the cluster is one process; give each its own index."
             )
+        failed = next((other for other in self._members if other.gone == "failed"), None)
+        if failed is not None and failed is not member:
+            return Refusal(f"{failed.name} {_HOW['failed']}: {failed.text}")
         gone = member if member.gone else next((other for other in self._members if other.gone), None)
         if gone is not None and gone.gone is not None:
             return Refusal(
@@ -170,6 +176,18 @@ class Hub:
             )
         member.is_here, member.heard_at = True, now
         return None
+
+    def fail(self, number: int, text: str) -> Outbox:
+        """A task that has not joined has ended, and will not come. Of one that has joined its connection says more.
+
+        Args:
+          text: How it ended.
+        """
+        member = self._members[number]
+        if member.is_here:
+            return []
+        member.gone, member.text = "failed", text
+        return self._to_all({"kind": "gone", "member": number, "how": "failed", "text": text, "status": {}})
 
     def receive(self, number: int, message: Message, now: float) -> Outbox:
         """A member says something."""
@@ -327,6 +345,7 @@ _HOW = {
     "raised": "raised an error",
     "died": "died",
     "silent": "went silent",
+    "failed": "ended before it joined",
 }
 
 

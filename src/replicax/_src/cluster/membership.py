@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -277,3 +278,17 @@ def _how_to_name_a_task(spec: ClusterSpec) -> str:
     if spec.source == "TF_CONFIG":
         return f'Write, for example, "task": {{"type": "{job}", "index": 0}} into TF_CONFIG.'
     return f"Name one of its tasks, for example task_type='{job}', task_id=0."
+
+
+def described(names: Sequence[str], addresses: Sequence[str]) -> str:
+    """Returns a cluster in words.
+
+    >>> described(["worker 0", "worker 1"], ["a:1", "b:1"])
+    'worker 0 at a:1, worker 1 at b:1'
+    """
+    return ", ".join(f"{name} at {address}" for name, address in zip(names, addresses, strict=True))
+
+
+def fingerprint_of(names: Sequence[str], addresses: Sequence[str]) -> str:
+    """Returns what all tasks of a cluster have in common, and those of another have not."""
+    return hashlib.sha256(described(names, addresses).encode()).hexdigest()

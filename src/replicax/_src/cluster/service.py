@@ -138,6 +138,12 @@ class HubServer:
             is_ending = self._hub.is_broken or self._must_end.is_set()
             self._write(connection, {"kind": "pong", "cluster": self._cluster, "is_ending": is_ending})
             return
+        if (
+            message["kind"] == "failed" and message["fingerprint"] == self._fingerprint
+        ):  # of `replicax launch`
+            self._send(self._hub.fail(int(message["member"]), str(message["text"])))
+            self._write(connection, {"kind": "noted"})
+            return
         refusal = self._refusal(message, now)
         if refusal is not None:
             answer = {"kind": "refused", "text": refusal.text, "is_temporary": refusal.is_temporary}

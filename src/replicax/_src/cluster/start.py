@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, limit_s
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
 from replicax._src.cluster.frames import Decoder, FrameError, ask
+from replicax._src.cluster.membership import described, fingerprint_of
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
 from replicax._src.cluster.relay import Relay
 from replicax._src.cluster.routes import routed_address
@@ -59,8 +59,8 @@ class _LiveCluster:
             "stall_s": limit_s(os.environ, STALL_LIMIT),
         }
         deadline = time.monotonic() + start_s
-        cluster = ", ".join(f"{name} at {address}" for name, address in zip(names, addresses, strict=True))
-        fingerprint = hashlib.sha256(cluster.encode()).hexdigest()
+        cluster = described(names, addresses)
+        fingerprint = fingerprint_of(names, addresses)
         if number == 0:
             of_hub = {**limits, "timeout_s": timeout_s}
             self._service = _start_service(addresses[0], names, fingerprint, cluster, of_hub, deadline)

@@ -1,0 +1,48 @@
+"""Telling the other tasks of a cluster that one has ended before it joined, so that they do not wait for it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.frames import Decoder, FrameError, ask
+from replicax._src.cluster.membership import Membership, fingerprint_of
+from replicax._src.cluster.spec import split_address
+from replicax._src.cluster.tf_config import TFConfigClusterResolver
+
+_ANSWER_S: Final = 1.0
+_RETRY_S: Final = 0.2
+
+
+def tell_failed_start(environment: Mapping[str, str], text: str, is_over: threading.Event) -> None:
+    """Tells the hub of a task's cluster, as soon as it is there; it knows whether the task had joined.
+
+    Args:
+      environment: Of the task.
+      text: How it ended.
+      is_over: Gives up when it is set.
+    """
+    resolver = TFConfigClusterResolver(environ=environment)
+    try:
+        me = Membership.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+        names = [str(task) for task in me.workers]
+        message = {
+            "kind": "failed",
+            "member": me.id_in_cluster,
+            "fingerprint": fingerprint_of(names, me.addresses),
+            "text": text,
+        }
+        address = split_address(me.leader_address)
+    except ClusterError:  # an evaluator, say, for whom nobody waits
+        return
+    while not is_over.is_set():
+        try:
+            with socket.create_connection(address, timeout=_ANSWER_S) as connection:
+                ask(connection, message, Decoder(), time.monotonic() + _ANSWER_S)
+                return
+        except (OSError, FrameError):
+            is_over.wait(_RETRY_S)
