@@ -353,13 +353,18 @@ def scheduled_until_it_fails(coordinator, step):
 
 
 def test_a_worker_with_more_devices_uses_the_first_ones_and_says_so(caplog):
-    with in_memory_strategy(devices_per_worker=2, told={0: {"num_devices": 4}}) as strategy:
+    told = {index: {"num_devices": 4} for index in range(2)}
+    with in_memory_strategy(workers=2, devices_per_worker=2, told=told) as strategy:
         total, step = add_up(strategy)
         with rx.coordinator.ClusterCoordinator(strategy) as coordinator:
             coordinator.schedule(step, args=(np.ones(3, np.float32),))
             coordinator.join()
         assert total.numpy() == 6
-    assert "worker 0 has 4 devices, and 2 of them are used" in caplog.text
+    (said,) = [
+        record.message for record in caplog.records if "are used" in record.message
+    ]  # once for all workers
+    assert "has 4 devices, and 2 of them are used" in said
+    assert "devices_per_worker=4" in said
 
 
 def test_the_number_of_devices_is_what_the_option_says_or_the_launcher(monkeypatch):

@@ -96,7 +96,7 @@ class Session:
         self._num_keys = 0
         self._dropped: deque[_Dropped] = deque()
         self._num_uses: Counter[tuple[int, str]] = Counter()  # of programs, by server and digest
-        self._met: set[str] = set()
+        self._has_warned = False
 
     @property
     def num_ps(self) -> int:
@@ -149,10 +149,10 @@ class Session:
                 f"Start it with as many as the others (replicax server --devices {wanted}, for virtual ones), or say a number "
                 "that all have."
             )
-        if have > wanted and name not in self._met:
+        if have > wanted and not self._has_warned:
+            self._has_warned = True  # the other workers are mostly like this one
             warn_of_unused_devices(name, have, wanted)
         with self._lock:
-            self._met.add(name)
             self._worker_platforms = tuple(sorted({*self._worker_platforms, str(told["platform"])}))
 
     def use_primaries(self) -> None:
