@@ -1,0 +1,48 @@
+"""TensorFlow's custom-training tutorial: the same program with replicax and with TensorFlow, on two devices each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import replicax as rx
+from custom_training import train
+
+pytestmark = pytest.mark.timeout(240)
+
+WITH_TENSORFLOW = """
+import sys, types
+import numpy as np
+import tensorflow as tf
+from custom_training import train
+
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+lib = types.SimpleNamespace(
+    function=tf.function, GradientTape=tf.GradientTape, nn=tf.nn, ReduceOp=tf.distribute.ReduceOp
+)
+batched = lambda arrays, rows: tf.data.Dataset.from_tensor_slices(arrays).batch(rows)
+np.savez(sys.argv[1], **train(lib, tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), batched))
+"""
+
+
+def test_the_tutorial_gives_what_it_gives_with_tensorflow(strategy, tmp_path):
+    path = tmp_path / "found.npz"
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": "tensorflow",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", WITH_TENSORFLOW, str(path)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected = np.load(path)
+    found = train(rx, strategy, lambda arrays, rows: rx.data.from_arrays(arrays).batch(rows))
+    assert found.keys() == set(expected.files)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
