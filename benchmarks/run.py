@@ -21,6 +21,7 @@ rx.config.set_local_devices(2)
 import jax
 import keras
 
+import compiling
 import feeding
 import fit
 import memory
@@ -54,6 +55,7 @@ SECTIONS = {
     "uneven": lambda arguments: uneven.main(arguments.rounds),
     "feeding": lambda arguments: feeding.main(arguments.rounds, arguments.tensorflow, arguments.torch),
     "fit": lambda arguments: fit.main(arguments.rounds, arguments.tensorflow),
+    "compiling": lambda arguments: compiling.main(min(arguments.rounds, 5)),
     "memory": lambda arguments: memory.main(),
     "multi_worker": lambda arguments: multi_worker.main(
         arguments.rounds, arguments.tensorflow, arguments.torch
