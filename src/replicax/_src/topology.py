@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from replicax._src import jax_compat
 from replicax._src.cluster.layout import TASKS_ON_HOST_VARIABLE
@@ -126,7 +126,8 @@ class Topology:
     @classmethod
     def elsewhere(cls, num_replicas: int, *, is_cpu: bool = True) -> Topology:
         """That of another process, for which programs are made here. Values are kept on the host."""
-        mesh = AbstractMesh((num_replicas,), (REPLICA_AXIS,))
+        # jax 0.12 would have explicit axes otherwise, unlike those of a Mesh.
+        mesh = AbstractMesh((num_replicas,), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
         whole, row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
         topology = cls((), None, mesh, whole, row, NamedSharding(mesh, PartitionSpec(None, REPLICA_AXIS)))
         vars(topology)["is_cpu"] = is_cpu
