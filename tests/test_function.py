@@ -74,7 +74,7 @@ def test_options_of_tensorflow_are_accepted():
 
 
 def test_what_it_refuses():
-    with pytest.raises(errors.InvalidArgumentError, match=r"no option 'jit'; allowed are input_signature"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"'jit'.*input_signature"):
         rx.function(jit=True)
     with pytest.raises(errors.InvalidArgumentError, match="decorates a function, got 3"):
         rx.function(3)

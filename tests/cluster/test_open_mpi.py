@@ -96,7 +96,7 @@ def test_a_variable_is_missing(name):
         errors.ClusterEnvironmentError,
         lambda: resolver(VERSION_5, **{name: ""}),
         f"{name} not found in environment.",
-        "mpirun sets OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE",
     )
 
 

@@ -174,9 +174,7 @@ def test_it_has_a_session_of_its_own_and_no_signal_is_ignored():
 
 
 def test_what_cannot_be_started_says_why(tmp_path):
-    with pytest.raises(
-        ProcessStartError, match=r"worker 0 could not be started: No such file .*'no-such-program'"
-    ):
+    with pytest.raises(ProcessStartError, match=r"worker 0.*'no-such-program'"):
         Process(["no-such-program"], name="worker 0")
     with pytest.raises(ProcessStartError, match=r"could not be started: .*nowhere"):
         Process(["ls"], directory=tmp_path / "nowhere")
@@ -188,9 +186,7 @@ def test_waiting_is_bounded():
     with python("import time; print('busy'); time.sleep(60)", name="worker 3") as process:
         until(lambda: process.lines, "its line")
         began = time.monotonic()
-        with pytest.raises(
-            ProcessTimeoutError, match=r"worker 3 \(pid \d+\) still runs after 0.1 s(.|\n)*busy"
-        ):
+        with pytest.raises(ProcessTimeoutError, match=r"worker 3 \(pid \d+\)(.|\n)*0.1 s(.|\n)*busy"):
             process.wait(0.1)
         assert time.monotonic() - began < LIMIT_S
         assert process.is_running

@@ -192,7 +192,7 @@ def test_index_is_no_index(index):
     message(
         errors.ClusterEnvironmentError,
         lambda: found.task_id,
-        '"index" of "task" in TF_CONFIG must be a whole number from 0',
+        '"index" of "task" in TF_CONFIG',
         f"got {json.dumps(index)}",
         json.dumps({"type": "worker", "index": index}),
     )
@@ -203,7 +203,7 @@ def test_type_is_no_name(task_type):
     message(
         errors.ClusterEnvironmentError,
         lambda: resolver(with_task(type=task_type, index=0)).task_type,
-        '"type" of "task" in TF_CONFIG must be the name of a job',
+        '"type" of "task" in TF_CONFIG',
         f"got {json.dumps(task_type)}",
     )
 
@@ -217,7 +217,7 @@ def test_task_is_incomplete(task):
         lambda: membership_of(resolver(with_task(**task))),
         "When `cluster_spec` is given, you must also specify `task_type` and `task_id`.",
         f"the type {task.get('type')!r} and the id {task.get('index')!r}",
-        'Write, for example, "task": {"type": "ps", "index": 0} into TF_CONFIG',
+        '"task": {"type": "ps", "index": 0}',
     )
 
 

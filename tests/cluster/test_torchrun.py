@@ -79,7 +79,7 @@ def test_a_variable_is_missing(name):
         errors.ClusterEnvironmentError,
         lambda: resolver(**{name: ""}),
         f"{name} not found in environment.",
-        "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+        "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
         "TF_CONFIG",
     )
     message(

@@ -141,7 +141,7 @@ def test_a_closure_that_kills_workers_fails_after_three():
             assert ended == []
     assert innocent.num_deaths == 0
     assert numbers(ended) == [0, 1]  # the second is cancelled, as what is queued is
-    with pytest.raises(RemoteError, match=r"'step' is what kills workers: 3 of them .* the last one a"):
+    with pytest.raises(RemoteError, match=r"'step'.* 3 .* a"):
         raise ended[0][1]
     assert queue.collect() is ended[0][1]
 

@@ -375,14 +375,12 @@ def test_what_is_known_of_others_is_read_again(cluster, coordinator):
 def test_there_is_one_for_each_strategy(cluster, coordinator):
     assert ClusterCoordinator(cluster) is coordinator
     assert coordinator.strategy is cluster
-    with pytest.raises(InvalidArgumentError, match=r"has a ClusterCoordinator already.*max_staleness"):
+    with pytest.raises(InvalidArgumentError, match="max_staleness"):
         ClusterCoordinator(cluster, max_staleness=2)
 
 
 def test_other_strategies_are_refused():
-    with pytest.raises(
-        InvalidArgumentError, match="works with a ParameterServerStrategy, got OneDeviceStrategy"
-    ):
+    with pytest.raises(InvalidArgumentError, match="OneDeviceStrategy"):
         ClusterCoordinator(rx.OneDeviceStrategy("cpu:0"))
 
 
@@ -489,7 +487,7 @@ def test_per_worker_values(cluster, coordinator):
 def test_a_dataset_that_cannot_be_made_is_an_error_at_join_and_fetch(cluster, coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(broken))
     value = coordinator.schedule(count_up, (iterator,))
-    with pytest.raises(ClosureInputError, match=r"could not be made on worker .*OSError: no such file"):
+    with pytest.raises(ClosureInputError, match="OSError: no such file"):
         coordinator.join(JOIN_S)
     with pytest.raises(ClosureInputError, match="no such file"):
         value.fetch(0)
@@ -630,7 +628,7 @@ def test_a_function_that_kills_workers_is_an_error(cluster, coordinator):
         call.worker.restart()
 
     value = coordinator.schedule(killer)
-    with pytest.raises(RemoteError, match="'killer' is what kills workers: 3 of them"):
+    with pytest.raises(RemoteError, match=r"'killer'.* 3 "):
         coordinator.join(JOIN_S)
     with pytest.raises(RemoteError, match="kills workers"):
         value.fetch(0)

@@ -101,12 +101,9 @@ def test_one_goes_on_with_what_it_has(session, dispatch, caplog):
     session.ps[0].restored, watch.num_updates = kept(age_s=14.2, applied=[4, 6]), 8
     assert recovery.restarted(watch, session.ps[0]) is None
     assert session.was_restored == [(0, ["w"])]
-    assert (
-        "ps 0 was started again and goes on with its last snapshot, taken 14 s before: 5 updates"
-        in caplog.text
-    )
-    assert "as they were then: w0, w1, w2, w3, w4 and 2 more;" in caplog.text
-    assert "of 0 scheduled functions they have what the first 4 did, and some of the next 2." in caplog.text
+    assert "14 s before: 5 updates" in caplog.text
+    assert "w0, w1, w2, w3, w4 and 2 more" in caplog.text
+    assert "the first 4 did, and some of the next 2" in caplog.text
     assert watch.knows("second")
     assert recovery.restarted(watch, session.ps[0]) is None  # asked again, by a beat that was late
     assert len(session.was_restored) == 1
@@ -172,7 +169,7 @@ def test_who_cannot_go_back_with_the_others_is_lost(session, dispatch):
     session.ps[1].fails.add("restore")
     error = recovery.restarted(watch, session.ps[0])
     assert error.task == "ps 1"
-    assert "cannot go back to the snapshot of epoch 1: No room." in str(error)
+    assert "epoch 1: No room." in str(error)
 
 
 def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(session, dispatch, caplog):

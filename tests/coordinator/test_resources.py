@@ -28,14 +28,10 @@ def test_the_first_worker_that_has_made_it_says_what_it_is(resources):
 
 def test_it_is_an_error_when_nobody_who_is_there_could_make_it(resources):
     resources.failed("dataset 0", "worker 0", OSError("no such file"))
-    with pytest.raises(
-        WaitTimeoutError, match=r"No worker has made dataset 'dataset 0' within 0\.05 s; 2 workers"
-    ):
+    with pytest.raises(WaitTimeoutError, match=r"'dataset 0'.*0\.05 s"):
         resources.spec("dataset 0", 0.05)
     resources.lost("worker 1")
-    with pytest.raises(
-        ClosureInputError, match=r"on worker 0 \(dataset 'dataset 0'\): no such file"
-    ) as raised:
+    with pytest.raises(ClosureInputError, match=r"worker 0.*'dataset 0'.*no such file") as raised:
         resources.spec("dataset 0", 20.0)
     assert isinstance(raised.value.__cause__, OSError)
 
@@ -53,7 +49,7 @@ def test_what_is_dropped_is_not_made_any_more(resources):
     resources.add(Resource("value 1", "value", np.zeros(0, np.uint8)))
     resources.dropped.append("dataset 0")
     assert [resource.name for resource in resources.all()] == ["value 1"]
-    with pytest.raises(ClosureInputError, match="no 'dataset 0' on the workers: nobody has its iterator"):
+    with pytest.raises(ClosureInputError, match="'dataset 0'"):
         resources.spec("dataset 0", 0.0)
 
 

@@ -79,9 +79,7 @@ def test_other_machines_need_the_token_for_it_which_is_not_the_cluster_s():
 
 
 def test_without_a_token_other_machines_are_not_let_near():
-    with pytest.raises(
-        InvalidArgumentError, match=r"0\.0\.0\.0:80 would be open to everybody.*REPLICAX_TOKEN"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"0\.0\.0\.0:80.*REPLICAX_TOKEN"):
         StatusAccess("0.0.0.0:80", None)
     assert not StatusAccess("127.0.0.1:80", None).admits("10.0.0.7", "127.0.0.1:80", None)
 
@@ -233,7 +231,7 @@ def test_an_address_that_is_taken_is_said_and_leaves_no_threads(cluster):
         other.bind(("127.0.0.1", 0))
         other.listen()
         before = set(threading.enumerate())  # of which some may be ending
-        with pytest.raises(UnavailableError, match=r"cannot be served at 127\.0\.0\.1:\d+: .*in use"):
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:\d+.*in use"):
             ClusterCoordinator(cluster, status_address=f"127.0.0.1:{other.getsockname()[1]}")
         eventually(lambda: set(threading.enumerate()) <= before)
     with ClusterCoordinator(cluster, status_address=LOOPBACK) as coordinator:

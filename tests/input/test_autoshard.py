@@ -175,11 +175,9 @@ def test_auto():
     assert choose("AUTO").policy is POLICY.DATA
     few = choose("AUTO", num_workers=3, num_files=2)
     assert few.policy is POLICY.DATA
-    assert "2 files are not enough for 3 workers, so every worker reads all of them" in few.reason
+    assert "2 files are not enough for 3 workers" in few.reason
     assert few.is_fallback
-    assert (
-        "1 file is not enough for 2 workers, so every worker reads it" in choose("AUTO", num_files=1).reason
-    )
+    assert "1 file is not enough for 2 workers" in choose("AUTO", num_files=1).reason
     assert not any(choice.is_fallback for choice in (choose("AUTO"), choose("AUTO", num_files=2)))
     assert choose("AUTO", num_workers=1, num_files=5).reason == "one worker reads everything"
 
@@ -259,7 +257,7 @@ def test_mw_files(tmp_path):
     first, second = rows_of_workers(dataset, POLICY.FILE)
     assert first == [[0], [1], [2], [6], [7], [8]]
     assert second == [[3], [4], [5]]
-    with pytest.raises(NotEnoughFilesError, match="at least one file for each of the 2 workers, got 1"):
+    with pytest.raises(NotEnoughFilesError, match=r"2 workers.*1"):
         rows_of_workers(from_text_lines(str(tmp_path / "0.txt")).map(np.int32).batch(2), POLICY.FILE)
 
 

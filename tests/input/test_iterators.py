@@ -517,9 +517,7 @@ def test_small_batches_in_memory_are_read_further_ahead(row_bytes, buffer_size, 
 
 def test_print_of_datasets_from_functions():
     pulls = PerReplicaPulls.from_one(from_arrays(np.arange(9)).batch(2), 2)
-    assert "each of 2 replicas takes one element of one dataset in turn" in repr(
-        DistributedDataset(pulls, Lists())
-    )
+    assert "each of 2 replicas" in repr(DistributedDataset(pulls, Lists()))
 
 
 def test_one_warning_counts_what_is_left_out(caplog):

@@ -328,9 +328,7 @@ def test_validation_data_of_no_rows_are_said_before_training(strategy):
     before = model.get_weights()
     nothing = features(0), targets(0)
     call = lambda: model.fit(features(), targets(), validation_data=nothing, verbose=0)  # noqa: E731
-    message(
-        EmptyDatasetError, call, "fit() of model 'small' was given validation_data without a single batch"
-    )
+    message(EmptyDatasetError, call, "'small'", "validation_data")
     for got, wanted in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(got, wanted)
 

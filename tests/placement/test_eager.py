@@ -280,9 +280,7 @@ def test_a_replica_that_ends_early(strategy):
             x = replica.all_reduce("SUM", x)
         return x
 
-    with pytest.raises(
-        rx_errors.StructureError, match=r"replica 1 ended after 1 collective.*number 2.*test_eager"
-    ):
+    with pytest.raises(rx_errors.StructureError, match=r"replica 1.*1 collective.*number 2.*test_eager"):
         strategy.run(fn, args=(numbers(strategy),), options=EAGER)
 
 
@@ -314,9 +312,7 @@ def test_a_replica_that_skips_the_optimizer(strategy):
         if rx.get_replica_context().replica_id_in_sync_group == 1:
             optimizer.apply([jnp.sum(x)], [v])
 
-    with pytest.raises(
-        rx_errors.StructureError, match=r"replica 1 waits at its collective number 2.*optimizer"
-    ):
+    with pytest.raises(rx_errors.StructureError, match=r"replica 1.*number 2.*optimizer"):
         strategy.run(fn, args=(numbers(strategy),), options=EAGER)
     assert (float(v.value), int(optimizer.iterations.value)) == (1, 0)
 

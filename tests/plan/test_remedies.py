@@ -154,7 +154,7 @@ def test_functional_state_is_told_why_nothing_divides_it():
     (told,) = notes_of_whole_arguments(plan)
     assert "18.0 GiB of a device are arguments" in told
     assert "args[0]['w'] with 9.0 GiB" in told
-    assert "would leave 2.2 GiB of them on each of 8 replicas" in told
+    assert "2.2 GiB of them on each of 8 replicas" in told
     (told,) = notes_of_whole_arguments(replace(plan, num_replicas=1))
     assert 'shard_state="all" would divide them among replicas, of which there is one here' in told
     (told,) = notes_of_whole_arguments(replace(plan, num_logical_devices=2))

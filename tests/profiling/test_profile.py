@@ -104,9 +104,7 @@ def test_operations_say_of_which_replica_they_are_and_collectives_what_for(trace
 
 
 def test_a_folder_that_is_no_path_is_refused():
-    with pytest.raises(
-        InvalidArgumentError, match="logdir is a path, such as 'logs/profile'; got NoneType: None"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"logdir.*NoneType"):
         with rx.profile(None):
             pass
 

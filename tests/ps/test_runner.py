@@ -535,7 +535,7 @@ def test_a_program_of_several_replicas_runs_on_as_many_devices(links, runner):
 
 def test_a_program_of_more_replicas_than_there_are_devices_is_refused(runner):
     program = worker_program(lambda x: x, [Input("argument", 0)], [np.float32(0)], num_replicas=99)
-    with pytest.raises(InvalidArgumentError, match="for 99 replicas, and this task has 8 devices"):
+    with pytest.raises(InvalidArgumentError, match=r"99 replicas.*8 devices"):
         runner.add_program(program)
 
 

@@ -348,9 +348,7 @@ def test_none_is_whole(two, tmp_path):
     for path in (tmp_path / "copy").iterdir():
         flip(path, 64)
     store = new_store(w=np.zeros(4, np.float32))
-    with pytest.raises(
-        SnapshotError, match=r"None of the snapshots in .*0000000002.*0000000001.*Remove them"
-    ):
+    with pytest.raises(SnapshotError, match=r"0000000002.*0000000001"):
         store.restore(tmp_path / "copy")
     assert read(store, "w")[0].max() == 0.0  # nothing has changed
 

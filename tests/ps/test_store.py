@@ -182,7 +182,7 @@ def test_dropping(client, store):
     version = client.step(pull=[["w", None]]).header["versions"][0]
     client.ask("drop", keys=["w"])
     client.ask("drop", keys=["w"])  # asked again, after a link broke
-    with pytest.raises(InvalidArgumentError, match='no piece "w" on this parameter server, which has "v"'):
+    with pytest.raises(InvalidArgumentError, match=r'"w".*"v"'):
         client.read("w")
     client.create(w=ONE)  # another one of this name is another version
     answer = client.step(pull=[["w", version]])
@@ -397,9 +397,7 @@ def test_what_failed_was_not_applied(client, store):
         with pytest.raises(InvalidArgumentError, match=r"takes the operands \[float32\[4\]\], got \["):
             client.step(digest, operands, closure=1)
     other = adder(client, "v")
-    with pytest.raises(
-        InvalidArgumentError, match=r'takes piece "v" as float32\[4\], and it is float32\[5\]'
-    ):
+    with pytest.raises(InvalidArgumentError, match=r'"v".*float32\[4\].*float32\[5\]'):
         client.step(other, [ONE], closure=1)
     with pytest.raises(InvalidArgumentError, match='no piece "x"'):
         client.step(digest, [ONE], closure=1, pull=[["x", None]])

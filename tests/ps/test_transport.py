@@ -237,7 +237,7 @@ def test_there_are_no_more_streams_than_allowed(server, client):
 def test_an_answer_that_takes_too_long_closes_the_link_and_no_other(client, link):
     other = client.open()
     started = time.monotonic()
-    with pytest.raises(UnavailableError, match=r"did not answer a message within [\d.e-]+ s") as caught:
+    with pytest.raises(UnavailableError, match=r"\d s\b") as caught:
         link.call(Message({"op": "wait"}), 0.3)
     assert time.monotonic() - started > 0.25
     assert caught.value.task == "ps 0"

@@ -222,7 +222,7 @@ def test_run_outside_of_scheduled_functions_works_and_says_where_once(strategy, 
         assert strategy.run(add_here, args=(np.float32(2),)) == 50
     assert v.numpy() == 5
     (record,) = [r for r in caplog.records if "outside of a scheduled function" in r.getMessage()]
-    assert "add_here was called outside of a scheduled function" in record.getMessage()
+    assert "add_here" in record.getMessage()
     assert "ClusterCoordinator.schedule" in record.getMessage()
 
 

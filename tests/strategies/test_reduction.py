@@ -259,9 +259,7 @@ def test_reduce_to_where_a_value_is(two):
         result = two.extended.reduce_to("MEAN", values, destinations)
         assert isinstance(result, rx.Mirrored)
         assert float(np.asarray(result)) == 1.5
-    with pytest.raises(
-        errors.InvalidArgumentError, match=r"one device, variable or per-replica value, got a list"
-    ):
+    with pytest.raises(errors.InvalidArgumentError, match="got a list"):
         two.extended.reduce_to("SUM", values, ["cpu:0", "cpu:1"])
 
 
@@ -287,7 +285,7 @@ def test_replica_context_all_gather_errors(two):
     with pytest.raises(errors.ReductionError, match="Dimension 1 in both shapes must be equal"):
         two.run(gather, (distribute(two, np.ones((1, 2)), np.ones((1, 3))), 0))
     slices = rx.IndexedSlices(jnp.ones((1, 2)), jnp.array([0]), (3, 2))
-    with pytest.raises(NotImplementedError, match="all_gather does not support IndexedSlices"):
+    with pytest.raises(NotImplementedError, match="IndexedSlices"):
         two.run(lambda: gather(slices, 0))
 
 

@@ -267,7 +267,7 @@ def test_what_fails_in_the_thread_is_raised_once_by_the_next_call(tmp_path, slow
     file.is_open.set()
     writer = rx.SummaryWriter(tmp_path)
     writer.scalar("loss", 1.0, 0)
-    with pytest.raises(SummaryError, match=r"scalar\('loss'\): OSError: \[Errno 28\] No space left"):
+    with pytest.raises(SummaryError, match=r"scalar\('loss'\).*No space left"):
         writer.flush()
     writer.scalar("loss", 1.0, 1)
     writer.close()
@@ -334,7 +334,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_first_summary(tmp_path)
 
 
 def test_a_folder_that_is_no_path_is_refused():
-    with pytest.raises(InvalidArgumentError, match="logdir is a path, such as 'logs/run-1'; got int: 3"):
+    with pytest.raises(InvalidArgumentError, match=r"logdir.*int: 3"):
         rx.SummaryWriter(3)
 
 

@@ -114,7 +114,7 @@ def test_a_program_for_the_chief(local_cluster):
 
 def test_a_server_that_does_not_start_is_shown(local_cluster):
     cluster = local_cluster(0, chief=True, num_ps=1, environment={"REPLICAX_TOKEN": "\t"})
-    with pytest.raises(Exception, match="A token must be of visible ASCII characters"):
+    with pytest.raises(Exception, match=r"token.*ASCII"):
         cluster.start_servers()
     assert not cluster.tasks["ps", 0].is_running
 

@@ -162,8 +162,6 @@ def test_partitioner_of_the_user():
     "counts", [[], None, 2, [0, 1], [2, 2], [1, 2], [2], [2, 1, 1], [-1, 1], [1.5, 1], "21"]
 )
 def test_counts_that_are_not_allowed(counts):
-    with pytest.raises(
-        ValueError, match="must return a list/tuple whose elements are 1 besides the first"
-    ) as raised:
+    with pytest.raises(ValueError, match="list/tuple") as raised:
         num_shards_of(lambda shape, dtype: counts, (10, 3), "float32")
     assert f"got: {counts!r}" in str(raised.value)

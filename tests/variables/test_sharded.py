@@ -88,7 +88,7 @@ def test_shards_can_be_assigned(make):
 
 
 def test_shard_of_one_checks_shapes():
-    with pytest.raises(errors.VariableError, match=r"assign of 'w/part_2': its shape is \(1, 2\)"):
+    with pytest.raises(errors.VariableError, match=r"'w/part_2'.*\(1, 2\)"):
         in_one(VALUE, name="w").variables[2].assign([1.0, 2.0])
 
 
@@ -289,7 +289,7 @@ def test_assign(make):
 @pytest.mark.parametrize("shape", [(), (4, 2), (7, 2), (2,), (5, 1), (1, 2)])
 def test_assign_takes_the_whole_shape(make, method, shape):
     v = make(VALUE)
-    with pytest.raises(errors.VariableError, match=r"its shape is \(5, 2\), and a value of shape"):
+    with pytest.raises(errors.VariableError, match=r"\(5, 2\)"):
         getattr(v, method)(np.ones(shape, np.float32))
     np.testing.assert_array_equal(v.numpy(), VALUE)
 
@@ -339,7 +339,7 @@ def test_scatter_takes_indexed_slices(make):
 
 
 def test_values_of_scatter_have_the_shape_of_rows(make):
-    with pytest.raises(errors.VariableError, match=r"its shape is \(1, 2\), and a value of shape \(1,\)"):
+    with pytest.raises(errors.VariableError, match=r"\(1, 2\).*\(1,\)"):
         make(VALUE).scatter_add(slices([1.0], 0))
 
 

@@ -85,9 +85,7 @@ def test_another_variable_and_distributed_values_as_initial_value(strategy):
 
 @pytest.mark.parametrize("initial", ["text", None, object(), {"a": 1}], ids=["str", "None", "object", "dict"])
 def test_what_cannot_be_an_initial_value(strategy, initial):
-    with pytest.raises(
-        errors.VariableError, match=r"initial value of variable 'w' must be an array"
-    ) as caught:
+    with pytest.raises(errors.VariableError, match="'w'") as caught:
         make(strategy, initial, name="w")
     assert type(initial).__name__ in str(caught.value)
 
@@ -133,9 +131,7 @@ def test_made_inside_run_once(strategy):
 
 
 def test_made_inside_run_from_a_traced_value(strategy):
-    with pytest.raises(
-        errors.VariableError, match=r"'w' is computed in a function that is being traced.*outside"
-    ):
+    with pytest.raises(errors.VariableError, match=r"'w'.*traced"):
         strategy.run(lambda x: rx.Variable(x, name="w"), (jnp.ones(2),))
 
 
@@ -400,7 +396,7 @@ def test_shapes_cannot_change(strategy, inside, kwargs):
     v = make(strategy, [1.0, 2.0], name="w", **kwargs)
     call = (lambda fn: strategy.run(fn)) if inside else (lambda fn: fn())
     for wrong in (3.0, jnp.ones(3), jnp.ones((1, 2))):
-        with pytest.raises(errors.VariableError, match=r"assign of variable 'w': its shape is \(2,\)"):
+        with pytest.raises(errors.VariableError, match=r"'w'.*\(2,\)"):
             call(lambda wrong=wrong: v.assign(wrong))
     with pytest.raises(errors.VariableError, match=r"assign_add of variable 'w'.*\(2, 2\)"):
         call(lambda: v.assign_add(jnp.ones((2, 2))))
