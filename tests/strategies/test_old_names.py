@@ -93,8 +93,10 @@ def test_colocate_vars_with(strategy):
         with strategy.colocate_vars_with(v), strategy.extended.colocate_vars_with(v):
             w = rx.Variable(2.0)
     assert w.value.devices() == v.value.devices()
+    with rx.OneDeviceStrategy("cpu:2").scope():
+        of_another = rx.Variable(1.0)
     with pytest.raises(ValueError, match="must only be passed a variable created in this"):
-        strategy.colocate_vars_with(rx.Variable(1.0)).__enter__()
+        strategy.colocate_vars_with(of_another).__enter__()
 
 
 def test_extended_properties_and_small_methods(strategy):
@@ -103,7 +105,11 @@ def test_extended_properties_and_small_methods(strategy):
         v = rx.Variable(1.0)
     assert extended.read_var(v) == 1.0
     assert extended.value_container(v) is v
-    assert extended.non_slot_devices([v]) == extended.parameter_devices
+    if strategy is rx.get_strategy():  # which names no devices, as in TensorFlow
+        with pytest.raises(RuntimeError, match="default strategy"):
+            extended.non_slot_devices([v])
+    else:
+        assert extended.non_slot_devices([v]) == extended.parameter_devices
     assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (
         False,
         False,
