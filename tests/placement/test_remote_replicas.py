@@ -356,7 +356,9 @@ def test_a_worker_with_more_devices_uses_the_first_ones_and_says_so(caplog):
             coordinator.schedule(step, args=(np.ones(3, np.float32),))
             coordinator.join()
         assert total.numpy() == 6
-    (said,) = [record.message for record in caplog.records if "are used" in record.message]  # once for all workers
+    (said,) = [
+        record.message for record in caplog.records if "are used" in record.message
+    ]  # once for all workers
     assert "has 4 devices, and 2 of them are used" in said
 
 
