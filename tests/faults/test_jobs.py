@@ -227,8 +227,8 @@ FAILS_AT_THE_START = """
 import json, os, sys, time
 import replicax as rx
 
-if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
-    time.sleep(float(sys.argv[1]))
+if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == int(sys.argv[1]):
+    time.sleep(float(sys.argv[2]))
     raise ImportError("a package is missing here")
 try:
     rx.MultiWorkerMirroredStrategy()
@@ -238,16 +238,24 @@ except rx.errors.ClusterStartError as error:
 """
 
 
-@pytest.mark.parametrize("after_s", ["0", pytest.param("5", marks=pytest.mark.long)])
-def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, after_s):
-    """Before worker 0 listens, and while it waits. The limits are of minutes."""
-    with launched(tmp_path, FAILS_AT_THE_START, after_s, options=["--grace", "60"]) as launcher:
+@pytest.mark.parametrize(
+    ("failed", "after_s"),
+    [
+        ("1", "0"),  # before worker 0 listens
+        pytest.param("1", "5", marks=pytest.mark.long),  # while it waits
+        pytest.param("0", "0", marks=pytest.mark.rest),
+        pytest.param("0", "5", marks=pytest.mark.long),
+    ],
+)
+def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, failed, after_s):
+    """The limits are of minutes."""
+    with launched(tmp_path, FAILS_AT_THE_START, failed, after_s, options=["--grace", "60"]) as launcher:
         began = time.monotonic()
         output = launcher.communicate(timeout=LIMIT_S)[0]
         assert time.monotonic() - began < SOON_S
     assert launcher.returncode == 1, output
-    (heard,) = re.findall(r"worker 0 \| hears: (.*)", output)
-    assert "worker 1 ended before it joined: it exited with code 1" in heard
+    (heard,) = re.findall(rf"worker {1 - int(failed)} \| hears: (.*)", output)
+    assert f"worker {failed} ended before it joined: it exited with code 1" in heard
     assert "ImportError: a package is missing here" in heard
 
 

@@ -1,7 +1,8 @@
-"""Telling the other tasks of a cluster that one has ended before it joined, so that they do not wait for it."""
+"""Tells the other tasks of a cluster that one has ended before it joined, so that they do not wait for it."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,8 +10,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from replicax._src.cluster.errors import ClusterError
-from replicax._src.cluster.frames import Decoder, FrameError, ask
-from replicax._src.cluster.membership import Membership, fingerprint_of
+from replicax._src.cluster.frames import Decoder, FrameError, ask, listen
+from replicax._src.cluster.hub import Hub
+from replicax._src.cluster.membership import Membership, described, fingerprint_of
+from replicax._src.cluster.service import HubServer
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 
@@ -21,6 +24,8 @@ _RETRY_S: Final = 0.2
 def tell_failed_start(environment: Mapping[str, str], text: str, is_over: threading.Event) -> None:
     """Tells the hub of a task's cluster, as soon as it is there; it knows whether the task had joined.
 
+    Worker 0 would have started the hub: if it has not, a hub that only says so is run here.
+
     Args:
       environment: Of the task.
       text: How it ended.
@@ -30,16 +35,19 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     try:
         me = Membership.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
         names = [str(task) for task in me.workers]
-        message = {
-            "kind": "failed",
-            "member": me.id_in_cluster,
-            "fingerprint": fingerprint_of(names, me.addresses),
-            "text": text,
-        }
+        fingerprint = fingerprint_of(names, me.addresses)
+        message = {"kind": "failed", "member": me.id_in_cluster, "fingerprint": fingerprint, "text": text}
         address = split_address(me.leader_address)
     except ClusterError:  # an evaluator, say, for whom nobody waits
         return
     while not is_over.is_set():
+        if me.id_in_cluster == 0:
+            with contextlib.suppress(OSError):  # the port is in use: its hub is there
+                listener = listen(me.leader_address, backlog=len(names) + 8)
+                hub = Hub(names)
+                hub.fail(0, text)
+                HubServer(hub, listener, fingerprint, described(names, me.addresses), {}).run(is_over, 0.0)
+                return
         try:
             with socket.create_connection(address, timeout=_ANSWER_S) as connection:
                 ask(connection, message, Decoder(), time.monotonic() + _ANSWER_S)
