@@ -27,7 +27,7 @@ PYTHON_3_11 ?= $(or $(call pyenv,3.11),python3.11)
 PYTHON_3_13 ?= $(or $(call pyenv,3.13),python3.13)
 NEWEST := hatchling '.[keras,optax,flax,grain,files,checkpoint,summaries,ps,examples,test]'
 VERSION_TESTS := tests/contract tests/parity tests/keras tests/checkpoint tests/program
-# A Python that has jax with its CUDA plugin, Keras and pytest, in place of .venv-gpu: make GPU_PYTHON=python3 test-gpu
+# A Python that has jax with its CUDA plugin, Keras, hypothesis, pytest and pytest-timeout, in place of .venv-gpu: make GPU_PYTHON=python3 test-gpu
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 # The plugin of the locked jax, for drivers from 525 on.
@@ -47,7 +47,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan lint format bench clean
+.PHONY: help demo test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan fuzz lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -61,10 +61,11 @@ help:
 	@echo "make test-gpu   run the tests of GPUs (tests/gpu), where there is a GPU"
 	@echo "make test-peers run the tests with TensorFlow, torch and Hugging Face datasets (tests/peers)"
 	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
+	@echo "make fuzz       compare operations that mix rows on several devices with one device in float64 (an hour)"
 	@echo "make lint       check the format, lint, check the types"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
-	@echo "make clean      remove .venv, .venv-* and everything that was built or cached"
+	@echo "make clean      remove the environments and everything that was built or cached"
 
 demo: $(STAMP)
 	@echo "demo: examples/digits.py"
@@ -109,7 +110,11 @@ test-gpu:
 .test-gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),$(GPU_STAMP))
 	@echo "test-gpu: pytest tests/gpu, on"
 	@nvidia-smi -L
-	@PYTHONPATH=src REPLICAX_TEST_PLATFORM=gpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -q tests/gpu
+	@PYTHONPATH=src REPLICAX_TEST_PLATFORM=gpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -q -rP tests/gpu
+
+fuzz: $(STAMP)
+	@echo "fuzz: tests/fuzz/table.py, operations that mix rows beside one device in float64 (an hour)"
+	@$(BIN)/python tests/fuzz/table.py
 
 test-peers: $(PEERS_STAMP)
 	@echo "test-peers: pytest tests/peers"
@@ -135,7 +140,7 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/run.py
 
 clean:
-	@echo "clean: removing .venv, .venv-*, build outputs and caches"
+	@echo "clean: removing the environments of this Makefile, build outputs and caches"
 	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
@@ -157,11 +162,11 @@ $(STAMP): requirements.lock pyproject.toml
 $(KERAS_STAMP): requirements.lock pyproject.toml
 	$(call install,$(KERAS_VENV),-r requirements.lock,keras==$(OLDEST_KERAS))
 
-$(LOCKED_STAMP): PYTHON := $(PYTHON_3_11)
+$(LOCKED_STAMP): override PYTHON := $(PYTHON_3_11)
 $(LOCKED_STAMP): requirements.lock pyproject.toml
 	$(call install,$(LOCKED_VENV),-r requirements.lock)
 
-$(NEWEST_STAMP): PYTHON := $(PYTHON_3_13)
+$(NEWEST_STAMP): override PYTHON := $(PYTHON_3_13)
 $(NEWEST_STAMP): pyproject.toml
 	$(call install,$(NEWEST_VENV),$(NEWEST))
 

@@ -617,16 +617,23 @@ def test_the_task_of_this_host(script):
     assert result.stdout == "worker 1 | worker 1 {'worker': ['h0:12345', 'h1:12345']}\n"
 
 
+def test_a_single_task_that_fails_ends_the_launch_at_once(script):
+    began = time.monotonic()
+    result = launch("--grace", 60, script("sys.exit(3)"))
+    assert result.returncode == 3
+    assert time.monotonic() - began < 30
+
+
 # --- GPUs ---------------------------------------------------------------------------------------------
 
 SEES = "print(task, os.environ['CUDA_VISIBLE_DEVICES'])"
 
 
 def with_gpus(folder, num_gpus):
-    """The PATH of a machine whose driver shows so many GPUs."""
+    """The PATH of a machine whose driver shows so many GPUs; None: it does not answer."""
     stand_in = folder / "nvidia-smi"
-    lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n}{n})\\n" for n in range(num_gpus))
-    stand_in.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n}{n})\\n" for n in range(num_gpus or 0))
+    stand_in.write_text("#!/bin/sh\nexit 9\n" if num_gpus is None else f"#!/bin/sh\nprintf '{lines}'\n")
     stand_in.chmod(0o755)
     return os.pathsep.join([str(folder), os.environ["PATH"]])
 
@@ -657,9 +664,10 @@ def test_the_worker_of_this_host_sees_as_many_gpus_as_were_asked_for(script, tmp
         (0, None, "and there are 0"),
         (8, "0,1,2", "and there are 3 (0, 1, 2)"),
         (8, "", "and there are 0"),
-        (4, "0,1,2,4", "'4' is named twice, or is no GPU of this machine, which has 4"),
-        (4, "0,1,1,2", "'1' is named twice"),
-        (4, "0,1,-1,2", "'-1' is named twice, or is no GPU"),
+        (4, "0,1,2,4", "names GPU '4', and this machine has 4"),
+        (4, "0,1,1,2", "names '1', or names it twice"),
+        (4, "0,1,-1,2", "names '-1'"),
+        (None, None, "nvidia-smi does not answer"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(tmp_path, monkeypatch, capsys, num_gpus, own, says):

@@ -265,12 +265,20 @@ def test_ctrl_c_while_it_is_sent_does_not_mix_up_answers(cluster, coordinator, q
 
     monkeypatch.setattr(Link, "send_all", interrupted)
     before = cluster.ps[0].counter
+    num_scheduled = 0
+
+    def schedule_until_this_thread_sends():
+        nonlocal num_scheduled
+        while num_scheduled < 1000:
+            num_scheduled += 1
+            coordinator.schedule(step, (100,))
+
     with pytest.raises(KeyboardInterrupt):
-        coordinator.schedule(step, (100,))
+        schedule_until_this_thread_sends()
     values = [coordinator.schedule(step, (x,)) for x in range(10, 30)]
     coordinator.join(JOIN_S)
     assert coordinator.fetch(values) == list(range(10, 30))
-    assert cluster.ps[0].counter == before + 21
+    assert cluster.ps[0].counter == before + num_scheduled + 20
     assert coordinator.statistics()["closures"]["queued"] == 0
 
 

@@ -532,7 +532,10 @@ def on_hosts_of_a_tpu():
         here=[device.process_index for device in strategy.extended.worker_devices],
         checkpoint=strategy.extended.should_checkpoint,
     )
+    keras.utils.set_random_seed(0)
     with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
         w1 = rx.Variable(np.cos(np.arange(48, dtype=np.float32)).reshape(6, 8))
         w2 = rx.Variable(np.sin(np.arange(32, dtype=np.float32)).reshape(8, 4))
     strategy.experimental_split_to_logical_devices(w1, [1, 2])
@@ -555,10 +558,6 @@ def on_hosts_of_a_tpu():
     pieces = sorted({shard.data.shape for shard in w1.value.addressable_shards})
     report(losses=losses, w1=np.asarray(whole).tolist(), w2=w2.numpy().tolist(), pieces=pieces)
 
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
     history = model.fit(rows, rows[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0).history
     kernel = model.trainable_variables[0].value
     report(fit=history["loss"], kernel=sorted({shard.data.shape for shard in kernel.addressable_shards}))

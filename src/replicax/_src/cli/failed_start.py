@@ -13,12 +13,14 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.frames import Decoder, FrameError, ask, listen
 from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.membership import Membership, described, fingerprint_of
+from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.service import HubServer
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 
 _ANSWER_S: Final = 1.0
 _RETRY_S: Final = 0.2
+_MOST_CHARACTERS: Final = 8000
 
 
 def tell_failed_start(environment: Mapping[str, str], text: str, is_over: threading.Event) -> None:
@@ -34,15 +36,18 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     resolver = TFConfigClusterResolver(environ=environment)
     try:
         me = Membership.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
-        names = [str(task) for task in me.workers]
-        fingerprint = fingerprint_of(names, me.addresses)
-        message = {"kind": "failed", "member": me.id_in_cluster, "fingerprint": fingerprint, "text": text}
-        address = split_address(me.leader_address)
-    except ClusterError:  # an evaluator, say, for whom nobody waits
+    except ClusterError:  # the task has said so
         return
+    if me.num_workers < 2 or me.is_evaluator:
+        return
+    names = [str(task) for task in me.workers]
+    fingerprint = fingerprint_of(names, me.addresses)
+    text = text[-_MOST_CHARACTERS:]
+    message = {"kind": "failed", "member": me.id_in_cluster, "fingerprint": fingerprint, "text": text}
+    address = split_address(routed_address(me.leader_address, environment))
     while not is_over.is_set():
         if me.id_in_cluster == 0:
-            with contextlib.suppress(OSError):  # the port is in use: its hub is there
+            with contextlib.suppress(OSError):  # the port is in use: the task's own hub is there
                 listener = listen(me.leader_address, backlog=len(names) + 8)
                 hub = Hub(names)
                 hub.fail(0, text)

@@ -22,15 +22,24 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     said = environ.get(GPUS_VARIABLE)
     num_here = _num_gpus()
     if said is None:
+        if num_here is None:
+            raise ClusterError(
+                f"--gpus-per-worker asks nvidia-smi which GPUs this machine has, and nvidia-smi does not answer. Name them: "
+                f"{GPUS_VARIABLE}=0,1 replicax launch ..."
+            )
         return [str(number) for number in range(num_here)]
     named = [name.strip() for name in said.split(",")] if said.strip() else []
-    wrong = [name for name in named if name.isdecimal() and int(name) >= num_here]
-    wrong += [name for name in named if not name or name.startswith("-") or named.count(name) > 1]
-    if wrong:
-        raise ClusterError(
-            f"{GPUS_VARIABLE}={said!r} in the environment: {wrong[0]!r} is named twice, or is no GPU of this machine, which "
-            f"has {num_here} (nvidia-smi -L). Name each that the job may use once, or leave the variable out for all."
-        )
+    for name in named:
+        if not name or name.startswith("-") or named.count(name) > 1:
+            raise ClusterError(
+                f"{GPUS_VARIABLE}={said!r} in the environment names {name!r}, or names it twice. Name each GPU that the job may "
+                "use once, or leave the variable out for all."
+            )
+        if num_here is not None and name.isdecimal() and int(name) >= num_here:
+            raise ClusterError(
+                f"{GPUS_VARIABLE}={said!r} in the environment names GPU {name!r}, and this machine has {num_here} (nvidia-smi -L). "
+                "Name those that the job may use, or leave the variable out for all."
+            )
     return named
 
 
@@ -48,17 +57,19 @@ def gpus_of_tasks(gpus: Sequence[str], tasks: Sequence[Task], num_each: int) -> 
         raise ClusterError(
             f"--gpus-per-worker {num_each} needs {num_each * len(tasks)} GPUs for {', '.join(map(str, tasks))}, and there are "
             f"{len(gpus)}{named}. Give each fewer, start fewer tasks, or leave "
-            "the option out to train on the CPU."
+            "the option out and set JAX_PLATFORMS=cpu to train on CPUs."
         )
     return {
         task: ",".join(gpus[place * num_each : (place + 1) * num_each]) for place, task in enumerate(tasks)
     }
 
 
-def _num_gpus() -> int:
-    """Returns how many GPUs the driver shows on this machine; 0 without a driver."""
+def _num_gpus() -> int | None:
+    """Returns how many GPUs the driver shows on this machine; None where nvidia-smi is missing or fails."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
+        return None
+    if listed.returncode:
+        return None
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

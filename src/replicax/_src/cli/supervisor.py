@@ -253,7 +253,7 @@ class Supervisor:
             processes = [self._processes[start.task] for start in self._starts if not start.is_server]
             return [process for process in processes if process.is_running]
 
-        # Who has joined has written there. Parameter servers are not joined like this.
+        # A task that has joined has a status file. Jobs with parameter servers do not use this hub.
         may_be_awaited = read_status(self._status_files[failed]) is None and not any(
             start.task.type == "ps" for start in self._starts
         )

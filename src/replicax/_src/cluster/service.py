@@ -125,7 +125,7 @@ class HubServer:
         try:
             for message in self._decoders[connection].feed(data):
                 self._receive(connection, message)
-        except (FrameError, KeyError, TypeError, ValueError):
+        except (FrameError, LookupError, TypeError, ValueError):
             self._drop(connection)  # somebody else is talking
 
     def _receive(self, connection: socket.socket, message: dict[str, Any]) -> None:

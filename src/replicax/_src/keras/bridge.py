@@ -192,6 +192,9 @@ def _wrapped_variable_init(original: Callable[..., None]) -> Callable[..., None]
         else:
             divided_state.make(original, self, args, kwargs, is_alone=_alone.is_alone)
         context.remember_owner(self)
+        layouts = getattr(_placement_of(self), "logical_layouts", None)
+        if layouts is not None:
+            layouts.note(self)
         _note_shared(self)
         _take_leaders_value(self)
         jax_compat.take_as_arrays(type(self), _value_of)
@@ -225,13 +228,18 @@ def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _placement_of(variable: Any) -> Any:
+    """Where the strategy in whose scope a variable was made keeps variables; None if it was made in none."""
+    return getattr(context.owners.get(id(variable)), "variable_placement", None)
+
+
 def _wrapped_deferred_initialize(original: Callable[..., None]) -> Callable[..., None]:
     """The first value of a variable of a model that was built while Keras traced it."""
 
     def _deferred_initialize(self: Any) -> None:
         if accessor.is_built(self):
             return
-        placement = getattr(context.owners.get(id(self)), "variable_placement", None)
+        placement = _placement_of(self)
         if isinstance(placement, ServerPlacement):
             servers.keep(self, placement)
             return

@@ -81,6 +81,12 @@ class LogicalLayouts:
         self._paths_of_slots[variable.path] = None
         return None if owner is None else self.of(owner)
 
+    def note(self, variable: Any) -> None:
+        """Counts a variable that has just been made; where it lies is looked up when a program meets it."""
+        if not is_of_optimizer(variable):
+            self._paths[variable.path] = None
+            self._unused.pop(self._map.pattern_of(variable.path), None)
+
     def of_path(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
         """Where the pieces of a variable of this path are; None: every device holds all of it.
 
