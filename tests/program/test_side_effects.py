@@ -2,7 +2,9 @@
 
 import logging
 import sys
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,6 +60,14 @@ class Trainer:
         self.totals["n"] = self.totals["n"] + 1
         return x
 
+    def assign_new(self, x):
+        self.never_seen = x
+        return x
+
+    def assign_item(self, x):
+        self.totals[len(self.losses)] = x
+        return x
+
     def draw(self, x):
         return x + np.random.normal()
 
@@ -66,6 +76,8 @@ CASES = {
     "count": "        self.num_steps += 1",
     "append": "        self.losses.append(x * 2)",
     "assign": "        self.last = x",
+    "assign_new": "        self.never_seen = x",
+    "assign_item": "        self.totals[len(self.losses)] = x",
     "add": '        self.totals["loss"] += x',
     "draw": "        return x + np.random.normal()",
 }
@@ -113,10 +125,15 @@ def test_replicas_with_uneven_batches_and_functions_for_several_steps_are_watche
     assert "self.losses.append" in message
 
 
+def import_more(name):
+    raise ImportError(name)
+
+
 def harmless(strategy):
     """What could be taken for a mistake, and is none."""
     shapes, seen, limits = [], {"names": set()}, {"largest": 0}
-    generator = np.random.default_rng(0)
+    generator, lazy = np.random.default_rng(0), types.ModuleType("lazy")
+    lazy.__getattr__ = import_more
     variable = []
     count = 0
 
@@ -133,6 +150,12 @@ def harmless(strategy):
             variable.append(rx.Variable(np.random.normal(size=2).astype("float32")))
         if Step.training:
             x = x + generator.normal()
+        if Step.training: x = x + generator.normal()  # fmt: skip  # noqa: E701
+        x = x + (generator.normal() if Step.training else 0.0)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = x + jax.pure_callback(lambda x: generator.normal(size=x.shape).astype("float32"), shape, x)
+        if Step.training:
+            lazy.absent()
         values = []
         values.append(x)
         scratch = {}
@@ -146,6 +169,8 @@ def harmless(strategy):
 
 def test_harmless_code_is_not_reported(strategy, told):
     strategy.run(harmless(strategy), args=(jnp.ones(2),))
+    strategy.run(lambda x: x * 2, args=(np.random.normal(size=2),))
+    rx.function(lambda x: x * 2)(np.random.normal(size=2))
     assert told() == []
 
 

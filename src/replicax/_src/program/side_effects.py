@@ -28,6 +28,7 @@ from replicax._src.user_code import is_user_code
 log = logging.getLogger("replicax")
 
 _MISSING: Final = object()
+_LOCAL: Final = object()
 _NUMBERS: Final = (bool, int, float)
 _CONTAINERS: Final = (list, dict, set, collections.deque)
 _ADDING: Final = {"add", "append", "appendleft", "extend", "insert", "setdefault", "update"}
@@ -110,7 +111,7 @@ class _Seen:
         self._before = _contents(function, site)
 
     def is_possible(self) -> bool:
-        return self._before is not _MISSING and (self.site.kind != "draws" or _draws(self._before))
+        return self._before is not _LOCAL and (self.site.kind != "draws" or _draws(self._before))
 
     def report(self, lines: set[tuple[types.CodeType, int]]) -> None:
         code, site = _code(self.function), self.site
@@ -160,7 +161,8 @@ def _functions(fn: Any) -> list[Callable[..., Any]]:
         code = function.__code__
         if code not in found:
             found[code] = fn
-            waiting += [_named(fn, name) for name in (*key.global_names(code), *code.co_freevars)]
+            named = [_named(fn, name) for name in (*key.global_names(code), *code.co_freevars)]
+            waiting += [value for value in named if callable(value)]
     return list(found.values())
 
 
@@ -179,11 +181,15 @@ def _named(fn: Any, name: str) -> Any:
 
 
 def _contents(fn: Any, site: _Site) -> Any:
-    """What a site's path leads to now; of containers a copy."""
+    """What a site's path leads to now: _LOCAL if nothing outside of the function, _MISSING if nothing yet; of containers a copy."""
     root, *names = site.path
     value = _named(fn, root)
+    if value is _MISSING:
+        return _LOCAL
     for name in names:
-        if isinstance(value, (types.ModuleType, *_GENERATORS)):
+        if isinstance(value, types.ModuleType):  # a module may import what it lacks
+            value = vars(value).get(name, sys.modules.get(f"{value.__name__}.{name}", _MISSING))
+        elif isinstance(value, _GENERATORS):
             value = getattr(value, name, _MISSING)
         else:
             value = inspect.getattr_static(value, name, _MISSING)
@@ -217,21 +223,30 @@ def _draws(function: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _sites(code: types.CodeType) -> tuple[_Site, ...]:
     try:
-        source = textwrap.dedent(inspect.getsource(code))
-        tree = ast.parse(source)
-    except (OSError, SyntaxError, TypeError):  # typed in, or a lambda in the middle of an expression
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):  # typed in, or in the middle of an expression
+        return ()
+    if code.co_name == "<lambda>":  # its source is the statement that it stands in
+        functions: list[Any] = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+    else:
+        functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    if len(functions) != 1:
         return ()
     found = []
-    for node in ast.walk(tree):
+    for node in _run_with(functions[0]):
         line = code.co_firstlineno + getattr(node, "lineno", 1) - 1
         text = ast.unparse(node) if isinstance(node, (ast.AugAssign, ast.Assign, ast.Call)) else ""
         if isinstance(node, ast.AugAssign):
             for path, item in _targets(node.target):
-                found.append(_Site("keeps", path, item, line, text))
+                found.append(_Site("keeps", path, _MISSING, line, text))
                 if len(path) > 1 or item is not _MISSING:  # the value of a name selects the program
                     found.append(_Site("counts", path, item, line, text))
         elif isinstance(node, ast.Assign):
-            found += [_Site("keeps", *to, line, text) for target in node.targets for to in _targets(target)]
+            found += [
+                _Site("keeps", path, _MISSING, line, text)
+                for target in node.targets
+                for path, _ in _targets(target)
+            ]
         elif isinstance(node, ast.Call) and (path := _path(node.func)):
             if path[-1] in _ADDING and len(path) > 1:
                 found.append(_Site("keeps", path[:-1], _MISSING, line, text))
@@ -240,14 +255,43 @@ def _sites(code: types.CodeType) -> tuple[_Site, ...]:
     return tuple(found)
 
 
+def _run_with(function: Any) -> Iterator[ast.AST]:
+    """The code of a function that runs whenever its line does: no branches within a line, and no functions in it."""
+    waiting: list[ast.AST] = function.body if isinstance(function.body, list) else [function.body]
+    while waiting:
+        node, *waiting = waiting
+        yield node
+        if isinstance(node, _RUN_LATER):
+            continue
+        inner = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.stmt):  # ``if noisy: draw()``
+            inner = [each for each in inner if not isinstance(each, ast.stmt) or each.lineno > node.lineno]
+        waiting += inner
+
+
+_RUN_LATER: Final = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Lambda,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+)
+
+
 def _targets(node: ast.expr) -> list[tuple[tuple[str, ...], Any]]:
-    """The paths of what outlives a function that is assigned to."""
+    """The paths of what may outlive a function that is assigned to, and the constant key of an item."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return [found for each in node.elts for found in _targets(each)]
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        path, item = _path(node.value), node.slice.value
-    else:
-        path, item = _path(node), _MISSING
+    item = _MISSING
+    if isinstance(node, ast.Subscript):
+        item = node.slice.value if isinstance(node.slice, ast.Constant) else _MISSING
+        node = node.value
+    path = _path(node)
     return [(path, item)] if path else []
 
 
