@@ -493,6 +493,19 @@ def outside_traces() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def as_if_untraced() -> Iterator[None]:
+    """Inside, JAX takes this thread for one that traces nothing: ``jax.set_mesh`` and the like are allowed (jax 0.10, 0.12)."""
+    context = _private_core.trace_ctx
+    axis_env = context.axis_env
+    with outside_traces():
+        context.set_axis_env(_private_core.top_axis_env)
+        try:
+            yield
+        finally:
+            context.set_axis_env(axis_env)
+
+
 def not_in_persistent_cache() -> contextlib.AbstractContextManager[Any]:
     """Inside, what is compiled does not go into the persistent compilation cache.
 

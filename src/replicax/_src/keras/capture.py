@@ -119,7 +119,7 @@ def outside_functions() -> Iterator[None]:
     current, scope.original_scope = scope.original_scope, None
     scope.__exit__()  # no scope is open now
     try:
-        with jax_compat.outside_traces(), replaced_capture(None):
+        with jax_compat.as_if_untraced(), replaced_capture(None):
             yield
     finally:
         scope.original_scope = current
