@@ -365,6 +365,7 @@ checkpoint.write(sys.argv[1])
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("when", ["part", "replaced"])
 def test_who_is_killed_while_writing_leaves_the_old_one(when, tmp_path, checkpoint):
     path = tmp_path / "ckpt-1"

@@ -69,6 +69,7 @@ def is_on_servers(variable):
     return isinstance(held._value, ServerArray)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("is_built_before", [True, False])
 def test_onto_other_servers_and_shards(is_built_before, tmp_path, monkeypatch):
     strategy = servers(3, FixedShardsPartitioner(2))

@@ -94,6 +94,7 @@ def test_who_does_not_answer_in_time_is_wrong(doctor, free):
     assert "wrong: worker 1 at" in printed
 
 
+@pytest.mark.rest
 def test_doctors_answer_each_other(free):
     """And end soon after that, however long they may wait."""
     addresses = [free(), free()]

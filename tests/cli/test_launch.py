@@ -177,6 +177,7 @@ def test_a_module(tmp_path):
     assert result.stdout == "worker 0 | __main__ ['--lr', '0.1']\n"
 
 
+@pytest.mark.rest
 def test_the_evaluator_is_waited_for_and_ended(script, tmp_path):
     path = script("""
     if "evaluator" in task:
@@ -265,6 +266,7 @@ def test_the_first_of_several_failures_counts_also_if_the_launcher_was_asleep(sc
     assert "worker 1 exited with code 7, the first to fail" in rest
 
 
+@pytest.mark.rest
 def test_who_began_to_end_first_is_the_first_to_fail(script, tmp_path):
     """As worker 0 of a cluster does: it waits for the others, who end because it has failed."""
     path = script("""
@@ -304,6 +306,7 @@ def test_a_task_that_is_killed(script):
     assert "(it has written nothing)" in result.stderr
 
 
+@pytest.mark.rest
 def test_who_does_not_end_is_asked_and_then_killed(script, tmp_path):
     (tmp_path / "ready").mkdir()
     result = launch(

@@ -188,6 +188,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rest
 def test_a_script_that_catches_everything(tmp_path):
     source = "import keras, numpy as np, replicax as rx\nstrategy = rx.MirroredStrategy()\ntry:"
     source += FIT.replace("\n", "\n    ") + "\nexcept:\n    print('went on')\n"
@@ -241,6 +242,7 @@ rx.MirroredStrategy(["cpu:0"]).run(lambda: 1)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "number", [None, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
 )

@@ -260,6 +260,7 @@ def test_servers_are_not_waited_for_when_the_script_fails(launch, tmp_path):
 # --- all of it ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_a_whole_cluster(launch):
     """Real servers. The script is the coordinator, and kills the worker; another process takes its place."""
     script = """

@@ -235,6 +235,7 @@ def test_who_leaves_earlier_or_dies_is_needed_for_more():
         message(PeerFailureError, lambda: first.check(4), "worker 2 raised an error", "ValueError: x")
 
 
+@pytest.mark.rest
 def test_who_is_silent_is_given_up():
     with serving(silence_s=3.0) as address, channels(address) as (first, second, _):
         second._write_lock.acquire()  # it beats no more, as if it were stopped
@@ -369,6 +370,7 @@ def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
             channel.leave()
 
 
+@pytest.mark.rest
 def test_an_earlier_run_that_does_not_end_is_named():
     with serving() as address, channels(address) as (first, second, _):
         second._socket.shutdown(socket.SHUT_RDWR)
@@ -382,6 +384,7 @@ def test_an_earlier_run_that_does_not_end_is_named():
         message(ClusterStartError, lambda: restarted.connect(time.monotonic() + 2), *says)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("is_silent_then", [False, True])
 def test_another_program_at_the_address(is_silent_then):
     """It answers with something else: the members say so when their time is over, also if the last attempt was not answered."""
@@ -460,6 +463,7 @@ def test_what_is_no_frame(data):
         list(Decoder().feed(data))
 
 
+@pytest.mark.rest
 def test_the_waiting_is_said(caplog):
     """With the names, every few seconds."""
     with serving() as address, caplog.at_level(logging.WARNING, "replicax"):

@@ -133,6 +133,7 @@ def join():
     report(total=float(strategy.reduce("SUM", numbers, axis=None)))
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(90)
 def test_the_log_says_gloo_in_processes(local_cluster):
     cluster = local_cluster(2)
@@ -154,6 +155,7 @@ def test_mpi_without_a_library_is_an_error_in_processes(local_cluster):
         assert "MPITRAMPOLINE_LIB is not set" in result.report["text"]
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(90)
 def test_mpi_on_one_of_the_workers_is_an_error_in_processes(local_cluster):
     """As where mpirun does not pass the variable on to other hosts."""

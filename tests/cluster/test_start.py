@@ -37,6 +37,7 @@ def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
     assert limits == [51]
 
 
+@pytest.mark.rest
 def test_the_service_of_an_earlier_run_is_waited_for():
     """Worker 0 was killed, and is started again while worker 1 is still there."""
     names, limits = ["worker 0", "worker 1"], {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}

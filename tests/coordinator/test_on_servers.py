@@ -94,6 +94,7 @@ def test_per_worker_values(coordinator):
     assert {int(value.fetch(JOIN_S)) for value in values} <= {0, 1}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "num_kills", [3, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
@@ -135,6 +136,7 @@ def test_workers_are_killed_again_and_again_and_nothing_counts_twice(cluster, co
     assert sum(connections()) > num_kills
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("join", [True, False], ids=["after join", "in flight"])
 def test_a_strategy_that_is_closed_first_takes_its_coordinator_along(cluster, caplog, join):
     cluster.wait_for_servers()
@@ -177,6 +179,7 @@ values[0].fetch(60)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("end", "code"),
     [pytest.param("", 0, marks=pytest.mark.long), ("sys.exit(3)", 3), ("raise OSError('the user')", 1)],
@@ -219,6 +222,7 @@ def test_a_stopped_worker_is_done_without(cluster, coordinator):
     assert int(counter) == 22
 
 
+@pytest.mark.rest
 def test_a_killed_parameter_server_is_named_in_time():
     with server_cluster(workers=1, ps=2) as cluster:
         with (

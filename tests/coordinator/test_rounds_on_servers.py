@@ -67,6 +67,7 @@ def cluster():
         yield cluster
 
 
+@pytest.mark.rest
 def test_a_stopped_worker_is_not_waited_for_and_its_gradient_is_dropped(cluster, monkeypatch):
     monkeypatch.setattr(cluster_coordinator, "Limits", lambda **more: Limits(beat_timeout_s=JOIN_S, **more))
     with (

@@ -29,6 +29,7 @@ print("replicas", strategy.num_replicas_in_sync, "total", float(total))
 """
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(180)
 def test_replicas_of_two_workers_count_every_row_once_also_when_a_worker_is_killed():
     with (

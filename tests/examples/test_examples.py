@@ -61,6 +61,7 @@ def full_run() -> str:
     return output_of("digits.py", PYTHONPATH=str(ROOT / "src"))
 
 
+@pytest.mark.rest
 def test_demo_reaches_97_percent_on_images_that_it_has_not_seen(full_run):
     assert float(table_of(full_run)["test accuracy"]) >= 0.97
 

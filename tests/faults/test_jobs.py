@@ -67,6 +67,7 @@ def orders(is_known, size):
     report(done=True)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "size", [pytest.param("4", id="one size"), pytest.param("1000", id="two sizes", marks=pytest.mark.long)]
 )

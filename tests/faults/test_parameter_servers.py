@@ -166,6 +166,7 @@ def test_a_worker_is_killed_between_functions(job):
     back(job.cluster, 0)
 
 
+@pytest.mark.rest
 def test_workers_are_killed_in_functions(job, tmp_path):
     """One, again and again, then both at once: what they were at is run again, and counts once."""
     values = []
@@ -236,6 +237,7 @@ def test_a_function_fails_while_a_worker_is_killed(job, tmp_path):
     assert job.counts == [count + 3.0 for count in before]
 
 
+@pytest.mark.rest
 def test_a_worker_that_is_stopped_is_lost_and_what_it_sends_late_is_refused(job, tmp_path):
     values = job.take_of(held_dataset(tmp_path / "goes on"), 12)
     until(lambda: job.counts == [2.0, 2.0], "each worker waits for its second element")

@@ -71,6 +71,7 @@ def assert_trained(cluster, num_steps):
 # --- who waits, and for whom ----------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_who_waits_for_one_that_is_alive_says_so_and_goes_on(local_cluster):
     """Two seconds are a stall here, four are no failure."""
     cluster = local_cluster(2, environment={"REPLICAX_STALL_WARNING_S": "2"}, timeout_s=LIMIT_S)

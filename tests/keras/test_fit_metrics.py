@@ -187,7 +187,6 @@ def test_metric_equals_one_device(on_one_device, on_three_devices, name):
     np.testing.assert_allclose(on_three_devices[f"{output}_{name}"], expected, rtol=1e-5)
 
 
-@pytest.mark.quick
 def test_losses_equal_one_device(on_one_device, on_three_devices):
     assert on_one_device.keys() == on_three_devices.keys()
     for name in on_one_device:

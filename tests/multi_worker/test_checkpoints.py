@@ -44,6 +44,7 @@ def test_one_writes(folder, first):
     assert first[0]["state"] == first[1]["state"]
 
 
+@pytest.mark.rest
 def test_the_same_number_goes_on_bit_by_bit_from_the_newest_that_is_whole(folder, first, reports_of):
     for worker, uninterrupted in zip(resumed(folder, first, reports_of, "2", 2), first, strict=True):
         assert (worker["restored"], worker["at_restore"]) == ("ckpt-2", 48)

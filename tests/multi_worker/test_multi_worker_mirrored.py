@@ -259,6 +259,7 @@ def test_fit_equals_one_device(size, reports_of):
         assert_fitted_alike(got["3"], expected["3"])
 
 
+@pytest.mark.rest
 def test_what_the_first_step_creates_is_as_if_it_had_been_created_before(reports_of):
     first, second = reports_of(creating_late)
     for worker in (first, second):

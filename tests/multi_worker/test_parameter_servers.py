@@ -180,6 +180,7 @@ def test_lookups_of_a_sharded_variable(strategy, coordinator):
 # --- training ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_one_worker_at_a_time_trains_as_one_device(strategy, coordinator):
     x = np.random.RandomState(0).randn(32, 4).astype(np.float32)
     y = x.sum(1, keepdims=True)

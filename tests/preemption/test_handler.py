@@ -154,6 +154,7 @@ def test_a_loop_that_knows_by_itself_how_far_it_is(tmp_path):
         assert float(second.state) == expected(12)
 
 
+@pytest.mark.rest
 def test_a_grace_period(tmp_path):
     """It is saved at once, and again before the time is over."""
     with Training(tmp_path, Config(grace_period=4.0)) as training:

@@ -46,6 +46,7 @@ def test_messages_travel_between_processes(client):
     assert got[1] == 2
 
 
+@pytest.mark.rest
 def test_who_waits_for_a_stopped_task_gets_an_error_in_time(task, client):
     link, other = client.open(), client.open()
     with task.stopped():
@@ -68,6 +69,7 @@ def test_who_sends_to_a_stopped_task_gets_an_error_in_time(task, client):
     client.open().call(Message({"op": "echo"}, LARGE), 60)
 
 
+@pytest.mark.rest
 def test_a_client_that_was_never_connected_finds_a_stopped_task_in_time(task):
     with task.stopped(), TaskClient(task.address, TOKEN, "ps 0") as client:
         assert seconds_until_unavailable(lambda: client.ask("hello", {}, 1.0)) < SOON_S

@@ -417,6 +417,7 @@ def test_batch_normalisation_and_dropout_are_those_of_one_device():
     assert_near(*both(train))
 
 
+@pytest.mark.rest
 def test_several_optimizers_of_one_step():
     def train(strategy, run):
         model = model_in(strategy, lambda: keras.layers.Dense(3, activation="relu"))
@@ -432,6 +433,7 @@ def test_several_optimizers_of_one_step():
     assert_near(*both(train))
 
 
+@pytest.mark.rest
 def test_a_schedule_counts_on_and_a_learning_rate_may_be_assigned():
     def train(strategy, run):
         model = model_in(strategy)

@@ -242,6 +242,7 @@ def test_results_are_whole(strategy):
     assert {shard.data.shape for shard in v.value.addressable_shards} == {(22, 64)}
 
 
+@pytest.mark.rest
 def test_random_numbers_and_the_replicas_number_in_a_loop(strategy):
     def step(x):
         replica = rx.get_replica_context().replica_id_in_sync_group
@@ -396,6 +397,7 @@ def test_fit_equals_one_device_with_divided_variables():
     assert {shard.data.shape for shard in divided[0].value.addressable_shards} == {(8, 4)}
 
 
+@pytest.mark.rest
 def test_a_loop_of_ones_own_with_an_optimizer_of_keras():
     strategy = tpu_strategy(num_replicas=2, num_logical_devices=2)
     model = model_of(strategy, with_statistics=False)
