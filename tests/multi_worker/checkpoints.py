@@ -105,6 +105,9 @@ def training(folder, num_steps, restores):
         processes._SHARED_WITHIN_S = 0.5
         if index == 0:
             writing.write_arrays = lambda *args: (time.sleep(0.5), write_arrays(*args))
+        with rx.CheckpointManager(checkpoint, f"{folder}-closed") as closed:
+            closed.save(1)
+        report(after_close=os.path.basename(rx.checkpoint.latest_checkpoint(closed.directory) or "none"))
         manager = rx.CheckpointManager(checkpoint, f"{folder}-under-way", max_to_keep=1)
         manager.save(1)
         if index == 1:  # by itself: the other process does not call it

@@ -73,6 +73,7 @@ def test_who_waits_waits_for_the_one_that_writes(first):
 def test_a_save_under_way_counts_as_saved_in_every_process(first):
     assert first[1]["under_way"] == "ckpt-1"
     for number, worker in enumerate(first):
+        assert worker["after_close"] == "ckpt-1"
         assert worker["reopened"] == "ckpt-3"
         assert worker["failed_alone"] == ("CheckpointWriteError", "CheckpointError")[number]
         assert "'NoneType' object is not callable" in worker["failed_together"]

@@ -16,8 +16,8 @@ from replicax._src.checkpoint.errors import CheckpointError
 
 log = logging.getLogger("replicax")
 
-_unheard: dict[Background, str] = {}
-"""By what has been started and not waited for, the real path of its directory."""
+_unheard: dict[Background, str | None] = {}
+"""Maps each save that nobody has waited for to the real path of its directory."""
 
 
 @final
@@ -25,10 +25,10 @@ class Background:
     """Runs one task at a time. Python waits for it when it ends.
 
     Args:
-      directory: That the tasks write to.
+      directory: That the tasks write checkpoints to; None: they write to none that is looked for.
     """
 
-    def __init__(self, directory: str = "") -> None:
+    def __init__(self, directory: str | None = None) -> None:
         self._directory = directory
         self._thread: threading.Thread | None = None
         self._look: Callable[[], None] | None = None
@@ -43,13 +43,16 @@ class Background:
         self.wait()
         _finish_at_exit()
         self._thread = threading.Thread(target=self._run, args=(task,), name="replicax-checkpoint")
-        _unheard[self] = os.path.realpath(self._directory)
+        self._note()
         self._thread.start()
 
     def follow(self, look: Callable[[], None]) -> None:
-        """Another process runs the task: ``look`` waits until it has ended, if somebody asks for that here."""
+        """Another process runs the task; ``wait`` calls ``look``, which blocks until it has ended."""
         self._look = look
-        _unheard[self] = os.path.realpath(self._directory)
+        self._note()
+
+    def _note(self) -> None:
+        _unheard[self] = None if self._directory is None else os.path.realpath(self._directory)
 
     def forget(self) -> None:
         """The other process has said how its task ended."""
@@ -63,7 +66,7 @@ class Background:
 
         Args:
           keeps_failure: A failure is raised by the next call too.
-          follows: Waits for the task of another process too.
+          follows: Waits for the task of another process too. Otherwise that is left for a later call.
 
         Raises:
           CheckpointError: What ran has failed; raised once.
@@ -80,7 +83,8 @@ class Background:
         if self._look is not None and follows:
             self._look()
         failure = self._failure
-        if self._thread is None and (failure is None or not keeps_failure):
+        is_heard = follows or self._look is None
+        if self._thread is None and is_heard and (failure is None or not keeps_failure):
             self._failure = None
             self.forget()
         if failure is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from replicax._src import context
@@ -20,6 +21,8 @@ from replicax._src.input.elements import NotResumableError
 
 # A network's file system may show a file of another machine later.
 _SHARED_WITHIN_S = 10.0
+# Who writes may look for long at what is in memory: checksums take a second for each GB or so.
+_UNCHANGED_WITHIN_S = 300.0
 # How often who writes says that it still does: those who wait give up on somebody who says nothing.
 _TELL_S = 1.0
 _checked: set[str] = set()
@@ -264,16 +267,35 @@ def follow_chief(path: str, part: str, before: object) -> None:
     peers = joined_peers()
     assert peers is not None
     directory, begin = os.path.dirname(path), os.path.basename(part)
-    deadline = time.monotonic() + _SHARED_WITHIN_S
+    seen, changed_at = {}, time.monotonic()
+    look_at = changed_at + _SHARED_WITHIN_S
     while identity(path) == before:
         peers.check()
-        if any(name.startswith(begin) for name in os.listdir(directory)):
-            deadline = time.monotonic() + _SHARED_WITHIN_S
-        elif time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{peers.names[0]} has not written the checkpoint {path!r}. Call manager.wait() in all processes: it raises the reason."
-            )
+        parts = [name for name in os.listdir(directory) if name.startswith(begin)]
+        now = time.monotonic()
+        if now > look_at:
+            look_at = now + _SHARED_WITHIN_S
+            files = _files_of(os.path.join(directory, name) for name in parts)
+            if files != seen:
+                seen, changed_at = files, now
+            elif not files or now - changed_at > _UNCHANGED_WITHIN_S:
+                raise CheckpointError(
+                    f"{peers.names[0]} has not written the checkpoint {path!r}. Call manager.wait() in all processes: it raises "
+                    "the reason."
+                )
         time.sleep(0.05)
+
+
+def _files_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """What is in some folders, and the size and time of each; what is removed meanwhile is left out."""
+    found = {}
+    for top in folders:
+        for folder, _, names in os.walk(top):
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                with contextlib.suppress(OSError):
+                    stat = os.stat(path)
+                    found[path] = stat.st_size, stat.st_mtime_ns
+    return found
 
 
 def identity(path: str) -> object:

@@ -1,0 +1,28 @@
+"""Saves that nobody has waited for: which ones are found, and until when."""
+
+import os
+import threading
+
+from replicax._src.checkpoint.background import Background, saves_under
+
+
+def test_a_save_of_another_process_is_found_until_somebody_has_waited_for_it(tmp_path):
+    looks = []
+    save = Background(str(tmp_path))
+    save.follow(lambda: looks.append(True))
+    save.wait(follows=False)  # the manager is closed
+    assert not looks
+    assert saves_under(str(tmp_path)) == [save]
+    save.wait()
+    assert looks == [True]
+    assert saves_under(str(tmp_path)) == []
+
+
+def test_what_is_written_to_no_directory_is_not_a_save_into_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    may_end = threading.Event()
+    save = Background()
+    save.start(may_end.wait)
+    assert saves_under(os.getcwd()) == saves_under("ckpt-1") == []
+    may_end.set()
+    save.wait()
