@@ -1,12 +1,16 @@
 """The relay in front of JAX's coordination service: what passes, and what becomes of it when the service has gone."""
 
 import contextlib
+import errno
 import socket
+import tempfile
 import threading
 
 import pytest
 
+from checks import message
 from replicax._src.cluster.relay import Relay
+from replicax.errors import ClusterStartError
 
 
 @contextlib.contextmanager
@@ -65,6 +69,35 @@ def test_a_connection_stays_open_and_silent_when_the_service_has_gone():
             connection.sendall(b"more")
             with pytest.raises(TimeoutError):
                 connection.recv(4)
+
+
+def refuse_sockets_under(monkeypatch, *folders):
+    class Socket(socket.socket):
+        def bind(self, address):
+            if str(address).startswith(folders):
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+            super().bind(address)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+
+
+@pytest.mark.parametrize("why", ["no sockets", "a long path"])
+def test_where_no_socket_can_be_made_the_common_folder_is_taken(why, tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100 if why == "a long path" else "x")
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if why == "no sockets":
+        refuse_sockets_under(monkeypatch, str(folder))
+    with echoing() as (address, _), Relay(address) as relay, connected(relay) as connection:
+        connection.sendall(b"ping")
+        assert connection.recv(4) == b"ping"
+    assert not list(folder.iterdir())
+
+
+def test_where_no_socket_can_be_made_at_all_tmpdir_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    refuse_sockets_under(monkeypatch, str(tmp_path), "/tmp")
+    message(ClusterStartError, lambda: Relay("127.0.0.1:1"), "Set TMPDIR to")
 
 
 def test_nobody_connects_after_the_block():

@@ -4,6 +4,7 @@ import errno
 import socket
 import threading
 import time
+import types
 
 import pytest
 
@@ -35,6 +36,29 @@ def test_a_part_of_a_second_counts_as_one_for_jax(monkeypatch):
     with pytest.raises(_Enough):
         start._LiveCluster(["worker 0"], [f"127.0.0.1:{port}"], 0, 10.0)
     assert limits == [51]
+
+
+def test_an_interrupt_after_jax_has_connected_leaves_no_client_that_waits_at_exit(monkeypatch):
+    """JAX would shut it down when the process ends: for 305 s, where the service is gone by then."""
+
+    def initialize(*args, **kwargs):
+        start.jax_compat._distributed.global_state.client = object()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start.jax_compat, "join_processes", initialize)
+    monkeypatch.setattr(start.jax_compat._distributed.global_state, "client", None)
+    with pytest.raises(KeyboardInterrupt):
+        start._LiveCluster(["worker 0"], [f"127.0.0.1:{free_ports(1)[0]}"], 0, 10.0)
+    assert start.jax_compat._distributed.global_state.client is None
+
+
+@pytest.mark.parametrize(("answers", "serves"), [([None, {}], True), ([None, None], False)])
+def test_a_service_that_misses_one_question_is_not_taken_for_stopped(answers, serves, monkeypatch):
+    monkeypatch.setattr(start, "_ping", lambda *args: answers.pop(0))
+    cluster = object.__new__(start._LiveCluster)
+    cluster._leader_address, cluster._channel = "127.0.0.1:1", types.SimpleNamespace(is_lost=False)
+    assert cluster._is_serving() is serves
+    assert not answers
 
 
 @pytest.mark.rest

@@ -8,18 +8,18 @@ which never ends that connection. The control channel says when the service is g
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, final
 
+from replicax._src.cluster.failures import ClusterStartError
 from replicax._src.cluster.spec import split_address
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _PIECE_BYTES: Final = 1 << 16
-_LONGEST_FOLDER: Final = 80  # macOS allows 103 bytes for the path of a socket
 
 
 @final
@@ -34,17 +34,16 @@ class Relay:
 
     Attributes:
       address: Where gRPC connects instead: ``unix:path``, which no HTTP proxy in the environment concerns.
+
+    Raises:
+      ClusterStartError: No folder for temporary files can have a socket.
     """
 
     def __init__(self, address: str):
         self._target = split_address(address)
         self._open: list[socket.socket] = []
-        is_long = len(tempfile.gettempdir()) > _LONGEST_FOLDER
-        self._folder = tempfile.TemporaryDirectory(prefix="replicax-", dir="/tmp" if is_long else None)
-        path = Path(self._folder.name) / "jax"
-        self.address = f"unix:{path}"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
+        self._folder, self._listener = _bound()
+        self.address = f"unix:{self._listener.getsockname()}"
         self._listener.listen()
         _start(self._accept)
 
@@ -65,6 +64,33 @@ class Relay:
                 service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 _start(_pass_on, service, client)
                 _start(_pass_on_to_the_end, client, service)
+
+
+def _bound() -> tuple[tempfile.TemporaryDirectory[str], socket.socket]:
+    """Returns a new folder, and a socket in it: some file systems have no sockets, and their paths must be short."""
+    try:
+        return _bound_in(None)
+    except OSError as error:
+        failure = error
+    try:
+        return _bound_in("/tmp")
+    except OSError as error:
+        raise ClusterStartError(
+            "JAX's connection to the other tasks goes through a Unix socket in a folder for temporary files. None could be made with "
+            f"TMPDIR={os.environ.get('TMPDIR')!r} ({failure}), nor in /tmp ({error}). Set TMPDIR to a folder on a local disk."
+        ) from failure
+
+
+def _bound_in(place: str | None) -> tuple[tempfile.TemporaryDirectory[str], socket.socket]:
+    folder = tempfile.TemporaryDirectory(prefix="replicax-", dir=place)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(os.path.join(folder.name, "jax"))
+    except OSError:
+        listener.close()
+        folder.cleanup()
+        raise
+    return folder, listener
 
 
 def _pass_on(source: socket.socket, sink: socket.socket) -> None:

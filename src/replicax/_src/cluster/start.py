@@ -39,8 +39,8 @@ _LAST_TO_LEAVE_S = 60.0
 _REMINDER_S = 10.0
 _POLL_S = 0.3
 _ANSWER_S = 2.0
-# A service that is not stopped answers in this time.
-_LIVELY_S = 3.0
+# A service that is not stopped answers in this time, or the next time.
+_LIVELY_S = 1.5
 # The hub says once a second who is missing.
 _LEAST_WAIT_S = 3.0
 
@@ -52,7 +52,6 @@ class _LiveCluster:
     def __init__(self, names: Sequence[str], addresses: Sequence[str], number: int, timeout_s: float):
         self._service: subprocess.Popen[str] | None = None
         self._leader_address = addresses[0]
-        self._is_in_jax = False
         start_s = limit_s(os.environ, START_LIMIT)
         limits = {
             "silence_s": limit_s(os.environ, SILENCE_LIMIT),
@@ -71,7 +70,6 @@ class _LiveCluster:
             _compare_versions(self._channel, names, max(deadline - time.monotonic(), _LEAST_WAIT_S))
             with Relay(coordinator) as relay:
                 jax_compat.join_processes(relay.address, len(names), number, math.ceil(start_s))
-            self._is_in_jax = True
             note_joined(self.peers)
         except BaseException:
             self.close()
@@ -96,9 +94,7 @@ class _LiveCluster:
     def close(self) -> None:
         """Leaves the cluster. Process 0 leaves last."""
         atexit.unregister(self.close)
-        if self._is_in_jax:
-            self._is_in_jax = False
-            jax_compat.leave_processes()
+        jax_compat.leave_processes()
         self._channel.leave()
         service, self._service = self._service, None
         if service is None:
@@ -118,7 +114,7 @@ class _LiveCluster:
     def _is_serving(self) -> bool:
         """Returns True if the service, which others may still need, has not been stopped."""
         address = routed_address(self._leader_address, os.environ)
-        return not self._channel.is_lost and _ping(address, _LIVELY_S) is not None
+        return not self._channel.is_lost and any(_ping(address, _LIVELY_S) is not None for _ in range(2))
 
 
 def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) -> None:
