@@ -16,7 +16,7 @@ from replicax._src.errors import ContextError, InvalidArgumentError, MissingExtr
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.input.opening import UnsupportedSourceError
-from replicax._src.ps import structures
+from replicax._src.ps import resources, structures
 from replicax._src.ps.resources import (
     WorkerPlace,
     current_worker_index,
@@ -233,6 +233,17 @@ def test_elements_are_copied_from_a_dataset_that_writes_into_them_again(made):
 
     elements = rest_of(made(lambda: generate()))
     assert [leaves[0].tolist() for leaves in elements] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+def test_what_was_narrowed_is_not_copied_again(made, monkeypatch):
+    copied = []
+    copy = resources.memory.copy
+    monkeypatch.setattr(
+        resources.memory, "copy", lambda array: copied.append(array.dtype.name) or copy(array)
+    )
+    made([(np.arange(3), np.ones(3, np.float32))]).next()
+    made((np.arange(3), np.ones(3, np.float32)), kind="value").next()
+    assert copied == ["float32"] * 2
 
 
 def test_leaves_are_contiguous_and_scalars_stay_scalars(made):

@@ -465,7 +465,7 @@ _taken_as_arrays: set[type] = set()
 def take_as_arrays(kind: type, value_of: Callable[[Any], Any]) -> None:
     """Makes functions that JAX traces (jit with nearly all of ``jnp``, scan, cond, checkpoint) take objects of a class as arrays.
 
-    JAX asks for a pytree since it no longer calls ``__jax_array__`` there. But for ``jax.tree.map`` the objects stay leaves: only
+    JAX asks for a pytree since it no longer calls ``__jax_array__`` there. ``jax.tree.map`` still treats the objects as leaves: only
     the registries in which JAX looks up the arguments of such functions know the class. No public name registers there, and
     nothing takes it back (jax 0.10 to 0.12; before jax 0.12, jax.grad, vmap and custom_jvp do not look there). Where JAX has
     other names inside, such functions refuse the objects as they do without replicax.

@@ -290,5 +290,5 @@ def described(names: Sequence[str], addresses: Sequence[str]) -> str:
 
 
 def fingerprint_of(names: Sequence[str], addresses: Sequence[str]) -> str:
-    """Returns what all tasks of a cluster have in common, and those of another have not."""
+    """Returns a hash of names and addresses, equal in all tasks of one cluster."""
     return hashlib.sha256(described(names, addresses).encode()).hexdigest()

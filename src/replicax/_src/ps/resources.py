@@ -203,7 +203,7 @@ class ValueResource:
         del place
         value = as_arrays(value)
         leaves, tree = jax.tree.flatten(value)
-        self._leaves = [_own(leaf, is_immutable=False) for leaf in narrowed(leaves, tree, "value")]
+        self._leaves = _own_narrowed(leaves, tree, "value", is_immutable=False)
         self.spec = _spec(structures.described(value), self._leaves)
 
     @property
@@ -246,7 +246,13 @@ class _Leaves:
                 f"The first element of the dataset was {self._treedef}, and a later one is {treedef}. Let all have the same "
                 "structure; shapes may differ."
             )
-        return [_own(leaf, self._is_immutable) for leaf in narrowed(leaves, treedef, "batch")]
+        return _own_narrowed(leaves, treedef, "batch", is_immutable=self._is_immutable)
+
+
+def _own_narrowed(leaves: Sequence[Any], tree: Any, root: str, *, is_immutable: bool) -> list[np.ndarray]:
+    """See ``narrowed`` and ``_own``. What was narrowed is a fresh array, which is not copied again."""
+    pairs = zip(leaves, narrowed(leaves, tree, root), strict=True)
+    return [_own(leaf, is_immutable or leaf is not before) for before, leaf in pairs]
 
 
 def _own(leaf: Any, is_immutable: bool) -> np.ndarray:
