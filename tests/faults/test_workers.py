@@ -199,7 +199,9 @@ def saving_what_there_is():
 @pytest.mark.parametrize(
     ("stopped", "killed", "survivors"),
     [
-        pytest.param(["worker 0", "service"], [], [1], id="the host of worker 0 stops"),
+        pytest.param(
+            ["worker 0", "service"], [], [1], id="the host of worker 0 stops", marks=pytest.mark.rest
+        ),
         pytest.param([], ["service"], [0, 1], id="the service is killed"),
         pytest.param([], ["worker 0", "service"], [1], id="the host of worker 0 dies", marks=LONG),
         pytest.param(["service"], [], [0, 1], id="the service stops", marks=LONG),
