@@ -262,10 +262,14 @@ def test_a_pattern_that_matches_no_variable_is_an_error_before_the_first_step():
         w = rx.Variable(np.ones(4, np.float32), name="w")
         rx.Variable(np.ones(4, np.float32), name="kernel")
         steps = rx.Variable(0, trainable=False, name="steps")
-    strategy.run(lambda: steps.assign_add(1))  # what is trained may come yet
+    for set_to in (lambda: steps.assign_add(1), lambda: w.assign(np.ones(4, np.float32))):
+        for call in (lambda fn=set_to: strategy.run(fn), rx.function(set_to)):
+            call()  # what is trained may come yet
 
     def step():
-        w.assign_add(np.ones(4, np.float32))
+        with rx.GradientTape() as tape:
+            loss = jnp.sum(-w)
+        w.assign_sub(tape.gradient(loss, w))
 
     for train in (lambda: strategy.run(step), rx.function(lambda: strategy.run(step))):
         text = message(InvalidArgumentError, train, "'kernels'", "'dense/'")
@@ -302,11 +306,12 @@ def test_fit_does_not_begin_with_a_pattern_that_matches_no_variable(pattern, say
     assert int(model.optimizer.iterations) == 0
 
 
-def test_to_predict_with_a_pattern_that_matches_no_variable_is_a_warning_once(caplog):
+def test_to_predict_with_a_pattern_that_matches_no_variable_is_a_warning_once_and_fit_fails_still(caplog):
     """A model for which the pattern is meant may come yet."""
     model = model_with_map({"encoder/kernel": (None, "logical")})
     with caplog.at_level(logging.WARNING, "replicax"):
         for _ in range(2):
             model.predict(BATCH[0], verbose=0)
-    (told,) = [record.getMessage() for record in caplog.records]
+        (told,) = [record.getMessage() for record in caplog.records]
+        message(InvalidArgumentError, lambda: model.fit(*BATCH, verbose=0), "encoder/kernel")
     assert "'encoder/kernel': the closest paths are" in told

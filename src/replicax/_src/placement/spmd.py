@@ -38,8 +38,10 @@ from replicax._src.program.slots import (
     state_lock,
 )
 from replicax._src.program.updates import Updates, cut_before_updates
+from replicax._src.program.verdict import has_backward_pass
 from replicax._src.topology import REPLICA_AXIS, Topology, cpu_pool_is_large
 from replicax._src.variables.placement import VariablePlacement
+from replicax._src.variables.state_layouts import is_of_optimizer
 
 log = logging.getLogger("replicax")
 _WHOLE = PartitionSpec()
@@ -290,9 +292,6 @@ class ProgramState:
         changed = {id(s) for s in written}
         self.written = SlotGroup(written, placement)
         self.read = SlotGroup([s for s in slots if id(s) not in changed], placement)
-        layouts = placement.logical_layouts
-        if layouts is not None and any(s.variable.trainable for s in written):
-            layouts.check_used(is_training=True)  # it trains, so what it trains has been made
 
     @property
     def slots(self) -> list[Slot]:
@@ -387,6 +386,14 @@ def _cut(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
     return cut if all(before.same_outputs[len(before.same_outputs) - updates.num_handed :]) else None
 
 
+def _trains(program: ReplicaProgram, written: Sequence[Slot]) -> bool:
+    """Whether a program changes trainable variables by gradients, and does not only assign them."""
+    variables = [slot.variable for slot in written]
+    return any(v.trainable for v in variables) and (
+        any(map(is_of_optimizer, variables)) or any(has_backward_pass(v.jaxpr) for v in program.variants)
+    )
+
+
 class Launcher:
     """A compiled program with the state that it reads and writes.
 
@@ -420,7 +427,10 @@ class Launcher:
         self._donates_args = any(donated)
         self.check = check
         self._donates = not program.has_callbacks and check is None
-        self.state = ProgramState(program.slots, [program.slots[i] for i in program.written], placement, name)
+        written = [program.slots[i] for i in program.written]
+        self.state = ProgramState(program.slots, written, placement, name)
+        if placement.logical_layouts is not None and _trains(program, written):
+            placement.logical_layouts.check_used(is_training=True)  # what it trains has been made
         # By the compiler, with collectives of its own.
         is_divided = topology.num_logical_devices > 1 or any(s.layout is not None for s in program.slots)
         self._needs_token = (program.has_collectives or is_divided) and topology.needs_token

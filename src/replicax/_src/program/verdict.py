@@ -180,6 +180,15 @@ def has_replica_collective(jaxpr: Any) -> Any | None:
     return None
 
 
+def has_backward_pass(jaxpr: Any) -> bool:
+    """Whether a gradient is computed in ``jaxpr``, at any depth."""
+    return any(
+        jax_compat.is_transposed(eqn)
+        or any(has_backward_pass(jax_compat.inner_jaxpr(sub)[0]) for sub in jax_compat.sub_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
 def is_replica_collective(eqn: Any) -> bool:
     """Whether replicas must meet in this equation itself."""
     if eqn.primitive.name == "replicax_aggregate":

@@ -38,6 +38,7 @@ class LogicalLayouts:
         self._unused = dict.fromkeys(layout_map)
         self._paths: dict[str, None] = {}
         self._paths_of_slots: dict[str, None] = {}
+        self._warned: set[str] = set()
         self._sizes = {name: topology.mesh.shape[name] for name in topology.mesh.axis_names[1:]}
         for pattern, layout in layout_map.entries():
             self._check_axes(pattern, layout)
@@ -46,7 +47,7 @@ class LogicalLayouts:
         """The same over other devices. Both know which patterns have matched a variable."""
         layouts = LogicalLayouts(self._map, topology)
         layouts._unused, layouts._paths = self._unused, self._paths
-        layouts._paths_of_slots = self._paths_of_slots
+        layouts._paths_of_slots, layouts._warned = self._paths_of_slots, self._warned
         return layouts
 
     def _check_axes(self, pattern: str, layout: Layout) -> None:
@@ -85,7 +86,9 @@ class LogicalLayouts:
         """Counts a variable that has just been made; where it lies is looked up when a program meets it."""
         if not is_of_optimizer(variable):
             self._paths[variable.path] = None
-            self._unused.pop(self._map.pattern_of(variable.path), None)
+            pattern = self._map.pattern_of(variable.path)
+            if pattern is not None:
+                self._unused.pop(pattern, None)
 
     def of_path(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
         """Where the pieces of a variable of this path are; None: every device holds all of it.
@@ -122,7 +125,7 @@ class LogicalLayouts:
         """Looks for patterns that have matched no variable. Call it when variables have been met, before the first step.
 
         Args:
-          is_training: What trains has been made, so it is an error. Else it is a warning, once: another model may come.
+          is_training: True raises an error. False warns once, as another model may be made later.
 
         Raises:
           InvalidArgumentError: A pattern has matched no variable.
@@ -131,15 +134,16 @@ class LogicalLayouts:
             return
         listed = "\n".join(f"  {pattern!r}: {self._closest(pattern)}" for pattern in self._unused)
         told = (
-            f"The layout map has patterns that match none of the {len(self._paths)} variables made so far, so what they are meant for "
-            f"would be whole on each device:\n{listed}\nA pattern is a regular expression that is searched for in the path of a "
+            f"The layout map has patterns that match none of the {len(self._paths)} variables made so far, so each device "
+            f"would hold all of the variables they are meant for:\n{listed}\nA pattern is a regular expression that is searched for in the path of a "
             "variable (Keras's variable.path, the name of an rx.Variable). Correct it or leave it out; if its variables do not exist "
             "yet, make them before the first step."
         )
         if is_training:
             raise InvalidArgumentError(told)
-        self._unused.clear()
-        log.warning("%s", told)
+        if not self._warned:
+            self._warned.update(self._unused)
+            log.warning("%s", told)
 
     def _closest(self, pattern: str) -> str:
         """The paths that are most like a pattern, as a message shows them."""
