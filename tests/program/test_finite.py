@@ -214,6 +214,52 @@ def test_where_it_cannot_be_used_is_said(strategy):
     message(UnsupportedError, lambda: sharded.run(plain, (jnp.ones(2),), options=CHECKED), "shard_state")
 
 
+def test_the_value_that_came_first_is_told_first(strategy):
+    def step(x):
+        return jnp.sum(
+            jnp.log(x)
+            * 0.0
+        )  # fmt: skip
+
+    text = message(
+        NotFiniteError, lambda: strategy.run(step, (jnp.zeros(2),), options=CHECKED), "nan", "infinite"
+    )
+    log, product = line_of(step, "jnp.log"), "mul at"
+    assert text.index(log) < text.index(product)
+
+
+def test_the_replica_where_the_first_value_came_is_named(strategy):
+    def step(x):
+        return jnp.log(x) + jnp.sqrt(1.0 - 2.0 * x)
+
+    given = rows(strategy, 0.0, 1.0)  # an infinity, then a NaN; only a NaN
+    at = line_of(step, "jnp.log")
+    message(
+        NotFiniteError, lambda: strategy.run(step, (given,), options=CHECKED), at, "replica 0.", "infinite"
+    )
+
+
+def looping(call, x):
+    return jax.lax.fori_loop(0, 3, lambda i, carry: call(carry), x)
+
+
+def conditional(call, x):
+    return rx.cond(x > 0, lambda: call(x), lambda: x)
+
+
+def conditional_of_jax(call, x):
+    return jax.lax.cond(x > 0, call, lambda x: x, x)
+
+
+@pytest.mark.parametrize("around", [looping, conditional, conditional_of_jax])
+def test_a_loop_or_condition_around_run_is_refused_by_name(strategy, around):
+    def call(x):
+        return strategy.reduce("SUM", strategy.run(lambda x: x * 2, (x,), options=CHECKED), axis=None)
+
+    train = rx.function(lambda x: around(call, x))
+    message(UnsupportedError, lambda: train(jnp.float32(1.0)), "check_finite", "loop or condition")
+
+
 def test_donated_arguments_are_still_there_after_the_error(strategy):
     state = strategy.replicate(np.zeros(2, np.float32))
     options = rx.RunOptions(check_finite=True, donate_args=(0,))

@@ -112,7 +112,7 @@ class Capture:
       tapes: The tapes that are recording now.
       unconnected: Ordinals of gradients whose sources an earlier trace found unconnected.
       on_aggregate: Told of the gradients given to optimizers: their names, what they are here, and as applied.
-      checks: What is to be asked of the results before anything is stored, and what it takes; None: nothing can be.
+      checks: Called before anything is stored, each with an array of the program; None where there can be none.
       observer: Of reads and assignments, but for those in scans, conditions of JAX and other inner traces.
       created: Variables that were created while this was the outermost capture: the name and the user's line of each.
     """

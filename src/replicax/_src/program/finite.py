@@ -23,13 +23,13 @@ from replicax._src.topology import REPLICA_AXIS
 from replicax._src.user_code import UNKNOWN
 
 _NONE = -1
-_WHAT = ("not finite", "nan", "infinite")
+_WHAT = ("nan", "infinite")
 
 
 @final
 @dataclass(frozen=True)
 class FiniteCheck:
-    """What the numbers mean that a watched program gives.
+    """Raises the error for what a watched program has found.
 
     Attributes:
       name: Of the function.
@@ -58,13 +58,13 @@ class FiniteCheck:
             return
         # Replicas receive from each other what is not finite: the first of all is where it began.
         begun = [r for r in bad if (rows[r, 1:] != _NONE).any()] or bad
-        first = min(begun, key=lambda r: [i if i != _NONE else np.inf for i in rows[r, 1:]])
+        first = min(begun, key=lambda r: sorted(i if i != _NONE else np.inf for i in rows[r, 1:]))
         result, *births = rows[first]
         known = self.origins[self.variant_of_replica[first]]
+        # In the order of the program: an infinity often is what a NaN was computed from.
+        in_order = sorted(zip(births, _WHAT, strict=True), key=lambda birth: birth[0])
         told = [
-            f"The first {what} value comes from {known[index]}."
-            for what, index in zip(_WHAT[1:], births, strict=True)
-            if index != _NONE
+            f"The first {what} value comes from {known[index]}." for index, what in in_order if index != _NONE
         ]
         raise NotFiniteError(
             f"{self.name}: {self.results[result]} is not finite on replica {first}. {' '.join(told)} The variables keep the values "

@@ -371,10 +371,10 @@ class Runner:
         for slot, value in zip(written, new, strict=True):
             outer.write(slot.variable, value)
         if placed.launcher.check is not None:
-            if outer.checks is None:
+            if outer.checks is None or outer.is_in_branch or outer.is_in_inner_trace():
                 raise UnsupportedError(
-                    "RunOptions(check_finite=True) works in strategy.run and rx.function, not in run_steps or a plan. Run the steps one "
-                    "by one to find the value that is not finite."
+                    "RunOptions(check_finite=True) works in strategy.run and rx.function, not in run_steps, a plan, or a loop or condition "
+                    "of JAX or rx.cond around strategy.run. Run the steps one by one to find the value that is not finite."
                 )
             outer.checks.append((placed.launcher.check, outs.pop()))
         return outs
