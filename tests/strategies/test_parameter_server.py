@@ -316,11 +316,16 @@ def test_conditions_assign_on_the_servers(strategy):
     ("call", "says"),
     [
         (lambda s: s.run(lambda: 1, options=rx.RunOptions(eager=True)), "RunOptions(eager=True)"),
+        (lambda s: s.run(lambda: 1, options=rx.RunOptions(check_same=True)), "RunOptions(check_same=True)"),
+        (
+            lambda s: s.run(lambda: 1, options=rx.RunOptions(check_finite=True)),
+            "RunOptions(check_finite=True)",
+        ),
         (lambda s: s.run_steps(lambda x: x, None, 2), "Give each step to ClusterCoordinator.schedule"),
         (lambda s: s.run_here(lambda k: 1, jax.random.key(0)), "is an argument of a function for workers"),
         (lambda s: s.run_here(lambda: jax.random.key(0)), "is returned by a function for workers"),
     ],
-    ids=["eager", "run_steps", "key", "key as result"],
+    ids=["eager", "same", "finite", "run_steps", "key", "key as result"],
 )
 def test_what_is_not_there_says_so(strategy, call, says):
     message(errors.UnsupportedError, lambda: call(strategy), says)

@@ -151,10 +151,11 @@ class RunOptions:
     check_finite: bool = False
 
     def __post_init__(self) -> None:
-        if self.eager and self.check_finite:
+        if self.eager and (self.check_finite or self.check_same):
+            name = "check_finite" if self.check_finite else "check_same"
             raise InvalidArgumentError(
-                "RunOptions(eager=True, check_finite=True): check_finite watches a compiled program. Leave one of them out; an eager "
-                "function can look at its values itself."
+                f"RunOptions(eager=True, {name}=True): {name} looks at a compiled program. Leave one of them out; an eager function can "
+                "look at its values itself."
             )
         if self.experimental_bucketizing_dynamic_shape:
             raise InvalidArgumentError(

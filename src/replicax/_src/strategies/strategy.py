@@ -262,7 +262,7 @@ class Strategy:
           DivergenceError: A mirrored variable would differ between replicas.
           StructureError: Replicas with different shapes return different structures.
           NotFiniteError: ``check_finite=True``, and a result or the new value of a variable is not finite.
-          UnsupportedError: ``check_finite=True`` with parameter servers; ``eager=True`` in a cluster of several workers, or with parameter servers.
+          UnsupportedError: ``check_finite=True`` or ``check_same=True`` with parameter servers; ``eager=True`` in a cluster of several workers, or with parameter servers.
           Exception: Whatever ``fn`` raises; all state is as it was before.
 
         Source: tf.distribute.Strategy.run.
@@ -284,10 +284,11 @@ class Strategy:
                 f"{len(args)}. Give those of the arguments that the program may overwrite."
             )
         context.check_may_enter(self)
-        if options is not None and options.check_finite and self.has_servers:
+        if options is not None and (options.check_finite or options.check_same) and self.has_servers:
+            name = "check_finite" if options.check_finite else "check_same"
             raise UnsupportedError(
-                f"RunOptions(check_finite=True) is not supported by {type(self).__name__}. Look for the value that is not finite with "
-                "rx.OneDeviceStrategy."
+                f"RunOptions({name}=True) is not supported by {type(self).__name__}. Look for the value with "
+                f"{'rx.OneDeviceStrategy' if options.check_finite else 'rx.MirroredStrategy'}."
             )
         try:
             if options is not None and options.eager:
