@@ -1,13 +1,16 @@
 """Which values passed from step to step have drifted apart, and which ones replicas keep for themselves on purpose."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
 import replicax as rx
 from checks import message
-from replicax.errors import DivergenceError
+from replicax.errors import DivergenceError, InvalidArgumentError
 
 CHECKED = rx.RunOptions(check_same=True)
 
@@ -59,7 +62,37 @@ def residual_of_compression(residual, x):
     return (gradient - sent + 0 * all_reduce(sent),)
 
 
-MEANT = [reduced, mean_over_axis, vouched_for, sum_over_steps, moving_average, residual_of_compression]
+def chosen_elements(residual, x):
+    """The elements that are large are sent, as floats times a mask."""
+    gradient = jnp.mean(x, axis=0) + residual
+    sent = gradient * (jnp.abs(gradient) > 1.0)
+    return (gradient - sent,)
+
+
+def returns_of_episodes(total, x):
+    return (total * (1.0 - x[0] / 2) + x[0],)
+
+
+def running_mean(mean, x):
+    return (mean + (jnp.mean(x, axis=0) - mean) / jnp.sum(x),)
+
+
+def log_likelihood(total, x):
+    return (jnp.logaddexp(total, x[0]),)
+
+
+MEANT = [
+    reduced,
+    mean_over_axis,
+    vouched_for,
+    sum_over_steps,
+    moving_average,
+    residual_of_compression,
+    chosen_elements,
+    returns_of_episodes,
+    running_mean,
+    log_likelihood,
+]
 
 
 @pytest.mark.parametrize("step", MEANT)
@@ -121,6 +154,121 @@ def test_a_step_that_was_warmed_up_before_drifts_too(strategy):
     w = strategy.replicate(np.ones(2, np.float32))
     strategy.run(drifts, (w, batch(strategy)), options=CHECKED)
     message(DivergenceError, lambda: loop(strategy, drifts, w), "args[0]")
+
+
+def test_a_function_whose_first_result_is_dropped_drifts_too(strategy):
+    @rx.function
+    def train(w, x):
+        return strategy.run(drifts, (w, x), options=CHECKED)[0]
+
+    def run():
+        w = strategy.replicate(np.ones(2, np.float32))
+        train(w, batch(strategy))
+        for _ in range(3):
+            w = train(w, batch(strategy))
+
+    message(DivergenceError, run, "args[0]")
+
+
+def test_a_step_drifts_too_for_which_a_program_exists(strategy):
+    own = strategy.experimental_distribute_values_from_function(lambda context: np.ones(2, np.float32))
+    strategy.run(drifts, (own, batch(strategy)), options=CHECKED)
+    w = strategy.replicate(np.ones(2, np.float32))
+    message(DivergenceError, lambda: loop(strategy, drifts, w), "args[0]")
+
+
+def step_of_a_product(w, x):
+    return (w - 0.1 * 2 * (w * x[0, 0] - 1) * x[0, 0],)
+
+
+def step_of_a_bias(b, x):
+    return (b - 0.1 * jax.grad(lambda b: (jnp.tanh(b) - x[0, 0]) ** 2)(b),)
+
+
+@pytest.mark.parametrize("step", [step_of_a_product, step_of_a_bias])
+def test_gradient_descent_without_a_sum_is_no_accumulation(strategy, step):
+    message(DivergenceError, lambda: loop(strategy, step, strategy.replicate(np.float32(0.0))), "args[0]")
+
+
+def decorated(fn):
+    @functools.wraps(fn)
+    def call(*args):
+        return fn(*args)
+
+    return call
+
+
+class Method:
+    def __init__(self, fn):
+        self._fn = fn
+
+    def __call__(self, *args):
+        return self._fn(*args)
+
+    def call(self, *args):
+        return self._fn(*args)
+
+
+WRAPPED = {
+    "partial": lambda fn: functools.partial(fn, scale=2.0),
+    "decorator": decorated,
+    "argument": lambda fn: functools.partial(lambda fn, *args: fn(*args), fn),
+    "default": lambda fn: lambda w, x, fn=fn: fn(w, x),
+    "object": Method,
+    "method": lambda fn: Method(fn).call,
+}
+
+
+def noisy(x, own, scale=1.0):
+    return jnp.tanh(x * jnp.sum(own)) * scale
+
+
+def head(x, own, scale=1.0):
+    return jnp.sin(x @ own.T @ own) * scale
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_what_another_wrapped_function_has_returned_is_no_drift(strategy, wrap):
+    ones = jnp.ones((3, 2))
+    strategy.run(wrap(head), (ones, batch(strategy)), options=CHECKED)
+    made = strategy.run(wrap(noisy), (ones, batch(strategy)), options=CHECKED)
+    strategy.run(wrap(head), (made, batch(strategy)), options=CHECKED)
+
+
+def test_what_another_model_has_returned_is_no_drift(strategy):
+    models = [keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, "tanh")]) for _ in range(2)]
+    own = batch(strategy)
+    strategy.run(models[1], (jnp.ones((3, 2)),), options=CHECKED)
+    for call in (lambda model: model, lambda model: lambda x, own: model(x) * own):
+        args = (own,) if call(models[0]) is not models[0] else ()
+        made = strategy.run(call(models[0]), (jnp.ones((3, 2)), *args), options=CHECKED)
+        strategy.run(call(models[1]), (made, *args), options=CHECKED)
+
+
+@pytest.mark.parametrize("wrap", ["partial", "decorator", "argument", "default"])
+def test_a_wrapped_step_that_is_made_again_drifts_too(strategy, wrap):
+    def step(w, x, scale=1.0):
+        return drifts(w, x * scale)[0]
+
+    def train():
+        w = strategy.replicate(np.ones(2, np.float32))
+        for _ in range(2):
+            w = strategy.run(WRAPPED[wrap](step), (w, batch(strategy)), options=CHECKED)
+
+    message(DivergenceError, train, "args[0]")
+
+
+def test_a_result_of_another_shape_is_no_state(strategy):
+    def layer(x, own):
+        return jnp.tanh(x @ jnp.ones((x.shape[-1], x.shape[-1] - 1))) * jnp.sum(own)
+
+    x = jnp.ones((3, 3))
+    for _ in range(2):
+        x = strategy.run(layer, (x, batch(strategy)), options=CHECKED)
+
+
+def test_where_it_cannot_be_used_is_said():
+    message(InvalidArgumentError, lambda: rx.RunOptions(eager=True, check_same=True), "check_same")
 
 
 def test_keyword_arguments_are_named(strategy):

@@ -147,8 +147,8 @@ class Function:
         described, arrays = _describe(leaves, programs)
         mesh = mesh_of(arrays)
         signature = (tree, tuple(described), context.get_strategy(), mesh, jax_state())
-        placed = call = programs.get(signature)
-        if placed is None or call is None:
+        placed = programs.get(signature)
+        if placed is None:
             if open_modules((args, kwargs))[1] is not None:
                 raise UnsupportedError(
                     "rx.function got an nnx module as an argument, which its trace could not update. Pass the module's "
@@ -163,11 +163,10 @@ class Function:
                 return found.strategy.run_here(fn, *args, **kwargs)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
-            call = placed.first_call
         if program_guard.current:
             with program_guard.current[-1]():
-                return call(arrays)
-        return call(arrays)
+                return placed(arrays)
+        return placed(arrays)
 
     def _run_as_python(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._runs_as_python = True

@@ -255,6 +255,7 @@ class PlacedCode:
         self._topology = topology = code.strategy.topology
         self._variables = variables = CodeState(code)
         self.state = variables.state
+        self._has_makers = any(code.makers)
         needs_token = topology.needs_token
 
         def body(written: list[Any], read: list[Any], consts: list[Any], args: list[Any]):
@@ -281,13 +282,6 @@ class PlacedCode:
         state = variables.state.described(self._topology)
         return self._compiled, [*state, variables.consts, list(args)]
 
-    def first_call(self, args: Sequence[Any]) -> Any:
-        """As a call; what ``run`` made says so, as it does outside of an ``rx.function``."""
-        result = self(args)
-        arrays = _arrays_in(result)
-        set_makers(arrays, self._code.makers[: len(arrays)])
-        return result
-
     def __call__(self, args: Sequence[Any]) -> Any:
         args = on_mesh(args, self._topology)
         variables, code = self._variables, self._code
@@ -308,7 +302,11 @@ class PlacedCode:
             ]
         remaining = iter(outs)
         leaves = [next(remaining) if o.is_array else o.value for o in code.variant.outputs]
-        return jax.tree_util.tree_unflatten(code.variant.tree, leaves)[0]
+        result = jax.tree_util.tree_unflatten(code.variant.tree, leaves)[0]
+        if self._has_makers:
+            arrays = _arrays_in(result)
+            set_makers(arrays, code.makers[: len(arrays)])
+        return result
 
 
 def on_mesh(args: Sequence[Any], topology: Topology) -> list[Any]:

@@ -1,13 +1,17 @@
 """Functional state that replicas no longer share: found when a function is traced for a value that it has returned itself.
 
-A leaf of the arguments that was the same on all replicas, whose result differs between them and is passed again in its place,
-has drifted apart. Only floating leaves count: random keys and counters are folded with the replica's number on purpose.
+A leaf of the arguments that was the same on all replicas, and in whose place a result of the same shape is passed that differs
+between them, has drifted apart. Only floating leaves count: random keys and counters are folded with the replica's number on
+purpose.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,15 +20,16 @@ import jax.numpy as jnp
 
 from replicax._src import jax_compat
 from replicax._src.errors import DivergenceError
-from replicax._src.program.cache import Leaf
+from replicax._src.program.cache import Leaf, static_leaf
 from replicax._src.program.flat import FlatProgram, needed_for
 from replicax._src.program.program import ReplicaProgram
-from replicax._src.program.verdict import is_equalising, is_movement
+from replicax._src.program.verdict import Verdict, is_equalising, is_movement, transfer
 from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica
 
 log = logging.getLogger("replicax")
 _MAX_SHOWN = 5
+_HAS_NO_SLOPE = frozenset(["ceil", "floor", "round", "sign"])
 
 
 @final
@@ -33,8 +38,8 @@ class Maker:
     """What made a value.
 
     Attributes:
-      function: By what ``run`` knows the function.
-      shared: The paths of its floating arguments that were the same on all replicas.
+      function: See ``identity_of``.
+      shared: The paths of the floating arguments of its shape that were the same on all replicas.
       index: Of the value among the arrays that the program returned.
     """
 
@@ -53,13 +58,42 @@ def paths_of(tree: Any, *, has_modules: bool) -> list[str]:
     return [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in found]
 
 
-def shared_paths(paths: Sequence[str], described: Sequence[Leaf]) -> frozenset[str]:
-    """Those of floating leaves that are the same on all replicas."""
-    return frozenset(
-        path
+def identity_of(fn: Any, seen: set[int] | None = None) -> Any:
+    """Returns what is equal for functions that a loop makes again at one place: their code, and that of the functions in them.
+
+    What a decorator or ``functools.partial`` makes of different functions is different. Other callables, such as models, are
+    known by themselves, and so are methods by their objects.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(fn, types.MethodType):
+        return identity_of(fn.__func__, seen), static_leaf(fn.__self__)
+    if isinstance(fn, functools.partial):
+        own, held = None, [fn.func, *fn.args, *fn.keywords.values()]
+    elif isinstance(fn, types.FunctionType):
+        own, held = getattr(fn, "replicax_family", None) or fn.__code__, list(_held_by(fn))
+    else:
+        return static_leaf(fn)
+    if id(fn) in seen:
+        return own
+    seen.add(id(fn))
+    return (own, *(identity_of(one, seen) for one in held if callable(one)))
+
+
+def _held_by(fn: types.FunctionType) -> Iterator[Any]:
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+
+
+def shared_shapes(paths: Sequence[str], described: Sequence[Leaf]) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of the floating leaves that are the same on all replicas, by path."""
+    return {
+        path: leaf.shape
         for path, leaf in zip(paths, described, strict=True)
         if leaf.kind == "whole" and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    )
+    }
 
 
 def drifted_paths(
@@ -69,7 +103,7 @@ def drifted_paths(
     described: Sequence[Leaf],
     leaves: Sequence[Any],
 ) -> list[str]:
-    """The paths of state that has drifted apart; what each replica merely accumulates for itself has not."""
+    """Returns the paths of state that has drifted apart. What each replica only accumulates for itself has not."""
     arrays = [i for i, leaf in enumerate(described) if leaf.kind != "static"]
     found = []
     for position, i in enumerate(arrays):
@@ -82,36 +116,58 @@ def drifted_paths(
 
 
 def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> bool:
-    """Whether an argument only goes, element by element, into its own next value, as a sum over steps does."""
+    """True if an argument only goes, element by element, into its own next value, as a sum over steps does.
+
+    On this way it may be multiplied once by what differs between replicas, such as a mask. Gradient descent does so twice: in
+    the loss, and in its derivative.
+    """
     variant = program.variants[0]
     flat = FlatProgram(variant.jaxpr)
-    reached = {flat.inputs[len(variant.consts) + len(variant.entries) + position]}
-
-    def is_reached(atom: Any) -> bool:
-        return not isinstance(atom, jax_compat.Literal) and atom in reached
-
+    argument = flat.inputs[len(variant.consts) + len(variant.entries) + position]
+    verdicts = dict(zip(flat.inputs, variant.input_verdicts, strict=True)) | {argument: Verdict.SAME}
+    products = {
+        argument: 0
+    }  # with what differs, on the way to each value that is reached; -1: it is flat, as a comparison is
     for operation in needed_for(flat.operations, flat.outputs):
-        if not any(map(is_reached, operation.operands)) or is_equalising(operation.eqn):
+        operands = [atom for atom in operation.operands if not isinstance(atom, jax_compat.Literal)]
+        given = [
+            Verdict.SAME if isinstance(atom, jax_compat.Literal) else verdicts.get(atom, Verdict.SAME)
+            for atom in operation.operands
+        ]
+        verdicts.update(zip(operation.results, transfer(operation.eqn, given, None), strict=True))
+        reached = [products[atom] for atom in operands if atom in products]
+        if not reached or is_equalising(operation.eqn):
             continue
         if not is_movement(operation.eqn):
             return False
-        reached.update(operation.results)
-    return not any(is_reached(atom) for i, atom in enumerate(flat.outputs) if i != successor)
+        count = max(reached)
+        if operation.eqn.primitive.name == "mul" and Verdict.DIFFERS in given:
+            count += sum(number >= 0 for number in reached)
+        is_flat = operation.eqn.primitive.name in _HAS_NO_SLOPE or not jnp.issubdtype(
+            operation.eqn.outvars[0].aval.dtype, jnp.inexact
+        )
+        products.update(dict.fromkeys(operation.results, -1 if is_flat else count))
+    ends = {
+        i: products[a]
+        for i, a in enumerate(flat.outputs)
+        if not isinstance(a, jax_compat.Literal) and a in products
+    }
+    return ends.keys() <= {successor} and ends.get(successor, 0) < 2
 
 
 def tell(name: str, paths: Sequence[str], *, raises: bool) -> None:
-    """Warns of state that has drifted apart.
+    """Warns of state that has drifted apart, and says what to do.
 
     Raises:
       DivergenceError: If ``raises``.
     """
     more = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
+    were, differ, train = ("were", "differ", "them") if len(paths) > 1 else ("was", "differs", "it")
     told = (
-        f"{name}, run at {user_line()}, is given state that has drifted apart: {', '.join(paths[:_MAX_SHOWN])}{more}. In an earlier call "
-        f"it was the same on all replicas, and what {name} returned for it differs between them: each replica trains its own copy. "
-        "Combine the gradients first: gradients = rx.get_replica_context().all_reduce('sum', gradients). If each replica shall keep its "
-        "own value, begin with one: strategy.experimental_distribute_values_from_function(...). If you know that it is the same on all "
-        "replicas, return rx.assert_same(value)."
+        f"{name}, run at {user_line()}: {', '.join(paths[:_MAX_SHOWN])}{more} {were} the same on all replicas in an earlier call and now "
+        f"{differ}: each replica trains its own copy of {train}. Sum the gradients: gradients = "
+        "rx.get_replica_context().all_reduce('sum', gradients). To keep one value per replica on purpose, create it with "
+        "strategy.experimental_distribute_values_from_function(...). If the replicas' values are equal, return rx.assert_same(value)."
     )
     if raises:
         raise DivergenceError(told)

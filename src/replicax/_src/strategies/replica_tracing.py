@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -165,7 +165,7 @@ class Results:
         program: ReplicaProgram,
         topology: Topology,
         function: Any = None,
-        shared: frozenset[str] = frozenset(),
+        shared: Mapping[str, tuple[int, ...]] | None = None,
     ):
         first = program.variants[0]
         self._num_replicas = topology.num_replicas
@@ -177,7 +177,11 @@ class Results:
             if output.is_array:
                 shapes = _output_shapes(program, index)
                 is_equal = program.same_outputs[index]
-                maker = Maker(function, shared, index) if shared and not is_equal else None
+                maker = None
+                if shared and not is_equal:
+                    shape = tuple(first.jaxpr.outvars[index].aval.shape)
+                    replaced = frozenset(path for path, other in shared.items() if other == shape)
+                    maker = Maker(function, replaced, index) if replaced else None
                 self._leaves.append((True, shapes, is_equal, maker))
                 index += 1
             else:

@@ -28,7 +28,6 @@ from replicax._src.program.cache import (
     Leaf,
     ProgramCache,
     array_leaf,
-    family_of,
     jax_state,
     static_leaf,
 )
@@ -52,8 +51,9 @@ from replicax._src.values import (
 class PlacedFunction:
     """A function traced, compiled and ready, and how its results become values."""
 
-    def __init__(self, launcher: Launcher, results: Results):
+    def __init__(self, launcher: Launcher, results: Results, tell_drift: Callable[[Sequence[Any]], None]):
         self.launcher = launcher
+        self.tell_drift = tell_drift  # given the arguments' leaves
         self._results = results
 
     def wrap(self, arrays: Sequence[Any], close: Close | None = None) -> Any:
@@ -152,6 +152,8 @@ class Runner:
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
             self._last = placed
+        elif options.check_same:
+            placed.tell_drift(leaves)
         if is_plain and close is None:
             found = self._shallow(args)
             if found is not None:
@@ -321,24 +323,29 @@ class Runner:
             slot_of=self._strategy.slots.slot_of,
             has_modules=has_modules,
         )
-        function, paths = family_of(fn), drift.paths_of(tree, has_modules=has_modules)
-        drifted = drift.drifted_paths(function, program, paths, described, leaves)
-        if drifted and (options.check_same or function not in self._has_drifted):
-            self._has_drifted.add(function)
-            drift.tell(key.name_of(fn), drifted, raises=options.check_same)
+        function, paths = drift.identity_of(fn), drift.paths_of(tree, has_modules=has_modules)
+        traced, name, told = program, key.name_of(fn), self._has_drifted
+
+        def tell_drift(leaves: Sequence[Any]) -> None:
+            drifted = drift.drifted_paths(function, traced, paths, described, leaves)
+            if drifted and (options.check_same or function not in told):
+                told.add(function)
+                drift.tell(name, drifted, raises=options.check_same)
+
+        tell_drift(leaves)
         inputs = [leaf for leaf in described if leaf.kind != "static"]
         if current_capture() is None:
             for variant in program.variants:
                 check_no_leaks(variant)
-        results = Results(program, self._topology, function, drift.shared_paths(paths, described))
+        results = Results(program, self._topology, function, drift.shared_shapes(paths, described))
         check = None
         if options.check_finite:
             self._check_may_watch()
             names = [path for path, leaf in zip(paths, described, strict=True) if leaf.kind != "static"]
-            program, check = watched(program, f"{key.name_of(fn)}, run at {user_line()}", names, rows)
+            program, check = watched(program, f"{name}, run at {user_line()}", names, rows)
         launcher = Launcher(
             program,
-            key.name_of(fn),
+            name,
             self._strategy.variable_placement,
             [leaf.kind == "row" for leaf in inputs],
             donated,
@@ -346,7 +353,7 @@ class Runner:
             dict(options.experimental_xla_options or {}) or None,
             check,
         )
-        return PlacedFunction(launcher, results)
+        return PlacedFunction(launcher, results, tell_drift)
 
     def _check_may_watch(self) -> None:
         if self._strategy.variable_placement.layouts is not None:
