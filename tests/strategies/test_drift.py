@@ -212,6 +212,8 @@ class Method:
 WRAPPED = {
     "partial": lambda fn: functools.partial(fn, scale=2.0),
     "decorator": decorated,
+    "jit": jax.jit,
+    "function": rx.function,
     "argument": lambda fn: functools.partial(lambda fn, *args: fn(*args), fn),
     "default": lambda fn: lambda w, x, fn=fn: fn(w, x),
     "object": Method,
@@ -245,7 +247,7 @@ def test_what_another_model_has_returned_is_no_drift(strategy):
         strategy.run(call(models[1]), (made, *args), options=CHECKED)
 
 
-@pytest.mark.parametrize("wrap", ["partial", "decorator", "argument", "default"])
+@pytest.mark.parametrize("wrap", ["partial", "decorator", "jit", "function", "argument", "default"])
 def test_a_wrapped_step_that_is_made_again_drifts_too(strategy, wrap):
     def step(w, x, scale=1.0):
         return drifts(w, x * scale)[0]

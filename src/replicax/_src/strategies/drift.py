@@ -72,7 +72,8 @@ def identity_of(fn: Any, seen: set[int] | None = None) -> Any:
     elif isinstance(fn, types.FunctionType):
         own, held = getattr(fn, "replicax_family", None) or fn.__code__, list(_held_by(fn))
     else:
-        return static_leaf(fn)
+        wrapped = getattr(fn, "__wrapped__", None)  # by jax.jit, rx.function
+        return identity_of(wrapped, seen) if isinstance(wrapped, types.FunctionType) else static_leaf(fn)
     if id(fn) in seen:
         return own
     seen.add(id(fn))
