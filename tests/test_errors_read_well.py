@@ -106,7 +106,7 @@ def test_a_device_of_a_kind_that_this_jax_does_not_have_names_the_package_to_ins
         )
 
 
-@pytest.mark.parametrize("number", [0, -1, 9, True])
+@pytest.mark.parametrize("number", [0, -1, 9])
 def test_numbers_of_devices_that_there_are_not(number):
     for make in (
         lambda: rx.MirroredStrategy(number),
@@ -117,7 +117,12 @@ def test_numbers_of_devices_that_there_are_not(number):
 
 
 def test_devices_that_are_neither_names_nor_a_number():
-    message(errors.DeviceError, lambda: rx.MirroredStrategy(2.0), "a number of devices, got 2.0")
+    for wrong in (2.0, True):
+        message(
+            errors.DeviceError,
+            lambda wrong=wrong: rx.MirroredStrategy(wrong),
+            f"a number of devices, got {wrong}",
+        )
     both = lambda: rx.MirroredStrategy(["cpu:0"], num_devices=1)  # noqa: E731
     message(errors.InvalidArgumentError, both, "devices=['cpu:0'] and num_devices=1")
 
@@ -154,7 +159,9 @@ def test_a_batch_in_place_of_a_tuple_of_arguments(strategy, how):
     assert [x.tolist() for x in strategy.experimental_local_results(call((batch,)))] == [[0, 2], [2, 4]]
 
 
-def test_arguments_that_do_not_fit_the_function(strategy):
+@pytest.mark.parametrize("wrap", [lambda fn: fn, rx.function], ids=["plain", "function"])
+def test_arguments_that_do_not_fit_the_function(strategy, wrap):
+    @wrap
     def step(x, y, *, z=0):
         return x
 

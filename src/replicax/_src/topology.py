@@ -447,7 +447,7 @@ def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None)
     """
     if devices is None:
         return local_devices()
-    if isinstance(devices, int):
+    if isinstance(devices, int) and not isinstance(devices, bool):
         return _first_devices(devices)
     if not isinstance(devices, (str, jax.Device, Iterable)):
         raise DeviceError(
@@ -469,7 +469,7 @@ def resolve_devices(devices: Sequence[str | Device] | str | Device | int | None)
 
 def _first_devices(num_devices: int) -> list[Device]:
     found = local_devices()
-    if isinstance(num_devices, bool) or not 1 <= num_devices <= len(found):
+    if not 1 <= num_devices <= len(found):
         raise DeviceError(
             f"{num_devices!r} devices were asked for, and this process has {len(found)}: {', '.join(map(device_name, found))}. "
             f"Give a number from 1 to {len(found)}, or names of devices; for n virtual CPU devices call "

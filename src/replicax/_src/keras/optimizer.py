@@ -59,7 +59,8 @@ def _check(optimizer: Any, gradients: Any, variables: Any) -> None:
         if isinstance(gradient, PerReplica) and not gradient.is_equal:
             raise PerReplicaUseError(
                 f"{optimizer.name}, an optimizer of Keras, was given {gradient.description} for a gradient at {user_line()}, outside of "
-                f"strategy.run: one for each replica. Call the optimizer in the step, the function that strategy.run runs, where it sums gradients over the replicas:\n"
+                "strategy.run: one for each replica. Call the optimizer in the step, the function that strategy.run runs. There it sums "
+                "the gradients over the replicas:\n"
                 f"    def step(batch):\n"
                 f"        ...\n"
                 f"        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))\n"

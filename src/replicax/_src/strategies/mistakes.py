@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.program.key import name_of
+from replicax._src.program.key import name_of, unwrap
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -17,6 +17,7 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Raises:
       InvalidArgumentError: It cannot.
     """
+    fn = unwrap(fn)
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # of a built-in function
