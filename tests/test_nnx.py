@@ -47,6 +47,22 @@ def batches(strategy, size=5):
     return list(strategy.experimental_distribute_dataset(rx.data.from_arrays((X, Y)).batch(size)))
 
 
+def test_errors_name_arguments_beside_a_module_and_its_state():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    model, _ = make()
+    ids = np.array([2**40])
+    with pytest.raises(rx.errors.NarrowingError, match=r"^args\[1\]\['ids'\] has"):
+        strategy.run(lambda model, batch: model(batch["x"]), (model, {"x": X, "ids": ids}))
+    with pytest.raises(rx.errors.NarrowingError, match=r"^closure\['ids'\] has"):
+        strategy.run(lambda model, x: model(x) + ids[0], (model, X))
+    model.last.bias.set_value(np.array([1e300]))
+    with pytest.raises(rx.errors.NarrowingError, match=r"^modules\[0\]\['last'\]\['bias'\].* has"):
+        strategy.run(lambda model, x: model(x), (model, X))
+    model.last.bias.set_value(jnp.full(1, jnp.nan))
+    with pytest.raises(rx.errors.NotFiniteError, match=r"from modules\[0\]\['last'\]\['bias'\]"):
+        strategy.run(lambda model, x: model(x), (model, X), options=rx.RunOptions(check_finite=True))
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_training_equals_one_device_on_uneven_batches(num_replicas):
     def train(strategy):

@@ -1,5 +1,7 @@
 """Tensors of other libraries as arguments: stand-ins here, the real ones in tests/peers."""
 
+import functools
+
 import h5py
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
+from replicax._src.input import narrowing
 from replicax._src.program.arguments import _may_be_foreign
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, NarrowingError
@@ -61,6 +64,9 @@ def class_like(library, name):
 REFUSED = {
     "tf.Variable": (type("ResourceVariable", (class_like("tensorflow", "Variable"),), {}), "rx.Variable"),
     "h5py.Dataset": (class_like("h5py", "Dataset"), "dataset[start:stop]"),
+    "zarr.Array": (class_like("zarr", "Array"), "array[start:stop]"),
+    "netCDF4.Variable": (class_like("netCDF4", "Variable"), "variable[start:stop]"),
+    "tensorstore.TensorStore": (class_like("tensorstore", "TensorStore"), "store[start:stop].read()"),
     "pandas.DataFrame": (class_like("pandas", "DataFrame"), ".to_numpy()"),
     "pandas.Series": (class_like("pandas", "Series"), ".to_numpy()"),
 }
@@ -80,11 +86,15 @@ def in_run(strategy, options=None):
     return call
 
 
+def in_function(wrapped):
+    return lambda fn, *args: wrapped(fn)(*args)
+
+
 CALLS = {
     "run_mirrored": lambda coordinator: in_run(rx.MirroredStrategy(["cpu:0", "cpu:1"])),
     "run_one_device": lambda coordinator: in_run(rx.OneDeviceStrategy("cpu:0")),
     "run_default": lambda coordinator: in_run(rx.get_strategy()),
-    "function": lambda coordinator: lambda fn, *args: rx.function(fn)(*args),
+    "function": lambda coordinator: in_function(functools.cache(rx.function)),
     "scheduled": lambda coordinator: lambda fn, *args: coordinator.schedule(fn, args=args).fetch(60),
     "value_and_grad": lambda coordinator: lambda fn, *args: rx.value_and_grad(fn)(*args)[0],
 }
@@ -172,6 +182,57 @@ def test_the_real_h5py_dataset_is_refused(tmp_path):
             "Dataset of h5py",
             "dataset[start:stop]",
         )
+
+
+# --- closures -----------------------------------------------------------------------------------------
+
+
+with_closures_as_inputs = pytest.mark.parametrize(
+    "call", [name for name in CALLS if name != "value_and_grad"], indirect=True
+)
+
+
+def adding_the_first_of(array):
+    return lambda x: x + array[0]
+
+
+def test_an_array_of_which_a_function_uses_the_shape_alone_may_hold_any_number(call):
+    ids = np.array([1, 2**40])
+    assert float(call(lambda x: x + len(ids) + jnp.sum(jnp.ones_like(ids)), jnp.float32(1))) == 5
+
+
+@with_closures_as_inputs
+@pytest.mark.parametrize("wrong", [2**40, 1e300], ids=["int", "float"])
+def test_a_closure_that_changes_is_checked_though_the_program_is_there(call, wrong):
+    call(adding_the_first_of(np.array([1, 2])), jnp.float32(1))
+    for _ in range(2):
+        array = np.array([type(wrong)(1), wrong])
+        message(
+            NarrowingError, lambda a=array: call(adding_the_first_of(a), jnp.float32(1)), "closure['array']"
+        )
+
+
+def test_steps_check_a_closure_that_they_use():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def run(fn):
+        dataset = strategy.experimental_distribute_dataset([np.ones(2, np.float32)] * 2)
+        return strategy.run_steps(fn, iter(dataset), steps=2)
+
+    ids = np.array([1, 2**40])
+    run(lambda x: x + len(ids))
+    run(adding_the_first_of(np.array([1, 2])))
+    message(NarrowingError, lambda: run(adding_the_first_of(ids)), "closure['array']")
+
+
+@with_closures_as_inputs
+def test_an_array_that_a_function_closes_over_is_looked_at_once(call, monkeypatch):
+    looked = []
+    monkeypatch.setattr(narrowing, "_narrowed", lambda array, *rest: looked.append(array))
+    steps = [adding_the_first_of(np.array([i, 2])) for i in (1, 3)]
+    for _ in range(3):
+        assert [float(call(step, jnp.float32(1))) for step in steps] == [2, 4]
+    assert len(looked) == len(steps)
 
 
 def test_what_is_no_tensor_stays_a_constant():

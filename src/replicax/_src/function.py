@@ -16,7 +16,7 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
 from replicax._src.program import key, side_effects
-from replicax._src.program.arguments import as_arguments
+from replicax._src.program.arguments import ClosureCheck, as_arguments, used_by
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -163,6 +163,7 @@ class Function:
                 return found.strategy.run_here(fn, *args, **kwargs)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
+        placed.check_closure(leaves)
         if program_guard.current:
             with program_guard.current[-1]():
                 return placed(arrays)
@@ -250,4 +251,4 @@ def _trace(
     avals = [leaf.aval() for leaf in inputs]
     with side_effects.reported(fn) as attempt:
         code = trace_code(call, avals, key.name_of(fn), argument_mesh=mesh, has_checks=True)
-    return PlacedCode(code)
+    return PlacedCode(code, ClosureCheck(tree, described, lambda: used_by([code.variant.jaxpr], len(inputs))))

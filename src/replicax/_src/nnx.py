@@ -5,6 +5,7 @@ Splitting and updating costs a few hundred µs a step; state split once, outside
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, final
 
@@ -77,13 +78,13 @@ def _open(nest: Any) -> tuple[Any, Callable[[Any], Any]] | None:
         leaves[place] = _Place(number)
     rest = jax.tree_util.tree_unflatten(tree, leaves)
     # One array object for each variable, in a plain dict: PerReplica leaves cannot stand in an nnx.State.
-    flat = [leaf for _, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    found = jax.tree_util.tree_flatten_with_path(state)[0]
+    flat = OrderedDict((jax.tree_util.keystr(path), leaf) for path, leaf in found)
     structure = jax.tree_util.tree_structure(state)
 
     def close(result: Any) -> Any:
         returned, new = result
-        arrays = [_single(value, path) for value, path in zip(new, paths, strict=True)]
+        arrays = [_single(value, path) for value, path in zip(new, flat, strict=True)]
         nnx.update(modules, jax.tree_util.tree_unflatten(structure, arrays))
         return returned
 
@@ -109,8 +110,9 @@ def _single(value: Any, path: str) -> Any:
 
 def _enter(opened: Any) -> tuple[Any, Callable[[Any], Any]]:
     """In the function: modules from traced state; the other result adds their new state to what it returns."""
-    definition, structure, rest, flat = opened
-    state = jax.tree_util.tree_unflatten(structure.graph, list(flat))
+    definition, structure, rest, named = opened
+    flat = list(named.values())
+    state = jax.tree_util.tree_unflatten(structure.graph, flat)
     types = _variable_types(state)
     communicator = _communicator()
     entered = [_stream(value, kind, communicator) for value, kind in zip(flat, types, strict=True)]

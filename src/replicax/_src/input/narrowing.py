@@ -5,7 +5,7 @@ JAX itself would keep the lower bits without a word: another row of a table is l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -35,15 +35,24 @@ def narrowed(leaves: Sequence[Any], tree: Any, *roots: str) -> Sequence[Any]:
     >>> narrowed(leaves, tree, "batch")
     [array([3, 4], dtype=int32)]
     """
-    if not any(map(_is_wide, leaves)):
-        return leaves
-    return [_narrowed(leaf, leaves, tree, roots) if _is_wide(leaf) else leaf for leaf in leaves]
+    return narrowed_at(range(len(leaves)), leaves, lambda: names_of(tree, roots))
 
 
 def narrowed_nest(nest: Any, *roots: str) -> Any:
     """As ``narrowed``, of a whole nest."""
     leaves, tree = jax.tree.flatten(nest)
-    return tree.unflatten(narrowed(leaves, tree, *roots))
+    narrow = narrowed(leaves, tree, *roots)
+    return nest if narrow is leaves else tree.unflatten(narrow)
+
+
+def narrowed_at(
+    positions: Iterable[int], leaves: Sequence[Any], names: Callable[[], Sequence[str]]
+) -> Sequence[Any]:
+    """As ``narrowed``, of the leaves at some positions; ``names`` returns what errors call all leaves."""
+    wide = {i for i in positions if _is_wide(leaves[i])}
+    if not wide:
+        return leaves
+    return [_narrowed(leaf, i, names) if i in wide else leaf for i, leaf in enumerate(leaves)]
 
 
 def _is_wide(leaf: Any) -> bool:
@@ -53,12 +62,12 @@ def _is_wide(leaf: Any) -> bool:
     return dtype.itemsize >= 8 and dtype.kind in "iufc" and jax.dtypes.canonicalize_dtype(dtype) != dtype
 
 
-def _narrowed(array: Any, leaves: Sequence[Any], tree: Any, roots: Sequence[str]) -> Any:
+def _narrowed(array: Any, position: int, names: Callable[[], Sequence[str]]) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
         if array.size and (array.max() > bounds.max or array.min() < bounds.min):
-            raise _error(array, (array > bounds.max) | (array < bounds.min), dtype, leaves, tree, roots)
+            raise _error(array, (array > bounds.max) | (array < bounds.min), dtype, names()[position])
         return array.astype(dtype)
     try:
         with np.errstate(all="ignore", over="raise"):
@@ -67,17 +76,14 @@ def _narrowed(array: Any, leaves: Sequence[Any], tree: Any, roots: Sequence[str]
         pass
     with np.errstate(all="ignore"):
         is_lost = np.isfinite(array) & ~np.isfinite(array.astype(dtype))
-    raise _error(array, is_lost, dtype, leaves, tree, roots)
+    raise _error(array, is_lost, dtype, names()[position])
 
 
-def _error(
-    array: Any, is_lost: Any, dtype: np.dtype, leaves: Sequence[Any], tree: Any, roots: Sequence[str]
-) -> NarrowingError:
+def _error(array: Any, is_lost: Any, dtype: np.dtype, name: str) -> NarrowingError:
     index = tuple(map(int, np.argwhere(is_lost)[0]))
     number = array[index]
     with np.errstate(all="ignore"):
         wrong = number.astype(dtype)
-    name = name_of(array, tree.unflatten(leaves), roots)
     where = f" at {list(index)}" if index else ""
     way = "hash ids, or ids % num_rows" if dtype.kind in "iu" else "scale or clip"
     return NarrowingError(
@@ -87,9 +93,9 @@ def _error(
     )
 
 
-def name_of(leaf: Any, nest: Any, roots: Sequence[str]) -> str:
-    """Returns ``args[0]['ids']``: where a leaf is in a nest; see ``narrowed``."""
-    path = next(path for path, value in jax.tree_util.tree_leaves_with_path(nest) if value is leaf)
+def names_of(tree: Any, roots: Sequence[str]) -> list[str]:
+    """Returns ``args[0]['ids']`` and so on: where each leaf is in a nest; see ``narrowed``."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))]
     if len(roots) == 1:
-        return f"{roots[0]}{jax.tree_util.keystr(path)}"
-    return f"{roots[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
+        return [f"{roots[0]}{jax.tree_util.keystr(path)}" for path in paths]
+    return [f"{roots[path[0].idx]}{jax.tree_util.keystr(path[1:])}" for path in paths]

@@ -218,7 +218,8 @@ class _Run:
         nest, self._close = open_modules((tuple(args), dict(kwargs), key.lifted_cells(self._fn)))
         leaves, self._tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         num_replicas = self._topology.num_replicas
-        self._arguments = [_Argument.of(leaf, num_replicas) for leaf in as_arguments(leaves, self._tree)]
+        leaves = as_arguments(leaves, self._tree, has_modules=self._close is not None)
+        self._arguments = [_Argument.of(leaf, num_replicas) for leaf in leaves]
         self._meeting = Meeting(num_replicas)
         self._state = StateBefore(strategy)
         self._captures: list[EagerCapture] = []

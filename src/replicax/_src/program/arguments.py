@@ -6,21 +6,42 @@ Classes of other libraries are known by their methods, or by their names: no lib
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.input.narrowing import name_of, narrowed
+from replicax._src.input.narrowing import names_of, narrowed_at
+from replicax._src.program.cache import Leaf
 
 _ROOTS = ("args", "kwargs", "closure")
 
 
-def as_arguments(leaves: Sequence[Any], tree: Any) -> Sequence[Any]:
+def paths_of(tree: Any, *, has_modules: bool = False) -> list[str]:
+    """Returns what messages call the leaves of ``(args, kwargs, cells)``, or of what ``open_modules`` made of it."""
+    if not has_modules:
+        return names_of(tree, _ROOTS)
+    *_, rest, state = tree.children()
+    return [*names_of(rest, _ROOTS), *(f"modules{path}" for path in state.unflatten(range(state.num_leaves)))]
+
+
+def _closure_of(tree: Any, has_modules: bool) -> range:
+    """Where the leaves of ``cells`` are among all."""
+    stop = tree.num_leaves
+    if has_modules:
+        *_, tree, state = tree.children()
+        stop -= state.num_leaves
+    return range(stop - sum(child.num_leaves for child in tree.children()[2:]), stop)
+
+
+def as_arguments(leaves: Sequence[Any], tree: Any, *, has_modules: bool = False) -> Sequence[Any]:
     """Returns the leaves of ``(args, kwargs, cells)`` as programs take them.
+
+    Those of the cells, the closure, are left to ``ClosureCheck``, which knows the program.
 
     Raises:
       InvalidArgumentError: One has to be made an array by the user: see ``_as_array``.
@@ -28,14 +49,60 @@ def as_arguments(leaves: Sequence[Any], tree: Any) -> Sequence[Any]:
     """
     if not any(map(_needs_a_look, map(type, leaves))):
         return leaves
+    names = functools.partial(paths_of, tree, has_modules=has_modules)
     if any(map(_may_be_foreign, map(type, leaves))):
         leaves = [
-            _as_array(leaf, lambda leaf=leaf: name_of(leaf, tree.unflatten(leaves), _ROOTS))
-            if _may_be_foreign(type(leaf))
-            else leaf
-            for leaf in leaves
+            _as_array(leaf, lambda i=i: names()[i]) if _may_be_foreign(type(leaf)) else leaf
+            for i, leaf in enumerate(leaves)
         ]
-    return narrowed(leaves, tree, *_ROOTS)
+    closure = _closure_of(tree, has_modules)
+    return narrowed_at((*range(closure.start), *range(closure.stop, len(leaves))), leaves, names)
+
+
+@final
+class ClosureCheck:
+    """Checks 64-bit arrays that a function closes over: those that its program uses, each array once.
+
+    Of an array that only gives its shape JAX may keep what it likes. A program is called with other arrays of the same shapes,
+    so the check belongs to the calls, which must not look at the numbers of an array that they know.
+
+    Args:
+      tree: The structure of ``(args, kwargs, cells)``, whose leaves are ``described``.
+      used: Returns which of the arrays among the leaves the program uses, by their numbers.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        described: Sequence[Leaf],
+        used: Callable[[], Collection[int]],
+        *,
+        has_modules: bool = False,
+    ):
+        closure = _closure_of(tree, has_modules)
+        arrays = [i for i, leaf in enumerate(described) if leaf.kind != "static"]
+        self._positions = [arrays[n] for n in used() if arrays[n] in closure] if closure else []
+        self._names = functools.partial(paths_of, tree, has_modules=has_modules)
+        self._checked: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+
+    def __call__(self, leaves: Sequence[Any]) -> None:
+        """Looks at the leaves of a call.
+
+        Raises:
+          NarrowingError: A number does not fit into the dtype that JAX gives its array.
+        """
+        for i in self._positions:
+            leaf = leaves[i]
+            if self._checked.get(id(leaf)) is not leaf:
+                narrowed_at((i,), leaves, self._names)
+                if isinstance(leaf, np.ndarray):  # NumPy's scalars have no weak references, and cost little
+                    self._checked[id(leaf)] = leaf
+
+
+def used_by(jaxprs: Sequence[Any], num_arrays: int) -> set[int]:
+    """Which of the last ``num_arrays`` operands at least one of the programs uses."""
+    used = (jax_compat.without_dead_code(jaxpr)[1] for jaxpr in jaxprs)
+    return {i for flags in used for i, is_used in enumerate(flags[len(flags) - num_arrays :]) if is_used}
 
 
 @functools.lru_cache(maxsize=512)
@@ -86,6 +153,15 @@ def _as_array(value: Any, name: Callable[[], str]) -> Any:
     return array if array.dtype.kind in "biufcV" else value
 
 
+_READ = {
+    ("h5py", "Dataset"): "dataset[start:stop]",
+    ("zarr", "Array"): "array[start:stop]",
+    ("netCDF4", "Variable"): "variable[start:stop]",
+    ("tensorstore", "TensorStore"): "store[start:stop].read().result()",
+}
+"""Arrays of other libraries that lie in storage, and how rows of them are read."""
+
+
 @functools.lru_cache(maxsize=512)
 def _remedy(kind: type) -> str | None:
     """What to write in place of an object of a class; None if it can be taken as an array."""
@@ -95,8 +171,11 @@ def _remedy(kind: type) -> str | None:
             "programs of JAX neither read nor assign it. Make an rx.Variable of it, which they do; or pass its value now, "
             "variable.numpy()."
         )
-    if ("h5py", "Dataset") in names:
-        return "its rows are in a file. Read those that the call needs: dataset[start:stop]."
+    read = next((_READ[name] for name in names if name in _READ), None)
+    if read is not None:
+        return (
+            f"its rows are in storage, and each call would read them all. Read those that it needs: {read}."
+        )
     if any(library == "pandas" for library, _ in names):
         return "its rows have labels and its columns may have different dtypes. Pass .to_numpy(), or a dict of arrays."
     return None

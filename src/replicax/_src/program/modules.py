@@ -8,6 +8,7 @@ from typing import Any
 Close = Callable[[Any], Any]
 # A bridge puts here how it opens modules among the arguments into arrays (and writes the results back), or None if
 # there are none, and how it makes modules of the arrays inside the function (and adds their new state to its results).
+# What it opens them into ends with the arguments without them, and with a dict of their arrays by path.
 module_hooks: list[tuple[Callable[[Any], tuple[Any, Close] | None], Callable[[Any], tuple[Any, Close]]]] = []
 
 

@@ -14,6 +14,7 @@ from replicax._src import context, jax_compat
 from replicax._src.errors import MixedStrategiesError
 from replicax._src.placement.spmd import ProgramState
 from replicax._src.program import key
+from replicax._src.program.arguments import ClosureCheck
 from replicax._src.program.capture import current_capture
 from replicax._src.program.program import Variant, check_no_leaks, has_callback, trace_variant
 from replicax._src.program.slots import Sharing, Slot
@@ -250,8 +251,8 @@ class CodeState:
 class PlacedCode:
     """Traced code, compiled for the devices of its strategy."""
 
-    def __init__(self, code: TracedCode):
-        self._code = code
+    def __init__(self, code: TracedCode, check_closure: ClosureCheck):
+        self._code, self.check_closure = code, check_closure
         self._topology = topology = code.strategy.topology
         self._variables = variables = CodeState(code)
         self.state = variables.state

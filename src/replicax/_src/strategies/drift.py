@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
@@ -46,16 +45,6 @@ class Maker:
     function: Any
     shared: frozenset[str]
     index: int
-
-
-def paths_of(tree: Any, *, has_modules: bool) -> list[str]:
-    """How messages name the leaves of (args, kwargs, closure), or of what stands for these where there are modules among them."""
-    numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
-    found = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    if has_modules:
-        return ["arguments" + jax.tree_util.keystr(path) for path, _ in found]
-    roots = ("args", "kwargs", "closure")
-    return [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in found]
 
 
 def identity_of(fn: Any, seen: set[int] | None = None) -> Any:

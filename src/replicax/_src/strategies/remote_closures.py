@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -17,7 +18,7 @@ from replicax._src.placement.remote.closure import place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.placement.remote.tracing import check_can_travel
 from replicax._src.program import key, side_effects
-from replicax._src.program.arguments import as_arguments
+from replicax._src.program.arguments import ClosureCheck, as_arguments
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -149,6 +150,7 @@ class Closures:
                 self._cache.report_trace(fn, described)
         named: dict[int, str] = {}
         if lifted:
+            traced.check_closure(leaves)
             num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(lifted, is_leaf=_is_leaf)))
             named = traced.names_of(arrays, num_lifted)
         return PreparedClosure(traced, arrays, traced.sources_of(sources), named)
@@ -192,6 +194,7 @@ class Closures:
                     call, avals, name, self._session, slot_of, shapes, num_averaged, num_replicas
                 ),
                 sources,
+                functools.partial(ClosureCheck, tree, described),
             )
 
 
@@ -219,7 +222,8 @@ def _describe(
             check_can_travel(described[-1].dtype, "is an argument of a function for workers")
             # It may be written before it is sent: itself, or what it is a view of.
             is_theirs = isinstance(leaf, np.ndarray) and (leaf.flags.writeable or leaf.base is not None)
-            arrays.append((np.array if is_theirs else np.asarray)(leaf, described[-1].dtype))
+            with np.errstate(over="ignore"):  # what does not fit is found later, if it is used
+                arrays.append((np.array if is_theirs else np.asarray)(leaf, described[-1].dtype))
         elif type(leaf) is float and programs.is_varying(position, leaf):
             described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
             arrays.append(np.asarray(leaf, jnp.result_type(float)))

@@ -17,7 +17,7 @@ from replicax._src.options import RunOptions
 from replicax._src.placement.remote.events import Events
 from replicax._src.placement.remote.replicas import Observers, PlacedReplicas
 from replicax._src.program import key
-from replicax._src.program.arguments import as_arguments
+from replicax._src.program.arguments import ClosureCheck, as_arguments, used_by
 from replicax._src.program.cache import array_leaf, static_leaf
 from replicax._src.program.capture import current_capture
 from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
@@ -85,6 +85,8 @@ def _run_on_several(
     program, rows = trace_replicas(
         strategy, topology, fn, tree, described, slot_of=strategy.slots.slot_of, observe=observers.observe
     )
+    jaxprs = [variant.jaxpr for variant in program.variants]
+    ClosureCheck(tree, described, lambda: used_by(jaxprs, len(arrays)))(leaves)
     is_row = [leaf.kind == "row" for leaf in described if leaf.kind != "static"]
     placed = PlacedReplicas(program, key.name_of(fn), observers, topology, rows, is_row)
     return Results(placed.program, topology).wrap(placed(capture, events, arrays))

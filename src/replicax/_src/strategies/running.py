@@ -22,7 +22,7 @@ from replicax._src.errors import (
 from replicax._src.options import RunOptions
 from replicax._src.placement.spmd import Launcher
 from replicax._src.program import key
-from replicax._src.program.arguments import as_arguments
+from replicax._src.program.arguments import ClosureCheck, as_arguments, paths_of, used_by
 from replicax._src.program.cache import (
     FunctionPrograms,
     Leaf,
@@ -51,8 +51,14 @@ from replicax._src.values import (
 class PlacedFunction:
     """A function traced, compiled and ready, and how its results become values."""
 
-    def __init__(self, launcher: Launcher, results: Results, tell_drift: Callable[[Sequence[Any]], None]):
-        self.launcher = launcher
+    def __init__(
+        self,
+        launcher: Launcher,
+        results: Results,
+        tell_drift: Callable[[Sequence[Any]], None],
+        check_closure: ClosureCheck,
+    ):
+        self.launcher, self.check_closure = launcher, check_closure
         self.tell_drift = tell_drift  # given the arguments' leaves
         self._results = results
 
@@ -115,7 +121,7 @@ class Runner:
                 "it out, or pass the module's state as arrays (nnx.split)."
             )
         leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
-        leaves = as_arguments(leaves, tree)
+        leaves = as_arguments(leaves, tree, has_modules=close is not None)
         outer = current_capture()
         if outer is not None:
             if outer.is_replica:
@@ -133,6 +139,7 @@ class Runner:
             placed = self._last = self._trace(
                 fn, tree, leaves, described, donated, options, close is not None
             )
+            placed.check_closure(leaves)
             return placed.wrap(self._run_inline(placed, outer, arrays), close)
         programs = self._cache.programs_of(fn)
         described, arrays = self._describe(leaves, programs, is_traced=False)
@@ -154,6 +161,7 @@ class Runner:
             self._last = placed
         elif options.check_same:
             placed.tell_drift(leaves)
+        placed.check_closure(leaves)
         if is_plain and close is None:
             found = self._shallow(args)
             if found is not None:
@@ -175,7 +183,7 @@ class Runner:
         nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
         opened, close = open_modules(nest)
         leaves, tree = jax.tree_util.tree_flatten(opened, is_leaf=is_value)
-        leaves = as_arguments(leaves, tree)
+        leaves = as_arguments(leaves, tree, has_modules=close is not None)
         described, arrays = self._describe(leaves, None, is_traced=False)
         donated = self._donated(nest[0], leaves, described, options)
         return self._trace(fn, tree, leaves, described, donated, options, close is not None), arrays
@@ -323,7 +331,7 @@ class Runner:
             slot_of=self._strategy.slots.slot_of,
             has_modules=has_modules,
         )
-        function, paths = drift.identity_of(fn), drift.paths_of(tree, has_modules=has_modules)
+        function, paths = drift.identity_of(fn), paths_of(tree, has_modules=has_modules)
         traced, name, told = program, key.name_of(fn), self._has_drifted
 
         def tell_drift(leaves: Sequence[Any]) -> None:
@@ -353,7 +361,11 @@ class Runner:
             dict(options.experimental_xla_options or {}) or None,
             check,
         )
-        return PlacedFunction(launcher, results, tell_drift)
+        jaxprs = [variant.jaxpr for variant in program.variants]
+        check_closure = ClosureCheck(
+            tree, described, lambda: used_by(jaxprs, len(inputs)), has_modules=has_modules
+        )
+        return PlacedFunction(launcher, results, tell_drift, check_closure)
 
     def _check_may_watch(self) -> None:
         if self._strategy.variable_placement.layouts is not None:

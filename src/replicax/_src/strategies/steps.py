@@ -19,9 +19,9 @@ from replicax._src.errors import (
     UnsupportedError,
 )
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError, StackedSteps
-from replicax._src.input.narrowing import narrowed
 from replicax._src.options import ReduceOp
 from replicax._src.program import key
+from replicax._src.program.arguments import ClosureCheck, used_by
 from replicax._src.program.cache import ProgramCache, array_leaf, jax_state
 from replicax._src.program.capture import current_capture
 from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, trace_code
@@ -86,11 +86,21 @@ class StepLoop:
       code: Traced over one step's arrays, then other arrays.
       num_stacked: How many arrays a step has.
       capacity: For how many steps the stack has room.
+      check_closure: Of the other arrays.
       keeps_all: Give the results of all steps, stacked, else of the last one only.
     """
 
-    def __init__(self, code: TracedCode, num_stacked: int, capacity: int, *, keeps_all: bool):
+    def __init__(
+        self,
+        code: TracedCode,
+        num_stacked: int,
+        capacity: int,
+        check_closure: ClosureCheck,
+        *,
+        keeps_all: bool,
+    ):
         self._code, self._capacity, self._keeps_all = code, capacity, keeps_all
+        self.check_closure = check_closure
         self._topology = topology = code.strategy.topology
         self._variables = variables = CodeState(code)
         row = topology.stacked if keeps_all else topology.per_replica
@@ -251,8 +261,7 @@ class StepsRunner:
         self, fn: Callable[..., Any], steps: StackedSteps, one_step: Callable[..., Any], keeps_all: bool
     ) -> Any:
         stack: Stack = steps.value
-        others, tree = jax.tree_util.tree_flatten(key.lifted_cells(fn))
-        others = narrowed(others, tree, "closure")
+        others, tree = jax.tree_util.tree_flatten(((), {}, key.lifted_cells(fn)))
         programs = self._cache.programs_of(fn)
         inputs = [array_leaf(a)._replace(shape=a.shape[1:]) for a in stack.arrays]
         described = [*inputs, *map(array_leaf, others)]
@@ -262,13 +271,16 @@ class StepsRunner:
         if loop is None:
 
             def call(tracers: list[Any]) -> Any:
-                cells = tree.unflatten(tracers[len(inputs) :])
+                _, _, cells = tree.unflatten(tracers[len(inputs) :])
                 return one_step(key.with_cells(fn, cells), stack.form.step_of(tracers[: len(inputs)]))
 
             code = trace_code(call, [leaf.aval() for leaf in described], key.name_of(fn), self._strategy)
-            loop = StepLoop(code, len(inputs), steps.capacity, keeps_all=keeps_all)
+            jaxpr = code.variant.jaxpr
+            check = ClosureCheck(tree, described[len(inputs) :], lambda: used_by([jaxpr], len(others)))
+            loop = StepLoop(code, len(inputs), steps.capacity, check, keeps_all=keeps_all)
             programs.put(signature, described, loop)
             self._cache.report_trace(fn, described)
+        loop.check_closure(others)
         return loop(stack.arrays, others, steps.start, steps.stop)
 
 

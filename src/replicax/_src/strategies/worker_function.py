@@ -15,6 +15,7 @@ from replicax._src.jax_compat import default_platform
 from replicax._src.placement.remote.closure import RemoteClosure
 from replicax._src.placement.remote.elements import PerWorkerInput
 from replicax._src.placement.remote.worker import SMALL_BYTES, name_of
+from replicax._src.program.arguments import ClosureCheck
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
@@ -39,6 +40,7 @@ class WorkerFunction:
         session: Session,
         trace: Callable[[Any], RemoteClosure],
         sources: Sequence[PerWorkerInput],
+        check_closure: Callable[[Callable[[], Collection[int]]], ClosureCheck],
     ):
         self.name = name
         self._programs: dict[str, str] = {}
@@ -51,6 +53,12 @@ class WorkerFunction:
         self._lifted: dict[int, tuple[np.ndarray, str | None]] = {}
         self._layout = session.layout
         self.first = self._add(None)
+        self.check_closure = check_closure(self._used_arguments)
+
+    def _used_arguments(self) -> set[int]:
+        (program,) = self._of_digest.values()
+        inputs = (*program.inputs, *(given for lookup in program.lookups for given in lookup.inputs))
+        return {given.index for given in inputs if given.kind == "argument"}
 
     @property
     def programs(self) -> dict[str, str]:
