@@ -707,6 +707,34 @@ def test_numbers_of_64_bits_that_fit_are_converted(strategy, results_of):
     assert np.inf in np.concatenate([np.ravel(part) for part in local(strategy, result)])
 
 
+@pytest.mark.parametrize("wrong", [2**40, 1e300], ids=["int", "float"])
+def test_state_that_jax_would_change_is_an_error(strategy, wrong):
+    array = np.array([type(wrong)(1), wrong])
+    with strategy.scope():
+        v = rx.Variable(np.array([type(wrong)(1), 2]))
+        ways = [
+            lambda: rx.Variable(array),
+            lambda: rx.Variable(lambda: array),
+            lambda: v.assign(array),
+            lambda: v.assign_add(array),
+            lambda: strategy.replicate({"state": array}),
+            lambda: strategy.extended.broadcast_to(array, None),
+        ]
+    for way in ways:
+        with pytest.raises(rx.errors.NarrowingError, match=r"value|tree\['state'\]|tensor"):
+            way()
+    assert v.numpy().tolist() == [1, 2]
+    v.assign(np.array([type(wrong)(3), 4]))
+    assert v.numpy().tolist() == [3, 4]
+
+
+def test_a_float_variable_takes_integers_of_64_bits(strategy):
+    with strategy.scope():
+        v = rx.Variable(np.array([2**40]), dtype="float32")
+    v.assign_add(np.array([2**41]))
+    assert v.numpy().tolist() == [3.0 * 2**40]
+
+
 # --- inside rx.function -------------------------------------------------------------------------------
 
 

@@ -449,7 +449,7 @@ def test_what_is_no_value(strategy):
     v = make(strategy)
     for wrong in ("text", None, object()):
         with pytest.raises(
-            errors.VariableError, match=f"needs an array or a number.*got {type(wrong).__name__}"
+            errors.VariableError, match=f"must be an array or a number.*got {type(wrong).__name__}"
         ):
             v.assign(wrong)
     assert float(v.value) == 1.0

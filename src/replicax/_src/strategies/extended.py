@@ -14,6 +14,7 @@ from replicax._src import context
 from replicax._src.cluster.membership import Membership
 from replicax._src.collectives.in_replica import IndexedSlices
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, VariableError
+from replicax._src.input.narrowing import narrowed_nest
 from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.strategies import reduction
@@ -179,6 +180,7 @@ class StrategyExtended:
         del destinations
         strategy = self._strategy
         is_traced = strategy.joins_trace()
+        tensor = narrowed_nest(tensor, "tensor")
         return strategy.mirrored(jnp.asarray(tensor) if is_traced else strategy.topology.put_whole(tensor))
 
     # --- variables ------------------------------------------------------------------------------------

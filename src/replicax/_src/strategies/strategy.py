@@ -28,6 +28,7 @@ from replicax._src.errors import (
 )
 from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
+from replicax._src.input.narrowing import narrowed_nest
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
@@ -504,7 +505,7 @@ class Strategy:
           The nest with ``Mirrored`` leaves; with one replica, arrays on its device.
         """
 
-        def copy(leaf: Any) -> Any:
+        def copy(path: Any, leaf: Any) -> Any:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return Mirrored(leaf, self.num_replicas_in_sync)
             if is_value(leaf):
@@ -513,6 +514,7 @@ class Strategy:
                 raise InvalidArgumentError(
                     f"strategy.replicate takes a nest of arrays and numbers, got {leaf!r}."
                 )
+            leaf = narrowed_nest(leaf, f"tree{jax.tree_util.keystr(path)}")
             if is_traced or not self.topology.devices:  # of a coordinator, which has none
                 return self.mirrored(jnp.asarray(leaf))
             array = own_copy(leaf, self.topology.replicated)
@@ -521,7 +523,7 @@ class Strategy:
             return Mirrored(array, self.num_replicas_in_sync, is_ours=True)
 
         is_traced = self.joins_trace()
-        return jax.tree_util.tree_map(copy, tree, is_leaf=is_value)
+        return jax.tree_util.tree_map_with_path(copy, tree, is_leaf=is_value)
 
     def mirrored(self, array: Any) -> Any:
         """``array``, which is whole on all replicas, as a ``Mirrored``; with one replica the array."""

@@ -196,7 +196,7 @@ class ShardedVariable(ArrayLike):
             )
         indices = _checked_indices(delta.indices, self.shape[0])
         shape = (*indices.shape, *self.shape[1:])
-        values = array_of_shape(delta.values, shape, f"The values for {method} of variable {self.name!r}")
+        values = array_of_shape(delta.values, shape, f"{method} of variable {self.name!r}")
         self._shards.update_rows(method, indices, values)
         return self
 

@@ -18,7 +18,7 @@ from replicax._src.collectives.in_replica import IndexedSlices
 from replicax._src.errors import VariableError
 from replicax._src.values import ArrayLike
 from replicax._src.variables.partitioners import shard_rows
-from replicax._src.variables.variable import Variable
+from replicax._src.variables.variable import Variable, as_array
 
 
 class Shards(abc.ABC):
@@ -240,10 +240,7 @@ def array_of_shape(value: Any, shape: tuple[int, ...], what: str) -> jax.Array:
     Raises:
       VariableError: It is none, or of another shape.
     """
-    try:
-        array = jnp.asarray(value.as_array() if isinstance(value, ArrayLike) else value)
-    except TypeError as error:
-        raise VariableError(f"{what} needs an array or a number; got {type(value).__name__}.") from error
+    array = as_array(value, f"The value for {what}")
     if array.shape != shape:
         raise VariableError(
             f"{what}: its shape is {shape}, and a value of shape {array.shape} was given. Give one of this shape."

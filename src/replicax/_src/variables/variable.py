@@ -14,6 +14,7 @@ from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
+from replicax._src.input.narrowing import narrowed_nest
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._src.program.capture import current_capture, note_created
 from replicax._src.program.slots import Sharing, Slot, slot_makers, state_lock
@@ -277,7 +278,7 @@ class Variable(ArrayLike):
                 f"strategy.reduce(rx.ReduceOp.SUM or MEAN, value, axis=None)."
             )
         local = getattr(value, "local", value) if isinstance(value, DistributedValues) else value
-        array = _as_array(local, f"{method} of variable {self.name!r} needs")
+        array = as_array(local, f"The value for {method} of variable {self.name!r}", self.dtype)
         if array.dtype != self.dtype:
             if jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(self.dtype, jnp.inexact):
                 raise VariableError(
@@ -393,7 +394,9 @@ class Variable(ArrayLike):
                     f"{self.aggregation}."
                 )
             delta = self._combine_slices(communicator, delta)
-        values, indices = jnp.asarray(delta.values).astype(self.dtype), jnp.asarray(delta.indices)
+        of = f"of {method} of variable {self.name!r}"
+        values = as_array(delta.values, f"The values {of}", self.dtype).astype(self.dtype)
+        indices = as_array(delta.indices, f"The indices {of}")
         if current_capture() is None:
             values, indices = (self._placement.beside(x, self._has_components) for x in (values, indices))
         raw = self._write(apply(raw.at[indices], values))
@@ -428,24 +431,36 @@ _ON_SERVERS = {
 def _initial_array(initial_value: Any, dtype: Any, name: str) -> jax.Array:
     with jax_compat.outside_traces():
         value = initial_value() if callable(initial_value) else initial_value
-        array = _as_array(value, f"The initial value of variable {name!r} must be")
+        dtype = None if dtype is None else as_dtype(dtype)
+        array = as_array(value, f"The initial value of variable {name!r}", dtype)
         if isinstance(array, jax_compat.Tracer):
             raise VariableError(
                 f"The initial value of variable {name!r} is computed in a function that is being traced. A variable "
                 f"is made once, before the program runs: compute its initial value outside, or give a function "
                 f"of no arguments that computes it from constants."
             )
-        return array if dtype is None else jnp.asarray(array, dtype=as_dtype(dtype))
+        return array if dtype is None else jnp.asarray(array, dtype=dtype)
 
 
-def _as_array(value: Any, what: str) -> Any:
+def as_array(value: Any, what: str, dtype: Any = None) -> Any:
+    """Returns ``value``, which errors call ``what``, as an array; the caller gives it the dtype of the variable, if that is known.
+
+    Raises:
+      VariableError: It is none.
+      NarrowingError: It has 64 bits, and a number does not fit.
+    """
+    if isinstance(value, ArrayLike):
+        value = value.as_array()
+    is_integer = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iu"
+    if is_integer and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+        value = value.astype(dtype)  # which holds what integers of 32 bits do not
     try:
-        return jnp.asarray(value.as_array() if isinstance(value, ArrayLike) else value)
+        return jnp.asarray(narrowed_nest(value, what))
     except (TypeError, ValueError) as error:
         if isinstance(error, ReplicaxError):
             raise
         raise VariableError(
-            f"{what} an array or a number (or, when it is made, a function that returns one); got "
+            f"{what} must be an array or a number (or, when it is made, a function that returns one); got "
             f"{type(value).__name__}."
         ) from error
 
