@@ -356,6 +356,7 @@ def test_restarts(script, num_restarts, code):
     assert f"restart 1 of {num_restarts}" in result.stderr
 
 
+@pytest.mark.rest
 def test_who_exits_with_42_is_started_again_and_not_counted(script, tmp_path):
     folder = tmp_path / "checkpoints"
     path = script("""
@@ -552,6 +553,7 @@ sys.exit(3 * (task == "worker 1"))
 """
 
 
+@pytest.mark.rest
 def test_a_table_of_the_tasks(script):
     text, code = on_a_terminal("--workers", 2, script(STEPS))
     assert code == 3

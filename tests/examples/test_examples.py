@@ -66,6 +66,7 @@ def test_demo_reaches_97_percent_on_images_that_it_has_not_seen(full_run):
     assert float(table_of(full_run)["test accuracy"]) >= 0.97
 
 
+@pytest.mark.rest
 def test_demo_prints_a_line_per_epoch_and_its_losses_fall(full_run):
     lines = [match.groups() for match in EPOCH.finditer(full_run)]
     assert [int(line[0]) for line in lines] == list(range(1, int(lines[0][1]) + 1))
@@ -74,6 +75,7 @@ def test_demo_prints_a_line_per_epoch_and_its_losses_fall(full_run):
     assert lines[-1][5] == table_of(full_run)["test accuracy"]
 
 
+@pytest.mark.rest
 def test_demo_runs_mirrored_on_two_virtual_devices(full_run):
     table = table_of(full_run)
     assert table["strategy"] == "MirroredStrategy"
@@ -82,6 +84,7 @@ def test_demo_runs_mirrored_on_two_virtual_devices(full_run):
     assert float(table["steps/s"]) > 0
 
 
+@pytest.mark.rest
 def test_demo_shows_no_bar_where_there_is_no_terminal(full_run):
     assert "\x1b" not in full_run
     assert "━" not in full_run
@@ -118,6 +121,7 @@ def test_digits_trains_with_each_strategy(options, strategy, replicas):
     assert float(line[6]) > 0.7
 
 
+@pytest.mark.rest
 def test_evaluation_counts_every_row_once(full_run):
     """Accuracies are whole numbers of 1437 and 360 rows; with 32 a batch the last ones have 29 and 8."""
     for match in EPOCH.finditer(full_run):

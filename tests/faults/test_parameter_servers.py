@@ -443,6 +443,7 @@ def warnings_of(caplog, part):
     return [record.getMessage() for record in caplog.records if part in record.getMessage()]
 
 
+@pytest.mark.rest
 def test_a_parameter_server_comes_back_with_its_snapshot(tmp_path, caplog):
     arguments = snapshots_in(tmp_path)
     with (

@@ -119,6 +119,7 @@ def parted(local_cluster, how, silence_s):
     return cluster
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("how", "of_hub", "of_worker_1"),
     ids=["cut", "blackhole"],

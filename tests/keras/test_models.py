@@ -218,6 +218,7 @@ def test_a_spectrally_normalised_kernel_is_a_leaf_after_its_assignment(strategy)
     assert_weights_equal(model, expected)
 
 
+@pytest.mark.rest
 def test_batch_normalisation_uses_each_replicas_own_statistics(strategy):
     """Loss, gradients and moving statistics by the per-replica formula, in a CNN."""
 

@@ -38,6 +38,7 @@ def resumed(folder, first, reports_of, num_steps, workers):
     return reports_of(training, str(copy), num_steps, "True", workers=workers)
 
 
+@pytest.mark.rest
 def test_one_writes(folder, first):
     assert [worker["num_written"] for worker in first] == [3, 0]
     assert sorted(os.listdir(folder)) == ["ckpt-1", "ckpt-2", "ckpt-3"]

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(180)
 SCRIPT = Path(__file__).with_name("with_evaluator.py")
 
 
+@pytest.mark.rest
 def test_the_evaluator_evaluates_what_the_chief_writes(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "replicax", "launch"]

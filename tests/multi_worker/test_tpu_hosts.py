@@ -7,6 +7,7 @@ from programs import on_hosts_of_a_tpu
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.rest
 def test_two_hosts_are_one_tpu(reports_of):
     hosts = reports_of(on_hosts_of_a_tpu, workers=2, devices=4)
     (alone,) = reports_of(on_hosts_of_a_tpu, workers=1, devices=8)

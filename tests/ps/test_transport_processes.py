@@ -105,6 +105,7 @@ def test_a_task_goes_on_when_a_client_was_killed_in_the_middle_of_a_message(task
     client.open().call(Message({}), 60)
 
 
+@pytest.mark.rest
 def test_a_killed_task_is_noticed_at_once_and_found_again_at_its_address():
     with EchoTask() as task, TaskClient(task.address, TOKEN, "ps 0") as client:
         link, idle = client.open(), client.open()
