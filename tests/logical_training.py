@@ -22,6 +22,7 @@ class Training:
             self.up = rx.Variable(np.ones((WIDTH, WIDE), np.float32), name="up")
             self.down = rx.Variable(np.ones((WIDE, WIDTH), np.float32), name="down")
             self.by_hand = rx.Variable(np.zeros((WIDE, WIDTH), np.float32), name="by hand")
+        self.model()  # the variables of the layout map's "kernel"
         split = self.strategy.experimental_split_to_logical_devices
         split(self.by_hand, [1, num_logical_devices])
 
