@@ -359,7 +359,7 @@ class LocalPerReplica(DistributedValues):
 
 
 def local_components(nest: Any, communicator: Communicator) -> Any:
-    """What a program that is being traced in ``merge_call`` sees of ``PerReplica`` values.
+    """Returns ``PerReplica`` values as the program that is being traced in ``merge_call`` sees them.
 
     Raises:
       UnsupportedError: Components of different shapes: the program has one shape for all replicas.

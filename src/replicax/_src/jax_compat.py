@@ -220,7 +220,7 @@ def is_differentiated(eqn: Any) -> bool:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation belongs to the backward pass of a differentiated function."""
+    """Returns True if an equation belongs to the backward pass of a differentiated function."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 

@@ -35,7 +35,7 @@ _PACKAGES = {"gpu": _NVIDIA, "cuda": _NVIDIA, "rocm": '"jax[rocm7-local]"', "tpu
 # XLA runs the collectives of all virtual CPU devices on one thread pool of this many threads; with fewer
 # threads than waiting participants the process is aborted after 40 s (seen with jax 0.10 on 2 cores).
 _CPU_POOL_THREADS = 16
-# What launchers say of how many processes of a job they have started on this host: ours, torchrun, Open MPI.
+# How many processes of a job a launcher has started on this host: set by ours, torchrun and Open MPI.
 _TASKS_ON_HOST = (TASKS_ON_HOST_VARIABLE, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _DEVICE_NAME = re.compile(
     r"^(?:/?job:[^/]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(?P<kind>[A-Za-z]+)(?::(?P<index>\d+))?$"

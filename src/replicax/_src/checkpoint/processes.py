@@ -21,7 +21,7 @@ from replicax._src.input.elements import NotResumableError
 
 # A network's file system may show a file of another machine later.
 _SHARED_WITHIN_S = 10.0
-# Who writes may look for long at what is in memory: checksums take a second for each GB or so.
+# Checksums of what is in memory take about a second per GB, in which nothing changes on the disk.
 _UNCHANGED_WITHIN_S = 300.0
 # How often who writes says that it still does: those who wait give up on somebody who says nothing.
 _TELL_S = 1.0
@@ -287,7 +287,7 @@ def follow_chief(path: str, part: str, before: object) -> None:
 
 
 def _files_of(folders: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """What is in some folders, and the size and time of each; what is removed meanwhile is left out."""
+    """Returns the names, sizes and times of the files in some folders; files that are removed meanwhile are left out."""
     found = {}
     for top in folders:
         for folder, _, names in os.walk(top):

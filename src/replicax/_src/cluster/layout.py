@@ -24,7 +24,7 @@ SCRIPT_IN: Final = ("chief", "workers", "all")
 SCRIPT_IN_VARIABLE: Final = "REPLICAX_SCRIPT_IN"
 # What it is told of how many devices each worker has.
 DEVICES_VARIABLE: Final = "REPLICAX_DEVICES_PER_WORKER"
-# What a task is told of how many tasks its launcher has started on this host: they share its cores.
+# Tells a task how many tasks its launcher has started on this host: they share its cores.
 TASKS_ON_HOST_VARIABLE: Final = "REPLICAX_TASKS_ON_HOST"
 # On how many parameter servers each variable is.
 REPLICATION_VARIABLE: Final = "REPLICAX_REPLICATION"

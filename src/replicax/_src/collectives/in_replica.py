@@ -26,7 +26,7 @@ from replicax._src.values import cut, largest_shape, pad
 # size. Larger arrays are reduced by themselves: joining them, or cutting them, costs more in copies than it saves.
 _ALONE_BYTES, _SHARED_ALONE_BYTES = 256 * 1024, 2 * 1024 * 1024
 _DEFAULT_PACK_BYTES = 4 * 1024 * 1024
-# Of more arrays than this the compiler is kept from knowing where in a buffer each begins; see ``_hidden_starts``.
+# With more arrays than this, the compiler does not learn where in a buffer each begins; see ``_hidden_starts``.
 _MANY_ARRAYS = 16
 
 

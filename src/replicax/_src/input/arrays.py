@@ -178,7 +178,7 @@ class ArrayDataset:
         return self._with(of_rows=(*self._of_rows, function))
 
     def prefetch(self, buffer_size: int | None = None) -> ArrayDataset:
-        """Accepted for tf.data's sake: a dataset that is distributed, or given to ``fit``, is read ahead by itself."""
+        """Changes nothing, and is there as in tf.data: a dataset that is distributed, or given to ``fit``, is always read ahead."""
         del buffer_size
         return self._with()
 
@@ -271,12 +271,12 @@ class ArrayDataset:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether a ``map`` makes the elements."""
+        """True if a ``map`` makes the elements."""
         return bool(self._of_rows or self._of_batches)
 
     @property
     def is_mapped_in_batches(self) -> bool:
-        """Whether the elements are what the user's function made, not batches that were joined here."""
+        """True if the user's function made the elements; False if batches were joined here."""
         return bool(self._of_batches if self._is_batched else self._of_rows)
 
     @property

@@ -334,7 +334,7 @@ def _with_datasets(
 
 
 def _narrowed(data: Any, argument: str) -> Any:
-    """What is given to Keras, with arrays in memory as JAX has them. Files that are mapped are read batch by batch."""
+    """Returns the arguments for Keras, arrays in memory narrowed as JAX has them. Memory-mapped files are read batch by batch."""
     leaves, tree = jax.tree.flatten(data, is_leaf=lambda value: not isinstance(value, (tuple, list, dict)))
     arrays = [None if isinstance(leaf, np.memmap) else leaf for leaf in leaves]
     new = {

@@ -387,7 +387,7 @@ def _cut(program: ReplicaProgram) -> tuple[ReplicaProgram, Updates] | None:
 
 
 def _trains(program: ReplicaProgram, written: Sequence[Slot]) -> bool:
-    """Whether a program changes trainable variables by gradients, and does not only assign them."""
+    """Returns True if a program changes trainable variables by gradients, and does not only assign them."""
     variables = [slot.variable for slot in written]
     return any(v.trainable for v in variables) and (
         any(map(is_of_optimizer, variables)) or any(has_backward_pass(v.jaxpr) for v in program.variants)

@@ -63,7 +63,7 @@ def as_arguments(leaves: Sequence[Any], tree: Any, *, has_modules: bool = False)
 class ClosureCheck:
     """Checks 64-bit arrays that a function closes over: those that its program uses, each array once.
 
-    Of an array that only gives its shape JAX may keep what it likes. A program is called with other arrays of the same shapes,
+    An array that is used for its shape only is not checked. A program is called with other arrays of the same shapes,
     so the check belongs to the calls, which must not look at the numbers of an array that they know.
 
     Args:
@@ -164,7 +164,7 @@ _READ = {
 
 @functools.lru_cache(maxsize=512)
 def _remedy(kind: type) -> str | None:
-    """What to write in place of an object of a class; None if it can be taken as an array."""
+    """Returns what to write in place of an object of a class; None if it can be taken as an array."""
     names = {(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__}
     if ("tensorflow", "Variable") in names:
         return (

@@ -167,7 +167,7 @@ def _functions(fn: Any) -> list[Callable[..., Any]]:
 
 
 def _named(fn: Any, name: str) -> Any:
-    """What a name in the source of a function stands for, unless it is local."""
+    """Returns what a name in the source of a function stands for; _MISSING if it is local."""
     function = getattr(fn, "__func__", fn)
     code = function.__code__
     if name in code.co_freevars:
@@ -181,7 +181,7 @@ def _named(fn: Any, name: str) -> Any:
 
 
 def _contents(fn: Any, site: _Site) -> Any:
-    """What a site's path leads to now: _LOCAL if nothing outside of the function, _MISSING if nothing yet; of containers a copy."""
+    """Returns the object at a site's path, of containers a copy; _LOCAL if the path begins in the function, _MISSING if it is not there yet."""
     root, *names = site.path
     value = _named(fn, root)
     if value is _MISSING:
@@ -209,7 +209,7 @@ def _tracers(value: Any) -> list[Any]:
 
 
 def _draws(function: Any) -> bool:
-    """Whether a function gives other random numbers at each call: of NumPy, or of TensorFlow."""
+    """Returns True if a function of NumPy or TensorFlow gives other random numbers at each call."""
     name = getattr(function, "__name__", "")
     if isinstance(getattr(function, "__self__", None), _GENERATORS):
         return name not in _DRAWS_NOTHING

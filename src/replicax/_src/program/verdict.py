@@ -181,7 +181,7 @@ def has_replica_collective(jaxpr: Any) -> Any | None:
 
 
 def has_backward_pass(jaxpr: Any) -> bool:
-    """Whether a gradient is computed in ``jaxpr``, at any depth."""
+    """Returns True if a gradient is computed in ``jaxpr``, at any depth."""
     return any(
         jax_compat.is_transposed(eqn)
         or any(has_backward_pass(jax_compat.inner_jaxpr(sub)[0]) for sub in jax_compat.sub_jaxprs(eqn))
@@ -197,7 +197,7 @@ def is_replica_collective(eqn: Any) -> bool:
 
 
 def is_equalising(eqn: Any) -> bool:
-    """Whether an equation is a collective that gives all replicas the same."""
+    """Returns True if an equation is a collective that gives all replicas the same."""
     return (
         eqn.primitive.name in _MAKES_EQUAL
         and REPLICA_AXIS in collective_axes(eqn)

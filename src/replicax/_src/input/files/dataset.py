@@ -108,7 +108,7 @@ class FileDataset:
         return self._with(Map(function))
 
     def prefetch(self, buffer_size: int | None = None) -> FileDataset:
-        """Accepted for tf.data's sake: a dataset that is distributed, or given to ``fit``, is read ahead by itself."""
+        """Changes nothing, and is there as in tf.data: a dataset that is distributed, or given to ``fit``, is always read ahead."""
         del buffer_size
         return self._with()
 
@@ -222,7 +222,7 @@ class FileDataset:
 
     @property
     def is_mapped_in_batches(self) -> bool:
-        """Whether the elements are what the user's function made, not batches that were joined here."""
+        """True if the user's function made the elements; False if batches were joined here."""
         kinds = [type(step) for step in self._steps]
         return Map in (kinds[kinds.index(Batch) :] if Batch in kinds else kinds)
 
