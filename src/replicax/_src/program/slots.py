@@ -244,8 +244,10 @@ def is_local(value: Any) -> bool:
 
 def own_copy_here(value: Any) -> jax.Array:
     """A strongly typed copy, where ``value`` is."""
-    copy = jnp.copy(value)
-    return jax.lax.convert_element_type(copy, copy.dtype)  # strips the weak type, which would recompile
+    copy = jax_compat.copied(value)
+    if not copy.weak_type:
+        return copy
+    return jax.lax.convert_element_type(copy, copy.dtype)  # a weak type would recompile
 
 
 @functools.cache
