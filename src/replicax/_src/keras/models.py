@@ -118,6 +118,8 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 if strategy is None and inputs:
                     strategy = context.get_strategy()  # Keras's own steps would not see where the data end
                 is_loop = name in STEPS_OF_DATA
+                if is_loop and strategy is not None:
+                    args, kwargs = _quiet(signature, self, args, kwargs, strategy.topology.peers)
                 given = _given(signature, self, args, kwargs) if is_loop else {}
                 if strategy is not None and strategy.topology.peers is not None and is_loop:
                     start_together(strategy.topology.peers, name, self, given)
@@ -139,6 +141,18 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
         return method
 
     return wrap
+
+
+def _quiet(
+    signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a loop: of several processes only the first shows Keras's progress with ``verbose="auto"``."""
+    given = {} if peers is None or peers.is_leader else _given(signature, model, args, kwargs)
+    if not given or given.get("verbose", "auto") != "auto":
+        return args, kwargs
+    bound = signature.bind(model, *args, **kwargs)
+    bound.arguments["verbose"] = 0
+    return bound.args[1:], bound.kwargs
 
 
 def _is_of_keras(error: BaseException) -> bool:
