@@ -123,6 +123,7 @@ SAME_LAYER = {
     ("topology", "cluster"),
     ("function", "strategies"),
     ("preemption", "checkpoint"),
+    ("keras", "summaries"),
     ("preemption", "coordinator"),
     ("program", "values"),
     ("collectives", "values"),

@@ -26,7 +26,7 @@ from replicax._src.errors import (
 from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.input.narrowing import narrowed
 from replicax._src.keras import checkpoint_callback, servers, shared_reads
-from replicax._src.keras.callback_states import written_by_chief
+from replicax._src.keras.callback_states import check_has_tensorflow, written_by_chief
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.planned_steps import PlannedSteps
@@ -126,6 +126,7 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 if strategy is not None:
                     _check_has_rows(self, name, given)
                     stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
+                check_has_tensorflow(given.get("callbacks"))
                 if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
                     stack.enter_context(written_by_chief(strategy, callbacks))
