@@ -263,7 +263,8 @@ def shown_value(array: Any) -> str | None:
     is_here = not array.is_deleted() and (array.is_fully_addressable or array.is_fully_replicated)
     if not is_here or not jnp.issubdtype(array.dtype, jnp.number):
         return None
-    return str(np.asarray(array)) if array.is_ready() else "being computed"
+    is_ready = array.is_ready()  # type: ignore[attr-defined]
+    return str(np.asarray(array)) if is_ready else "being computed"
 
 
 def _is_on_replicas(array: Any, num_replicas: int) -> bool:

@@ -191,11 +191,15 @@ class TensorBoard(keras.callbacks.Callback):
         self._is_profiling = False
         self._profile.close()
 
+    @property
+    def _fitted(self) -> Any:
+        return self.model
+
     def _iterations(self) -> int:
-        return int(np.asarray(self.model.optimizer.iterations))
+        return int(np.asarray(self._fitted.optimizer.iterations))
 
     def _learning_rates(self) -> dict[str, float]:
-        optimizer = self.model.optimizer
+        optimizer = self._fitted.optimizer
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
         if hasattr(optimizer, "optimizers"):
             return {f"learning_rate_{one.name}": float(one.learning_rate) for one in optimizer.optimizers}
@@ -204,7 +208,7 @@ class TensorBoard(keras.callbacks.Callback):
         return {}
 
     def _write_weights(self, epoch: int) -> None:
-        for layer in self.model.layers:
+        for layer in self._fitted.layers:
             for weight in layer.weights:
                 if not np.issubdtype(np.dtype(keras.backend.standardize_dtype(weight.dtype)), np.number):
                     continue

@@ -86,12 +86,14 @@ def _is_leaf(value: Any) -> bool:
 
 def _variables_of_keras(value: Any) -> list[tuple[str, Any]] | None:
     """The variables of a model, layer, optimizer or metric; None for other values."""
-    keras = sys.modules.get("keras")
-    if keras is None or not isinstance(
-        value, (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
-    ):
+    keras: Any = sys.modules.get("keras")
+    if keras is None:
         return None
-    variables = list(value.variables)
+    kinds: Any = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
+    if not isinstance(value, kinds):
+        return None
+    owner: Any = value
+    variables = list(owner.variables)
     optimizer = getattr(value, "optimizer", None)
     if isinstance(value, keras.Model) and isinstance(optimizer, keras.optimizers.Optimizer):
         variables += optimizer.variables
@@ -108,7 +110,7 @@ def _name_of(leaf: Any) -> str:
 def _layout(name: str, leaf: Any) -> Layout | None:
     """The layout of one leaf; None if it is no array."""
     if isinstance(leaf, ShardedVariable):
-        held = leaf.shards.held
+        held = list(leaf.shards.held)
         if len(held) > 1:
             return _in_variables(name, leaf)
         leaf = held[0]

@@ -1,6 +1,6 @@
 """What pictures are made of, in SVG: rectangles, text, and arrays as rows with a bar of what one device holds.
 
-Pictures have no background, and their text has the colour of what is around them: they are read on light and on dark pages.
+A picture in a page has no background, and the page's colour of text. One in a file is light or dark, as the viewer is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ PALETTE: Final = ("#9ec5fe", "#ffd59e", "#b5e2b5", "#f5b5c8", "#cfc2f5", "#a8e0d
 CHAR: Final = 6.7
 """How wide a character of monospaced text is at 11 px: names are measured, so that nothing runs into what is beside them."""
 
-_COLOURS: Final = "svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
+_COLOURS: Final = (
+    "svg{color:#1f2328}.page{fill:#ffffff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6edf3}.page{fill:#0d1117}}"
+)
 _MAX_NAME: Final = 52
 _ROW: Final = 22
 _CUT_WIDTH, _CUT_HEIGHT, _MOST_PIECES, _BAR = 48, 16, 12, 300
@@ -31,7 +34,9 @@ def picture(width: float, height: float, lines: Iterable[str], *, is_inline: boo
     Args:
       is_inline: It stands in a page, whose colour of text it takes. A file asks the viewer whether it is dark.
     """
-    style = "" if is_inline else f"<style>{_COLOURS}</style>"
+    style = (
+        f'<style>{_COLOURS}</style><rect class="page" width="100%" height="100%"/>' if not is_inline else ""
+    )
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '

@@ -71,8 +71,9 @@ def _memory(plan: Plan, width: float) -> Iterator[str]:
         yield rect(left, 36, amount * scale, 18, color, name="memory")
         left += amount * scale
     if is_small:
-        share = 100 * total / memory.limit
-        said = f"{share:.2g}% of a device's memory: {size(memory.limit)}"
+        percent = 100 * total / memory.limit
+        share = f"{percent:.2g}%" if percent >= 0.1 else "less than 0.1%"
+        said = f"{share} of a device's memory: {size(memory.limit)}"
         yield text(left + 10, 50, said, fill=_LIMIT)
     else:
         end = _LEFT + memory.limit * scale
