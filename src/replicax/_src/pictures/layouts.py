@@ -92,11 +92,10 @@ def _variables_of_keras(value: Any) -> list[tuple[str, Any]] | None:
     kinds: Any = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
     if not isinstance(value, kinds):
         return None
-    owner: Any = value
-    variables = list(owner.variables)
+    variables = list(getattr(value, "variables", ()))
     optimizer = getattr(value, "optimizer", None)
     if isinstance(value, keras.Model) and isinstance(optimizer, keras.optimizers.Optimizer):
-        variables += optimizer.variables
+        variables += getattr(optimizer, "variables", ())
     return [(variable.path, variable) for variable in {id(v): v for v in variables}.values()]
 
 
