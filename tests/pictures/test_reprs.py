@@ -138,6 +138,7 @@ def test_variables(strategy):
     with strategy.scope():
         variable = rx.Variable([1.0, 2.0], name="<b>w</b>")
         total = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+    jax.block_until_ready(variable.value)
     text = shown(variable)
     for one in ("<b>w</b>", "float32[2]", "whole on each of 2 devices", "[1. 2.]"):
         assert one in text
