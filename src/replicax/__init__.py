@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         VariableAggregation,
         VariableSynchronization,
     )
+    from replicax._src.pictures.visualize import visualize
     from replicax._src.profiling.profile import Profile, profile
     from replicax._src.program.tape import GradientTape
     from replicax._src.ps.server_def import ServerDef, ServerOptions
@@ -134,6 +135,7 @@ __all__ = [
     "testing",
     "tpu",
     "value_and_grad",
+    "visualize",
 ]
 
 # Where each name is: as above, which only type checkers read. tests/test_layering.py compares them.
@@ -202,6 +204,7 @@ _PLACES = {
     "Mirrored": "values",
     "PerReplica": "values",
     "Variable": "variables.variable",
+    "visualize": "pictures.visualize",
 }
 
 

@@ -708,3 +708,37 @@ def summaries(folder):
     with rx.profile(os.path.join(folder, "trace")):
         strategy.run(step, args=(jnp.float32(2),))
     float(total)  # of all workers: none ends while another has still to run its program
+
+
+def looking(folder):
+    """What each process shows of a training, and writes for TensorBoard; and what of a value is whose."""
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax._src import progress
+
+    progress.SILENT_S = 0.0
+    strategy = rx.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        total = rx.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    board = rx.keras.callbacks.TensorBoard(folder, histogram_freq=1, update_freq=1)
+    print("[first]", flush=True)
+    model.fit(x, y, batch_size=4, validation_data=(x, y), callbacks=[board])
+    model.evaluate(x, y)
+    model.predict(x)
+    print("[second]", flush=True)
+    model.fit(x, y, batch_size=4, verbose=2)
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(x).batch(4))
+    value = next(iter(dataset))
+    # Each by itself, so that whatever communicates would wait for the other in vain.
+    if strategy.extended.should_checkpoint:
+        rx.testing.report(
+            value=value._repr_html_(),
+            variable=repr(total) + total._repr_html_(),
+            picture=str(rx.visualize(value)),
+        )
+    rx.testing.report(strategy=strategy._repr_html_())

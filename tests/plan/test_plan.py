@@ -317,7 +317,7 @@ def test_the_picture_has_every_array(plan):
     assert len(bars) == len(plan.arrays)
     assert bars == sorted(bars, reverse=True)
     assert any("dim 0 over replica, 1 of 2" in text for text in texts)
-    assert any("memory of a device" in text for text in texts)
+    assert any("a device's memory" in text for text in texts)
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])

@@ -27,6 +27,7 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import current_capture
 from replicax._src.program.modules import open_modules
+from replicax._src.progress import compiling
 from replicax._src.strategies.code import (
     PlacedCode,
     RunsOnServers,
@@ -36,6 +37,7 @@ from replicax._src.strategies.code import (
     trace_code,
 )
 from replicax._src.strategies.planning import PlanRequest, Unrun, arguments_on, of_slots, on_plan, placers
+from replicax._src.topology import REPLICA_AXIS
 from replicax._src.values import is_value, is_variable
 
 log = logging.getLogger("replicax")
@@ -148,26 +150,24 @@ class Function:
         mesh = mesh_of(arrays)
         signature = (tree, tuple(described), context.get_strategy(), mesh, jax_state())
         placed = programs.get(signature)
-        if placed is None:
-            if open_modules((args, kwargs))[1] is not None:
-                raise UnsupportedError(
-                    "rx.function got an nnx module as an argument, which its trace could not update. Pass the module's "
-                    "state as arrays (nnx.split), or call strategy.run with the module outside of rx.function."
-                )
-            try:
+        if placed is not None:
+            return _checked_call(placed, leaves, arrays)
+        if open_modules((args, kwargs))[1] is not None:
+            raise UnsupportedError(
+                "rx.function got an nnx module as an argument, which its trace could not update. Pass the module's "
+                "state as arrays (nnx.split), or call strategy.run with the module outside of rx.function."
+            )
+        try:
+            with compiling(key.name_of(fn), _num_replicas(mesh)):
                 placed = _trace(fn, tree, described, mesh, makers_of(_values_in(nest)))
-            except _IteratesDataset:
-                return self._run_as_python(args, kwargs)
-            except RunsOnServers as found:
-                self._strategy_with_servers = found.strategy
-                return found.strategy.run_here(fn, *args, **kwargs)
-            programs.put(signature, described, placed)
-            self._cache.report_trace(fn, described)
-        placed.check_closure(leaves)
-        if program_guard.current:
-            with program_guard.current[-1]():
-                return placed(arrays)
-        return placed(arrays)
+                programs.put(signature, described, placed)
+                self._cache.report_trace(fn, described)
+                return _checked_call(placed, leaves, arrays)
+        except _IteratesDataset:
+            return self._run_as_python(args, kwargs)
+        except RunsOnServers as found:
+            self._strategy_with_servers = found.strategy
+            return found.strategy.run_here(fn, *args, **kwargs)
 
     def _run_as_python(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._runs_as_python = True
@@ -179,6 +179,21 @@ class Function:
 
     def __repr__(self) -> str:
         return f"<rx.function {getattr(self.python_function, '__qualname__', self.python_function)}>"
+
+
+def _num_replicas(mesh: Any) -> int | None:
+    """For how many replicas a function will be compiled; None where only its trace will tell."""
+    if mesh is not None:
+        return mesh.shape[REPLICA_AXIS]
+    return context.get_strategy().num_replicas_in_sync if context.has_strategy() else None
+
+
+def _checked_call(placed: PlacedCode, leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    placed.check_closure(leaves)
+    if program_guard.current:
+        with program_guard.current[-1]():
+            return placed(arrays)
+    return placed(arrays)
 
 
 class _IteratesDataset(BaseException):

@@ -18,7 +18,8 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import DonatedError, PerReplicaUseError
-from replicax._src.topology import Topology
+from replicax._src.pictures import html
+from replicax._src.topology import Topology, device_name
 
 _REFLECTED = [
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),
@@ -216,6 +217,28 @@ class PerReplica(DistributedValues):
             f"strategy.run(fn, args=(value,))."
         )
 
+    def _repr_html_(self) -> str:
+        array = self._array
+        title = f"PerReplica of {self.num_replicas} replica{'s' * (self.num_replicas != 1)}"
+        if array is None:
+            return html.page(title, html.facts({"value": "was given to a program (donate_args)"}))
+        if isinstance(array, jax_compat.Tracer) or not isinstance(array, jax.Array):
+            return html.page(title, html.facts({"value": array}))
+        shards: dict[int, Any] = {}
+        if _is_on_replicas(array, self.num_replicas) and not array.is_deleted():
+            found = shards_of_replicas(array, self.num_replicas, has_rows=not self.is_equal)
+            numbers = _local_replicas(array, self.num_replicas, self.is_equal)
+            shards = dict(zip(numbers, found, strict=False))
+        rows = []
+        for r in range(self.num_replicas):
+            shape = self.component_shape(r)
+            shard = shards.get(r)
+            where = "not in this process" if shard is None else device_name(shard.device)
+            value = None if shard is None else _component_shown(shard.data, shape, self.is_equal)
+            rows.append((r, where, f"{self.dtype}{list(shape)}", "…" if value is None else value))
+        about = html.facts({"all replicas": "proven equal"}) if self.is_equal else ""
+        return html.page(title, about, html.table(("replica", "device", "component", "value"), rows))
+
     def __repr__(self) -> str:
         array = self._array
         if array is None:
@@ -231,10 +254,32 @@ class PerReplica(DistributedValues):
         return f"PerReplica:{{\n{parts}\n}}"
 
 
+def shown_value(array: Any) -> str | None:
+    """A small value that is there already, in this process, for a table; None of others: nothing waits, little moves."""
+    if isinstance(array, np.ndarray):
+        return str(array) if array.size <= _MAX_SHOWN else None
+    if not isinstance(array, jax.Array) or isinstance(array, jax_compat.Tracer) or array.size > _MAX_SHOWN:
+        return None
+    is_here = not array.is_deleted() and (array.is_fully_addressable or array.is_fully_replicated)
+    if not is_here or not jnp.issubdtype(array.dtype, jnp.number):
+        return None
+    is_ready = array.is_ready()  # type: ignore[attr-defined]
+    return str(np.asarray(array)) if is_ready else "being computed"
+
+
 def _is_on_replicas(array: Any, num_replicas: int) -> bool:
     """True if the replicas' devices hold ``array``; what a coordinator has of its workers' replicas is in one place."""
     is_placed = isinstance(array, jax.Array) and not isinstance(array, jax_compat.Tracer)
     return is_placed and len(array.sharding.device_set) >= num_replicas
+
+
+def _component_shown(data: Any, shape: Sequence[int], is_equal: bool) -> str | None:
+    """The value of one replica's component, of what its device holds."""
+    whole = data.size if data.is_ready() else _MAX_SHOWN + 1
+    if whole > _MAX_SHOWN:
+        return None if data.is_ready() else "being computed"
+    array = np.asarray(data)
+    return shown_value(cut(array if is_equal else array[0], shape))
 
 
 def _local_replicas(array: Any, num_replicas: int, is_equal: bool) -> Sequence[int]:
@@ -316,6 +361,15 @@ class Mirrored(DistributedValues):
     def as_array(self) -> Any:
         self.is_shared = True
         return self.array
+
+    def _repr_html_(self) -> str:
+        about: dict[str, object] = {"replicas": self.num_replicas}
+        if self._array is None:
+            about["value"] = "was given to a program (donate_args)"
+        else:
+            about |= {"array": f"{self.dtype}{list(self.shape)}, whole on every replica's device"}
+            about["value"] = shown_value(self._array)
+        return html.page("Mirrored", html.facts(about))
 
     def __repr__(self) -> str:
         return f"Mirrored({self._array!r})" if self._array is not None else "Mirrored(<donated>)"

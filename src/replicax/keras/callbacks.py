@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from replicax._src.keras.checkpoint_callback import CheckpointCallback
+    from replicax._src.keras.tensorboard_callback import TensorBoard
 
-__all__ = ["CheckpointCallback"]
+__all__ = ["CheckpointCallback", "TensorBoard"]
 
 
 def __getattr__(name: str) -> Any:
@@ -13,4 +14,8 @@ def __getattr__(name: str) -> Any:
         from replicax._src.keras.checkpoint_callback import CheckpointCallback
 
         return CheckpointCallback
+    if name == "TensorBoard":
+        from replicax._src.keras.tensorboard_callback import TensorBoard
+
+        return TensorBoard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

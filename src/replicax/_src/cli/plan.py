@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,7 @@ from typing import Any, Final
 from replicax._src.cli.arguments import positive, seconds
 from replicax._src.errors import ReplicaxError
 from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Hardware, hardware_of
+from replicax._src.progress import working
 
 _DESCRIPTION: Final = """\
 Runs a script up to its first program (strategy.run, an rx.function, a Keras fit), and compiles that for other hardware in
@@ -29,7 +29,6 @@ _EPILOG: Final = """\
 The script's own output goes to stderr. The exit code is 0 if it fits, 3 if it does not, 1 if there is no plan.
 """
 _NOT_FITTING: Final = 3
-_LINE_EVERY_S: Final = 10.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -125,7 +124,10 @@ def run(options: argparse.Namespace) -> int:
             options.script,
         ]
         unfinished = _run_child(
-            [*command, *options.arguments], _environment(os.environ, hardware), options.limit
+            [*command, *options.arguments],
+            _environment(os.environ, hardware),
+            options.limit,
+            f"{options.script} for {hardware.name}",
         )
         if unfinished:
             of_what = "remedies were" if result.exists() else "it was"
@@ -160,21 +162,16 @@ def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, st
     return new
 
 
-def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float) -> str:
-    """Runs the script until it has been planned; says so now and then; what it was where it did not end by itself."""
-    start = time.monotonic()
+def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float, what: str) -> str:
+    """Runs the script until it has been planned; what it was where it did not end by itself."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the child too
     child = subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True)
     try:
-        while True:
-            passed = time.monotonic() - start
-            if passed >= limit_s:
-                return f"not finished after {limit_s:g} s (--limit)"
-            try:
-                child.wait(min(_LINE_EVERY_S, limit_s - passed))
-                return ""
-            except subprocess.TimeoutExpired:
-                print(f"replicax plan: planning for {time.monotonic() - start:.0f} s …", file=sys.stderr)
+        with working(f"planning {what}", None):
+            child.wait(limit_s)
+        return ""
+    except subprocess.TimeoutExpired:
+        return f"not finished after {limit_s:g} s (--limit)"
     except KeyboardInterrupt:
         return "interrupted"
     finally:

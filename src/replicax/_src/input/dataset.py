@@ -12,6 +12,7 @@ from replicax._src.input.elements import NotResumableError, Pass
 from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
+from replicax._src.pictures import html
 
 # Where steps are small and quickly read, waking a thread for each costs more than reading it (35 µs and 115 µs in a
 # loop of 1 ms steps): so it reads several at a time.
@@ -126,14 +127,22 @@ class DistributedDataset:
         return Reader(elements, self._placer, num_ahead=self._num_ahead, places_ahead=places_ahead)
 
     def __repr__(self) -> str:
+        lines = [f"  {name + ':':<10}{value}" for name, value in self._described().items()]
+        return "\n".join(["DistributedDataset", *lines])
+
+    def _repr_html_(self) -> str:
+        title = f"DistributedDataset for {self.num_replicas} replica{'s' * (self.num_replicas != 1)}"
+        # Only if it is known: to look at the first element would read it.
+        known = {"element_spec": vars(self)["element_spec"]} if "element_spec" in vars(self) else {}
+        return html.page(title, html.facts({**self._described(), **known}))
+
+    def _described(self) -> dict[str, str]:
         where = "on the devices" if self._places_ahead else "on the host"
-        described = {
+        return {
             **self._source.describe(),
             "steps": _steps_text(self.cardinality),
             "prefetch": f"{self._num_ahead} steps, {where}",
         }
-        lines = [f"  {name + ':':<10}{value}" for name, value in described.items()]
-        return "\n".join(["DistributedDataset", *lines])
 
 
 def _steps_text(cardinality: Cardinality | None) -> str:
@@ -167,6 +176,10 @@ class DistributedIterator:
         self._dataset = dataset
         self._is_closed = False
         self._reader = self._start()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._is_closed else ""
+        return f"<DistributedIterator of {self._dataset.source.describe()['source']}{state}>"
 
     @property
     def dataset(self) -> DistributedDataset:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import keras
+
+from replicax._src.errors import MissingExtraError
 
 # What these have counted and seen; the weights that an EarlyStopping holds are arrays, and saved as such.
 _KNOWN: Final = {
@@ -126,3 +129,19 @@ def written_by_chief(strategy: Any, callbacks: Any) -> Iterator[None]:
     finally:
         for each in muted:
             each.end()
+
+
+def check_has_tensorflow(callbacks: Any) -> None:
+    """Raises where Keras's own callback would fail: it needs TensorFlow.
+
+    Raises:
+      MissingExtraError: TensorFlow is not installed.
+    """
+    listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    if not any(isinstance(one, keras.callbacks.TensorBoard) for one in keras.tree.flatten(listed or [])):
+        return
+    if importlib.util.find_spec("tensorflow") is None:
+        raise MissingExtraError(
+            "keras.callbacks.TensorBoard needs TensorFlow, which is not installed. Use rx.keras.callbacks.TensorBoard in its "
+            "place: it takes the same arguments, writes the same, and needs pip install tensorboardX pillow."
+        )

@@ -26,7 +26,7 @@ from replicax._src.errors import (
 from replicax._src.input.elements import EmptyDatasetError
 from replicax._src.input.narrowing import narrowed
 from replicax._src.keras import checkpoint_callback, servers, shared_reads
-from replicax._src.keras.callback_states import written_by_chief
+from replicax._src.keras.callback_states import check_has_tensorflow, written_by_chief
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.planned_steps import PlannedSteps
@@ -118,12 +118,15 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
                 if strategy is None and inputs:
                     strategy = context.get_strategy()  # Keras's own steps would not see where the data end
                 is_loop = name in STEPS_OF_DATA
+                if is_loop and strategy is not None:
+                    args, kwargs = _quiet(signature, self, args, kwargs, strategy.topology.peers)
                 given = _given(signature, self, args, kwargs) if is_loop else {}
                 if strategy is not None and strategy.topology.peers is not None and is_loop:
                     start_together(strategy.topology.peers, name, self, given)
                 if strategy is not None:
                     _check_has_rows(self, name, given)
                     stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
+                check_has_tensorflow(given.get("callbacks"))
                 if name == "fit":
                     callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
                     stack.enter_context(written_by_chief(strategy, callbacks))
@@ -139,6 +142,18 @@ def wrapped_method(name: str) -> Callable[[Method], Method]:
         return method
 
     return wrap
+
+
+def _quiet(
+    signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a loop: of several processes only the first shows Keras's progress with ``verbose="auto"``."""
+    given = {} if peers is None or peers.is_leader else _given(signature, model, args, kwargs)
+    if not given or given.get("verbose", "auto") != "auto":
+        return args, kwargs
+    bound = signature.bind(model, *args, **kwargs)
+    bound.arguments["verbose"] = 0
+    return bound.args[1:], bound.kwargs
 
 
 def _is_of_keras(error: BaseException) -> bool:

@@ -31,6 +31,7 @@ from replicax._src.keras.replica_steps import (
 )
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
 from replicax._src.placement.remote.elements import cut_rows
+from replicax._src.progress import compiling
 from replicax._src.values import PerReplica, is_value
 
 _AHEAD_PER_WORKER = 4
@@ -56,6 +57,7 @@ class ServerStepFunction(StepFunction):
         self._metrics_of_logs: dict[str, Any] = {}
         self._num_ahead = 0
         self._has_failed = False  # and what is raised says why
+        self._has_started = False
         self._iterator: PerWorkerIterator | None = None
         name = self._name
         run = getattr(type(model), phase.step_name) if is_replica_style(model, phase) else keras_step(phase)
@@ -162,7 +164,15 @@ class ServerStepFunction(StepFunction):
         return without_nones(data)
 
     def _start(self, data: Any) -> Any:
-        """Has a worker run a step. Waits for older ones if there are many."""
+        """Has a worker run a step. Waits for older ones if there are many, and of the first one until it has compiled it."""
+        if self._has_started or self._model.run_eagerly:
+            return self._started(data)
+        with compiling(self._name, self._strategy.num_replicas_in_sync):
+            value = self._started(data)
+        self._has_started = True
+        return value
+
+    def _started(self, data: Any) -> Any:
         if self._model.run_eagerly:
             result = self._strategy.run_here(self._step, data)
             self._logs = None if self._phase.is_predict else dict(result)

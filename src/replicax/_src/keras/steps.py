@@ -226,9 +226,12 @@ class GlobalStepFunction(StepFunction):
     def _run(self, batches: Sequence[Batch], capacity: int) -> list[Any]:
         if not self._is_compiled:
             return [self._run_uncompiled(batch) for batch in batches]
-        program = self._step.program(self._held, batches[0], capacity if len(batches) > 1 else 1)
-        self._held.adopt(program.written, self._held_by_variables)
-        return program(self._held, batches)
+        return self._step.run(
+            self._held,
+            batches,
+            capacity if len(batches) > 1 else 1,
+            lambda program: self._held.adopt(program.written, self._held_by_variables),
+        )
 
     def _run_uncompiled(self, batch: Batch) -> Any:
         """Operation by operation, for debugging: all devices that hold the state compute everything."""

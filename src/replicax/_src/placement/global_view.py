@@ -32,6 +32,7 @@ from replicax._src.program.rows.layout import Rows, RowSplit, Shared
 from replicax._src.program.rows.plan import RowsPlan
 from replicax._src.program.rows.rules import NotByRowsError
 from replicax._src.program.slots import state_lock
+from replicax._src.progress import compiling
 from replicax._src.topology import Topology
 
 log = logging.getLogger("replicax")
@@ -64,7 +65,7 @@ class GlobalStep:
           batch: One of the batches.
           capacity: How many batches a call takes at most; with more than 1 they are stacked.
         """
-        form = (batch.signature, capacity, state.form, jax.config.read("jax_enable_x64"))
+        form = _form(state, batch, capacity)
         program = self._programs.get(form)
         if program is None:
             program = _Program(
@@ -75,10 +76,33 @@ class GlobalStep:
             self._programs[form] = program
         return program
 
+    def run(
+        self, state: HeldState, batches: Sequence[Batch], capacity: int, prepare: Callable[[_Program], None]
+    ) -> list[Any]:
+        """Runs the step on batches of one form: see ``_Program.__call__``.
+
+        Args:
+          capacity: As of ``program``.
+          prepare: Called with the program before it is run.
+        """
+        form = _form(state, batches[0], capacity)
+        program = self._programs.get(form)
+        if program is not None:
+            prepare(program)
+            return program(state, batches)
+        with compiling(self._name, self._topology.num_replicas):
+            program = self.program(state, batches[0], capacity)
+            prepare(program)
+            return program(state, batches)
+
     @property
     def num_programs(self) -> int:
         """How many programs there are."""
         return len(self._programs)
+
+
+def _form(state: HeldState, batch: Batch, capacity: int) -> Hashable:
+    return (batch.signature, capacity, state.form, jax.config.read("jax_enable_x64"))
 
 
 @final

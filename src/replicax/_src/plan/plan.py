@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
+from replicax._src.pictures import html
 from replicax._src.plan.costs import Collective
 from replicax._src.plan.hardware import Chip, Hardware
 from replicax._src.plan.picture import svg
@@ -80,7 +81,7 @@ class Bound:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A program compiled for hardware, without running it.
 
@@ -193,6 +194,15 @@ class Plan:
 
     def __str__(self) -> str:
         return text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html.page(
+            f"{self.name} on {self.hardware.name}",
+            html.scrolled(svg(self, is_inline=True)),
+            html.folded("the whole report", text(self)),
+        )
 
 
 def _described(one: Collective) -> dict[str, Any]:

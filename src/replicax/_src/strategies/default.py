@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from replicax._src import context
+from replicax._src.pictures import html
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.topology import Topology, local_devices
 
@@ -28,6 +29,12 @@ class DefaultStrategy(Strategy):
 
     def __repr__(self) -> str:
         return "<the default strategy>"
+
+    def _repr_html_(self) -> str:
+        # The device is not looked up: that would start JAX's backend.
+        return html.page(
+            "The default strategy", html.facts({"replicas": 1, "device": "JAX's default device"})
+        )
 
 
 DefaultStrategy()

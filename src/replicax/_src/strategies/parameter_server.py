@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, Self, final
 import jax
 import numpy as np
 
+from replicax._src import progress
 from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.environ import START_LIMIT, limit_s, optional_number
 from replicax._src.cluster.errors import TaskError
@@ -25,6 +26,7 @@ from replicax._src.errors import ContextError, DeviceError, InvalidArgumentError
 from replicax._src.input.split import InputContext, InputOptions
 from replicax._src.jax_compat import default_platform
 from replicax._src.options import whole_number
+from replicax._src.pictures import html
 from replicax._src.program.slots import SlotTable
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnknownProgramError
@@ -129,6 +131,8 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         membership = worker_of_own(resolver)
         session = shared_session(membership, os.environ)
+        if not membership.is_chief:
+            progress.mute()
         self._set_up(session, variable_partitioner, resolver, membership)
         log.info(
             "Using ParameterServerStrategy in %s: one of %d workers that run the program, %d parameter servers.",
@@ -244,6 +248,20 @@ class ParameterServerStrategy(Strategy):
             return f"<{name} in {self.worker_of_own.task}, of {self.session.num_ps} parameter servers>"
         devices = f" with {self._num_devices} devices each" if self._num_devices > 1 else ""
         return f"<{name} of {self.session.num_workers} workers{devices} and {self.session.num_ps} parameter servers>"
+
+    def _repr_html_(self) -> str:
+        num_workers, num_ps = self.session.num_workers, self.session.num_ps
+        about: dict[str, object] = {
+            "workers": num_workers or None,
+            "parameter servers": num_ps,
+            "devices of each worker": self._num_devices,
+            "variables": "on the parameter servers, "
+            + ("whole" if self.variable_partitioner is None else "cut by a partitioner"),
+            "this process": "the coordinator" if self.worker_of_own is None else self.worker_of_own.task,
+        }
+        rows = [(f"ps {number}", address) for number, address in enumerate(self.session.ps_addresses)]
+        table = html.table(("parameter server", "address"), rows) if rows else ""
+        return html.page(type(self).__name__, html.facts(about), table)
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,7 @@ from replicax._src.program import key
 from replicax._src.program.arguments import as_arguments
 from replicax._src.program.capture import planning
 from replicax._src.program.slots import Slot
+from replicax._src.progress import working
 from replicax._src.topology import Topology
 from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
 from replicax._src.variables.state_layouts import StateLayouts
@@ -99,9 +100,11 @@ def plan_of(
     request = dataclasses.replace(request, num_replicas_here=strategy.num_replicas_in_sync)
     hardware, topology = _target(strategy, request.topology)
     step = _Step(strategy, fn, args, dict(kwargs), request, hardware, topology)
-    plan = step.plan()
-    _tell(answer(plan), plan)
-    return plan if plan.fits else _with_remedies(plan, step)
+    what = f"{key.name_of(fn).rpartition('<locals>.')[2]} for {hardware.name}"
+    with working(f"planning {what}", f"planned {what}"):
+        plan = step.plan()
+        _tell(answer(plan), plan)
+        return plan if plan.fits else _with_remedies(plan, step)
 
 
 def _check(strategy: Any, fn: Any, args: Any, kwargs: Any, request: PlanRequest) -> None:

@@ -29,6 +29,7 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.modules import open_modules
 from replicax._src.program.slots import SlotTable
+from replicax._src.progress import compiling
 from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
 from replicax._src.strategies.remote_running import run_on_replicas
@@ -143,7 +144,8 @@ class Closures:
         )
         traced = programs.get(signature)
         if traced is None or not traced.is_valid():
-            with tracing_lock:
+            num_replicas = self._strategy.num_replicas_in_sync
+            with tracing_lock, compiling(key.name_of(fn), num_replicas):
                 traced = self._traced(fn, tree, described, sources, is_replica_function, num_averaged)
             programs.put(signature, described, traced)
             if not hasattr(fn, "replicax_family"):  # of ours, for each variable

@@ -36,6 +36,7 @@ from replicax._src.program.finite import watched
 from replicax._src.program.modules import Close, open_modules
 from replicax._src.program.program import check_no_leaks
 from replicax._src.program.slots import own_copy
+from replicax._src.progress import compiling
 from replicax._src.strategies import drift
 from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
 from replicax._src.topology import Topology
@@ -154,25 +155,30 @@ class Runner:
             jax_state(),
         )
         placed = programs.get(signature)
-        if placed is None:
+        if placed is not None and options.check_same:
+            placed.tell_drift(leaves)
+
+        def launched(placed: PlacedFunction) -> Any:
+            placed.check_closure(leaves)
+            if is_plain and close is None:
+                found = self._shallow(args)
+                if found is not None:
+                    programs.shallow[found[0]] = placed
+            given = self._give_away(leaves, arrays, donated, described) if _donates(options) else arrays
+            results = placed.launcher(given)
+            if options.donate_args and self._topology.num_replicas == 1:
+                for array in results:
+                    self.owned(array)
+            return placed.wrap(results, close)
+
+        if placed is not None:
+            return launched(placed)
+        with compiling(key.name_of(fn), self._topology.num_replicas):
             placed = self._trace(fn, tree, leaves, described, donated, options, close is not None)
             programs.put(signature, described, placed)
             self._cache.report_trace(fn, described)
             self._last = placed
-        elif options.check_same:
-            placed.tell_drift(leaves)
-        placed.check_closure(leaves)
-        if is_plain and close is None:
-            found = self._shallow(args)
-            if found is not None:
-                programs.shallow[found[0]] = placed
-        if _donates(options):
-            arrays = self._give_away(leaves, arrays, donated, described)
-        results = placed.launcher(arrays)
-        if options.donate_args and self._topology.num_replicas == 1:
-            for array in results:
-                self.owned(array)
-        return placed.wrap(results, close)
+            return launched(placed)
 
     def place(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions

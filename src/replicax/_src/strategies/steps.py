@@ -24,6 +24,7 @@ from replicax._src.program import key
 from replicax._src.program.arguments import ClosureCheck, used_by
 from replicax._src.program.cache import ProgramCache, array_leaf, jax_state
 from replicax._src.program.capture import current_capture
+from replicax._src.progress import compiling
 from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, trace_code
 from replicax._src.strategies.datasets import Stack
 from replicax._src.values import Mirrored, PerReplica
@@ -268,7 +269,10 @@ class StepsRunner:
         topology = self._strategy.topology
         signature = (stack.form, tuple(described), tree, steps.capacity, keeps_all, topology, jax_state())
         loop = programs.get(signature)
-        if loop is None:
+        if loop is not None:
+            loop.check_closure(others)
+            return loop(stack.arrays, others, steps.start, steps.stop)
+        with compiling(f"run_steps of {key.name_of(fn)}", topology.num_replicas):
 
             def call(tracers: list[Any]) -> Any:
                 _, _, cells = tree.unflatten(tracers[len(inputs) :])
@@ -280,8 +284,8 @@ class StepsRunner:
             loop = StepLoop(code, len(inputs), steps.capacity, check, keeps_all=keeps_all)
             programs.put(signature, described, loop)
             self._cache.report_trace(fn, described)
-        loop.check_closure(others)
-        return loop(stack.arrays, others, steps.start, steps.stop)
+            loop.check_closure(others)
+            return loop(stack.arrays, others, steps.start, steps.stop)
 
 
 @final

@@ -103,10 +103,17 @@ def text(name: str, data: np.ndarray, description: str | None) -> Any:
     return _summary("text", name, _tensor("DT_STRING", data.shape, string_val=parts), description)
 
 
-def _summary(plugin: str, name: str, tensor: Any, description: str | None) -> Any:
+def keras_model(name: str, json: str) -> Any:
+    """A Keras model, as TensorBoard's page of graphs shows it."""
+    return _summary(
+        "graph_keras_model", name, _tensor("DT_STRING", (), string_val=[json.encode()]), None, b"1"
+    )
+
+
+def _summary(plugin: str, name: str, tensor: Any, description: str | None, content: bytes = b"") -> Any:
     parts = _part("proto.summary_pb2")
     metadata = parts.SummaryMetadata(
-        plugin_data=parts.SummaryMetadata.PluginData(plugin_name=plugin),
+        plugin_data=parts.SummaryMetadata.PluginData(plugin_name=plugin, content=content),
         summary_description=description or "",
     )
     return parts.Summary.Value(tag=name, metadata=metadata, tensor=tensor)

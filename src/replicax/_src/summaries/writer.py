@@ -184,6 +184,17 @@ class SummaryWriter:
 
         return self._add("text", name, data, step, check, lambda array: events.text(name, array, description))
 
+    def keras_model(self, name: str, json: str, step: int) -> bool:
+        """A Keras model, as its ``to_json`` describes it; what ``rx.keras.callbacks.TensorBoard`` writes."""
+        return self._add(
+            "keras_model",
+            name,
+            json,
+            step,
+            lambda *_: None,
+            lambda array: events.keras_model(name, str(array)),
+        )
+
     def _add(self, what: str, name: str, data: Any, step: Any, check: Check, make: Make) -> bool:
         check_place(what, name)
         if self._is_closed:

@@ -16,6 +16,7 @@ from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Ending, Process, ProcessTimeoutError, shown_lines
 from replicax._src.cluster.spec import Task
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.pictures import html
 from replicax._src.testing.reports import read_reports
 
 _SLOW_PERIOD_S: Final = 0.05
@@ -64,6 +65,17 @@ class ClusterResults(Mapping[tuple[str, int], TaskResult]):
 
     def __len__(self) -> int:
         return len(self._results)
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{result.task}: exit code {result.exit_code}" for result in self.values())
+        return f"ClusterResults({told})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (result.task, result.exit_code, result.output[-1] if result.output else "", result.report or "")
+            for result in self.values()
+        ]
+        return html.page("ClusterResults", html.table(("task", "exit code", "last line", "report"), rows))
 
     def raise_if_failed(self) -> None:
         """Raises if a task did not exit with 0.

@@ -16,10 +16,12 @@ from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
 from replicax._src.input.narrowing import narrowed_nest
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
+from replicax._src.pictures import html
 from replicax._src.program.capture import current_capture, note_created
 from replicax._src.program.slots import Sharing, Slot, slot_makers, state_lock
+from replicax._src.topology import device_name
 from replicax._src.user_code import user_line
-from replicax._src.values import ArrayLike, DistributedValues, PerReplica, variable_types
+from replicax._src.values import ArrayLike, DistributedValues, PerReplica, shown_value, variable_types
 from replicax._src.variables.caching import cached_read
 from replicax._src.variables.placement import VariablePlacement
 
@@ -175,13 +177,48 @@ class Variable(ArrayLike):
         """The strategy in whose scope the variable was made."""
         return self._strategy
 
+    def _repr_html_(self) -> str:
+        stored = self._value
+        is_array = isinstance(stored, jax.Array)
+        about: dict[str, object] = {
+            "name": self.name,
+            "array": f"{jnp.dtype(self.dtype).name}{list(self.shape)}",
+            "trainable": self.trainable,
+            "synchronization": self.synchronization.name,
+            "aggregation": self.aggregation.name,
+            "strategy": self._strategy,
+            "lies": self._lies(stored) if is_array else stored,
+            "value": None if self._has_components or not is_array else shown_value(stored),
+        }
+        return html.page("Variable", html.facts(about))
+
+    def _lies(self, stored: jax.Array) -> str:
+        count = len(stored.sharding.device_set)
+        if self._has_components:
+            return f"one component on each of {self._placement.num_replicas} replicas"
+        if count == 1:
+            (device,) = stored.sharding.device_set
+            return f"on {device_name(device)}"
+        if stored.is_fully_replicated:
+            return f"whole on each of {count} devices"
+        return f"in pieces of {list(stored.sharding.shard_shape(stored.shape))} on {count} devices"
+
     def __repr__(self) -> str:
         head = f"Variable({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}"
+        if current_capture() is None and self._is_far():
+            return f"{head})"  # to read the value would communicate
         try:
             shown = self.read_value()
         except (VariableError, RuntimeError) as error:
             return f"{head}, value=<{type(error).__name__}>)"
         return f"{head}, value={shown if isinstance(shown, jax_compat.Tracer) else np.asarray(shown)})"
+
+    def _is_far(self) -> bool:
+        """Whether reading it takes other processes."""
+        if not isinstance(self._value, jax.Array):
+            return True
+        is_combined = self._has_components and self._placement.topology.peers is not None
+        return is_combined or not (self._value.is_fully_addressable or self._value.is_fully_replicated)
 
     def _raw(self) -> Any:
         """As stored: whole, or this replica's component, or in cross-replica code all components [R, ...]."""

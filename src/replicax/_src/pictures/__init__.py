@@ -1,0 +1,1 @@
+"""What people look at: tables for notebooks, pictures of where values lie."""

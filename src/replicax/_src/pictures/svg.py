@@ -1,0 +1,144 @@
+"""What pictures are made of, in SVG: rectangles, text, and arrays as rows with a bar of what one device holds.
+
+A picture in a page has no background, and the page's colour of text. One in a file is light or dark, as the viewer is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+from xml.sax.saxutils import escape
+
+WHOLE: Final = "#6c9bd2"
+CUT: Final = "#e0a458"
+PALETTE: Final = ("#9ec5fe", "#ffd59e", "#b5e2b5", "#f5b5c8", "#cfc2f5", "#a8e0dc", "#e8d9a0", "#d8c4b4")
+"""Of parts, in turn: light enough for dark text in them."""
+
+CHAR: Final = 6.7
+"""How wide a character of monospaced text is at 11 px: names are measured, so that nothing runs into what is beside them."""
+
+_COLOURS: Final = (
+    "svg{color:#1f2328}.page{fill:#ffffff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e6edf3}.page{fill:#0d1117}}"
+)
+_MAX_NAME: Final = 52
+_ROW: Final = 22
+_CUT_WIDTH, _CUT_HEIGHT, _MOST_PIECES, _BAR = 48, 16, 12, 300
+
+
+def picture(width: float, height: float, lines: Iterable[str], *, is_inline: bool) -> str:
+    """A whole picture.
+
+    Args:
+      is_inline: It stands in a page, whose colour of text it takes. A file asks the viewer whether it is dark.
+    """
+    style = (
+        f'<style>{_COLOURS}</style><rect class="page" width="100%" height="100%"/>' if not is_inline else ""
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+            f'viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="12" fill="currentColor">{style}',
+            *lines,
+            "</svg>",
+        ]
+    )
+
+
+def rect(left: float, top: float, width: float, height: float, color: str, name: str = "") -> str:
+    """A filled rectangle."""
+    kind = f' class="{name}"' if name else ""
+    return f'<rect{kind} x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="{color}"/>'
+
+
+def outline(left: float, top: float, width: float, height: float, *, is_dashed: bool = False) -> str:
+    """The border of a rectangle."""
+    dashes = ' stroke-dasharray="4 3"' if is_dashed else ""
+    return (
+        f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="none" stroke="currentColor"'
+        f' stroke-opacity=".5"{dashes}/>'
+    )
+
+
+def text(left: float, top: float, said: str, **style: object) -> str:
+    """A line of text; ``style`` are attributes, ``_`` for ``-``."""
+    styles = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
+    return f'<text x="{left:g}" y="{top:g}"{styles}>{escape(said)}</text>'
+
+
+def mono(left: float, top: float, said: str, **style: object) -> str:
+    """Text whose width is known: see ``CHAR``."""
+    return text(left, top, said, **{"font_family": "monospace", "font_size": 11, **style})
+
+
+def shortened(name: str, most: int = _MAX_NAME) -> str:
+    """A name of at most so many characters, its middle left out: how it begins and ends says most."""
+    if len(name) <= most:
+        return name
+    head = (most - 1) // 3
+    return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
+
+
+@dataclass(frozen=True)
+class ArrayRow:
+    """An array in a list of such.
+
+    Attributes:
+      pieces: For each dim into how many pieces it is cut, of which a device has one.
+      device_bytes: What one device holds of it.
+      told: Behind its bar.
+    """
+
+    name: str
+    pieces: Sequence[int]
+    device_bytes: int
+    told: str
+
+    @property
+    def is_cut(self) -> bool:
+        return any(count > 1 for count in self.pieces)
+
+
+def array_rows(rows: Sequence[ArrayRow], left: float, top: float) -> Iterator[str]:
+    """Draws arrays below each other: the name, how it is cut, a bar of what one device holds."""
+    cuts, bars = _columns(rows, left)
+    largest = max((row.device_bytes for row in rows), default=0) or 1
+    for number, row in enumerate(rows):
+        at = top + _ROW * number
+        color = CUT if row.is_cut else WHOLE
+        length = max(2, round(_BAR * row.device_bytes / largest)) if row.device_bytes else 0
+        yield mono(left, at + 15, shortened(row.name))
+        yield from _cut(row.pieces, cuts, at + 3, color)
+        yield rect(bars, at + 3, length, _CUT_HEIGHT, color, name="bar")
+        yield mono(bars + length + 6, at + 15, row.told, fill_opacity=".75")
+
+
+def size_of_rows(rows: Sequence[ArrayRow], left: float) -> tuple[float, float]:
+    """How wide and high ``array_rows`` draws them."""
+    _, bars = _columns(rows, left)
+    longest = max((len(row.told) for row in rows), default=0)
+    return bars + _BAR + 6 + CHAR * longest + left, _ROW * len(rows)
+
+
+def heads_of_rows(rows: Sequence[ArrayRow], left: float, top: float) -> Iterator[str]:
+    """What the columns are."""
+    cuts, bars = _columns(rows, left)
+    yield text(cuts, top, "cut", fill_opacity=".75")
+    yield text(bars, top, "of one device", fill_opacity=".75")
+
+
+def _columns(rows: Sequence[ArrayRow], left: float) -> tuple[float, float]:
+    longest = max((len(shortened(row.name)) for row in rows), default=0)
+    cuts = left + CHAR * max(longest, 8) + 14
+    return cuts, cuts + _CUT_WIDTH + 16
+
+
+def _cut(pieces: Sequence[int], left: float, top: float, color: str) -> Iterator[str]:
+    """The whole array as a rectangle, of which a device's piece is in colour: its last dim to the right, the others downwards."""
+    right = pieces[-1] if len(pieces) > 1 else 1
+    down = math.prod(pieces[:-1]) if len(pieces) > 1 else math.prod(pieces)
+    width, height = _CUT_WIDTH / min(right, _MOST_PIECES), _CUT_HEIGHT / min(down, _MOST_PIECES)
+    yield rect(left, top, width, height, color)
+    yield outline(left, top, _CUT_WIDTH, _CUT_HEIGHT)
