@@ -23,6 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from replicax._src.jax_compat_names import check_names
+
+check_names()  # an import below would name one name, and no version
+
 import jax
 import jax.core
 import jax.export
