@@ -54,7 +54,7 @@ def test_what_needs_keras_says_what_to_write(monkeypatch):
         lambda: rx.keras.callbacks.CheckpointCallback,
         "Keras would run on the 'tensorflow' backend (KERAS_BACKEND is not set), and rx.keras.callbacks.CheckpointCallback",
         'Write import os; os.environ["KERAS_BACKEND"] = "jax" above the first import of keras',
-        "import tensorflow",
+        "of tensorflow, which imports keras",
     )
     assert "\n" not in text
     monkeypatch.setitem(sys.modules, "keras", None)
@@ -89,7 +89,8 @@ def test_keras_that_fails_without_a_backend_says_what_to_write(tmp_path):
     program = """
     import traceback
     import replicax as rx
-    rx.MirroredStrategy(["cpu:0"])
+    with rx.MirroredStrategy(["cpu:0"]).scope():
+        pass
     try:
         import keras
     except ModuleNotFoundError:

@@ -89,6 +89,7 @@ LAYERS = {
     "ps/worker": 6,
     "ps/work": 6,
     "ps/task": 6,
+    "chief": 3,
     "context": 4,
     "program_guard": 4,
     "bridges": 4,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from replicax._src.checkpoint.checkpoint import Checkpoint
     from replicax._src.checkpoint.manager import CheckpointManager
+    from replicax._src.chief import is_chief
     from replicax._src.collectives.cross_device import (
         CrossDeviceOps,
         HierarchicalCopyAllReduce,
@@ -128,6 +129,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_chief",
     "keras",
     "nn",
     "optax",
@@ -157,6 +159,7 @@ _MODULES = (
 _PLACES = {
     "Checkpoint": "checkpoint.checkpoint",
     "CheckpointManager": "checkpoint.manager",
+    "is_chief": "chief",
     "CrossDeviceOps": "collectives.cross_device",
     "HierarchicalCopyAllReduce": "collectives.cross_device",
     "NcclAllReduce": "collectives.cross_device",

@@ -22,7 +22,7 @@ def ensure_bridges() -> None:
     Cheap; call it often.
     """
     for framework, bridge in _BRIDGES.items():
-        if framework not in _installed and framework in sys.modules:
+        if framework not in _installed and sys.modules.get(framework) is not None:
             importlib.import_module(bridge).install()
             _installed.add(framework)
     if len(_installed) < len(_BRIDGES) and _finder not in sys.meta_path:

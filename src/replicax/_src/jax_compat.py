@@ -949,6 +949,12 @@ def _leave_mpi_after_error() -> None:
         os._exit(1)
 
 
+def process_number() -> int | None:
+    """The number of this process if ``jax.distributed`` was initialized. Starts no backend, which ``jax.process_index`` does."""
+    state = _distributed.global_state
+    return None if state.client is None else state.process_id
+
+
 def leave_processes() -> None:
     """Makes JAX forget its client of the coordination service, without a word to the service.
 
