@@ -188,6 +188,7 @@ class Supervisor:
             STATUS_FILE_VARIABLE: str(self._status_files[start.task]),
             RESTART_COUNT_VARIABLE: str(self._num_starts[start.task]),
         }
+        self._display.started(start.task, self._num_starts[start.task])
         self._num_starts[start.task] += 1
         process = Process(
             start.command,
