@@ -99,7 +99,9 @@ def run(options: argparse.Namespace) -> int:
     membership = choice.membership
     report.add("cluster", _described(choice))
     _check_environment(membership, os.environ, report.wrong)
-    if not options.no_devices:
+    if (
+        not options.no_devices and not options.test
+    ):  # the test has them for itself: this process would keep them
         report.add("devices", _devices(report.wrong))
     if options.test:
         report.add("test", _tested(options.test_timeout, report))

@@ -77,7 +77,10 @@ def main() -> None:
     def all_reduce(values: Any) -> Any:
         return strategy.run(lambda x: get_replica_context().all_reduce("SUM", x), args=(values,))
 
-    numbers = values_of(lambda number: np.full(_NUM_VALUES, number + 1, np.float32))
+    def on_devices(values: Any) -> Any:
+        return jax.block_until_ready(strategy.run(lambda x: x, args=(values,)))
+
+    numbers = on_devices(values_of(lambda number: np.full(_NUM_VALUES, number + 1, np.float32)))
     first_s, step_s, result = _timed(lambda: all_reduce(numbers))
     got = float(np.asarray(strategy.experimental_local_results(result)[0])[-1])
     expected = num_replicas * (num_replicas + 1) / 2
@@ -105,7 +108,7 @@ def main() -> None:
     def train(features: Any) -> Any:
         return strategy.reduce("SUM", strategy.run(step, args=(features,)), axis=None)
 
-    batch = values_of(rows_of)
+    batch = on_devices(values_of(rows_of))
     start = time.perf_counter()
     jax.block_until_ready(train(batch))
     first_s = time.perf_counter() - start
