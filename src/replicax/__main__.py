@@ -1,27 +1,53 @@
 """The command ``replicax``, also ``python -m replicax``."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
 from replicax._src.cli import doctor, launch, plan, server, top
+from replicax._src.cli.arguments import did_you_mean
+from replicax._src.version import __version__
 
 # Each has ``add_parser(subparsers)``, whose parser has the defaults ``run``, a function from options to the exit code,
 # and ``parser``, itself.
 COMMANDS = (launch, server, top, plan, doctor)
 
 
+_SUMMARY = f"""\
+replicax {__version__}: tf.distribute's programming model for JAX and Keras 3.
+
+  replicax doctor --test                     check this machine: versions, devices, one real training step
+  replicax launch --workers 2 train.py       run train.py in two processes on this machine
+  replicax plan train.py --topology v5e:4x4  tell whether train.py fits hardware that is not here, and how fast it can be
+  replicax top                               watch a job with parameter servers
+  replicax server                            run a worker or a parameter server
+
+`replicax COMMAND --help` describes a command and its options.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` name, those of this process by default; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        print(_SUMMARY, end="")
+        return 0
     parser = argparse.ArgumentParser(
-        prog="replicax", description="tf.distribute's programming model for JAX and Keras 3."
+        prog="replicax",
+        description="tf.distribute's programming model for JAX and Keras 3.",
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"replicax {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="command")
     for command in COMMANDS:
         command.add_parser(subparsers)
-    options, unknown = parser.parse_known_args(arguments)
+    if not given[0].startswith("-") and given[0] not in subparsers.choices:
+        parser.error(f"there is no command {given[0]!r}{did_you_mean(given[0], subparsers.choices)}")
+    options, unknown = parser.parse_known_args(given)
     if unknown:
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        known = re.findall(r"(?<![\w-])--?[a-z][\w-]*", options.parser.format_help())
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0], known)}")
     return options.run(options)
 
 

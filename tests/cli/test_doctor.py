@@ -75,6 +75,44 @@ def test_devices(monkeypatch, capsys):
     assert "cpu  8 (cpu)" in capsys.readouterr().out  # those of the tests
 
 
+def test_json(doctor, monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAS_BACKEND", "")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    code, printed = doctor(None, "--json")
+    found = json.loads(printed)
+    assert (code, found["ok"], found["wrong"]) == (0, True, [])
+    assert found["versions"]["replicax"] == rx.__version__
+    assert found["keras"]["backend"].startswith("tensorflow (KERAS_BACKEND is not set")
+    assert "optax" in found["extras"]["optax"]
+    assert "above the first import of keras" in found["notes"][0]
+    assert len(found["cluster"]["not"]) > 3
+    code, printed = doctor("{", "--json")
+    assert (code, json.loads(printed)["ok"]) == (1, False)
+
+
+def test_without_jax(monkeypatch, capsys):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "wrong: JAX cannot be imported" in printed
+    assert "pip install jax" in printed
+    assert "not installed: pip install optax" in printed
+
+
+@pytest.mark.rest
+def test_a_real_step_is_run(doctor, capsys):
+    code, printed = doctor(None, "--test")
+    assert code == 0, printed
+    assert "the numbers are right" in printed
+    for name in ("all-reduce", "training step"):
+        assert f"  {name}" in printed
+    code, printed = doctor(None, "--test", "--test-timeout", "0.1")
+    assert code == 1
+    assert "wrong: The test did not finish in 0.1 s." in printed
+
+
 def test_the_cluster_is_a_table(doctor, free):
     first, second = free(), free()
     code, printed = doctor(config_of(first, second))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Iterable
 
 
 def count(text: str) -> int:
@@ -24,6 +26,21 @@ def seconds(text: str) -> float:
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
     return value
+
+
+def count_or_auto(text: str) -> int | str:
+    """``"auto"``, or a whole number of at least 0."""
+    return text if text == "auto" else count(text)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns what to add to a message about an unknown word; nothing if no known one is like it.
+
+    >>> did_you_mean("--worker=2", ["--workers", "--ps"])
+    ". Did you mean '--workers'?"
+    """
+    close = difflib.get_close_matches(word.partition("=")[0], list(known), n=1)
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def _number(text: str, least: int) -> int:

@@ -6,9 +6,11 @@ import abc
 import contextlib
 import importlib
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from pathlib import Path
+from typing import Any, Final, TextIO, final
 
 from replicax._src.cluster.spec import Task
 
@@ -68,11 +70,14 @@ class Display(abc.ABC):
       is_broken: Nobody reads any more: the pipe behind standard output was closed.
     """
 
-    is_broken: bool
+    is_broken: bool = False
 
     @abc.abstractmethod
     def line(self, task: Task, text: str) -> None:
         """Shows one line of a task's output."""
+
+    def started(self, task: Task, number: int) -> None:  # noqa: B027
+        """A task starts, for the first time (0) or again."""
 
     @abc.abstractmethod
     def note(self, text: str) -> None:
@@ -176,6 +181,60 @@ class TableDisplay(Display):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._live.stop()
+
+
+@final
+class LoggedDisplay(Display):
+    """Another display; besides, each task's lines go to a file of its own, all of them. A disk that is full is told once.
+
+    Args:
+      shown: The other display, which is closed with this one.
+      folder: Of the files ``worker-0.log``, which are appended to.
+      tasks: All that will have lines.
+    """
+
+    def __init__(self, shown: Display, folder: Path, tasks: Sequence[Task]):
+        self._shown = shown
+        self._files = {
+            task: (folder / f"{task.type}-{task.index}.log").open("a", encoding="utf-8") for task in tasks
+        }
+        self._has_failed = False
+
+    @property
+    def is_broken(self) -> bool:
+        return self._shown.is_broken
+
+    def line(self, task: Task, text: str) -> None:
+        self._shown.line(task, text)
+        self._write(task, text)
+
+    def started(self, task: Task, number: int) -> None:
+        self._write(task, f"--- {task}, start {number + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')} ---")
+        self._shown.started(task, number)
+
+    def note(self, text: str) -> None:
+        self._shown.note(text)
+
+    def update(self, rows: Sequence[Row]) -> None:
+        self._shown.update(rows)
+
+    def close(self) -> None:
+        self._shown.close()
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _write(self, task: Task, text: str) -> None:
+        file = self._files[task]
+        try:
+            file.write(f"{text}\n")
+            file.flush()
+        except (OSError, ValueError) as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._shown.note(
+                    f"{file.name} cannot be written: {error}. Lines are missing there from now on."
+                )
 
 
 def make_display(

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import importlib.metadata
+import json
 import os
 import platform
 import time
@@ -23,6 +24,7 @@ from replicax._src.cli.answers import (
     stay,
 )
 from replicax._src.cli.arguments import seconds
+from replicax._src.cli.doctor_test import run_test
 from replicax._src.cluster.detect import ResolverChoice, choose_resolver
 from replicax._src.cluster.environ import LIMITS_S, limit_s
 from replicax._src.cluster.errors import ClusterError
@@ -31,14 +33,22 @@ from replicax._src.cluster.mpi import CHOICE as COLLECTIVES
 from replicax._src.cluster.mpi import check_mpi
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import Task
+from replicax._src.extras import EXTRAS, missing_packages
+from replicax._src.keras_backend import chosen_backend, wrong_backend
 from replicax._src.ps.credentials import Credentials
+from replicax._src.version import __version__
 
 _DESCRIPTION: Final = """\
-Says which cluster this process would be part of and why, which task it would be, what it has, and whether the other
-tasks' addresses answer. Run it on all hosts at the same time, with --wait 60 say: each answers the others, at its own
-address, and ends some seconds after all have answered. The exit code is 1 if something is wrong.
+Shows the versions, Keras's backend, the extras that are installed, the devices, which cluster this process belongs to and why,
+and whether the other tasks answer. Run it on all hosts at the same time, for example with --wait 60: each answers the others
+at its own address, and ends a few seconds after all have answered.
+
+--test runs a real all-reduce and one real training step, on all devices of all processes. In a cluster start it in every
+process, as you start your program; on this machine: replicax launch --workers 2 -m replicax doctor --test
+
+The exit code is 0 if nothing is wrong, and 1 otherwise. Notes do not change it.
 """
-_PACKAGES: Final = ("replicax", "jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint", "pyarrow")
+_PACKAGES: Final = ("jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint", "pyarrow")
 _NOT_ASKED: Final = Answer(Outcome.UNCHECKED, "was not asked")
 
 
@@ -46,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command ``doctor``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
-        help="say which cluster this is, and what is wrong with it",
+        help="check this machine and the cluster: versions, devices, what is wrong",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -56,48 +66,129 @@ def add_parser(subparsers: Any) -> None:
         type=seconds,
         default=None,
         metavar="S",
-        help="how long the other tasks may take to answer, in seconds (0); it takes as long where some addresses are not "
-        "known, so that others may still come",
+        help="wait up to S seconds for the other tasks to answer (0)",
     )
     parser.add_argument("--no-devices", action="store_true", help="do not start JAX to look at the devices")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--test",
+        action="store_true",
+        help="run an all-reduce and a training step, check the numbers and print times",
+    )
+    parser.add_argument(
+        "--test-timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="give up the test after S seconds (120)",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints what it finds; returns the exit code."""
-    wrong: list[str] = []
-    _section("versions", _versions())
+    report = _Report(is_json=options.json)
+    report.add("versions", _versions())
+    report.add("keras", _keras(report))
+    report.add("extras", [(extra, _extra_described(extra)) for extra in EXTRAS])
     try:
         choice = choose_resolver(os.environ)
     except ClusterError as error:
-        print(f"\nwrong: {error}")
-        return 1
+        report.wrong.append(str(error))
+        return report.end()
     membership = choice.membership
-    _section("cluster", _described(choice))
-    _check_environment(membership, os.environ, wrong)
-    if not options.no_devices:
-        _section("devices", _devices(wrong))
-    if len(_tasks(membership)) > 1:
-        _section("tasks", _addresses(membership, options.wait, os.environ, wrong))
-    for text in wrong:
-        print(f"\nwrong: {text}")
-    if not wrong:
-        print("\nnothing is wrong")
-    return 1 if wrong else 0
+    report.add("cluster", _described(choice))
+    _check_environment(membership, os.environ, report.wrong)
+    if (
+        not options.no_devices and not options.test
+    ):  # the test has them for itself: this process would keep them
+        report.add("devices", _devices(report.wrong))
+    if options.test:
+        report.add("test", _tested(options.test_timeout, report))
+    elif len(_tasks(membership)) > 1:
+        report.add("tasks", _addresses(membership, options.wait, os.environ, report.wrong))
+    return report.end()
+
+
+class _Report:
+    """What was found: sections of rows, printed as they come, or as one JSON object at the end.
+
+    Attributes:
+      wrong: What does not work.
+      notes: What may not work, depending on the program.
+    """
+
+    def __init__(self, *, is_json: bool):
+        self._is_json = is_json
+        self._sections: dict[str, Any] = {}
+        self.wrong: list[str] = []
+        self.notes: list[str] = []
+
+    def add(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        found: dict[str, Any] = {}
+        for name, value in rows:
+            if name == "not":  # why other resolvers were passed over
+                found.setdefault(name, []).append(value)
+            else:
+                found[name] = value
+        self._sections[title] = found
+        if not self._is_json:
+            _section(title, rows)
+
+    def end(self) -> int:
+        """Prints the rest; returns the exit code."""
+        if self._is_json:
+            found = {**self._sections, "notes": self.notes, "wrong": self.wrong, "ok": not self.wrong}
+            print(json.dumps(found, indent=2))
+        else:
+            for text in self.notes:
+                print(f"\nnote: {text}")
+            for text in self.wrong:
+                print(f"\nwrong: {text}")
+            if not self.wrong:
+                print("\nnothing is wrong")
+        return 1 if self.wrong else 0
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> None:
     width = max((len(name) for name, _ in rows), default=0)
     print(f"{title}")
     for name, value in rows:
-        print(f"  {name:<{width}}  {value}")
+        print(f"  {name:<{width}}  {value}", flush=True)
 
 
 def _versions() -> list[tuple[str, str]]:
-    rows = [("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
+    rows = [
+        ("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
+        ("replicax", __version__),
+    ]
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             rows.append((name, importlib.metadata.version(name)))
+    return rows
+
+
+def _keras(report: _Report) -> list[tuple[str, str]]:
+    (package,) = EXTRAS["keras"]
+    if not package.is_installed:
+        return [("backend", "Keras is not installed; only programs that use Keras need it")]
+    backend = chosen_backend(os.environ)
+    if not backend.is_jax:
+        report.notes.append(str(wrong_backend(backend, "a program with replicax and Keras")))
+    return [("backend", f"{backend.name} ({backend.source})")]
+
+
+def _extra_described(extra: str) -> str:
+    missing = missing_packages(extra)
+    if missing:
+        return f"not installed: pip install {' '.join(package.to_install for package in missing)}"
+    return ", ".join(f"{package.name} {package.version or ''}".rstrip() for package in EXTRAS[extra])
+
+
+def _tested(timeout_s: float, report: _Report) -> list[tuple[str, str]]:
+    rows, wrong = run_test(timeout_s)
+    if wrong is not None:
+        report.wrong.append(wrong)
     return rows
 
 
@@ -141,8 +232,11 @@ def _check_environment(membership: Membership, environ: Mapping[str, str], wrong
 
 
 def _devices(wrong: list[str]) -> list[tuple[str, str]]:
-    import jax
-
+    try:
+        import jax
+    except ImportError as error:
+        wrong.append(f"JAX cannot be imported: {error}. Run: pip install jax")
+        return [("jax", "cannot be imported")]
     try:
         devices = jax.local_devices()
     except RuntimeError as error:

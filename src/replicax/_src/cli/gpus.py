@@ -43,6 +43,15 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return named
 
 
+def gpus_here(environ: Mapping[str, str]) -> list[str]:
+    """Returns the same; none where nvidia-smi does not answer.
+
+    Raises:
+      ClusterError: CUDA_VISIBLE_DEVICES is wrong.
+    """
+    return visible_gpus(environ) if GPUS_VARIABLE in environ or _num_gpus() else []
+
+
 def gpus_of_tasks(gpus: Sequence[str], tasks: Sequence[Task], num_each: int) -> dict[Task, str]:
     """Returns CUDA_VISIBLE_DEVICES of each task: the first ``num_each`` GPUs for the first task, and so on.
 

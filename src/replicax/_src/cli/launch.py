@@ -11,10 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from replicax._src.cli.arguments import count, positive, seconds
-from replicax._src.cli.display import make_display
-from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_of_tasks, visible_gpus
+from replicax._src.cli.arguments import count, count_or_auto, positive, seconds
+from replicax._src.cli.display import LoggedDisplay, make_display
+from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visible_gpus
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
+from replicax._src.cli.script_keras import script_path, use_of_keras
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import (
@@ -34,36 +35,37 @@ from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.coordinator.status import STATUS_ADDRESS_VARIABLE
+from replicax._src.keras_backend import chosen_backend, wrong_backend
 from replicax._src.ps.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 
 _DESCRIPTION: Final = """\
-Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG, with free ports; its lines are
-printed with its name before them. Everything ends with the launcher, however that ends.
+Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG with free ports, and its output is printed
+with the name of the task in front. All tasks end when the launcher ends, for whatever reason.
 
-The exit code is that of the task that failed first, 0 if none did, 130 after Ctrl-C and 143 after SIGTERM. When a
-task fails the others may end by themselves for the grace time; then they get SIGTERM, and after as long again
-SIGKILL. The training has ended when the chief and all workers have.
+The exit code is that of the first task that fails, 0 if none does, 130 after Ctrl-C and 143 after SIGTERM. When a task fails,
+the others have the grace time to end by themselves. Then they get SIGTERM, and after the grace time again SIGKILL. The job is
+finished when the chief and all workers have exited.
 
-Tasks that exit with 42 were to end, and have saved, as rx.experimental.PreemptionCheckpointHandler does at SIGTERM:
-with --max-restarts or --checkpoint-dir all are started again, and that is not counted.
+Exit code 42 means that a task was told to end and has saved, as rx.experimental.PreemptionCheckpointHandler does at SIGTERM.
+With --max-restarts or --checkpoint-dir all tasks are then started again, and the restart is not counted.
 
-Where there are parameter servers there is a chief too, unless --no-chief is given: the coordinator, which runs the
-script. Workers and parameter servers run `replicax server`; a worker that dies is started again. The end of the chief
-is the end of the whole. All tasks are given a random token, without which they do not talk to anybody.
+A cluster with parameter servers also has a chief, unless --no-chief is given. The chief is the coordinator and runs the
+script; the workers and parameter servers run `replicax server`. A worker that dies is restarted. The job is finished when the
+chief has exited. All tasks share a random token and refuse connections without it.
 """
 _EPILOG: Final = """\
 several hosts, one worker on each:
-  replicax launch --hosts h0,h1 train.py              prints for each host the line to paste there
-  replicax launch --hosts h0,h1 --task-index 1 train.py  runs worker 1; give it on each host its own index
-  The hosts must reach each other at --port; a host may have a port of its own, h0:2222.
+  replicax launch --hosts h0,h1 train.py                 prints the command to paste on each host
+  replicax launch --hosts h0,h1 --task-index 1 train.py  runs worker 1 here; give each host its own index
+  The hosts must reach each other at --port. A host may have a port of its own: h0:2222.
 
 environment of the tasks:
-  TF_CONFIG               the cluster and which task this is
-  REPLICAX_TOKEN          of the cluster, where there are parameter servers; yours, if it is set
-  REPLICAX_RESTART_COUNT  0, and one more after each restart
-  REPLICAX_CHECKPOINT_DIR what --checkpoint-dir says
-  REPLICAX_STATUS_FILE    where a task may write {"step": 12, "time": time.time(), "state": "training"} for the table;
-                          else the step is the number of programs that MultiWorkerMirroredStrategy has run
+  TF_CONFIG               the cluster, and which task this is
+  REPLICAX_TOKEN          the token of a cluster with parameter servers; yours if it is set
+  REPLICAX_RESTART_COUNT  the number of restarts so far
+  REPLICAX_CHECKPOINT_DIR the directory given to --checkpoint-dir
+  REPLICAX_STATUS_FILE    a file for the table: a task may write {"step": 12, "time": time.time(), "state": "training"}.
+                          Otherwise the step is the number of programs that MultiWorkerMirroredStrategy has run
 """
 
 
@@ -79,29 +81,35 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     who = parser.add_argument_group("tasks")
-    who.add_argument("--workers", type=count, metavar="N", help="tasks of type worker (1)")
-    who.add_argument("--chief", action=argparse.BooleanOptionalAction, help="one more task, of type chief")
-    who.add_argument("--ps", type=count, default=0, metavar="N", help="parameter servers (0)")
-    who.add_argument("--evaluator", action="store_true", help="one more task, of type evaluator")
+    who.add_argument(
+        "--workers",
+        type=count_or_auto,
+        metavar="N",
+        help="number of workers (1), or auto: one for each GPU (or for each --gpus-per-worker GPUs) of this machine, and "
+        "without GPUs one for each CPU core (or for each --devices-per-worker cores)",
+    )
+    who.add_argument("--chief", action=argparse.BooleanOptionalAction, help="add a task of type chief")
+    who.add_argument("--ps", type=count, default=0, metavar="N", help="number of parameter servers (0)")
+    who.add_argument("--evaluator", action="store_true", help="add a task of type evaluator")
     who.add_argument(
         "--script-in",
         choices=SCRIPT_IN,
-        help="who runs the script where there are parameter servers: the chief; the workers, and the chief, each for "
-        "itself; or all, as in TensorFlow, where the script makes a Server in workers and parameter servers. (chief; "
-        "with --no-chief workers)",
+        help="which tasks run the script when there are parameter servers. chief: the coordinator only; workers: the workers "
+        "and the chief, each on its own; all: every task, as in TensorFlow, where the script creates a Server in workers "
+        "and parameter servers (chief; with --no-chief: workers)",
     )
     who.add_argument(
         "--devices-per-worker",
         type=positive,
         metavar="N",
-        help="virtual CPU devices of each task but the parameter servers, on the CPU unless JAX_PLATFORMS is set",
+        help="give each task except parameter servers N virtual CPU devices; sets JAX_PLATFORMS=cpu unless JAX_PLATFORMS is set",
     )
     who.add_argument(
         "--gpus-per-worker",
         type=positive,
         metavar="N",
-        help="share out this machine's GPUs, or those of your CUDA_VISIBLE_DEVICES: each task but the parameter servers sees N "
-        "of its own, by a CUDA_VISIBLE_DEVICES that is set for it",
+        help="give each task except parameter servers N GPUs of its own, by setting CUDA_VISIBLE_DEVICES for it; they are taken "
+        "from this machine's GPUs, or from your CUDA_VISIBLE_DEVICES",
     )
     how = parser.add_argument_group("failures and the end")
     how.add_argument(
@@ -109,63 +117,77 @@ def add_parser(subparsers: Any) -> None:
         type=count,
         default=0,
         metavar="N",
-        help="after a failure start all tasks again, at most N times (0); see --checkpoint-dir",
+        help="after a failure restart all tasks, at most N times (0); see --checkpoint-dir",
     )
     how.add_argument(
         "--checkpoint-dir",
         type=Path,
         metavar="DIR",
-        help=f"where the script saves: it finds it in {CHECKPOINT_DIR_VARIABLE}. Then only restarts without a new checkpoint "
-        "count, and compiled programs are kept there, so that a restart does not compile them again",
+        help=f"where the script saves; it reads the path from {CHECKPOINT_DIR_VARIABLE}. A restart is then counted only if there "
+        "is no new checkpoint, and compiled programs are kept there, so that a restart does not compile them again",
     )
     how.add_argument(
         "--server-restarts",
         type=count,
         default=3,
         metavar="N",
-        help="start a worker that runs `replicax server` again when it dies, each at most N times (3), not counting those after "
-        "a new checkpoint; with --replication 2 or --snapshot-dir a parameter server too",
+        help="restart a worker that runs `replicax server` when it dies, each at most N times (3), not counting restarts after a "
+        "new checkpoint; with --replication 2 or --snapshot-dir, restart parameter servers too",
     )
     how.add_argument(
         "--replication",
         type=int,
         choices=(1, 2),
         default=1,
-        help="on how many parameter servers each variable is, unless the strategy says it (1); with 2, and --ps 2 or more, one may "
-        "die, and nothing is lost",
+        help="number of copies of each variable, on as many parameter servers, unless the strategy sets it (1); with 2 copies and "
+        "--ps 2 or more, one server may die and nothing is lost",
     )
     how.add_argument(
         "--snapshot-dir",
         metavar="DIR",
-        help="where parameter servers keep their values, to go on with them when they are started again",
+        help="where parameter servers save their values, to restore them when they are restarted",
     )
     how.add_argument(
-        "--grace", type=seconds, default=10.0, metavar="S", help="the grace time, in seconds (10)"
+        "--grace",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="the grace time after a failure, in seconds (10)",
     )
     how.add_argument(
         "--evaluator-timeout",
         type=seconds,
         default=600.0,
         metavar="S",
-        help="how long the evaluator may go on after the training, in seconds (600)",
+        help="end the evaluator S seconds after the training (600)",
     )
     hosts = parser.add_argument_group("several hosts")
     either = hosts.add_mutually_exclusive_group()
-    either.add_argument("--hosts", metavar="A,B", help="one worker on each of these")
-    either.add_argument("--hosts-file", type=Path, metavar="FILE", help="the same: one host in a line")
-    hosts.add_argument(
-        "--port", type=positive, default=DEFAULT_PORT, help=f"where workers listen ({DEFAULT_PORT})"
+    either.add_argument("--hosts", metavar="A,B", help="run one worker on each of these hosts")
+    either.add_argument(
+        "--hosts-file", type=Path, metavar="FILE", help="the same, from a file with one host per line"
     )
-    hosts.add_argument("--task-index", type=count, metavar="I", help="run worker I, this host's")
+    hosts.add_argument(
+        "--port", type=positive, default=DEFAULT_PORT, help=f"the port of the workers ({DEFAULT_PORT})"
+    )
+    hosts.add_argument("--task-index", type=count, metavar="I", help="run worker I, the one of this host")
     parser.add_argument(
         "--status",
         action="store_true",
-        help="the coordinator shows how all tasks are, on a page for browsers and to `replicax top`: at an address that "
-        f"is printed, {STATUS_ADDRESS_VARIABLE}'s if that is set",
+        help="let the coordinator serve the state of all tasks, for browsers and `replicax top`; the address is printed, and "
+        f"{STATUS_ADDRESS_VARIABLE} chooses it",
     )
-    parser.add_argument("--plain", action="store_true", help="no table and no colours, also on a terminal")
     parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, as python -m"
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="also write the output of each task to a file of its own: DIR/worker-0.log; restarts append",
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="print plain lines without table and colours, even on a terminal"
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module, like python -m"
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, parser=parser)
@@ -175,6 +197,7 @@ def run(options: argparse.Namespace) -> int:
     """Does what the options say; returns the exit code. Ends this process with code 2 if they make no sense."""
     parser: argparse.ArgumentParser = options.parser
     command = _command(options, parser)
+    notes = _check_keras(command, parser)
     if options.gpus_per_worker is not None and options.devices_per_worker is not None:
         parser.error(
             "--gpus-per-worker is for GPUs, and --devices-per-worker for virtual CPU devices: choose one"
@@ -187,13 +210,16 @@ def run(options: argparse.Namespace) -> int:
                 return 0
             starts = [_start_on_host(options, parser, hosts, command)]
         else:
+            notes += _choose_num_workers(options, parser)
             starts = _starts_here(options, command)
         if options.gpus_per_worker is not None:
             starts = _with_gpus(starts, options.gpus_per_worker)
-        note = ""
         if options.status:
             starts, note = _with_status(starts, options, parser)
-        return _run_tasks(starts, options, note)
+            notes.append(note)
+        if options.log_dir is not None:
+            _make_folder(options.log_dir, parser)
+        return _run_tasks(starts, options, notes)
     except ClusterError as error:
         parser.error(str(error))
     except ProcessStartError as error:
@@ -216,6 +242,49 @@ def _command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> li
     if not os.access(script, os.R_OK):
         parser.error(f"the script {command[0]!r} may not be read")
     return command
+
+
+def _check_keras(command: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Refuses a script whose Keras would not run on JAX; returns what is to be said where that is not certain."""
+    path = script_path(command)
+    if path is None or chosen_backend(os.environ).is_jax:
+        return []
+    use = use_of_keras(path)
+    if use is None:
+        return []
+    text = str(wrong_backend(chosen_backend(os.environ)))
+    if use.is_certain:
+        parser.error(f"{path}, line {use.line}, imports Keras. {text}")
+    return [
+        f"{path}, line {use.line}, imports Keras. Unless a module that it imports before sets KERAS_BACKEND: {text}"
+    ]
+
+
+def _choose_num_workers(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Replaces ``--workers auto`` by a number; returns what is to be said about it."""
+    if options.workers != "auto":
+        return []
+    num_others = sum([bool(options.ps) if options.chief is None else options.chief, options.evaluator])
+    is_cpu = options.devices_per_worker is not None or os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    gpus = [] if is_cpu else gpus_here(os.environ)
+    if gpus:
+        options.gpus_per_worker = options.gpus_per_worker or 1
+        options.workers = len(gpus) // options.gpus_per_worker - num_others
+        why = f"{len(gpus)} GPU(s), {options.gpus_per_worker} for each task"
+        if options.workers < 1:
+            parser.error(f"--workers auto: there are {why}, which leaves none for a worker")
+    else:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        options.workers = max(1, num_cores // (options.devices_per_worker or 1) - num_others)
+        why = f"{num_cores} CPU core(s)"
+    return [f"--workers auto: {options.workers} worker(s); there are {why}."]
+
+
+def _make_folder(folder: Path, parser: argparse.ArgumentParser) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--log-dir {folder} cannot be made: {error.strerror}")
 
 
 def _hosts(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str] | None:
@@ -357,14 +426,16 @@ def _start(
     return Start(task, [sys.executable, *command], environment)
 
 
-def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, note: str = "") -> int:
+def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, notes: Sequence[str]) -> int:
     tasks = [start.task for start in starts]
     how = SupervisorOptions(
         options.max_restarts, options.grace, options.evaluator_timeout, options.checkpoint_dir
     )
     display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
+    if options.log_dir is not None:
+        display = LoggedDisplay(display, options.log_dir, tasks)
     try:
-        if note:
+        for note in notes:
             display.note(note)
         return Supervisor(starts, display, how).run()
     finally:

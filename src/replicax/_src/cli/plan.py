@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from replicax._src.cli.arguments import positive, seconds
-from replicax._src.errors import ReplicaxError
-from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Hardware, hardware_of
+from replicax._src.errors import MissingExtraError, ReplicaxError
+from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Hardware, check_extra, hardware_of
 from replicax._src.progress import working
 
 _DESCRIPTION: Final = """\
-Runs a script up to its first program (strategy.run, an rx.function, a Keras fit), and compiles that for other hardware in
-place of running it: does it fit, what does it exchange, what does it take at least. The script is run as it is, with the
-devices that are here; each replica gets as many rows as it has here, or its part of --global-batch. Keras's variables of a
-megabyte and more are not made, so that models larger than this machine's memory can be planned.
+Runs a script until its first step (strategy.run, an rx.function, or Keras's fit), compiles that step for the hardware that
+you name instead of running it, and reports whether it fits into memory, what the devices exchange, and a lower bound on the
+step time. The script runs unchanged, on the devices of this machine. Each replica gets as many rows as it gets here, or its
+share of --global-batch. Keras variables of 1 MB and more are not allocated, so the model may be larger than this machine's
+memory.
 """
 _EPILOG: Final = """\
-The script's own output goes to stderr. The exit code is 0 if it fits, 3 if it does not, 1 if there is no plan.
+The script's own output goes to stderr. The exit code is 0 if the step fits, 3 if it does not, 1 if there is no plan.
 """
 _NOT_FITTING: Final = 3
 
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command ``plan``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="say what a script's step would need on TPUs or GPUs that are not here",
+        help="estimate memory and step time on TPUs or GPUs that are not here",
         usage="replicax plan (script.py | -m module) --topology NAME [options] [arguments of the script]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -50,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "script",
         nargs=argparse.REMAINDER,
-        help="the Python file, and its arguments; such as are called as the options here stand behind --",
+        help="the Python file and its arguments; write -- before arguments that have the same names as options of replicax plan",
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -62,15 +63,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="v5p:16x16x16 (a TPU slice), h100:16x8 (hosts and GPUs of each), cpu:8 (virtual devices of this machine)",
     )
-    parser.add_argument("--global-batch", type=positive, metavar="ROWS", help="rows of all replicas together")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture of where the variables are")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
-    parser.add_argument("--limit", type=seconds, metavar="S", help="how long it may take, in seconds (600)")
+    parser.add_argument(
+        "--global-batch", type=positive, metavar="ROWS", help="rows in the batch of all replicas together"
+    )
+    parser.add_argument(
+        "--svg", metavar="FILE", help="write a picture of how the variables lie over the devices"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--limit", type=seconds, metavar="S", help="stop after S seconds (600)")
     parser.add_argument(
         "--remedy-limit",
         type=seconds,
         metavar="S",
-        help="for how long something is compiled that would make it fit (120)",
+        help="if the step does not fit, spend at most S seconds on compiling changes that would make it fit (120)",
     )
 
 
@@ -99,6 +104,10 @@ def run(options: argparse.Namespace) -> int:
     options = _with_options_behind(options)
     try:
         hardware = hardware_of(options.topology)
+        check_extra(hardware)  # before the script takes minutes to come to its first program
+    except MissingExtraError as error:
+        print(f"replicax plan: {error}", file=sys.stderr)
+        return 1
     except ReplicaxError as error:
         options.parser.error(str(error))
     if options.module is None and not Path(options.script).is_file():

@@ -19,17 +19,16 @@ from replicax._src.errors import ReplicaxError
 
 _LONGEST_END_S: Final = 10.0
 _DESCRIPTION: Final = """\
-Runs a worker or a parameter server of the cluster that TF_CONFIG, or the options, describe. It has no code of yours:
-what it does is sent to it by the coordinator, the program that makes a ParameterServerStrategy. It ends when it gets
-SIGTERM or Ctrl-C, or when the coordinator says so.
+Runs a worker or a parameter server of the cluster that TF_CONFIG or the options describe. It needs none of your code: the
+coordinator, the program that creates a ParameterServerStrategy, sends it what to compute. It ends at SIGTERM or Ctrl-C, or
+when the coordinator says so.
 """
 _EPILOG: Final = """\
 environment:
   TF_CONFIG               the cluster and which task this is, unless the options say it
   REPLICAX_TOKEN          a secret that all tasks of a cluster share; see the guide to parameter servers for TLS
   REPLICAX_PROGRAM_CACHE  where compiled programs are kept (~/.cache/replicax/programs); "off": nowhere
-  REPLICAX_STREAM_PORT    where variables and gradients come besides the port of its address (any free port); "off": by that
-                          one too
+  REPLICAX_STREAM_PORT    a second port, for variables and gradients (any free port); "off": all on the port of its address
   PJRT_NPROC              threads to compute with (the cores of the host, shared by the tasks on it)
 """
 
@@ -44,45 +43,47 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--job", choices=("worker", "ps"), help="what it is (TF_CONFIG's task)")
-    parser.add_argument("--index", type=count, metavar="I", help="which of them, from 0 (TF_CONFIG's task)")
+    parser.add_argument("--job", choices=("worker", "ps"), help="its type (default: the task in TF_CONFIG)")
+    parser.add_argument(
+        "--index", type=count, metavar="I", help="its index, from 0 (default: the task in TF_CONFIG)"
+    )
     parser.add_argument(
         "--cluster",
         metavar="JSON",
-        help='all tasks: {"chief": ["host:port"], "worker": ["host:port", …], "ps": ["host:port", …]} (TF_CONFIG\'s)',
+        help='all tasks: {"chief": ["host:port"], "worker": ["host:port", …], "ps": ["host:port", …]} (default: the cluster in TF_CONFIG)',
     )
-    parser.add_argument("--devices", type=positive, metavar="N", help="virtual CPU devices of it")
+    parser.add_argument("--devices", type=positive, metavar="N", help="give it N virtual CPU devices")
     parser.add_argument(
         "--on-coordinator-loss",
         choices=("wait", "exit"),
         default="wait",
-        help="what it does when its coordinator is gone (wait, for the next one)",
+        help="when the coordinator is gone, wait for the next one or exit (wait)",
     )
     parser.add_argument(
         "--silence-timeout",
         type=seconds,
         default=60.0,
         metavar="S",
-        help="after how long without a word the coordinator is gone, in seconds (60)",
+        help="consider the coordinator gone after S seconds without a message (60)",
     )
     parser.add_argument(
         "--wait-timeout",
         type=seconds,
         default=math.inf,
         metavar="S",
-        help="how long it waits for a coordinator before it ends, in seconds (inf)",
+        help="exit after S seconds without a coordinator (inf)",
     )
     parser.add_argument(
         "--snapshot-dir",
         metavar="DIR",
-        help="where a ps keeps its values, to go on with them when it is started again",
+        help="where a parameter server saves its values, to restore them when it is restarted",
     )
     parser.add_argument(
         "--snapshot-interval",
         type=seconds,
         default=60.0,
         metavar="S",
-        help="how often it does, in seconds (60)",
+        help="seconds between two saves (60)",
     )
     parser.set_defaults(run=run, parser=parser)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import re
 import signal
 import tempfile
 import threading
@@ -25,6 +26,8 @@ from replicax._src.cluster.spec import Task
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE
 from replicax._src.preemption.termination import PREEMPTED_EXIT_CODE
 
+# gloo prints this in each process, and knows no option for it (jaxlib 0.10).
+_GLOO_CONNECTED: Final = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number .*")
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S: Final = 0.05
 _REFRESH_S: Final = 0.5
@@ -188,6 +191,7 @@ class Supervisor:
             STATUS_FILE_VARIABLE: str(self._status_files[start.task]),
             RESTART_COUNT_VARIABLE: str(self._num_starts[start.task]),
         }
+        self._display.started(start.task, self._num_starts[start.task])
         self._num_starts[start.task] += 1
         process = Process(
             start.command,
@@ -195,10 +199,14 @@ class Supervisor:
             name=str(start.task),
             own_folder=folder,
             num_lines_kept=_NUM_LAST_LINES,
-            on_line=functools.partial(self._display.line, start.task),
+            on_line=functools.partial(self._line, start.task),
             on_end=self._wake.set,
         )
         self._processes[start.task] = held.enter_context(process)
+
+    def _line(self, task: Task, text: str) -> None:
+        if not _GLOO_CONNECTED.fullmatch(text):
+            self._display.line(task, text)
 
     # --- how it goes --------------------------------------------------------------------------------------
 

@@ -31,11 +31,11 @@ from replicax._src.coordinator.status_access import viewing_token
 from replicax._src.ps.credentials import Credentials
 
 _DESCRIPTION: Final = f"""\
-Shows a live table of the tasks of a cluster with parameter servers. The coordinator tells it, if the program says where:
-ClusterCoordinator(strategy, status_address="127.0.0.1:8080"), or {STATUS_ADDRESS_VARIABLE}=127.0.0.1:8080, or
-`replicax launch --status`. The same address has a page for browsers, and /metrics for Prometheus.
+Shows a live table of the tasks of a cluster with parameter servers. The coordinator serves it at the address that you choose
+with ClusterCoordinator(strategy, status_address="127.0.0.1:8080"), {STATUS_ADDRESS_VARIABLE}=127.0.0.1:8080 or
+`replicax launch --status`. The same address serves a page for browsers, and /metrics for Prometheus.
 
-It ends with 0 when the coordinator does, and with Ctrl-C; with 1 if nothing answers at the address.
+The exit code is 0 when the coordinator ends or you press Ctrl-C, and 1 if nothing answers at the address.
 """
 _TIMEOUT_S: Final = 5.0
 _LEAST_INTERVAL_S: Final = 0.1
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command ``top``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "top",
-        help="show how the tasks of a cluster with parameter servers are",
+        help="watch the tasks of a cluster with parameter servers",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -65,18 +65,20 @@ def add_parser(subparsers: Any) -> None:
         "address",
         nargs="?",
         metavar="ADDRESS",
-        help=f"of the coordinator's status: host:port, or its URL ({STATUS_ADDRESS_VARIABLE}'s)",
+        help=f"where the coordinator serves its status: host:port or a URL (default: {STATUS_ADDRESS_VARIABLE})",
     )
     parser.add_argument(
         "--interval",
         type=_interval,
         default=1.0,
         metavar="S",
-        help=f"seconds from one to the next (1), at least {_LEAST_INTERVAL_S}",
+        help=f"seconds between two updates (1), at least {_LEAST_INTERVAL_S}",
     )
-    parser.add_argument("--once", action="store_true", help="show it once, and end")
-    parser.add_argument("--json", action="store_true", help="a line of JSON each time")
-    parser.add_argument("--plain", action="store_true", help="lines and no colours, also on a terminal")
+    parser.add_argument("--once", action="store_true", help="print the table once and exit")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per update")
+    parser.add_argument(
+        "--plain", action="store_true", help="print plain lines without colours, even on a terminal"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
