@@ -6,8 +6,8 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import jaxlib
+import numpy as np
 import pytest
 from jax._src import compilation_cache
 

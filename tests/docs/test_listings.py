@@ -41,7 +41,10 @@ GUIDES = [
 ]
 PAGES = [
     "README.md",
-    *(pytest.param(page, marks=pytest.mark.rest) for page in ["docs/sharp_bits.md", *GUIDES]),
+    *(
+        pytest.param(page, marks=pytest.mark.rest)
+        for page in ["docs/sharp_bits.md", "docs/jax_users.md", *GUIDES]
+    ),
 ]
 
 
@@ -68,3 +71,10 @@ def test_listings_print_what_the_page_says(page, tmp_path):
     for (code, expected), got in zip(listings, printed, strict=True):
         # A long message is wrapped on the page.
         assert lines_of(got) == lines_of(expected) or got.split() == expected.split(), code
+
+
+def test_programs_by_hand_print_what_those_on_replicax_print():
+    """The page for JAX users has each program twice; the first listing of the page is what both begin with."""
+    _, *printed = [expected for _, expected in LISTING.findall((ROOT / "docs/jax_users.md").read_text())]
+    assert all(printed)
+    assert printed[::2] == printed[1::2]

@@ -358,6 +358,134 @@ def test_not_inside_traced_functions():
         outer()
 
 
+# --- functional state ---------------------------------------------------------------------------------
+
+
+def state_step(state, batch):
+    """Gradient descent with momentum. The number of rows that a replica has seen is its own."""
+    features, labels = batch
+    loss, gradient = jax.value_and_grad(lambda w: rx.nn.compute_average_loss((features @ w - labels) ** 2))(
+        state["weights"]
+    )
+    loss, gradient = rx.get_replica_context().all_reduce("SUM", (loss, gradient))
+    velocity = 0.5 * state["velocity"] + gradient
+    new = {
+        "weights": state["weights"] - 0.05 * velocity,
+        "velocity": velocity,
+        "steps": state["steps"] + 1,
+        "seen": state["seen"] + jnp.sum(labels == labels),
+        "key": jax.random.split(state["key"], 1)[0],
+    }
+    return new, loss + 0 * jax.random.uniform(state["key"])
+
+
+def initial_state():
+    return {
+        "weights": np.zeros(3, np.float32),
+        "velocity": jnp.zeros(3),
+        "steps": 0,
+        "seen": 0.0,
+        "key": jax.random.key(0),
+    }
+
+
+def total_of(strategy, value):
+    return float(np.asarray(strategy.reduce("SUM", value, axis=None)))
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_functional_state_goes_from_step_to_step(strategy, replicated):
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(regression(26)).batch(4))
+    state, expected = strategy.replicate(initial_state()), []
+    for batch in dataset:
+        state, loss = strategy.run(state_step, args=(state, batch))
+        expected.append(float(loss))
+
+    given = strategy.replicate(initial_state()) if replicated else initial_state()
+    iterator, got = iter(dataset), []
+    for steps in (3, 3, 1):  # seven steps, of which the last has 2 rows
+        given, losses = strategy.run_steps(state_step, iterator, steps, state=given)
+        got.extend(np.asarray(losses).tolist())
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    for name in ("weights", "velocity"):
+        np.testing.assert_allclose(np.asarray(given[name]), np.asarray(state[name]), rtol=1e-5)
+    assert int(given["steps"]) == 7
+    assert total_of(strategy, given["seen"]) == 26
+
+
+def test_functional_state_that_is_reduced_is_proven_equal():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(regression(24)).batch(4))
+    state, losses = strategy.run_steps(state_step, iter(dataset), 6, state=initial_state())
+    assert [state[name].is_equal for name in ("weights", "velocity", "steps", "key")] == [True] * 4
+    assert losses.is_equal
+    assert not state["seen"].is_equal
+    assert [float(value) for value in state["seen"].values] == [12, 12]
+
+
+def test_functional_state_beside_variables():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        count = rx.Variable(0, aggregation="ONLY_FIRST_REPLICA")
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(8.0)).batch(2))
+
+    def step(total, x):
+        count.assign_add(1)
+        return total + rx.get_replica_context().all_reduce("SUM", jnp.sum(x)), None
+
+    total, nothing = strategy.run_steps(step, iter(dataset), 4, state=jnp.float32(0))
+    assert (float(total), nothing, int(count.numpy())) == (28, None, 4)
+
+
+def test_functional_state_that_drifts_apart_is_told(caplog):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(regression(24)).batch(4))
+
+    def step(weights, batch):
+        features, labels = batch
+        return weights - 0.1 * jax.grad(lambda w: jnp.mean((features @ w - labels) ** 2))(weights), None
+
+    weights, _ = strategy.run_steps(step, iter(dataset), 6, state=strategy.replicate(jnp.zeros(3)))
+    assert "args[0] was the same on all replicas" in caplog.text
+    first, second = map(np.asarray, weights.values)
+    assert not np.allclose(first, second)
+    with pytest.raises(rx.errors.PerReplicaUseError):
+        strategy.unreplicate(weights)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda state, x: state, "returns a pair"),
+        (lambda state, x: ([state], None), "of the structure"),
+        (lambda state, x: (state.astype("float16"), None), r"float32\[2\], and the step returned float16"),
+        (lambda state, x: (state[:1], None), r"float32\[2\], and the step returned float32\[1\]"),
+        (lambda state, x: (x, None), r"returned float32\[1\]"),
+        (lambda state, x: ("state", None), "returned 'state'"),
+    ],
+)
+def test_functional_state_must_come_back_as_it_came(step, text):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(
+        rx.data.from_arrays(np.arange(8, dtype=np.float32)).batch(2)
+    )
+    with pytest.raises(rx.errors.StructureError, match=text):
+        strategy.run_steps(step, iter(dataset), 2, state=jnp.zeros(2))
+
+
+def test_functional_state_is_arrays():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(8.0)).batch(2))
+    with strategy.scope():
+        variable = rx.Variable(0.0)
+    for state in ({"name": "adam"}, {"w": variable}):
+        with pytest.raises(rx.errors.InvalidArgumentError, match="state is a nest of arrays"):
+            strategy.run_steps(lambda s, x: (s, None), iter(dataset), 2, state=state)
+    other = rx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).replicate(jnp.zeros(2))
+    with pytest.raises(rx.errors.MixedStrategiesError, match="of 3 replicas"):
+        strategy.run_steps(lambda s, x: (s, None), iter(dataset), 2, state=other)
+
+
 # --- the older form -----------------------------------------------------------------------------------
 
 

@@ -104,9 +104,12 @@ class _FirstProgram:
             return original(strategy, fn, args, kwargs, options)
         return self._plan(strategy, fn, args, kwargs, options)
 
-    def _run_steps(self, original: Any, strategy: Strategy, fn: Any, iterator: Any, steps: int) -> Any:
+    def _run_steps(
+        self, original: Any, strategy: Strategy, fn: Any, iterator: Any, steps: int, state: Any = None
+    ) -> Any:
         del original, steps
-        return self._plan(strategy, fn, (next(iterator),))
+        batch = next(iterator)
+        return self._plan(strategy, fn, (batch,) if state is None else (state, batch))
 
     def _call(self, original: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
         if _is_inside():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import jax
@@ -22,11 +23,12 @@ from replicax._src.input.dataset import DistributedDataset, DistributedIterator,
 from replicax._src.options import ReduceOp
 from replicax._src.program import key
 from replicax._src.program.arguments import ClosureCheck, used_by
-from replicax._src.program.cache import ProgramCache, array_leaf, jax_state
+from replicax._src.program.cache import Leaf, ProgramCache, array_leaf, jax_state
 from replicax._src.program.capture import current_capture
 from replicax._src.progress import compiling
+from replicax._src.strategies.carried_state import NO_STATE, StateForm, opened
 from replicax._src.strategies.code import CodeState, TracedCode, on_mesh, trace_code
-from replicax._src.strategies.datasets import Stack
+from replicax._src.strategies.datasets import Stack, StepForm
 from replicax._src.values import Mirrored, PerReplica
 
 
@@ -85,16 +87,16 @@ class StepLoop:
 
     Args:
       code: Traced over one step's arrays, then other arrays.
-      num_stacked: How many arrays a step has.
+      form: The state that each step hands to the next; its arrays come after those of the step, and first in the results.
       capacity: For how many steps the stack has room.
       check_closure: Of the other arrays.
-      keeps_all: Give the results of all steps, stacked, else of the last one only.
+      keeps_all: Give the results of all steps, stacked, else of the last one only. Of the state always the last.
     """
 
     def __init__(
         self,
         code: TracedCode,
-        num_stacked: int,
+        form: StateForm,
         capacity: int,
         check_closure: ClosureCheck,
         *,
@@ -104,19 +106,38 @@ class StepLoop:
         self.check_closure = check_closure
         self._topology = topology = code.strategy.topology
         self._variables = variables = CodeState(code)
+        num_carried = len(form.leaves)
         row = topology.stacked if keeps_all else topology.per_replica
-        shardings = [row if kind == "row" else topology.replicated for kind in code.kinds]
-        avals = [v.aval for v in code.variant.jaxpr.outvars[: len(shardings)]]
+        shardings = [row if kind == "row" else topology.replicated for kind in code.kinds[num_carried:]]
+        avals = [v.aval for v in code.variant.jaxpr.outvars[num_carried : len(code.kinds)]]
         needs_token = topology.needs_token
+        carried_avals = [leaf.aval() for leaf in form.described()]
+        carried_shardings = [
+            topology.per_replica if kind == "row" else topology.replicated for kind in form.kinds
+        ]
+
+        def as_carried(arrays: Sequence[Any]) -> list[Any]:
+            return [
+                jax.lax.with_sharding_constraint(jnp.broadcast_to(a, aval.shape), sharding)
+                for a, aval, sharding in zip(arrays, carried_avals, carried_shardings, strict=True)
+            ]
 
         def body(
-            written: Any, read: Any, consts: Any, stack: Sequence[Any], others: Any, start: Any, stop: Any
+            written: Any,
+            read: Any,
+            consts: Any,
+            stack: Sequence[Any],
+            carried: Sequence[Any],
+            others: Any,
+            start: Any,
+            stop: Any,
         ):
             def one_step(index: Any, carry: Any) -> Any:
-                values, kept = carry
+                values, carried, kept = carry
                 step = [jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in stack]
-                new, outs = variables.evaluate(values, read, consts, [*step, *others])
+                new, outs = variables.evaluate(values, read, consts, [*step, *carried, *others])
                 new = [n.astype(v.dtype) for n, v in zip(new, values, strict=True)]
+                carried, outs = as_carried(outs[:num_carried]), outs[num_carried:]
                 if keeps_all:
                     outs = [
                         jax.lax.dynamic_update_index_in_dim(k, o, index, 0)
@@ -126,20 +147,22 @@ class StepLoop:
                     jax.lax.with_sharding_constraint(o.astype(k.dtype), s)
                     for o, k, s in zip(outs, kept, shardings, strict=True)
                 ]
-                return new, outs
+                return new, carried, outs
 
             room = (capacity,) if keeps_all else ()
             kept = [
                 jax.lax.with_sharding_constraint(jnp.zeros((*room, *a.shape), a.dtype), s)
                 for a, s in zip(avals, shardings, strict=True)
             ]
-            values, kept = jax.lax.fori_loop(start, stop, one_step, (list(written), kept))
+            values, carried, kept = jax.lax.fori_loop(
+                start, stop, one_step, (list(written), as_carried(carried), kept)
+            )
             if keeps_all:  # a PerReplica has its replicas first
                 kept = [
                     jnp.moveaxis(k, 0, 1) if kind == "row" else k
-                    for k, kind in zip(kept, code.kinds, strict=True)
+                    for k, kind in zip(kept, code.kinds[num_carried:], strict=True)
                 ]
-            return values, variables.sums(values), kept, [jnp.int8(0)] if needs_token else []
+            return values, variables.sums(values), [*carried, *kept], [jnp.int8(0)] if needs_token else []
 
         out_shardings = [
             topology.per_replica if kind == "row" else topology.replicated for kind in code.kinds
@@ -151,25 +174,28 @@ class StepLoop:
             out_shardings=(*variables.shardings, out_shardings, [topology.replicated] if needs_token else []),
         )
 
-    def __call__(self, stack: Sequence[Any], others: Sequence[Any], start: int, stop: int) -> Any:
-        """Runs the steps ``[start, stop)``; returns their results."""
+    def __call__(
+        self, stack: Sequence[Any], carried: Sequence[Any], others: Sequence[Any], start: int, stop: int
+    ) -> tuple[Sequence[Any], Any]:
+        """Runs the steps ``[start, stop)``; returns the leaves of the last state, and their results."""
         variables, code = self._variables, self._code
         others = on_mesh(others, self._topology)
         outs = variables.state.run(
             lambda written, read: self._compiled(
-                written, read, variables.consts, stack, others, jnp.int32(start), jnp.int32(stop)
+                written, read, variables.consts, stack, carried, others, jnp.int32(start), jnp.int32(stop)
             ),
             variables.donates,
         )
         if self._keeps_all and stop - start < self._capacity:
-            outs = [
+            num_carried = len(carried)
+            outs[num_carried:] = [
                 o[:, start:stop] if kind == "row" else o[start:stop]
-                for o, kind in zip(outs, code.kinds, strict=True)
+                for o, kind in zip(outs[num_carried:], code.kinds[num_carried:], strict=True)
             ]
         remaining = iter(outs)
         leaves = [next(remaining) if o.is_array else o.value for o in code.variant.outputs]
-        result = jax.tree_util.tree_unflatten(code.variant.tree, leaves)
-        return _with_steps(result, stop - start) if self._keeps_all else result
+        state, result = jax.tree_util.tree_unflatten(code.variant.tree, leaves)
+        return state, _with_steps(result, stop - start) if self._keeps_all else result
 
 
 def _with_steps(nest: Any, num_steps: int) -> Any:
@@ -196,17 +222,19 @@ class StepsRunner:
         self._strategy = strategy
         self._cache: ProgramCache[StepLoop] = ProgramCache()
 
-    def run_all(self, fn: Callable[[Any], Any], iterator: Any, num_steps: int) -> Any:
+    def run_all(self, fn: Callable[..., Any], iterator: Any, num_steps: int, state: Any = None) -> Any:
         """See ``Strategy.run_steps``."""
         strategy = self._strategy
-        groups = self._run(
+        state, groups = self._run(
             fn,
             iterator,
             num_steps,
-            lambda replica_fn, step: strategy.run(replica_fn, args=(step,)),
+            lambda replica_fn, *args: strategy.run(replica_fn, args=args),
+            state,
             keeps_all=True,
         )
-        return groups[0] if len(groups) == 1 else _joined(groups)
+        results = groups[0] if len(groups) == 1 else _joined(groups)
+        return results if state is None else (state, results)
 
     def run_last(
         self,
@@ -223,7 +251,8 @@ class StepsRunner:
             code(made[-1], step)
             return made[-1].last_step_outputs, _Constant(made[-1].non_tensor_outputs)
 
-        outputs, non_tensor = self._run(fn, iterator, num_steps, one_step, keeps_all=False)[-1]
+        _, groups = self._run(fn, iterator, num_steps, one_step, None, keeps_all=False)
+        outputs, non_tensor = groups[-1]
         result = MultiStepContext(self._strategy, {**initial, **outputs})
         for name, value in non_tensor.content.items():
             result.set_non_tensor_output(name, value)
@@ -235,10 +264,11 @@ class StepsRunner:
         iterator: Any,
         num_steps: int,
         one_step: Callable[..., Any],
+        state: Any,
         *,
         keeps_all: bool,
-    ) -> list[Any]:
-        """Runs up to ``num_steps`` steps; returns the results of each group of steps with the same shapes."""
+    ) -> tuple[Any, list[Any]]:
+        """Runs up to ``num_steps`` steps; returns the state, and the results of each group of steps with the same shapes."""
         num_steps = _check(fn, num_steps)
         _check_iterator(iterator, self._strategy)
         ensure_bridges()
@@ -250,42 +280,78 @@ class StepsRunner:
                 steps = iterator.take_stacked(num_steps, remaining)
             except StopIteration:
                 break
-            results.append(self._run_group(fn, steps, one_step, keeps_all))
+            state, result = self._run_group(fn, steps, one_step, state, keeps_all)
+            results.append(result)
             remaining -= steps.stop - steps.start
         if not results:
             raise OutOfRangeError(
                 "The iterator has no further step. Start again with iter(dataset), or use a dataset that repeats."
             )
-        return results
+        return state, results
 
     def _run_group(
-        self, fn: Callable[..., Any], steps: StackedSteps, one_step: Callable[..., Any], keeps_all: bool
-    ) -> Any:
+        self,
+        fn: Callable[..., Any],
+        steps: StackedSteps,
+        one_step: Callable[..., Any],
+        state: Any,
+        keeps_all: bool,
+    ) -> tuple[Any, Any]:
         stack: Stack = steps.value
+        form, carried = (NO_STATE, []) if state is None else opened(state, self._strategy)
         others, tree = jax.tree_util.tree_flatten(((), {}, key.lifted_cells(fn)))
         programs = self._cache.programs_of(fn)
         inputs = [array_leaf(a)._replace(shape=a.shape[1:]) for a in stack.arrays]
-        described = [*inputs, *map(array_leaf, others)]
+        described = [*inputs, *form.described(), *map(array_leaf, others)]
         topology = self._strategy.topology
-        signature = (stack.form, tuple(described), tree, steps.capacity, keeps_all, topology, jax_state())
+        shapes = (stack.form, form.tree, form.kinds, tuple(described), tree)
+        signature = (*shapes, steps.capacity, keeps_all, topology, jax_state())
         loop = programs.get(signature)
-        if loop is not None:
+        with (
+            compiling(f"run_steps of {key.name_of(fn)}", topology.num_replicas)
+            if loop is None
+            else nullcontext()
+        ):
+            if loop is None:
+                code, form = self._trace(fn, one_step, stack.form, form, inputs, described, tree)
+                jaxpr, closure = code.variant.jaxpr, described[len(described) - len(others) :]
+                check = ClosureCheck(tree, closure, lambda: used_by([jaxpr], len(others)))
+                loop = StepLoop(code, form, steps.capacity, check, keeps_all=keeps_all)
+                programs.put(signature, described, loop)
+                self._cache.report_trace(fn, described)
             loop.check_closure(others)
-            return loop(stack.arrays, others, steps.start, steps.stop)
-        with compiling(f"run_steps of {key.name_of(fn)}", topology.num_replicas):
+            leaves, result = loop(stack.arrays, carried, others, steps.start, steps.stop)
+        return None if state is None else form.tree.unflatten(leaves), result
 
-            def call(tracers: list[Any]) -> Any:
-                _, _, cells = tree.unflatten(tracers[len(inputs) :])
-                return one_step(key.with_cells(fn, cells), stack.form.step_of(tracers[: len(inputs)]))
+    def _trace(
+        self,
+        fn: Callable[..., Any],
+        one_step: Callable[..., Any],
+        step_form: StepForm,
+        form: StateForm,
+        inputs: Sequence[Leaf],
+        described: Sequence[Leaf],
+        tree: Any,
+    ) -> tuple[TracedCode, StateForm]:
+        """Traces one step, and again while its state differs between replicas where the state before it did not."""
+        others = described[len(inputs) + len(form.leaves) :]
+        while True:
+            current = form
 
-            code = trace_code(call, [leaf.aval() for leaf in described], key.name_of(fn), self._strategy)
-            jaxpr = code.variant.jaxpr
-            check = ClosureCheck(tree, described[len(inputs) :], lambda: used_by([jaxpr], len(others)))
-            loop = StepLoop(code, len(inputs), steps.capacity, check, keeps_all=keeps_all)
-            programs.put(signature, described, loop)
-            self._cache.report_trace(fn, described)
-            loop.check_closure(others)
-            return loop(stack.arrays, others, steps.start, steps.stop)
+            def call(tracers: list[Any], form: StateForm = current) -> Any:
+                step, rest = tracers[: len(inputs)], tracers[len(inputs) :]
+                carried, rest = rest[: len(form.leaves)], rest[len(form.leaves) :]
+                _, _, cells = tree.unflatten(rest)
+                step_fn, batch = key.with_cells(fn, cells), step_form.step_of(step)
+                if form is NO_STATE:
+                    return [], one_step(step_fn, batch)
+                return form.returned(one_step(step_fn, form.state_of(carried), batch))
+
+            avals = [leaf.aval() for leaf in (*inputs, *form.described(), *others)]
+            code = trace_code(call, avals, key.name_of(fn), self._strategy)
+            form = form.joined(code.kinds[: len(form.leaves)], code.makers[: len(form.leaves)])
+            if form.kinds == current.kinds:
+                return code, current
 
 
 @final

@@ -324,38 +324,53 @@ class Strategy:
                 "MirroredStrategy. Or leave eager out; jax.debug.print prints on every worker."
             )
 
-    def run_steps(self, fn: Callable[[Any], Any], iterator: DistributedIterator, steps: int) -> Any:
+    def run_steps(
+        self, fn: Callable[..., Any], iterator: DistributedIterator, steps: int, state: Any = None
+    ) -> Any:
         """Runs ``fn`` on each of the next batches, in one compiled program: for models whose step is short.
 
         As ``[run(fn, args=(next(iterator),)) for _ in range(steps)]`` in one call, with the results stacked:
         variables, gradients and collectives are those of ``steps`` single steps. Where the data ends earlier
         the batches that are left are run; a batch of another shape is a program of its own.
 
+        With ``state``, functional state goes from step to step, as in ``jax.lax.scan``: ``fn(state, batch)`` returns
+        ``(state, result)``, and ``run_steps`` returns the last state and the stacked results.
+
         Call it in cross-replica context, not inside ``rx.function``. Does not block.
 
         Args:
-          fn: A replica function of one batch.
+          fn: A replica function of one batch; with ``state``, of a state and a batch.
           iterator: ``iter`` of a distributed dataset; the next call goes on after these batches. They are all on
             the devices at the same time.
           steps: How many, at least 1. Use one number throughout: each is compiled anew.
+          state: A nest of arrays, from ``replicate`` or an earlier call; a step returns one of the same structure, shapes and
+            dtypes. It is not donated. None: there is no state.
 
         Returns:
           What ``fn`` returns, every array with the steps as a new first dim: per replica ``[steps, ...]``. Python
-          values as they are.
+          values as they are. With ``state`` the pair ``(state, results)``; arrays of the state are as ``run`` returns them.
 
         Raises:
           OutOfRangeError: There is no further batch.
-          InvalidArgumentError: ``iterator`` is none, or ``steps`` is less than 1.
-          StructureError: ``fn`` returns something for each row, and the numbers of rows differ; the steps have
-            been run.
+          InvalidArgumentError: ``iterator`` is none, or ``steps`` is less than 1, or a leaf of ``state`` is no array.
+          StructureError: ``fn`` returns a state of another structure, shape or dtype; or something for each row, where the
+            numbers of rows differ; then the steps have been run.
 
         Source: lax.scan over the batches; tf.distribute's experimental_run_steps_on_iterator is the older form.
+
+        >>> import jax.numpy as jnp, numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(["cpu:0"])
+        >>> batches = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(6.0)).batch(2))
+        >>> step = lambda total, batch: (total + jnp.sum(batch), jnp.max(batch))
+        >>> total, largest = strategy.run_steps(step, iter(batches), steps=3, state=jnp.float32(0))
+        >>> float(total), largest.tolist()
+        (15.0, [1.0, 3.0, 5.0])
         """
         context.check_may_enter(self)
         if program_guard.current:
             with program_guard.current[-1]():
-                return self.steps_runner.run_all(fn, iterator, steps)
-        return self.steps_runner.run_all(fn, iterator, steps)
+                return self.steps_runner.run_all(fn, iterator, steps, state)
+        return self.steps_runner.run_all(fn, iterator, steps, state)
 
     def plan(
         self,

@@ -1,0 +1,178 @@
+"""Functional state that the steps of one program hand to each other: how it enters the program, and what must come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax._src.errors import InvalidArgumentError, MixedStrategiesError, StructureError
+from replicax._src.input.narrowing import narrowed_nest
+from replicax._src.program import key
+from replicax._src.program.cache import Leaf, array_leaf
+from replicax._src.values import DistributedValues, PerReplica, is_value
+
+
+@dataclass(frozen=True)
+class CarriedLeaf:
+    """One array of the state, as the steps see it.
+
+    Attributes:
+      path: Its name in messages.
+      kind: "row" (one component per replica) or "whole" (the same on all replicas).
+      shape, dtype: Of a component.
+      maker: What made the value, if a step did: see ``strategies/drift.py``.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: Any
+    maker: Any = None
+
+    def described(self, num_replicas: int) -> Leaf:
+        """The leaf as the program takes it."""
+        is_row = self.kind == "row"
+        return Leaf("whole", (num_replicas, *self.shape) if is_row else self.shape, self.dtype)
+
+    def value_of(self, array: Any, num_replicas: int) -> Any:
+        """What ``strategy.run`` takes: an array of the program as a value of the strategy."""
+        if num_replicas == 1:
+            return array
+        return PerReplica(array, num_replicas, is_equal=self.kind == "whole", maker=self.maker)
+
+    def returned(self, value: Any, num_replicas: int) -> Any:
+        """The value that a step returned for this leaf, in the form in which the next step takes it.
+
+        Raises:
+          StructureError: It is no array, or has another shape or dtype.
+        """
+        if isinstance(value, (bool, int, float, complex)):
+            value = jnp.asarray(value, self.dtype)
+        if not (isinstance(value, PerReplica) or key.is_array(value)):
+            raise StructureError(
+                f"{self.path} is an array, and the step returned {value!r} for it. Return state as it came in."
+            )
+        shapes = None if not isinstance(value, PerReplica) else value.shapes
+        shape = value.component_shape(0) if isinstance(value, PerReplica) else tuple(value.shape)
+        if shapes is not None or shape != self.shape or value.dtype != self.dtype:
+            returned = f"shapes {list(shapes)}" if shapes is not None else f"{value.dtype}{list(shape)}"
+            raise StructureError(
+                f"{self.path} is {self.dtype}{list(self.shape)}, and the step returned {returned} for it. All steps are one program, "
+                "so state keeps its shapes and dtypes: convert it in the step, such as by .astype."
+            )
+        is_whole = not isinstance(value, PerReplica) or value.is_equal
+        if self.kind == "row" and is_whole:
+            array = value.stored if isinstance(value, PerReplica) else value
+            return PerReplica(jnp.broadcast_to(array, (num_replicas, *self.shape)), num_replicas)
+        return value
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """What a state is, without its numbers.
+
+    Attributes:
+      tree: The structure of the nest; None if there is no state.
+      leaves: Its arrays.
+      num_replicas: R.
+    """
+
+    tree: Any
+    leaves: tuple[CarriedLeaf, ...]
+    num_replicas: int
+
+    def described(self) -> list[Leaf]:
+        """The leaves, as a program takes them."""
+        return [leaf.described(self.num_replicas) for leaf in self.leaves]
+
+    def state_of(self, arrays: Sequence[Any]) -> Any:
+        """The nest that a step takes."""
+        values = [leaf.value_of(a, self.num_replicas) for leaf, a in zip(self.leaves, arrays, strict=True)]
+        return self.tree.unflatten(values)
+
+    def returned(self, result: Any) -> tuple[list[Any], Any]:
+        """Splits what a step returned into the leaves of its state and the rest.
+
+        Raises:
+          StructureError: It is no pair, or the state is of another structure.
+        """
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise StructureError(
+                f"With state, a step returns a pair (state, result), got {type(result).__name__}. Write `return state, None` if it "
+                "has no result."
+            )
+        state, rest = result
+        values, tree = jax.tree_util.tree_flatten(state, is_leaf=is_value)
+        if tree != self.tree:
+            raise StructureError(
+                f"The step got a state of the structure {self.tree} and returned {tree}. Return state as it came in, first of the pair."
+            )
+        return [
+            leaf.returned(v, self.num_replicas) for leaf, v in zip(self.leaves, values, strict=True)
+        ], rest
+
+    def joined(self, kinds: Sequence[str], makers: Sequence[Any]) -> StateForm:
+        """This form after a step: what differs between replicas after one step does so in all of them."""
+        leaves = [
+            CarriedLeaf(leaf.path, "row", leaf.shape, leaf.dtype, maker) if kind == "row" else leaf
+            for leaf, kind, maker in zip(self.leaves, kinds, makers, strict=True)
+        ]
+        return StateForm(self.tree, tuple(leaves), self.num_replicas)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the leaves."""
+        return tuple(leaf.kind for leaf in self.leaves)
+
+
+NO_STATE = StateForm(None, (), 1)
+
+
+def opened(state: Any, strategy: Any) -> tuple[StateForm, list[Any]]:
+    """The form of a state, and its arrays where the program takes them.
+
+    Raises:
+      InvalidArgumentError: A leaf is no array or number, or its replicas' components have different shapes.
+      MixedStrategiesError: A leaf is of a strategy with another number of replicas.
+      NarrowingError: A number does not fit into the dtype that JAX gives its array.
+    """
+    topology = strategy.topology
+    num_replicas = topology.num_replicas
+    found, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_value)
+    leaves, arrays = [], []
+    for path, leaf in found:
+        name = f"state{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, DistributedValues):
+            kind, shape, array = _distributed(name, leaf, num_replicas)
+        elif key.is_array(leaf) or isinstance(leaf, (bool, int, float, complex)):
+            array = narrowed_nest(leaf, name)
+            if not isinstance(array, jax.Array):
+                array = jnp.asarray(array)
+            kind, shape = "whole", tuple(array.shape)
+        else:
+            raise InvalidArgumentError(
+                f"{name} is {leaf!r}, and state is a nest of arrays and numbers. Variables need no passing: a step reads and assigns "
+                "them as they are. Other objects belong in the function's closure."
+            )
+        leaves.append(CarriedLeaf(name, kind, shape, array_leaf(array).dtype))
+        arrays.append(topology.put_rows(array) if kind == "row" else topology.put_whole(array))
+    return StateForm(tree, tuple(leaves), num_replicas), arrays
+
+
+def _distributed(name: str, value: Any, num_replicas: int) -> tuple[str, tuple[int, ...], Any]:
+    if value.num_replicas != num_replicas:
+        raise MixedStrategiesError(
+            f"{name} is a value of {value.num_replicas} replicas, and this strategy has {num_replicas}: another strategy made it."
+        )
+    array = value.array
+    if not isinstance(value, PerReplica) or value.is_equal:
+        return "whole", tuple(array.shape), array
+    if value.shapes is not None:
+        raise InvalidArgumentError(
+            f"{name} has components of different shapes, {list(value.shapes)}. State keeps one shape: pad it."
+        )
+    return "row", tuple(array.shape[1:]), array
