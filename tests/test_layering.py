@@ -18,6 +18,8 @@ LAYERS = {
     "errors": 0,
     "options": 0,
     "user_code": 0,
+    "tracebacks": 1,
+    "public_names": 1,
     "cluster/errors": 0,
     "ps/errors": 0,
     "cluster/spec": 0,
@@ -111,6 +113,7 @@ LAYERS = {
 
 # The order inside a layer: which file or folder may import which other one of the same layer.
 SAME_LAYER = {
+    ("public_names", "tracebacks"),
     ("options", "errors"),
     ("cluster", "errors"),
     ("ps", "errors"),

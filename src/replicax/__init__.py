@@ -7,6 +7,8 @@ nothing: each name is loaded when it is first asked for. JAX takes a second, whi
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replicax._src.public_names import publish, publish_all, publish_loaded
+
 if TYPE_CHECKING:
     from replicax import (
         checkpoint,
@@ -212,10 +214,10 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             return importlib.import_module(f"replicax.{name}")
         if name in _PLACES:
             value = getattr(importlib.import_module(f"replicax._src.{_PLACES[name]}"), name)
-            globals()[name] = value  # not asked for again
+            value = globals()[name] = publish(__name__, name, value)  # not asked for again
+            publish_loaded(__name__, _PLACES)
             return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = publish_all(globals())

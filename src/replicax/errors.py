@@ -87,6 +87,7 @@ from replicax._src.ps.errors import (
     UnknownProgramError,
     WaitTimeoutError,
 )
+from replicax._src.public_names import publish_all
 from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [
@@ -171,3 +172,5 @@ __all__ = [
     "WaitTimeoutError",
     "WorkersDifferError",
 ]
+
+__dir__ = publish_all(globals())

@@ -36,6 +36,7 @@ from replicax._src.strategies.code import (
     trace_code,
 )
 from replicax._src.strategies.planning import PlanRequest, Unrun, arguments_on, of_slots, on_plan, placers
+from replicax._src.tracebacks import boundary
 from replicax._src.values import is_value, is_variable
 
 log = logging.getLogger("replicax")
@@ -131,6 +132,7 @@ class Function:
             "batch is next(iterator), or described by jax.ShapeDtypeStruct."
         )
 
+    @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._runs_as_python or current_capture() is not None or context.in_replica_function():
             return self.python_function(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from replicax._src.public_names import publish, publish_all
+
 if TYPE_CHECKING:
     from replicax._src.keras.checkpoint_callback import CheckpointCallback
 
@@ -12,5 +14,8 @@ def __getattr__(name: str) -> Any:
     if name == "CheckpointCallback":
         from replicax._src.keras.checkpoint_callback import CheckpointCallback
 
-        return CheckpointCallback
+        return publish(__name__, name, CheckpointCallback)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__dir__ = publish_all(globals())
