@@ -10,7 +10,26 @@ import pytest
 
 from replicax import errors
 
-MODULES = ["replicax", "checkpoint", "cluster_resolver", "config", "coordinator", "data", "errors", "experimental", "experimental.partitioners", "keras", "keras.callbacks", "nn", "optax", "summary", "summary.experimental", "testing", "tpu", "tpu.experimental"]
+MODULES = [
+    "replicax",
+    "checkpoint",
+    "cluster_resolver",
+    "config",
+    "coordinator",
+    "data",
+    "errors",
+    "experimental",
+    "experimental.partitioners",
+    "keras",
+    "keras.callbacks",
+    "nn",
+    "optax",
+    "summary",
+    "summary.experimental",
+    "testing",
+    "tpu",
+    "tpu.experimental",
+]
 MODULES = ["replicax", *(f"replicax.{name}" for name in MODULES[1:])]
 
 

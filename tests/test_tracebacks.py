@@ -1,5 +1,6 @@
 """Tracebacks end at the user's line, in at most 15 lines."""
 
+import contextlib
 import gc
 import os
 import pickle
@@ -143,10 +144,8 @@ def test_nothing_holds_an_error_after_it_was_caught():
     def step(value, held=held):
         raise KeyError(held)
 
-    try:
+    with contextlib.suppress(KeyError):
         rx.OneDeviceStrategy("cpu:0").run(step, (1,))
-    except KeyError:
-        pass
     del held, step
     gc.collect()
     assert gone() is None

@@ -198,7 +198,7 @@ class Function(Generic[_P, _R]):
             "%s loops over a distributed dataset: it runs as Python, with each strategy.run and reduce compiled.",
             getattr(self.python_function, "__qualname__", self.python_function),
         )
-        return self.python_function(*args, **kwargs)
+        return self.python_function(*args, **kwargs)  # type: ignore[reportCallIssue]
 
     def __repr__(self) -> str:
         return f"<rx.function {getattr(self.python_function, '__qualname__', self.python_function)}>"
