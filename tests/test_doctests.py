@@ -37,17 +37,17 @@ def is_defined_in(module, cls):
     return any(fn.__code__.co_filename == module.__file__ for fn in own)
 
 
-def tests_of(name):
+def examples_of(name):
     return [test for test in Finder().find(importlib.import_module(name)) if test.examples]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for test in tests_of(name):
+    for test in examples_of(name):
         assert not runner.run(test).failed
 
 
 def test_examples_of_public_classes_are_found():
-    replicax.Variable  # noqa: B018  # it says its public name from now on
-    assert [test.name for test in tests_of("replicax._src.variables.variable")]
+    replicax.Variable  # it says its public name from now on
+    assert [test.name for test in examples_of("replicax._src.variables.variable")]
