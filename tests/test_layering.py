@@ -21,6 +21,8 @@ LAYERS = {
     "version": 0,
     "extras": 0,
     "keras_backend": 0,
+    "tracebacks": 1,
+    "public_names": 1,
     "cluster/errors": 0,
     "ps/errors": 0,
     "cluster/spec": 0,
@@ -120,6 +122,7 @@ LAYERS = {
 
 # The order inside a layer: which file or folder may import which other one of the same layer.
 SAME_LAYER = {
+    ("public_names", "tracebacks"),
     ("options", "errors"),
     ("cluster", "errors"),
     ("ps", "errors"),

@@ -7,6 +7,7 @@ nothing: each name is loaded when it is first asked for. JAX takes a second, whi
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replicax._src.public_names import publish, publish_all, publish_loaded
 from replicax._src.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -220,7 +221,8 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             return _imported(f"replicax.{name}")
         if name in _PLACES:
             value = getattr(_imported(f"replicax._src.{_PLACES[name]}"), name)
-            globals()[name] = value  # not asked for again
+            value = globals()[name] = publish(__name__, name, value)  # not asked for again
+            publish_loaded(__name__, _PLACES)
             return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -237,5 +239,4 @@ def _imported(module: str) -> Any:
         raise
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = publish_all(globals())

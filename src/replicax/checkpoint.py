@@ -14,6 +14,7 @@ from replicax._src.checkpoint.errors import (
 from replicax._src.checkpoint.export import export_safetensors, export_weights, list_variables, load_variable
 from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.trees import HostRandomState
+from replicax._src.public_names import publish_all
 
 __all__ = [
     "CheckpointError",
@@ -32,3 +33,5 @@ __all__ = [
     "list_variables",
     "load_variable",
 ]
+
+__dir__ = publish_all(globals())

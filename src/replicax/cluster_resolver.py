@@ -12,6 +12,7 @@ from replicax._src.cluster.spec import UNKNOWN_ADDRESS, ClusterSpec, Task
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.cluster.torchrun import TorchrunClusterResolver
 from replicax._src.cluster.tpu import TPUClusterResolver
+from replicax._src.public_names import publish_all
 
 __all__ = [
     "UNKNOWN_ADDRESS",
@@ -34,3 +35,5 @@ __all__ = [
     "UnionResolver",
     "choose_resolver",
 ]
+
+__dir__ = publish_all(globals())

@@ -8,6 +8,7 @@ from replicax._src.coordinator.per_worker import (
     experimental_get_current_worker_index,
 )
 from replicax._src.coordinator.remote_value import RemoteValue
+from replicax._src.public_names import publish_all
 
 PerWorkerValue = PerWorkerValues
 
@@ -20,3 +21,5 @@ __all__ = [
     "RemoteValue",
     "experimental_get_current_worker_index",
 ]
+
+__dir__ = publish_all(globals())

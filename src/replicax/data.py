@@ -10,6 +10,7 @@ from replicax._src.input.files.constructors import (
     from_tfrecords,
 )
 from replicax._src.input.files.dataset import FileDataset
+from replicax._src.public_names import publish_all
 
 __all__ = [
     "SHARD_HINT",
@@ -25,3 +26,5 @@ __all__ = [
     "from_text_lines",
     "from_tfrecords",
 ]
+
+__dir__ = publish_all(globals())

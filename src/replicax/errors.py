@@ -88,6 +88,7 @@ from replicax._src.ps.errors import (
     UnknownProgramError,
     WaitTimeoutError,
 )
+from replicax._src.public_names import publish_all
 from replicax._src.testing.tasks import TaskFailedError
 
 __all__ = [
@@ -173,3 +174,5 @@ __all__ = [
     "WaitTimeoutError",
     "WorkersDifferError",
 ]
+
+__dir__ = publish_all(globals())

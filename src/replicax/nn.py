@@ -1,6 +1,7 @@
 """Losses for distributed training, and lookups in tables of embeddings: ``rx.nn``."""
 
 from replicax._src.nn import compute_average_loss, scale_regularization_loss
+from replicax._src.public_names import publish_all
 from replicax._src.variables.lookup import embedding_lookup, embedding_lookup_sparse
 
 __all__ = [
@@ -9,3 +10,5 @@ __all__ = [
     "embedding_lookup_sparse",
     "scale_regularization_loss",
 ]
+
+__dir__ = publish_all(globals())

@@ -1,5 +1,8 @@
 """optax under strategies: ``rx.optax``."""
 
 from replicax._src.optax import aggregate_gradients
+from replicax._src.public_names import publish_all
 
 __all__ = ["aggregate_gradients"]
+
+__dir__ = publish_all(globals())

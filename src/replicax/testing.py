@@ -1,5 +1,6 @@
 """Checks of your own programs, for tests and notebooks, and clusters of real processes to test them in: ``rx.testing``."""
 
+from replicax._src.public_names import publish_all
 from replicax._src.testing.check import check_against_one_device
 from replicax._src.testing.cluster import LocalCluster, server_cluster
 from replicax._src.testing.proxy import Fault, Proxy
@@ -20,3 +21,5 @@ __all__ = [
     "report",
     "server_cluster",
 ]
+
+__dir__ = publish_all(globals())

@@ -34,9 +34,24 @@ Callers catch types, never texts. ``docs/errors.md`` has an entry for each class
     └── MissingExtraError (ImportError)        an optional dependency is not installed
 """
 
+from typing import Any
+
 
 class ReplicaxError(Exception):
     """Everything that replicax raises on purpose."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _name_publicly(cls)
+
+
+def _name_publicly(cls: type) -> None:
+    """Lets an error of replicax say where users find it, also if they have not imported ``replicax.errors``."""
+    if cls.__module__.startswith("replicax._src.") and not cls.__name__.startswith("_"):
+        cls.__module__ = "replicax.errors"
+
+
+_name_publicly(ReplicaxError)
 
 
 class InvalidArgumentError(ReplicaxError, ValueError):

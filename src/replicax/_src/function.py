@@ -6,7 +6,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, final, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,24 @@ from replicax._src.strategies.code import (
 )
 from replicax._src.strategies.planning import PlanRequest, Unrun, arguments_on, of_slots, on_plan, placers
 from replicax._src.topology import REPLICA_AXIS
+from replicax._src.tracebacks import boundary
 from replicax._src.values import is_value, is_variable
 
 log = logging.getLogger("replicax")
 _ITERATED = (DistributedDataset, DistributedIterator)
+
+
+_P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
+_R = TypeVar("_R")
+
+
+@overload
+def function(func: Callable[_P, _R], **options: Any) -> Function[_P, _R]: ...
+
+
+@overload
+def function(func: None = None, **options: Any) -> Callable[[Callable[_P, _R]], Function[_P, _R]]: ...
 
 
 def function(func: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -85,15 +99,23 @@ _ACCEPTED = ("input_signature", "autograph", "jit_compile", "reduce_retracing", 
 
 
 @final
-class Function:
+class Function(Generic[_P, _R]):
     """What ``rx.function`` returns: call it like the function that it was made of."""
 
-    def __init__(self, python_function: Callable[..., Any]):
+    def __init__(self, python_function: Callable[_P, _R]):
         functools.update_wrapper(self, python_function)
         self.python_function = python_function
         self._cache: ProgramCache[PlacedCode] = ProgramCache()
         self._runs_as_python = False
         self._strategy_with_servers: Any = None
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Function[Concatenate[Any, _Q], _R], instance: object, owner: Any = None
+    ) -> Callable[_Q, _R]: ...
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -133,7 +155,8 @@ class Function:
             "batch is next(iterator), or described by jax.ShapeDtypeStruct."
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @boundary
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if self._runs_as_python or current_capture() is not None or context.in_replica_function():
             return self.python_function(*args, **kwargs)
         ensure_bridges()
@@ -169,13 +192,13 @@ class Function:
             self._strategy_with_servers = found.strategy
             return found.strategy.run_here(fn, *args, **kwargs)
 
-    def _run_as_python(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_as_python(self, args: Any, kwargs: Any) -> _R:
         self._runs_as_python = True
         log.info(
             "%s loops over a distributed dataset: it runs as Python, with each strategy.run and reduce compiled.",
             getattr(self.python_function, "__qualname__", self.python_function),
         )
-        return self.python_function(*args, **kwargs)
+        return self.python_function(*args, **kwargs)  # type: ignore[reportCallIssue]
 
     def __repr__(self) -> str:
         return f"<rx.function {getattr(self.python_function, '__qualname__', self.python_function)}>"

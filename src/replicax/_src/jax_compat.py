@@ -49,6 +49,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib import xla_client as _xla_client
 
 from replicax._src.coordination import NEVER_S
+from replicax._src.tracebacks import is_full_asked_for
 from replicax._src.user_code import PACKAGE, UNKNOWN, is_user_code
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ Tracer: Any = jax.core.Tracer
 shard_map = jax.shard_map
 take_current_trace = jex.take_current_trace
 set_current_trace = jex.set_current_trace
+
+if is_full_asked_for() and "JAX_TRACEBACK_FILTERING" not in os.environ:
+    jax.config.update("jax_traceback_filtering", "off")
 
 # JAX's own errors and profiles then name the user's lines, not ours.
 _private_source_info.register_exclusion(PACKAGE)

@@ -18,12 +18,22 @@ _SKIPPED = (
         if name in ("stdlib", "purelib", "platlib")
     ),
 )
+_PATHS = sysconfig.get_paths()
+_LIBRARY = tuple(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
 UNKNOWN = "an unknown line"
 
 
 def is_user_code(filename: str) -> bool:
     """Whether a source file is the user's."""
     return not filename.startswith(_SKIPPED)
+
+
+def is_standard_library(filename: str) -> bool:
+    """True if a source file belongs to Python itself."""
+    return filename.startswith("<frozen") or (
+        filename.startswith(_LIBRARY) and not filename.startswith(_INSTALLED)
+    )
 
 
 def user_line() -> str:

@@ -11,6 +11,7 @@ from replicax._src.options import (
 from replicax._src.preemption.handler import PreemptionCheckpointHandler
 from replicax._src.preemption.termination import TerminationConfig
 from replicax._src.preemption.watcher import PreemptionWatcher
+from replicax._src.public_names import publish_all
 from replicax._src.strategies import multi_worker_mirrored, tpu
 from replicax._src.strategies.central_storage import CentralStorageStrategy
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
@@ -47,3 +48,5 @@ __all__ = [
     "partitioners",
     "save_table",
 ]
+
+__dir__ = publish_all(globals())

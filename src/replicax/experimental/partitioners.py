@@ -1,5 +1,6 @@
 """How variables on parameter servers are cut into shards: ``rx.experimental.partitioners``."""
 
+from replicax._src.public_names import publish_all
 from replicax._src.variables.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -8,3 +9,5 @@ from replicax._src.variables.partitioners import (
 )
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
+
+__dir__ = publish_all(globals())

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from replicax._src.keras_backend import check_keras
+from replicax._src.public_names import publish, publish_all
 
 if TYPE_CHECKING:
     from replicax._src.keras.checkpoint_callback import CheckpointCallback
@@ -17,9 +18,12 @@ def __getattr__(name: str) -> Any:
     if name == "CheckpointCallback":
         from replicax._src.keras.checkpoint_callback import CheckpointCallback
 
-        return CheckpointCallback
+        return publish(__name__, name, CheckpointCallback)
     if name == "TensorBoard":
         from replicax._src.keras.tensorboard_callback import TensorBoard
 
-        return TensorBoard
+        return publish(__name__, name, TensorBoard)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__dir__ = publish_all(globals())

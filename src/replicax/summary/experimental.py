@@ -1,5 +1,8 @@
 """The step of summaries that name none: ``rx.summary.experimental``."""
 
+from replicax._src.public_names import publish_all
 from replicax._src.summaries.current import get_step, set_step
 
 __all__ = ["get_step", "set_step"]
+
+__dir__ = publish_all(globals())

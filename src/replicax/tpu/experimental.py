@@ -1,5 +1,6 @@
 """TensorFlow's ``tf.tpu.experimental`` names: ``rx.tpu.experimental``."""
 
+from replicax._src.public_names import publish_all
 from replicax._src.strategies.tpu_system import initialize_tpu_system, shutdown_tpu_system
 from replicax._src.tpu.device_assignment import DeviceAssignment, DeviceOrderMode
 from replicax._src.tpu.topology import Topology
@@ -11,3 +12,5 @@ __all__ = [
     "initialize_tpu_system",
     "shutdown_tpu_system",
 ]
+
+__dir__ = publish_all(globals())

@@ -35,6 +35,7 @@ from replicax._src.program.capture import current_capture, note_created, plannin
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import is_local, slot_makers
 from replicax._src.strategies.planning import placers
+from replicax._src.tracebacks import bounded, is_full
 from replicax._src.values import variable_types
 from replicax._src.variables.server_placement import ServerPlacement
 
@@ -60,6 +61,8 @@ def install() -> None:
     check_keras("replicax")
     if _originals:
         return
+    if is_full():
+        keras.config.disable_traceback_filtering()
     _replace(keras.Variable, "__init__", _wrapped_variable_init)
     if hasattr(keras.Variable, "_deferred_initialize"):  # else its first use compares, and warns
         _replace(keras.Variable, "_deferred_initialize", _wrapped_deferred_initialize)
@@ -144,7 +147,11 @@ def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
 
 def _replace_in_models(name: str, wrap: Callable[[Any], Any]) -> None:
     """Where it is defined: Keras compares ``type(model).compile`` with that to see whether a user has replaced it."""
-    _replace(next(cls for cls in keras.Model.__mro__ if name in vars(cls)), name, wrap)
+    _replace(
+        next(cls for cls in keras.Model.__mro__ if name in vars(cls)),
+        name,
+        lambda original: bounded(wrap(original)),
+    )
 
 
 def _scope(capture: Any) -> Any:

@@ -253,7 +253,9 @@ def _explained(is_replica: bool):
             f"or np.asarray() of a value. The function is traced once for all replicas. Use jnp.where or "
             f"jax.lax.select for a value, rx.cond for a branch that assigns variables, jax.debug.print to "
             f"print{_EAGERLY if is_replica else '.'}"
-        ) from error
+        ).with_traceback(
+            error.__traceback__
+        ) from None  # one traceback, down to the user's line; JAX's error is the context
     except jax.errors.UnexpectedTracerError as error:
         raise _leaked(user_line_of(error)) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,9 @@ from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
+
+_R = TypeVar("_R")
+ReduceName = Literal["SUM", "MEAN", "sum", "mean", "Sum", "Mean"]
 
 
 class _Required:
@@ -237,11 +240,11 @@ class Strategy:
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
+        fn: Callable[..., _R],
+        args: tuple[Any, ...] | list[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> _R:
         """Runs ``fn`` once per replica, in replica context, as one compiled program.
 
         ``fn`` is traced once for all replicas: prints happen once, and Python ``if`` works on what is known
@@ -258,7 +261,7 @@ class Strategy:
           options: See ``RunOptions``; ``eager=True`` runs the Python function itself, for debugging.
 
         Returns:
-          What ``fn`` returns, every array a ``PerReplica``; Python values, None and variables as they are. With
+          What ``fn`` returns, and so typed, but at run time every array is a ``PerReplica``; Python values, None and variables as they are. With
           one replica plain arrays.
 
         Raises:
@@ -420,6 +423,12 @@ class Strategy:
         return plan_of(self, fn, args, kwargs or {}, request)
 
     # --- combining ------------------------------------------------------------------------------------
+
+    @overload  # one that leaves axis out is not there: checkers see that it is required
+    def reduce(self, reduce_op: ReduceOp | ReduceName, value: Any, axis: None) -> Any: ...
+
+    @overload
+    def reduce(self, reduce_op: ReduceOp | ReduceName, value: Any, axis: int | Sequence[int]) -> Any: ...
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = _REQUIRED) -> Any:
         """Combines per-replica values into one.
@@ -775,11 +784,13 @@ class Strategy:
 
     # --- Python ---------------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        # Python calls it where a name was not found, or a property has raised an AttributeError: it only raises.
-        if name.startswith("_") or name in dir(type(self)):
-            return object.__getattribute__(self, name)
-        raise no_such_attribute(self, name)
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            # Python calls it where a name was not found, or a property has raised an AttributeError: it only raises.
+            if name.startswith("_") or name in dir(type(self)):
+                return object.__getattribute__(self, name)
+            raise no_such_attribute(self, name)
 
     def __copy__(self) -> Strategy:
         raise UnsupportedError("Must only deepcopy DistributionStrategy: a strategy cannot be copied.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -61,20 +61,22 @@ class Variable(ArrayLike):
     Variable('Variable', shape=(), dtype=float32, value=3.0)
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        variable = super().__new__(cls)
-        placement = context.strategy_for_new_variable().variable_placement
-        if placement.partitioner is None:
-            return variable
-        variable.__init__(*args, **kwargs)
-        return placement.in_shards(variable)
+    if not TYPE_CHECKING:  # it may return a ShardedVariable, which has the same methods
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            variable = super().__new__(cls)
+            placement = context.strategy_for_new_variable().variable_placement
+            if placement.partitioner is None:
+                return variable
+            variable.__init__(*args, **kwargs)
+            return placement.in_shards(variable)
 
     def __init__(
         self,
         initial_value: Any,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: jax.typing.DTypeLike | None = None,
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ):

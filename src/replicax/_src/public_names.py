@@ -1,0 +1,65 @@
+"""What users get under a public name: it says that name, and its errors show the user's lines."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+from replicax._src.tracebacks import bound_methods, boundary
+
+
+def publish(module: str, name: str, value: Any) -> Any:
+    """Returns what a public module holds under a name: classes as they are, functions wrapped.
+
+    A class that has several public names keeps the first, and ``replicax.errors`` where it is an error.
+    """
+    if isinstance(value, type):
+        _publish_class(module, name, value)
+        return value
+    if type(value) is FunctionType and value.__module__.startswith("replicax._src."):
+        return _public_function(module, name, value)
+    return value
+
+
+def publish_all(namespace: dict[str, Any]) -> Callable[[], list[str]]:
+    """Publishes the names in ``__all__`` of a public module, at its end.
+
+    Returns:
+      The module's ``__dir__``: it lists these names only.
+    """
+    for name in namespace["__all__"]:
+        if name in namespace:
+            namespace[name] = publish(namespace["__name__"], name, namespace[name])
+    return lambda: sorted(namespace["__all__"])
+
+
+def publish_loaded(module: str, places: Mapping[str, str]) -> None:
+    """Publishes the classes of a public module whose private modules are loaded: users meet objects of them before the names.
+
+    Args:
+      places: For each public name its module in ``replicax._src``.
+    """
+    for name, place in places.items():
+        private = sys.modules.get(f"replicax._src.{place}")
+        value = None if private is None else getattr(private, name, None)
+        if isinstance(value, type):
+            _publish_class(module, name, value)
+
+
+def _publish_class(module: str, name: str, cls: type) -> None:
+    if cls.__module__.partition(".")[0] != "replicax":
+        return
+    bound_methods(cls)
+    if cls.__module__.startswith("replicax._src.") and cls.__qualname__ == name:
+        cls.__module__ = module
+
+
+@functools.cache
+def _public_function(module: str, name: str, function: FunctionType) -> Callable[..., Any]:
+    public = boundary(function)
+    if public is not function:  # of a fixture of pytest, say
+        public.__module__, public.__name__, public.__qualname__ = module, name, name
+    return public

@@ -1,0 +1,140 @@
+"""Tracebacks that show the user's lines: frames of replicax, JAX and Keras are removed where an error leaves a public call.
+
+``REPLICAX_TRACEBACK=full`` keeps them all, and so does ``JAX_TRACEBACK_FILTERING=off``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, Final, TypeVar
+
+from replicax._src.user_code import is_standard_library
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+
+_HIDDEN: Final = frozenset({"replicax", "jax", "jaxlib", "keras"})
+# Hidden where those above have called them; shown where the user has.
+_HIDDEN_BELOW: Final = frozenset(
+    {"absl", "cloudpickle", "etils", "flax", "grain", "ml_dtypes", "numpy", "opt_einsum", "optax", "optree"}
+    | {"orbax", "pyarrow", "rich", "scipy", "tensorboardX", "tensorstore", "tree"}
+)
+# Called very often, or where Python expects nothing to go wrong.
+_NOT_WRAPPED: Final = frozenset(
+    {"__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dir__", "__getattribute__", "__hash__"}
+    | {
+        "__init_subclass__",
+        "__new__",
+        "__reduce__",
+        "__repr__",
+        "__set_name__",
+        "__str__",
+        "__subclasshook__",
+    }
+    | {"__getstate__", "__setstate__", "__instancecheck__", "__getnewargs__", "__reduce_ex__", "__sizeof__"}
+)
+
+
+_bound: set[type] = set()
+
+
+def is_full_asked_for() -> bool:
+    """True if the environment asks replicax for all frames."""
+    return os.environ.get("REPLICAX_TRACEBACK") == "full"
+
+
+def is_full() -> bool:
+    """True if tracebacks keep all frames."""
+    if is_full_asked_for():
+        return True
+    jax = sys.modules.get("jax")
+    return getattr(getattr(jax, "config", None), "jax_traceback_filtering", None) == "off"
+
+
+def boundary(fn: _Callable) -> _Callable:
+    """Wraps a public function: errors that leave it have short tracebacks. Costs 60 ns where there is no error."""
+    if getattr(fn, "_replicax_boundary", False):
+        return fn
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except StopIteration:  # no error: the end of a loop
+            raise
+        except Exception as error:
+            shorten(error)
+            raise
+
+    call._replicax_boundary = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
+def bound_methods(cls: type) -> None:
+    """Makes a boundary of each public method, operator and property that a class of replicax defines or inherits from one."""
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] != "replicax" or base in _bound:
+            continue
+        _bound.add(base)
+        for name, member in list(vars(base).items()):
+            is_special = name.startswith("__") and name.endswith("__")
+            if name in _NOT_WRAPPED or (name.startswith("_") and not is_special):
+                continue
+            wrapped = bounded(member)
+            if wrapped is not member:
+                setattr(base, name, wrapped)
+
+
+def bounded(member: Any) -> Any:
+    """A member of a class as a boundary, if it is a function, a method or a property."""
+    if type(member) is FunctionType:
+        return boundary(member)
+    if type(member) in (classmethod, staticmethod):
+        return (
+            type(member)(boundary(member.__func__)) if isinstance(member.__func__, FunctionType) else member
+        )
+    if type(member) is property and isinstance(member.fget, FunctionType):
+        return property(boundary(member.fget), member.fset, member.fdel, member.__doc__)
+    return member
+
+
+def shorten(error: BaseException) -> None:
+    """Removes the hidden frames from the traceback of an error and of those that it came from."""
+    if is_full():
+        return
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = _shown(each.__traceback__)
+        waiting += (each.__cause__, each.__context__)
+        if isinstance(each, BaseExceptionGroup):
+            waiting += each.exceptions
+
+
+def _shown(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    is_below = False
+    while trace is not None:
+        is_below = _is_hidden(trace.tb_frame, is_below)
+        if not is_below:
+            kept.append(trace)
+        trace = trace.tb_next
+    shown = None
+    for each in reversed(kept):
+        shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return shown
+
+
+def _is_hidden(frame: FrameType, is_below: bool) -> bool:
+    """``is_below``: the frame that has called this one is hidden."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if package in _HIDDEN:
+        return True
+    return is_below and (package in _HIDDEN_BELOW or is_standard_library(frame.f_code.co_filename))

@@ -1,0 +1,66 @@
+"""Public classes and functions say the name that users write, and modules list no other."""
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from replicax import errors
+
+MODULES = [
+    "replicax",
+    "checkpoint",
+    "cluster_resolver",
+    "config",
+    "coordinator",
+    "data",
+    "errors",
+    "experimental",
+    "experimental.partitioners",
+    "keras",
+    "keras.callbacks",
+    "nn",
+    "optax",
+    "summary",
+    "summary.experimental",
+    "testing",
+    "tpu",
+    "tpu.experimental",
+]
+MODULES = ["replicax", *(f"replicax.{name}" for name in MODULES[1:])]
+
+
+def names_of(module):
+    return [(name, getattr(module, name)) for name in module.__all__]
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_classes_and_functions_say_a_public_name(path):
+    module = importlib.import_module(path)
+    for name, value in names_of(module):
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        assert "_src" not in value.__module__, (name, value.__module__)
+        if value.__module__.startswith("replicax"):
+            home = importlib.import_module(value.__module__)
+            assert getattr(home, value.__qualname__) is value, name
+            assert pickle.loads(pickle.dumps(value)) is value
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_dir_lists_public_names_only(path):
+    module = importlib.import_module(path)
+    assert dir(module) == sorted(module.__all__)
+
+
+def test_errors_say_replicax_errors_where_they_are_raised_first():
+    script = "import replicax as rx\nrx.RunOptions(donate_args='x')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "\nreplicax.errors.InvalidArgumentError: " in done.stderr
+
+
+def test_pickles_by_the_private_path_still_load():
+    assert pickle.loads(b"creplicax._src.errors\nKerasLossError\n.") is errors.KerasLossError

@@ -1,0 +1,151 @@
+"""Tracebacks end at the user's line, in at most 15 lines."""
+
+import contextlib
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax import errors
+
+HEAD = """
+import os
+os.environ["KERAS_BACKEND"] = "jax"
+import jax.numpy as jnp, numpy as np, replicax as rx
+rx.config.set_local_devices(2)
+strategy = rx.MirroredStrategy()
+batch = strategy.experimental_distribute_values_from_function(lambda c: np.ones((2, 3), np.float32))
+"""
+MODEL = """
+import keras
+class Broken(keras.layers.Layer):
+    def call(self, x):
+        return x @ jnp.ones((7, 7))  # HERE
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), LAYER])
+    model.compile("sgd", "mse")
+x = np.ones((8, 3), np.float32)
+"""
+PROGRAMS = {
+    "python_if": "def step(x):\n    if jnp.sum(x) > 0:  # HERE\n        return x\nstrategy.run(step, (batch,))",
+    "shape_in_rx_function": (
+        "def step(x):\n    return x @ jnp.ones((7, 7))  # HERE\n"
+        "@rx.function\ndef train(x):\n    return strategy.run(step, (x,))\ntrain(batch)"
+    ),
+    "users_error": "def step(x):\n    return {}['loss']  # HERE\nstrategy.run(step, (batch,))",
+    "our_error": "strategy.reduce('AVG', batch, axis=None)  # HERE",
+    "constructor": "rx.MirroredStrategy(['cpu:0', 'cpu:7'])  # HERE",
+    "method_typo": "strategy.rnu(abs)  # HERE",
+    "property": (
+        "with strategy.scope():\n    v = rx.Variable(1.0, synchronization='ON_READ')\n"
+        "def assign(c):\n    return v.assign(rx.get_replica_context().replica_id_in_sync_group)\nv.value  # HERE"
+    ),
+    "condition": (
+        "def branch(x):\n    return x @ jnp.ones((7, 7))  # HERE\n"
+        "strategy.run(lambda x: rx.cond(jnp.sum(x) > 0, lambda: branch(x), lambda: x), (batch,))"
+    ),
+    "eager": "def step(x):\n    return {}['loss']  # HERE\nstrategy.run(step, (batch,), options=rx.RunOptions(eager=True))",
+    "dataset": (
+        "def rows():\n    yield np.ones((2, 3))\n    raise KeyError('row')  # HERE\n"
+        "for each in strategy.experimental_distribute_dataset(rows()):\n    pass"
+    ),
+    "undistributable": "strategy.experimental_distribute_dataset(object())  # HERE",
+    "tape": "with rx.GradientTape() as tape:  # HERE\n    pass",
+    "layer": MODEL.replace("  # HERE", "").replace("LAYER", "keras.layers.Dense(2)")
+    + "strategy.run(lambda x: model(x[:, :2]), (batch,))  # HERE",
+    "fit": MODEL.replace("  # HERE", "").replace("LAYER", "keras.layers.Dense(2)")
+    + "model.fit(x[:, :2], x, verbose=0)  # HERE",
+    "evaluate": MODEL.replace("  # HERE", "").replace("LAYER", "keras.layers.Dense(2)")
+    + "model.evaluate(x[:, :2], x, verbose=0)  # HERE",
+    "callback": MODEL.replace("  # HERE", "").replace("LAYER", "keras.layers.Dense(3)")
+    + "class Stops(keras.callbacks.Callback):\n    def on_epoch_end(self, epoch, logs=None):\n        logs['x']  # HERE\n"
+    + "model.fit(x, x, verbose=0, callbacks=[Stops()])",
+}
+
+
+def run(folder, program, **environment):
+    script = folder / "script.py"
+    script.write_text(program)
+    env = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 1, done.stderr
+    return done.stderr[done.stderr.index("Traceback (most recent") :]
+
+
+def check(text, program):
+    here = 1 + next(i for i, line in enumerate(program.splitlines()) if line.endswith("# HERE"))
+    lines = text.splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
+    assert lines[frames[-1]].split("script.py", 1)[1].startswith(f'", line {here},'), text
+    end = frames[-1] + 1
+    while lines[end].startswith("    "):
+        end += 1
+    assert end - 1 <= 15, text
+    assert all("script.py" in lines[i] for i in frames), text
+
+
+QUICK = ("python_if", "shape_in_rx_function")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.rest) for name in PROGRAMS]
+)
+def test_traceback_is_short_and_ends_at_the_users_line(name, tmp_path):
+    program = HEAD + PROGRAMS[name]
+    check(run(tmp_path, program), program)
+
+
+@pytest.mark.rest
+def test_full_shows_all_frames(tmp_path):
+    text = run(tmp_path, HEAD + PROGRAMS["shape_in_rx_function"], REPLICAX_TRACEBACK="full")
+    assert "/replicax/_src/" in text
+    assert "/jax/_src/" in text
+
+
+def raised():
+    def step(x):
+        if jnp.sum(x) > 0:
+            return x
+        return -x
+
+    with pytest.raises(errors.TracedConditionError) as found:
+        rx.MirroredStrategy(["cpu:0", "cpu:1"]).run(step, (np.ones(3),))
+    return found.value
+
+
+def test_frames_in_this_process_are_the_tests_own_as_pytest_shows_them():
+    files = {frame.filename for frame in traceback.extract_tb(raised().__traceback__)}
+    assert files == {__file__}
+
+
+def test_errors_pickle_and_keep_notes_and_what_they_came_from():
+    error = raised()
+    error.add_note("a note")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.args, again.__notes__) == (type(error), error.args, ["a note"])
+    assert type(error.__context__).__name__ == "TracerBoolConversionError"
+
+
+def test_nothing_holds_an_error_after_it_was_caught():
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+
+    def step(value, held=held):
+        raise KeyError(held)
+
+    with contextlib.suppress(KeyError):
+        rx.OneDeviceStrategy("cpu:0").run(step, (1,))
+    del held, step
+    gc.collect()
+    assert gone() is None
