@@ -46,7 +46,7 @@ REFERENCE = [
 ]
 PAGES = [
     "README.md",
-    *(pytest.param(page, marks=pytest.mark.rest) for page in ["docs/sharp_bits.md", *how_to_pages(True), *REFERENCE]),
+    *(pytest.param(page, marks=pytest.mark.rest) for page in ["docs/explanation/sharp_bits.md", *how_to_pages(True), *REFERENCE]),
 ]
 
 
