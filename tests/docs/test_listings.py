@@ -1,4 +1,9 @@
-"""The listings of the pages run, and print what the pages say they print."""
+"""Every page's listings run, from the top of the page, and print what the page says they print.
+
+A page is read as a person would read it: its ``python`` listings are one session, and what stands in the ``text`` behind one is
+what it prints. Pages that also have ``bash`` listings are programs in files and commands, which test_pages_of_files.py runs; the
+cells of notebooks (``{code-cell}``) are run by the build of the site.
+"""
 
 import pathlib
 import re
@@ -11,7 +16,19 @@ from checks import path_of_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
+COMMAND = re.compile(r"^```bash$", re.MULTILINE)
 SEPARATOR = "=== end of listing ==="
+LIMIT_S = 240
+
+# Listings that show parts of a program, not one: each is compiled, not run.
+PARTS = {
+    "docs/architecture.md",
+    "docs/reference/checkpoints.md",
+    "docs/reference/clusters.md",
+    "docs/reference/parameter_servers.md",
+    "docs/reference/plans.md",
+    "docs/migrating_from_tensorflow.md",
+}
 
 # Runs the listings of one page one after the other, as a person would in one session.
 RUNNER = """
@@ -35,25 +52,22 @@ def lines_of(text: str) -> list[str]:
     return sorted(line.strip() for line in text.strip().splitlines())
 
 
-def how_to_pages(are_run_here):
-    """Those with a listing. A page that has commands too is run by test_pages_of_files."""
-    pages = {f"docs/how_to/{path.name}": path.read_text() for path in sorted((ROOT / "docs/how_to").glob("*.md"))}
-    return [name for name, text in pages.items() if "```python\n" in text and ("```bash\n" not in text) == are_run_here]
+def pages_with_listings() -> dict[str, str]:
+    """README.md and each page of docs that has a ``python`` listing, and its text."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    return {page: text for page, text in texts.items() if LISTING.search(text)}
 
 
-REFERENCE = [
-    f"docs/reference/{name}.md" for name in ("data", "keras_fit", "sharded_state", "summaries_and_profiles", "tpus")
-]
-PAGES = [
-    "README.md",
-    *(pytest.param(page, marks=pytest.mark.rest) for page in ["docs/explanation/sharp_bits.md", *how_to_pages(True), *REFERENCE]),
-]
+WITH_LISTINGS = pages_with_listings()
+RUN_HERE = [page for page, text in WITH_LISTINGS.items() if page not in PARTS and not COMMAND.search(text)]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [page if page == "README.md" else pytest.param(page, marks=pytest.mark.rest) for page in RUN_HERE]
+)
 def test_listings_print_what_the_page_says(page, tmp_path):
-    listings = LISTING.findall((ROOT / page).read_text())
-    assert listings
+    listings = LISTING.findall(WITH_LISTINGS[page])
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         input=repr([code for code, _ in listings] + [SEPARATOR]),
@@ -63,9 +77,10 @@ def test_listings_print_what_the_page_says(page, tmp_path):
             "XLA_FLAGS": xla_flags(),
             "HOME": str(tmp_path),
         },
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(SEPARATOR)[:-1]
@@ -73,3 +88,9 @@ def test_listings_print_what_the_page_says(page, tmp_path):
     for (code, expected), got in zip(listings, printed, strict=True):
         # A long message is wrapped on the page.
         assert lines_of(got) == lines_of(expected) or got.split() == expected.split(), code
+
+
+@pytest.mark.parametrize("page", WITH_LISTINGS)
+def test_listings_compile(page):
+    for code, _ in LISTING.findall(WITH_LISTINGS[page]):
+        compile(code, page, "exec")
