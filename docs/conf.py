@@ -32,8 +32,9 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
-    "public_names",  # this one and the next: docs/extensions
+    "public_names",  # this one and the next two: docs/extensions
     "command_help",
+    "repository_links",
 ]
 exclude_patterns = ["extensions", "pictures", "_templates"]
 templates_path = ["_templates"]
@@ -71,10 +72,10 @@ viewcode_line_numbers = True
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of other projects: their pages are on the network, which the build does not use.
-    (r"py:.*", r"(jax|jaxlib|numpy|np|keras|optax|flax|nnx|grain|pyarrow|orbax|tensorboardX|IPython|pytest)(\..*)?"),
+    (r"py:.*", r"(jax|jaxlib|numpy|np|keras|optax|flax|nnx|grain|pyarrow|orbax|tensorboardX|IPython|pytest|_pytest)(\..*)?"),
     # Python's own.
-    (r"py:.*", r"(collections|contextlib|concurrent|datetime|enum|os|pathlib|typing|typing_extensions|types|re)(\..*)?"),
-    (r"py:.*", r"(abc|any|bool|bytes|callable|dict|float|frozenset|int|list|object|set|str|tuple|type|None|Ellipsis)"),
+    (r"py:.*", r"(abc|collections|contextlib|concurrent|datetime|enum|os|pathlib|typing|typing_extensions|types|re)(\..*)?"),
+    (r"py:.*", r"(any|bool|bytes|callable|dict|float|frozenset|int|list|object|set|str|tuple|type|None|Ellipsis)"),
     (r"py:(class|exc|obj)", r"\w*(Error|Exception|Interrupt|Exit)"),
     # Types that signatures name and that nobody imports: protocols, aliases and type variables of replicax._src.
     (r"py:.*", r"replicax\._src\..*"),

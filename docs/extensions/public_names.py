@@ -160,6 +160,12 @@ def _exists(name: str) -> bool:
     return True
 
 
+def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in an attribute's first line for its type; ours are sentences."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")
+
+
 def _prepare(app: Sphinx) -> None:
     paths: dict[str, str] = {}
     for name, value in public_names().items():
@@ -172,6 +178,7 @@ def _prepare(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("api", Api)
     app.connect("builder-inited", _prepare)
+    app.connect("autodoc-process-docstring", keep_colons, priority=100)  # before napoleon
     app.connect("missing-reference", link_defined)
     app.add_post_transform(LinkWritten)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
