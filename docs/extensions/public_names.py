@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # rx.a.b, also with the arguments of a call behind it or as a decorator.
 WRITTEN = re.compile(r"@?(?:rx|replicax)((?:\.[A-Za-z]\w*)+)(?:\(.*\))?", re.DOTALL)
+HIDDEN_COLON = "\ue000"
 # Where something has several names, the first module here has the entry.
 PREFERRED = ("replicax", "replicax.errors", "replicax.coordinator")
 
@@ -160,10 +161,14 @@ def _exists(name: str) -> bool:
     return True
 
 
-def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def hide_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Napoleon takes what stands before a colon in an attribute's first line for its type; ours are sentences."""
     if what in ("attribute", "data", "property"):
-        lines.insert(0, "")
+        lines[:] = [line.replace(":", HIDDEN_COLON) for line in lines]
+
+
+def show_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = [line.replace(HIDDEN_COLON, ":") for line in lines]
 
 
 def _prepare(app: Sphinx) -> None:
@@ -178,7 +183,8 @@ def _prepare(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("api", Api)
     app.connect("builder-inited", _prepare)
-    app.connect("autodoc-process-docstring", keep_colons, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", hide_colons, priority=100)  # before napoleon, and behind it
+    app.connect("autodoc-process-docstring", show_colons, priority=900)
     app.connect("missing-reference", link_defined)
     app.add_post_transform(LinkWritten)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
