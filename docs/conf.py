@@ -43,7 +43,15 @@ root_doc = "index"
 
 # --- Markdown pages and notebooks ---------------------------------------------------------------------------------
 
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist", "html_image", "substitution"]
+myst_enable_extensions = [
+    "attrs_inline",
+    "colon_fence",
+    "deflist",
+    "dollarmath",
+    "fieldlist",
+    "html_image",
+    "substitution",
+]
 myst_heading_anchors = 4  # pages link to headings, as on GitHub: page.md#heading
 myst_links_external_new_tab = False
 nb_execution_mode = "cache"
@@ -72,10 +80,19 @@ viewcode_line_numbers = True
 nitpicky = True
 nitpick_ignore_regex = [
     # Types of other projects: their pages are on the network, which the build does not use.
-    (r"py:.*", r"(jax|jaxlib|numpy|np|keras|optax|flax|nnx|grain|pyarrow|orbax|tensorboardX|IPython|pytest|_pytest)(\..*)?"),
+    (
+        r"py:.*",
+        r"(jax|jaxlib|numpy|np|keras|optax|flax|nnx|grain|pyarrow|orbax|tensorboardX|IPython|pytest|_pytest)(\..*)?",
+    ),
     # Python's own.
-    (r"py:.*", r"(abc|collections|contextlib|concurrent|datetime|enum|os|pathlib|typing|typing_extensions|types|re)(\..*)?"),
-    (r"py:.*", r"(any|bool|bytes|callable|dict|float|frozenset|int|list|object|set|str|tuple|type|None|Ellipsis)"),
+    (
+        r"py:.*",
+        r"(abc|collections|contextlib|concurrent|datetime|enum|os|pathlib|typing|typing_extensions|types|re)(\..*)?",
+    ),
+    (
+        r"py:.*",
+        r"(any|bool|bytes|callable|dict|float|frozenset|int|list|object|set|str|tuple|type|None|Ellipsis)",
+    ),
     (r"py:(class|exc|obj)", r"\w*(Error|Exception|Interrupt|Exit)"),
     # Types that signatures name and that nobody imports: protocols, aliases and type variables of replicax._src.
     (r"py:.*", r"replicax\._src\..*"),

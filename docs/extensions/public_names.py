@@ -84,7 +84,7 @@ class Api(SphinxDirective):
         yield f".. currentmodule:: {module}"
         yield ""
         if len(entries) > 1:
-            yield from [".. autosummary::", "", *(f"   {name}" for name in entries), ""]
+            yield from [".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in entries), ""]
         for name in names:
             if name in entries:
                 value = getattr(importlib.import_module(module), name)

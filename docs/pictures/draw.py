@@ -60,13 +60,23 @@ def batch() -> None:
         x, rows = 24.0, 0
         for replica, size in enumerate(sizes):
             width = max(sizes) * unit
-            picture.box(x, top + 16, width, 44, COLOURS[replica], opacity=0.16, stroke=COLOURS[replica], dashed=True)
+            picture.box(
+                x, top + 16, width, 44, COLOURS[replica], opacity=0.16, stroke=COLOURS[replica], dashed=True
+            )
             picture.box(x, top + 16, size * unit, 44, COLOURS[replica], opacity=0.9)
             picture.text(x + size * unit / 2, top + 43, size, anchor="middle", fill="white", bold=True)
-            picture.text(x, top + 78, f"replica {replica}: rows {rows}–{rows + size - 1}", size=12, fill=MUTED)
+            picture.text(
+                x, top + 78, f"replica {replica}: rows {rows}–{rows + size - 1}", size=12, fill=MUTED
+            )
             rows += size
             x += max(sizes) * unit + (12 if size > 20 else 96)
-    picture.text(24, 240, "Room for the longest slice is stored; a row that is not there (dashed) is never computed with.", size=12, fill=MUTED)
+    picture.text(
+        24,
+        240,
+        "Room for the longest slice is stored; a row that is not there (dashed) is never computed with.",
+        size=12,
+        fill=MUTED,
+    )
     picture.save("batch.svg")
 
 
@@ -84,7 +94,14 @@ def variable() -> None:
                 is_held = words == "Mirrored" or rows == device
                 colour = COLOURS[rows]
                 picture.box(
-                    x + 8, 64 + rows * 39, 54, 34, colour, opacity=0.9 if is_held else 0.0, stroke=colour if is_held else LINE, dashed=not is_held
+                    x + 8,
+                    64 + rows * 39,
+                    54,
+                    34,
+                    colour,
+                    opacity=0.9 if is_held else 0.0,
+                    stroke=colour if is_held else LINE,
+                    dashed=not is_held,
                 )
             picture.text(x + 35, 248, f"device {device}", size=12, fill=MUTED, anchor="middle")
         first, _, second = note.partition("; ")
@@ -104,13 +121,27 @@ def step() -> None:
         left = start + number * length
         launch = 150 + number * 112
         picture.box(launch, rows["Python"] - 14, 66, 28, MUTED)
-        picture.text(launch + 33, rows["Python"] + 5, f"run {number + 1}", anchor="middle", fill="white", size=12)
+        picture.text(
+            launch + 33, rows["Python"] + 5, f"run {number + 1}", anchor="middle", fill="white", size=12
+        )
         placed = 150 + number * 150
         picture.box(placed, rows["reading thread"] - 14, 130, 28, COLOURS[3], opacity=0.85)
-        picture.text(placed + 65, rows["reading thread"] + 5, f"place batch {number + 2}", anchor="middle", fill="white", size=12)
+        picture.text(
+            placed + 65,
+            rows["reading thread"] + 5,
+            f"place batch {number + 2}",
+            anchor="middle",
+            fill="white",
+            size=12,
+        )
         for device in ("device 0", "device 1"):
             y = rows[device] - 16
-            parts = ((92, COLOURS[0], "forward"), (84, COLOURS[1], "backward"), (0, "", ""), (48, COLOURS[2], "update"))
+            parts = (
+                (92, COLOURS[0], "forward"),
+                (84, COLOURS[1], "backward"),
+                (0, "", ""),
+                (48, COLOURS[2], "update"),
+            )
             x = left
             for width, colour, words in parts:
                 if not width:
