@@ -42,7 +42,7 @@ def how_to_pages(are_run_here):
 
 
 REFERENCE = [
-    f"docs/reference/{name}.md" for name in ("data", "keras_fit", "sharded_state", "summaries_and_profiles", "tpus")
+    f"docs/reference/{name}.md" for name in ("checkpoints", "data", "keras_fit", "sharded_state", "summaries_and_profiles", "tpus")
 ]
 PAGES = [
     "README.md",
