@@ -1,5 +1,6 @@
 """The listings of the pages run, and print what the pages say they print."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -11,6 +12,7 @@ from checks import path_of_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
+TRACKERS = pathlib.Path(__file__).with_name("trackers")  # W&B and MLflow, without the network
 SEPARATOR = "=== end of listing ==="
 
 # Runs the listings of one page one after the other, as a person would in one session.
@@ -58,7 +60,7 @@ def test_listings_print_what_the_page_says(page, tmp_path):
         [sys.executable, "-c", RUNNER],
         input=repr([code for code, _ in listings] + [SEPARATOR]),
         env={
-            "PYTHONPATH": path_of_programs(ROOT / "src"),
+            "PYTHONPATH": path_of_programs(ROOT / "src") + os.pathsep + str(TRACKERS),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": xla_flags(),
             "HOME": str(tmp_path),
