@@ -122,6 +122,7 @@ html_theme_options = {
     "pygments_dark_style": "a11y-high-contrast-dark",
     "icon_links": [{"name": "Source code", "url": repository_url, "icon": "fa-brands fa-github"}],
 }
+html_sidebars = {"index": [], "comparison": []}  # pages without others beside them
 html_context = {"default_mode": "auto"}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

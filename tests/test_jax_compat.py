@@ -1,12 +1,17 @@
 """What replicax changes in JAX."""
 
+import ast
 import os
 import pathlib
 
+import jax
+import jaxlib
 import pytest
 from jax._src import compilation_cache
 
-from replicax._src import jax_compat
+import replicax as rx
+from checks import in_a_process_of_its_own, message
+from replicax._src import jax_compat, jax_compat_names
 
 
 def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -34,3 +39,77 @@ def test_a_program_that_is_kept_is_there_whole_or_not_at_all(tmp_path, monkeypat
     cache.put("f", b"program")
     assert cache.get("f") == b"program"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+# What jax_compat.py does without: an older JAX's, names that it looks for, and those of one function, imported there.
+NOT_NEEDED = {"jax.core.eval_jaxpr", "jax.__version__"}
+IN_FUNCTIONS = (
+    "jax._src.compilation_cache",
+    "jax._src.compiler",
+    "jax._src.lru_cache",
+    "jax.experimental.topologies",
+)
+
+
+def used_names():
+    """The dotted names of JAX that stand in jax_compat.py."""
+    tree = ast.parse(pathlib.Path(jax_compat.__file__).read_text())
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                top = name.name.partition(".")[0]
+                imported[name.asname or top] = name.name if name.asname else top
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax"):
+            imported |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+
+    def dotted(node):
+        if isinstance(node, ast.Name):
+            found = imported.get(node.id, "")
+            return found if found.startswith("jax") else None
+        before = dotted(node.value) if isinstance(node, ast.Attribute) else None
+        return before and f"{before}.{node.attr}"
+
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (name := dotted(node))}
+    found |= {name for name in imported.values() if name.startswith("jax")}
+    return {name for name in found if name not in NOT_NEEDED and not name.startswith(IN_FUNCTIONS)}
+
+
+def test_each_name_that_is_used_is_checked():
+    checked = {f"{module}.{name}" for module, names in jax_compat_names.NAMES.items() for name in names}
+    checked |= set(jax_compat_names.NAMES)
+    used = used_names()
+    begun = {name.rsplit(".", n)[0] for name in used | checked for n in range(1, name.count(".") + 1)}
+    assert used - checked - begun == set(), "add them to NAMES in jax_compat_names.py"
+    assert checked - used - begun == set(), "jax_compat.py does not use them"
+
+
+def test_names_that_are_missing_are_named_with_the_versions(monkeypatch):
+    jax_compat_names.check_names()
+    monkeypatch.delattr(jax._src.core, "NamedAxisEffect")
+    monkeypatch.delattr(jax.sharding, "get_abstract_mesh")
+    message(
+        rx.errors.JaxVersionError,
+        jax_compat_names.check_names,
+        f"replicax {rx.__version__} does not work with jax {jax.__version__} and jaxlib {jaxlib.__version__}: it uses ",
+        "jax.sharding.get_abstract_mesh, jax._src.core.NamedAxisEffect, which this JAX does not have",
+        "a newer replicax",
+    )
+
+
+@pytest.mark.rest
+def test_they_are_checked_before_something_else_fails():
+    program = """
+    import sys
+    import jax
+    del jax._src.core.ExtendAxisEnvNdContextManager
+    sys.modules["jax._src.debugging"] = None
+    import replicax as rx
+    try:
+        rx.MirroredStrategy
+    except ImportError as error:
+        print(type(error).__name__, error)
+    """
+    printed = in_a_process_of_its_own(program, "-W", "error")
+    assert printed.startswith("JaxVersionError ")
+    assert "it uses jax._src.core.ExtendAxisEnvNdContextManager, jax._src.debugging, which" in printed

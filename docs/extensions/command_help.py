@@ -10,7 +10,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from replicax.__main__ import main
 
-COLUMNS = "96"
+COLUMNS = "84"
 
 
 def help_of(command: str) -> str:

@@ -7,6 +7,8 @@ nothing: each name is loaded when it is first asked for. JAX takes a second, whi
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replicax._src.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from replicax import (
         checkpoint,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     )
     from replicax._src.checkpoint.checkpoint import Checkpoint
     from replicax._src.checkpoint.manager import CheckpointManager
+    from replicax._src.chief import is_chief
     from replicax._src.collectives.cross_device import (
         CrossDeviceOps,
         HierarchicalCopyAllReduce,
@@ -126,6 +129,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_chief",
     "keras",
     "nn",
     "optax",
@@ -155,6 +159,7 @@ _MODULES = (
 _PLACES = {
     "Checkpoint": "checkpoint.checkpoint",
     "CheckpointManager": "checkpoint.manager",
+    "is_chief": "chief",
     "CrossDeviceOps": "collectives.cross_device",
     "HierarchicalCopyAllReduce": "collectives.cross_device",
     "NcclAllReduce": "collectives.cross_device",
@@ -209,12 +214,24 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
-            return importlib.import_module(f"replicax.{name}")
+            return _imported(f"replicax.{name}")
         if name in _PLACES:
-            value = getattr(importlib.import_module(f"replicax._src.{_PLACES[name]}"), name)
+            value = getattr(_imported(f"replicax._src.{_PLACES[name]}"), name)
             globals()[name] = value  # not asked for again
             return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name in ("jax", "jaxlib", "numpy"):
+            error.add_note(
+                f"replicax needs {error.name}, which is not installed. Run: pip install jax (for NVIDIA GPUs: "
+                'pip install "jax[cuda13]"; for TPUs: pip install "jax[tpu]").'
+            )
+        raise
 
 
 def __dir__() -> list[str]:

@@ -136,8 +136,8 @@ def test_without_the_packages(monkeypatch):
     message(
         errors.MissingExtraError,
         lambda: GCEClusterResolver(**GROUP, port=1),
-        "googleapiclient must be installed",
-        "pip install 'replicax[gce]'",
+        "GCEClusterResolver needs google-api-python-client, which is not installed.",
+        "pip install google-api-python-client (the extra replicax[gce])",
     )
 
 

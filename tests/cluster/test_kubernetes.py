@@ -153,8 +153,8 @@ def test_without_the_package(monkeypatch):
     message(
         errors.MissingExtraError,
         KubernetesClusterResolver,
-        "The Kubernetes Python client must be installed",
-        "pip install 'replicax[k8s]'",
+        "KubernetesClusterResolver needs kubernetes, which is not installed. Run: pip install kubernetes (",
+        "replicax[k8s]",
     )
     assert issubclass(errors.MissingExtraError, ImportError)  # TensorFlow's
 

@@ -822,3 +822,16 @@ def test_strategies_of_different_size_take_turns(strategy, num_replicas):
     assert float(both["mine"].value) == 3 * 21
     assert float(both["other"].value) == 3 * 10
     assert float(outside.value) == 3 * (num_replicas + 5)
+
+
+# --- the chief ----------------------------------------------------------------------------------------
+
+
+def test_one_process_is_the_chief(strategy):
+    assert rx.is_chief() is True
+    with strategy.scope():
+        assert rx.is_chief() is True
+        assert (
+            local(strategy, strategy.run(lambda: jnp.asarray(rx.is_chief())))
+            == [True] * strategy.num_replicas_in_sync
+        )

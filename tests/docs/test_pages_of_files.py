@@ -1,4 +1,4 @@
-"""Guides that have whole files, and commands that run them: the commands print what the pages say."""
+"""Pages that have whole files, and commands that run them: the commands print what the pages say."""
 
 import os
 import pathlib
@@ -70,14 +70,23 @@ def pattern(expected):
     return re.compile(r"\s*" + r"\s*".join(words) + r"\s*", re.DOTALL)
 
 
-@pytest.mark.long  # each starts clusters one after the other
+HOW_TO = [path for path in sorted((ROOT / "docs/how_to").glob("*.md")) if "```bash\n" in path.read_text()]
+# Each starts clusters one after the other.
+REFERENCE = [
+    ROOT / "docs/reference" / f"{name}.md" for name in ("clusters", "testing", "parameter_server_clusters", "parameter_servers")
+]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page",
-    ["several_machines.md", "testing.md", "parameter_servers.md"],
+    [
+        *(pytest.param(page, marks=pytest.mark.rest, id=f"how_to/{page.name}") for page in HOW_TO),
+        *(pytest.param(page, marks=pytest.mark.long, id=f"reference/{page.name}") for page in REFERENCE),
+    ],
 )
 def test_commands_print_what_the_page_says_in_processes(page, shell):
-    text = (ROOT / "docs" / "guides" / page).read_text()
+    text = page.read_text()
     for written, free in zip(PORTS, free_ports(len(PORTS))):
         text = text.replace(written, str(free))
     listings = LISTING.findall(text)
@@ -86,7 +95,7 @@ def test_commands_print_what_the_page_says_in_processes(page, shell):
         if kind == "python":
             name = re.match(r"# (\S+\.py)\n", code)
             if name is None:  # a part of a program
-                compile(code, page, "exec")
+                compile(code, page.name, "exec")
             else:
                 (shell.folder / name[1]).write_text(code)
             continue
@@ -94,8 +103,8 @@ def test_commands_print_what_the_page_says_in_processes(page, shell):
         assert pattern(expected).fullmatch(got), f"{code}\nprinted\n{got}"
 
 
-def test_the_guide_has_all_that_replicax_testing_offers():
-    page = (ROOT / "docs" / "guides" / "testing.md").read_text()
+def test_the_page_has_all_that_replicax_testing_offers():
+    page = (ROOT / "docs" / "reference" / "testing.md").read_text()
     offered = list(testing.__all__)
     for cls in (testing.LocalCluster, testing.LocalTask):
         offered += [name for name in vars(cls) if not name.startswith("_")]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
+
+from replicax._src.keras_backend import chosen_backend, wrong_backend
 
 _BRIDGES: Final = {"keras": "replicax._src.keras.bridge", "flax.nnx": "replicax._src.nnx"}
 _installed: set[str] = set()
@@ -19,7 +22,7 @@ def ensure_bridges() -> None:
     Cheap; call it often.
     """
     for framework, bridge in _BRIDGES.items():
-        if framework not in _installed and framework in sys.modules:
+        if framework not in _installed and sys.modules.get(framework) is not None:
             importlib.import_module(bridge).install()
             _installed.add(framework)
     if len(_installed) < len(_BRIDGES) and _finder not in sys.meta_path:
@@ -56,7 +59,14 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._loader  # nobody sees that we were here
-        self._loader.exec_module(module)
+        try:
+            self._loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            if module.__name__ == "keras" and not (backend := chosen_backend(os.environ)).is_jax:
+                error.add_note(
+                    str(wrong_backend(backend))
+                )  # the same error: others may catch it, who can do without Keras
+            raise
         ensure_bridges()
 
 

@@ -30,6 +30,7 @@ Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for 
     ├── PlanError (RuntimeError)               a plan that cannot be made in this process
     ├── SummaryError (OSError)                 summaries that could not be written
     ├── OneDeviceDifferenceError (AssertionError)  a step differs from the same step on one device
+    ├── JaxVersionError (ImportError)          a JAX without names that replicax uses
     └── MissingExtraError (ImportError)        an optional dependency is not installed
 """
 
@@ -148,6 +149,10 @@ class PlanError(ReplicaxError, RuntimeError):
 
 class SummaryError(ReplicaxError, OSError):
     """Summaries that could not be written, noticed by the thread that writes them."""
+
+
+class JaxVersionError(ReplicaxError, ImportError):
+    """The installed version of JAX lacks names that replicax uses."""
 
 
 class MissingExtraError(ReplicaxError, ImportError):

@@ -23,6 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from replicax._src.jax_compat_names import check_names
+
+check_names()  # an import below would name one name, and no version
+
 import jax
 import jax.core
 import jax.export
@@ -943,6 +947,12 @@ def _leave_mpi_after_error() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def process_number() -> int | None:
+    """The number of this process if ``jax.distributed`` was initialized. Starts no backend, which ``jax.process_index`` does."""
+    state = _distributed.global_state
+    return None if state.client is None else state.process_id
 
 
 def leave_processes() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from replicax._src.errors import MissingExtraError
+from replicax._src.extras import missing_extra
 from replicax._src.program.capture import current_capture
 
 
@@ -28,7 +28,7 @@ def aggregate_gradients() -> Any:
     try:
         import optax
     except ImportError as error:
-        raise MissingExtraError("rx.optax needs optax: pip install 'replicax[optax]'.") from error
+        raise missing_extra("rx.optax", "optax") from error
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

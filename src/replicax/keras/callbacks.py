@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from replicax._src.keras_backend import check_keras
+
 if TYPE_CHECKING:
     from replicax._src.keras.checkpoint_callback import CheckpointCallback
 
@@ -9,6 +11,8 @@ __all__ = ["CheckpointCallback"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__:
+        check_keras(f"rx.keras.callbacks.{name}")
     if name == "CheckpointCallback":
         from replicax._src.keras.checkpoint_callback import CheckpointCallback
 

@@ -15,7 +15,8 @@ from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.directory import latest_checkpoint
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CheckpointWriteError
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.errors import InvalidArgumentError, MissingExtraError
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.extras import missing_extra
 from replicax._src.options import path_of
 
 _WEIGHTS = ".weights.h5"
@@ -74,7 +75,7 @@ def export_safetensors(
     try:
         from safetensors.numpy import save_file
     except ImportError as error:
-        raise MissingExtraError("This needs safetensors: pip install 'replicax[checkpoint]'.") from error
+        raise missing_extra("Exporting a checkpoint to safetensors", "checkpoint", "safetensors") from error
     saved = _opened(path)
     saved.verify()
     patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._src.errors import MissingExtraError
+from replicax._src.extras import missing_extra
 
 # Large arrays are written in pieces, several at the same time.
 _CHUNK_BYTES = 64 << 20
@@ -33,7 +33,7 @@ def orbax() -> Any:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
-        raise MissingExtraError("Checkpoints need orbax: pip install 'replicax[checkpoint]'.") from error
+        raise missing_extra("Saving and restoring checkpoints", "checkpoint", "orbax-checkpoint") from error
     return ocp
 
 

@@ -9,7 +9,8 @@ from typing import Any, final
 from replicax._src.cluster.errors import ClusterManagerError
 from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
-from replicax._src.errors import MissingExtraError, UnsupportedError
+from replicax._src.errors import UnsupportedError
+from replicax._src.extras import missing_extra
 
 
 @final
@@ -117,9 +118,7 @@ def _service(credentials: Any) -> Any:
         discovery = importlib.import_module("googleapiclient.discovery")
         auth = importlib.import_module("google.auth")
     except ImportError as error:
-        raise MissingExtraError(
-            "googleapiclient must be installed before using the GCE cluster resolver: pip install 'replicax[gce]'."
-        ) from error
+        raise missing_extra("GCEClusterResolver", "gce") from error
     if isinstance(credentials, str) and credentials == "default":
         try:
             credentials, _ = auth.default(scopes=["https://www.googleapis.com/auth/compute.readonly"])

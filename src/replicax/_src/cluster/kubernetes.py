@@ -10,7 +10,7 @@ from typing import Any, final
 from replicax._src.cluster.errors import ClusterManagerError
 from replicax._src.cluster.resolver import AddressedResolver
 from replicax._src.cluster.spec import ClusterSpec, join_address
-from replicax._src.errors import MissingExtraError
+from replicax._src.extras import missing_extra
 from replicax._src.options import _NamedOption
 
 
@@ -114,10 +114,7 @@ def _client(location: KubernetesExecutableLocation) -> Any:
         config = importlib.import_module("kubernetes.config")
         client = importlib.import_module("kubernetes.client")
     except ImportError as error:
-        raise MissingExtraError(
-            "The Kubernetes Python client must be installed before using the Kubernetes Cluster Resolver: pip install "
-            "'replicax[k8s]'."
-        ) from error
+        raise missing_extra("KubernetesClusterResolver", "k8s") from error
     is_within = location is KubernetesExecutableLocation.WITHIN_CLUSTER
     try:
         load = config.load_incluster_config if is_within else config.load_kube_config

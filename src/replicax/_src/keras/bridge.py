@@ -13,7 +13,6 @@ from typing import Any, Final
 import keras
 
 from replicax._src import context, jax_compat
-from replicax._src.errors import KerasBackendError
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import (
     checkpointing,
@@ -30,6 +29,7 @@ from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
 from replicax._src.keras.threads import carry_state
+from replicax._src.keras_backend import check_keras
 from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture, note_created, planning
 from replicax._src.program.program import trace_scopes
@@ -57,11 +57,7 @@ def install() -> None:
     Raises:
       KerasBackendError: Keras runs on another backend than JAX.
     """
-    if keras.backend.backend() != "jax":
-        raise KerasBackendError(
-            f"Keras runs on the {keras.backend.backend()!r} backend, and replicax needs 'jax'. Set the environment "
-            f"variable KERAS_BACKEND=jax before Keras is first imported."
-        )
+    check_keras("replicax")
     if _originals:
         return
     _replace(keras.Variable, "__init__", _wrapped_variable_init)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import re
 import time
@@ -18,12 +17,11 @@ from typing import Any
 import jax
 
 from replicax._src import jax_compat
-from replicax._src.errors import MissingExtraError, PlanError, TopologyError
-from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware
+from replicax._src.errors import PlanError, TopologyError
+from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware, check_extra
 from replicax._src.plan.plan import Memory
 from replicax._src.topology import Topology, replica_mesh
 
-_PLUGINS = {"tpu": ("libtpu", "plan-tpu"), "gpu": ("jax_plugins.xla_cuda12", "plan-gpu")}
 _OUT_OF_MEMORY = re.compile(
     r"\((?P<needed>[\d.]+)(?P<unit>[KMGT]?)\) exceeds available HBM \((?P<limit>[\d.]+)(?P<of>[KMGT]?)\)"
 )
@@ -97,18 +95,7 @@ def _devices(hardware: Hardware) -> list[Any]:
 
 def check_compiler(hardware: Hardware) -> None:
     """Raises if what compiles for it is not here; see ``topology_ahead``."""
-    if hardware.chip.kind not in _PLUGINS:
-        return
-    module, extra = _PLUGINS[hardware.chip.kind]
-    try:
-        is_there = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        is_there = False
-    if not is_there:
-        raise MissingExtraError(
-            f"A plan for {hardware.name} needs the compiler of {hardware.chip.name}, which is not installed: pip install "
-            f"'replicax[{extra}]'. Without it plans for this machine work: topology=None, or cpu:8."
-        )
+    check_extra(hardware)
     if hardware.chip.kind == "gpu" and not os.environ.get(GPU_VARIABLE):
         raise PlanError(
             f"A plan for {hardware.name} needs JAX's GPU compiler, which JAX loads on a machine without GPUs only if the "

@@ -13,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from replicax._src.errors import TopologyError
+from replicax._src.extras import missing_extra, missing_packages
 
 GPU_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 """With it JAX loads its GPU compiler on a machine without a GPU; it is read when JAX is imported."""
@@ -243,3 +244,15 @@ def _known() -> str:
         f"Write a TPU slice ({tpus}, or a smaller one), several of them (2xv5e:16x16), a slice as its vendor names it "
         f"(v5litepod-16), hosts and GPUs of each ({gpus}), or virtual devices of this machine (cpu:8)."
     )
+
+
+def check_extra(hardware: Hardware) -> None:
+    """Checks that the compiler for this hardware is installed; nothing is needed for CPUs.
+
+    Raises:
+      MissingExtraError: It is not.
+    """
+    extra = f"plan-{hardware.chip.kind}"
+    if hardware.chip.kind != "cpu" and missing_packages(extra):
+        advice = "Plans for this machine (topology=None) and for cpu:8 need no compiler."
+        raise missing_extra(f"A plan for {hardware.name}", extra, advice=advice)

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from replicax._src import context
-from replicax._src.errors import ContextError, InvalidArgumentError, MissingExtraError
+from replicax._src.errors import ContextError, InvalidArgumentError
+from replicax._src.extras import missing_extra
 from replicax._src.input import memory
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import END, EmptyDatasetError, Pass, as_arrays
@@ -97,9 +98,7 @@ def dump(made: Any) -> np.ndarray:
     try:
         import cloudpickle
     except ImportError as error:
-        raise MissingExtraError(
-            "Functions travel to workers by cloudpickle: pip install 'replicax[ps]'."
-        ) from error
+        raise missing_extra("A function that is sent to workers", "ps", "cloudpickle") from error
     try:
         pickled = cloudpickle.dumps(made)
     except Exception as error:

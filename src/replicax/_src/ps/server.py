@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any, Final, Protocol, Self, final
 
 from replicax._src.cluster.spec import join_address, split_address
-from replicax._src.errors import MissingExtraError, ReplicaxError
+from replicax._src.errors import ReplicaxError
+from replicax._src.extras import missing_extra
 from replicax._src.ps.buffers import Buffers
 from replicax._src.ps.bundles import bundled
 from replicax._src.ps.connections import cut_accepted, port_of_peer
@@ -54,7 +55,7 @@ def load_flight() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("pyarrow"):
             raise
-        raise MissingExtraError("Parameter servers need pyarrow: pip install 'replicax[ps]'.") from error
+        raise missing_extra("Training with parameter servers", "ps") from error
     return flight
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from replicax._src import context, jax_compat, program_guard
 from replicax._src.bridges import ensure_bridges
+from replicax._src.chief import note_role
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
 from replicax._src.collectives import cross_device
@@ -108,6 +109,7 @@ class Strategy:
         self._make_topology, self._make_parts = make_topology, make_parts
         self._parameter_device = parameter_device
         self._cluster_resolver, self._is_chief = cluster_resolver, is_chief
+        note_role(cluster_resolver, is_chief)
         self._communication_options = communication_options
         self._shard_state, self._shard_size = shard_state, shard_size
         self._layout_map = layout_map

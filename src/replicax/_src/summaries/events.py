@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from replicax._src.errors import MissingExtraError
+from replicax._src.extras import missing_extra
 
 _file_numbers = itertools.count()
 
@@ -29,9 +29,7 @@ def _part(name: str) -> Any:
     try:
         return importlib.import_module(f"tensorboardX.{name}")
     except ImportError as error:
-        raise MissingExtraError(
-            "Writing summaries needs tensorboardX, which is not installed: pip install 'replicax[summaries]'."
-        ) from error
+        raise missing_extra("Writing summaries", "summaries", "tensorboardX") from error
 
 
 @final
@@ -122,9 +120,7 @@ def _png(picture: np.ndarray) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError(
-            "Summaries of images need pillow, which is not installed: pip install 'replicax[summaries]'."
-        ) from error
+        raise missing_extra("Writing summaries of images", "summaries", "pillow") from error
     if picture.dtype != np.uint8:
         # TensorFlow's rounding.
         picture = np.clip(np.nan_to_num(picture.astype(np.float32)) * 255.5, 0, 255).astype(np.uint8)

@@ -8,7 +8,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final
 
-from replicax._src.errors import MissingExtraError, ReplicaxError
+from replicax._src.errors import ReplicaxError
+from replicax._src.extras import missing_extra
 from replicax._src.input.files.chunks import Chunk
 
 
@@ -90,10 +91,7 @@ def load(module: str, caller: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingExtraError(
-            f"rx.data.{caller} needs {package}: pip install 'replicax[files]'."
-        ) from error
+        raise missing_extra(f"rx.data.{caller}", "files", module.partition(".")[0]) from error
 
 
 def _first_line(error: BaseException, most: int = 160) -> str:

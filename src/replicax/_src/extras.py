@@ -1,0 +1,97 @@
+"""The optional dependencies: which packages each extra installs, and the error when one of them is missing. Pure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import Final, final
+
+from replicax._src.errors import MissingExtraError
+
+
+@final
+@dataclass(frozen=True)
+class Package:
+    """A package that an extra installs.
+
+    Attributes:
+      name: As pip knows it.
+      module: That it brings; the same name by default.
+      like_jax: It must have the version of JAX.
+    """
+
+    name: str
+    module: str = ""
+    like_jax: bool = False
+
+    @property
+    def is_installed(self) -> bool:
+        """Looks for the module without importing it; parents of a dotted name are imported."""
+        try:
+            return importlib.util.find_spec(self.module or self.name) is not None
+        except ModuleNotFoundError:
+            return False
+        except ValueError:  # a module that somebody has made by hand has no spec
+            return (self.module or self.name) in sys.modules
+
+    @property
+    def version(self) -> str | None:
+        """The installed version; None if pip knows none."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def to_install(self) -> str:
+        """What to write after ``pip install``."""
+        jax = Package("jax").version if self.like_jax else None
+        return self.name if jax is None else f"{self.name}=={jax}"
+
+
+# As in pyproject.toml; tests/test_package.py compares them.
+EXTRAS: Final = {
+    "keras": (Package("keras"),),
+    "optax": (Package("optax"),),
+    "flax": (Package("flax"),),
+    "grain": (Package("grain"),),
+    "files": (Package("grain"), Package("pyarrow")),
+    "checkpoint": (Package("orbax-checkpoint", "orbax.checkpoint"), Package("safetensors")),
+    "summaries": (Package("tensorboardX"), Package("pillow", "PIL")),
+    "cli": (Package("rich"),),
+    "ps": (Package("pyarrow"), Package("cloudpickle"), Package("flatbuffers")),
+    "plan-tpu": (Package("libtpu"),),
+    "plan-gpu": (Package("jax-cuda12-plugin", "jax_plugins.xla_cuda12", like_jax=True),),
+    "k8s": (Package("kubernetes"),),
+    "gce": (Package("google-api-python-client", "googleapiclient"), Package("google-auth", "google.auth")),
+}
+
+
+def missing_packages(extra: str) -> tuple[Package, ...]:
+    """Returns the packages of an extra that are not installed."""
+    return tuple(package for package in EXTRAS[extra] if not package.is_installed)
+
+
+def missing_extra(what: str, extra: str, *names: str, advice: str = "") -> MissingExtraError:
+    """Returns the error for something that needs packages of an extra.
+
+    Args:
+      what: Needs them.
+      extra: One of ``EXTRAS``.
+      names: The packages that it needs, as pip knows them; all of the extra by default.
+      advice: What works without them.
+
+    >>> print(missing_extra("rx.optax", "optax"))  # doctest: +SKIP
+    rx.optax needs optax, which is not installed. Run: pip install optax (the extra replicax[optax]).
+    """
+    needed = [package for package in EXTRAS[extra] if not names or package.name in names]
+    missing = [package for package in needed if not package.is_installed]
+    shown = missing or needed  # an installed one may be damaged
+    *others, last = [package.name for package in shown]
+    listed = f"{', '.join(others)} and {last}" if others else last
+    why = ("are" if others else "is") + " not installed" if missing else "cannot be imported"
+    command = " ".join(package.to_install for package in shown)
+    text = f"{what} needs {listed}, which {why}. Run: pip install {command} (the extra replicax[{extra}]). {advice}"
+    return MissingExtraError(text.rstrip())

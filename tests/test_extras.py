@@ -1,0 +1,87 @@
+"""The error where an optional package is missing: what to install, and the extra of replicax."""
+
+import sys
+
+import pytest
+
+import replicax as rx
+from checks import in_a_process_of_its_own, message
+from replicax._src.extras import EXTRAS, Package, missing_extra, missing_packages
+
+
+def test_the_packages_to_install_come_first():
+    nothing = Package("no-such-package", "no_such_package")
+    assert not nothing.is_installed
+    assert nothing.version is None
+    error = missing_extra("This", "plan-tpu", advice="That needs nothing.")
+    assert str(error) == (
+        "This needs libtpu, which is not installed. Run: pip install libtpu (the extra replicax[plan-tpu]). "
+        "That needs nothing."
+    )
+
+
+def test_only_what_is_missing_is_to_be_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert [package.name for package in missing_packages("ps")] == ["pyarrow"]
+    assert "pip install pyarrow (the extra replicax[ps])" in str(missing_extra("This", "ps"))
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    text = str(missing_extra("This", "ps"))
+    assert text.startswith(
+        "This needs pyarrow and cloudpickle, which are not installed. Run: pip install pyarrow cloudpickle"
+    )
+    assert "pyarrow" not in str(missing_extra("This", "ps", "cloudpickle"))
+
+
+def test_what_is_installed_and_damaged_is_installed_again():
+    assert str(missing_extra("This", "optax")).startswith(
+        "This needs optax, which cannot be imported. Run: pip install optax"
+    )
+
+
+def test_a_plugin_of_jax_has_its_version(monkeypatch):
+    import jax
+
+    (plugin,) = EXTRAS["plan-gpu"]
+    assert plugin.to_install == f"jax-cuda12-plugin=={jax.__version__}"
+
+
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+def test_a_plan_asks_for_its_compiler(monkeypatch, kind):
+    from replicax._src.plan.hardware import check_extra, hardware_of
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    hardware = hardware_of({"tpu": "v5e:2x4", "gpu": "h100:1x8"}[kind])
+    says = ["needs " + EXTRAS[f"plan-{kind}"][0].name, "Run: pip install ", f"replicax[plan-{kind}]", "cpu:8"]
+    message(rx.errors.MissingExtraError, lambda: check_extra(hardware), *says)
+    check_extra(hardware_of("cpu:8"))
+
+
+# The first use of each, without its packages.
+USES = {
+    "rx.optax.aggregate_gradients()": ("optax", "optax"),
+    "rx.SummaryWriter('/tmp/none')": ("tensorboardX", "summaries"),
+    "rx.Checkpoint(a=rx.Variable(1.0)).save('/tmp/none/c')": ("orbax-checkpoint", "checkpoint"),
+    "rx.data.from_csv('/tmp/none')": ("pyarrow", "files"),
+    "rx.data.from_tfrecords('/tmp/none')": ("grain", "files"),
+    "rx.Server.create_local_server()": ("pyarrow and cloudpickle", "ps"),
+    "rx.keras.callbacks.CheckpointCallback": ("keras", "keras"),
+}
+
+
+@pytest.mark.rest
+def test_each_use_names_its_package_first():
+    program = f"""
+    import sys
+    for name in ("optax", "tensorboardX", "orbax.checkpoint", "pyarrow", "grain", "cloudpickle", "keras"):
+        sys.modules[name] = None
+    import replicax as rx
+    for use in {list(USES)!r}:
+        try:
+            eval(use)
+        except rx.errors.MissingExtraError as error:
+            print(error)
+    """
+    lines = in_a_process_of_its_own(program, "-W", "error").splitlines()
+    for line, (use, (packages, extra)) in zip(lines, USES.items(), strict=True):
+        assert f"needs {packages}, which" in line, use
+        assert f"Run: pip install {packages.replace(' and', '')} (the extra replicax[{extra}])" in line, use

@@ -1,0 +1,102 @@
+"""Which backend Keras takes, what replicax says if that is not JAX, and that people without Keras see nothing of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import replicax as rx
+from checks import in_a_process_of_its_own, message, path_of_programs
+from replicax._src import keras_backend
+from replicax._src.keras_backend import KerasBackend, check_keras, chosen_backend
+
+
+def test_the_environment_chooses_before_the_file(tmp_path):
+    home = {"KERAS_HOME": str(tmp_path)}
+    assert chosen_backend(home).name == "tensorflow"
+    assert "KERAS_BACKEND is not set" in chosen_backend(home).source
+    (tmp_path / "keras.json").write_text(json.dumps({"backend": "torch"}))
+    assert chosen_backend(home).name == "torch"
+    assert str(tmp_path / "keras.json") in chosen_backend(home).source
+    assert chosen_backend({**home, "KERAS_BACKEND": "jax"}) == KerasBackend("jax", "KERAS_BACKEND=jax")
+    assert chosen_backend({**home, "KERAS_BACKEND": ""}).name == "torch", "as Keras takes it"
+    (tmp_path / "keras.json").write_text("{")
+    assert chosen_backend(home).name == "tensorflow"
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("environment", [{}, {"KERAS_BACKEND": "numpy"}, {"KERAS_BACKEND": ""}])
+@pytest.mark.parametrize("file", [None, {"backend": "numpy"}, {"backend": "jax"}])
+def test_keras_takes_the_same(tmp_path, environment, file):
+    if file is not None:
+        (tmp_path / "keras.json").write_text(json.dumps(file))
+    left = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    environment = {**left, "KERAS_HOME": str(tmp_path), "PYTHONPATH": path_of_programs(), **environment}
+    expected = chosen_backend(environment).name
+    program = "import keras; print(keras.backend.backend())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
+    if expected == "tensorflow":  # which is not installed
+        assert "No module named 'tensorflow'" in done.stderr
+    else:
+        assert done.stdout.strip() == expected
+
+
+def test_what_needs_keras_says_what_to_write(monkeypatch):
+    check_keras("This")
+    wrong = KerasBackend("tensorflow", "KERAS_BACKEND is not set")
+    monkeypatch.setattr(keras_backend, "backend_now", lambda: wrong)
+    text = message(
+        rx.errors.KerasBackendError,
+        lambda: rx.keras.callbacks.CheckpointCallback,
+        "Keras would run on the 'tensorflow' backend (KERAS_BACKEND is not set), and rx.keras.callbacks.CheckpointCallback",
+        'Write import os; os.environ["KERAS_BACKEND"] = "jax" above the first import of keras',
+        "of tensorflow, which imports keras",
+    )
+    assert "\n" not in text
+    monkeypatch.setitem(sys.modules, "keras", None)
+    message(rx.errors.MissingExtraError, lambda: rx.keras.callbacks.CheckpointCallback, "pip install keras")
+
+
+def without_backend(tmp_path):
+    """A process whose Keras would take TensorFlow, which is not installed."""
+    return {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)}
+
+
+def test_people_without_keras_see_nothing_of_it(tmp_path):
+    program = """
+    import os, sys
+    before = dict(os.environ)
+    import replicax as rx
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    with strategy.scope():
+        variable = rx.Variable(1.0)
+    assert float(strategy.reduce("SUM", strategy.run(lambda: variable + 1), axis=None)) == 2
+    assert rx.is_chief()
+    assert "keras" not in sys.modules
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    print(sorted(name for name in changed if not name.startswith(("TPU_", "XLA_"))))  # JAX's
+    """
+    assert in_a_process_of_its_own(program, "-W", "error", **without_backend(tmp_path)).strip() == "[]"
+
+
+@pytest.mark.rest
+def test_keras_that_fails_without_a_backend_says_what_to_write(tmp_path):
+    """Where replicax is in use; the error is Keras's own, which libraries that can do without Keras catch."""
+    program = """
+    import traceback
+    import replicax as rx
+    with rx.MirroredStrategy(["cpu:0"]).scope():
+        pass
+    try:
+        import keras
+    except ModuleNotFoundError:
+        print(traceback.format_exc())
+    """
+    printed = in_a_process_of_its_own(program, "-W", "error", **without_backend(tmp_path))
+    assert "ModuleNotFoundError: No module named 'tensorflow'\n" in printed
+    assert "Keras would run on the 'tensorflow' backend (KERAS_BACKEND is not set" in printed
+    assert 'Write import os; os.environ["KERAS_BACKEND"] = "jax" above' in printed
