@@ -133,7 +133,7 @@ test-plan: $(PLAN_STAMP)
 # Each cell of a notebook runs once: $(DOCS_BUILD)/notebooks keeps the outputs until the cells change.
 docs: $(DOCS_STAMP)
 	@echo "docs: sphinx-build docs $(DOCS_BUILD)/html"
-	@$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -d $(DOCS_BUILD)/doctrees docs $(DOCS_BUILD)/html
+	@$(DOCS_VENV)/bin/python -m sphinx -q -E -W --keep-going -d $(DOCS_BUILD)/doctrees docs $(DOCS_BUILD)/html
 	@echo "docs: built $(DOCS_BUILD)/html/index.html; make docs-serve shows it"
 
 docs-serve: docs
