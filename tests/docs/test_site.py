@@ -64,7 +64,29 @@ def test_every_page_of_the_api_is_in_its_index():
 
 
 # Strings in capitals that are names of other things.
-NOT_VARIABLES = ["DT_DOUBLE", "DT_FLOAT", "DT_STRING", "OFF_CLUSTER", "ONLY_FIRST_REPLICA", "ON_READ", "ON_WRITE", "PER_REPLICA", "PER_WORKER", "RESOURCE_EXHAUSTED", "SC_PAGE_SIZE", "SC_PHYS_PAGES", "SHARD_HINT", "STORE_DEREF", "TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "UNKNOWN_ADDRESS", "WITHIN_CLUSTER", "LOAD_GLOBAL", "LOAD_DEREF"]
+NOT_VARIABLES = [
+    "DT_DOUBLE",
+    "DT_FLOAT",
+    "DT_STRING",
+    "OFF_CLUSTER",
+    "ONLY_FIRST_REPLICA",
+    "ON_READ",
+    "ON_WRITE",
+    "PER_REPLICA",
+    "PER_WORKER",
+    "RESOURCE_EXHAUSTED",
+    "SC_PAGE_SIZE",
+    "SC_PHYS_PAGES",
+    "SHARD_HINT",
+    "STORE_DEREF",
+    "TCP_KEEPCNT",
+    "TCP_KEEPIDLE",
+    "TCP_KEEPINTVL",
+    "UNKNOWN_ADDRESS",
+    "WITHIN_CLUSTER",
+    "LOAD_GLOBAL",
+    "LOAD_DEREF",
+]
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+|RANK|TERM|TMPDIR")
 
 
