@@ -9,6 +9,10 @@ PEERS_VENV := .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.installed
 PLAN_VENV := .venv-plan
 PLAN_STAMP := $(PLAN_VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+DOCS_BUILD := build/docs
+DOCS_PORT ?= 8000
 # The GPU compiler loads without a GPU, and two processes may load the TPU compiler at once.
 PLAN_ENV := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
 # The oldest Keras that is supported; requirements.lock has the newest.
@@ -38,7 +42,7 @@ GPU_PYTHON ?= $(GPU_VENV)/bin/python
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 QUICK := "not long and (quick or not rest)"
 REST := "not long and rest and not quick"
-LINTED := $(wildcard src tests examples benchmarks)
+LINTED := $(wildcard src tests examples benchmarks docs/*.py docs/*/*.py)
 
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -47,7 +51,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan fuzz lint format bench clean
+.PHONY: help demo test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan fuzz docs docs-serve lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -62,6 +66,8 @@ help:
 	@echo "make test-peers run the tests with TensorFlow, torch and Hugging Face datasets (tests/peers)"
 	@echo "make test-plan  run the tests of plans with the compilers for TPUs and GPUs (tests/plan)"
 	@echo "make fuzz       compare operations that mix rows on several devices with one device in float64 (an hour)"
+	@echo "make docs       build the site into $(DOCS_BUILD)/html; warnings are errors"
+	@echo "make docs-serve show it on http://127.0.0.1:$(DOCS_PORT)"
 	@echo "make lint       check the format, lint, check the types"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
@@ -124,6 +130,16 @@ test-plan: $(PLAN_STAMP)
 	@echo "test-plan: pytest tests/plan"
 	@$(PLAN_ENV) $(PLAN_VENV)/bin/python -m pytest -q tests/plan
 
+# Each cell of a notebook runs once: $(DOCS_BUILD)/notebooks keeps the outputs until the cells change.
+docs: $(DOCS_STAMP)
+	@echo "docs: sphinx-build docs $(DOCS_BUILD)/html"
+	@$(DOCS_VENV)/bin/python -m sphinx -q -E -W --keep-going -d $(DOCS_BUILD)/doctrees docs $(DOCS_BUILD)/html
+	@echo "docs: built $(DOCS_BUILD)/html/index.html; make docs-serve shows it"
+
+docs-serve: docs
+	@echo "docs-serve: http://127.0.0.1:$(DOCS_PORT), until Ctrl-C; another port: make DOCS_PORT=8001 docs-serve"
+	@$(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory $(DOCS_BUILD)/html $(DOCS_PORT)
+
 lint: $(STAMP)
 	@echo "lint: ruff format --check, ruff check, pyright"
 	@$(BIN)/ruff format --check $(LINTED)
@@ -141,7 +157,7 @@ bench: $(STAMP)
 
 clean:
 	@echo "clean: removing the environments of this Makefile, build outputs and caches"
-	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(KERAS_VENV) $(LOCKED_VENV) $(NEWEST_VENV) $(GPU_VENV) $(PEERS_VENV) $(PLAN_VENV) $(DOCS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # $(call install,environment,what pip installs,packages besides or instead)
@@ -178,3 +194,6 @@ $(PEERS_STAMP): peers.lock pyproject.toml
 
 $(PLAN_STAMP): plan.lock requirements.lock pyproject.toml
 	$(call install,$(PLAN_VENV),-r plan.lock)
+
+$(DOCS_STAMP): docs.lock requirements.lock pyproject.toml
+	$(call install,$(DOCS_VENV),-r docs.lock)

@@ -1,4 +1,4 @@
-"""Every exception that replicax raises on purpose: ``rx.errors``. See ``docs/errors.md``."""
+"""Every exception that replicax raises on purpose: ``rx.errors``. See ``docs/reference/errors.md``."""
 
 from replicax._src.checkpoint.errors import (
     CheckpointError,

@@ -1,4 +1,4 @@
-"""docs/errors.md has an entry for every exception, and none for what does not exist."""
+"""docs/reference/errors.md has an entry for every exception, and none for what does not exist."""
 
 import importlib
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 import replicax
 from replicax._src.errors import ReplicaxError
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "reference" / "errors.md").read_text()
 ENTRIES = re.findall(r"^### (\w+)$", PAGE, re.MULTILINE)
 TREE = PAGE.split("```")[1]
 

@@ -1,5 +1,11 @@
-"""The listings of the pages run, and print what the pages say they print."""
+"""Every page's listings run, from the top of the page, and print what the page says they print.
 
+A page is read as a person would read it: its ``python`` listings are one session, and what stands in the ``text`` behind one is
+what it prints. Pages that also have ``bash`` listings are programs in files and commands, which test_pages_of_files.py runs; the
+cells of notebooks (``{code-cell}``) are run by the build of the site.
+"""
+
+import os
 import pathlib
 import re
 import subprocess
@@ -11,7 +17,19 @@ from checks import path_of_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = re.compile(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", re.DOTALL)
+COMMAND = re.compile(r"^```bash$", re.MULTILINE)
+TRACKERS = pathlib.Path(__file__).with_name("trackers")  # W&B and MLflow, without the network
 SEPARATOR = "=== end of listing ==="
+LIMIT_S = 240
+
+# Listings that show parts of a program, not one: each is compiled, not run.
+PARTS = {
+    "docs/architecture.md",
+    "docs/reference/clusters.md",
+    "docs/reference/parameter_servers.md",
+    "docs/reference/plans.md",
+    "docs/migrating_from_tensorflow.md",
+}
 
 # Runs the listings of one page one after the other, as a person would in one session.
 RUNNER = """
@@ -35,35 +53,35 @@ def lines_of(text: str) -> list[str]:
     return sorted(line.strip() for line in text.strip().splitlines())
 
 
-GUIDES = [
-    f"docs/guides/{name}.md"
-    for name in ("data", "keras", "notebooks", "sharded_state", "summaries_and_profiles", "tpu")
-]
-PAGES = [
-    "README.md",
-    *(
-        pytest.param(page, marks=pytest.mark.rest)
-        for page in ["docs/sharp_bits.md", "docs/jax_users.md", *GUIDES]
-    ),
-]
+def pages_with_listings() -> dict[str, str]:
+    """README.md and each page of docs that has a ``python`` listing, and its text."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    return {page: text for page, text in texts.items() if LISTING.search(text)}
 
 
-@pytest.mark.parametrize("page", PAGES)
+WITH_LISTINGS = pages_with_listings()
+RUN_HERE = [page for page, text in WITH_LISTINGS.items() if page not in PARTS and not COMMAND.search(text)]
+
+
+@pytest.mark.parametrize(
+    "page", [page if page == "README.md" else pytest.param(page, marks=pytest.mark.rest) for page in RUN_HERE]
+)
 def test_listings_print_what_the_page_says(page, tmp_path):
-    listings = LISTING.findall((ROOT / page).read_text())
-    assert listings
+    listings = LISTING.findall(WITH_LISTINGS[page])
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         input=repr([code for code, _ in listings] + [SEPARATOR]),
         env={
-            "PYTHONPATH": path_of_programs(ROOT / "src"),
+            "PYTHONPATH": path_of_programs(ROOT / "src") + os.pathsep + str(TRACKERS),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": xla_flags(),
             "HOME": str(tmp_path),
         },
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(SEPARATOR)[:-1]
@@ -78,3 +96,9 @@ def test_programs_by_hand_print_what_those_on_replicax_print():
     _, *printed = [expected for _, expected in LISTING.findall((ROOT / "docs/jax_users.md").read_text())]
     assert all(printed)
     assert printed[::2] == printed[1::2]
+
+
+@pytest.mark.parametrize("page", WITH_LISTINGS)
+def test_listings_compile(page):
+    for code, _ in LISTING.findall(WITH_LISTINGS[page]):
+        compile(code, page, "exec")

@@ -1,5 +1,5 @@
 """Workers that communicate by MPI, started by mpirun: where it is there, and MPITRAMPOLINE_LIB names the wrapper for it
-(docs/guides/mpi.md)."""
+(docs/how_to/mpi.md)."""
 
 import os
 import shutil

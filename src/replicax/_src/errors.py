@@ -1,6 +1,6 @@
 """The exception tree. Each error says what was got, what is allowed and what to do.
 
-Callers catch types, never texts. ``docs/errors.md`` has an entry for each class::
+Callers catch types, never texts. ``docs/reference/errors.md`` has an entry for each class::
 
     ReplicaxError
     ├── InvalidArgumentError (ValueError)      an argument that no strategy accepts

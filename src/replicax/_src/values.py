@@ -119,7 +119,6 @@ class PerReplica(DistributedValues):
     (``Strategy.reduce``) or for all of them (``Strategy.experimental_local_results``).
 
     Attributes:
-      array: [R, ...], row r on the device of replica r; or [...] on every device where ``is_equal``.
       num_replicas: R.
       shapes: The true shape of each component where they differ, else None.
       is_equal: The components were proven equal when the value was made.
@@ -155,7 +154,10 @@ class PerReplica(DistributedValues):
 
     @property
     def array(self) -> Any:
-        """The array behind the value. Whoever takes it keeps it: it will not be donated."""
+        """The array behind the value; it will not be donated from now on.
+
+        [R, ...], row r on the device of replica r; or [...] on every device where ``is_equal``.
+        """
         self.is_shared = True
         return self.stored
 
@@ -313,7 +315,6 @@ class Mirrored(DistributedValues):
     """One array that every replica's device holds whole.
 
     Attributes:
-      array: [...], replicated over the devices.
       num_replicas: R.
     """
 
@@ -327,7 +328,7 @@ class Mirrored(DistributedValues):
 
     @property
     def array(self) -> Any:
-        """The array behind the value. Whoever takes it keeps it: it will not be donated."""
+        """[...], replicated over the devices; it will not be donated from now on."""
         self.is_shared = True
         return self.stored
 

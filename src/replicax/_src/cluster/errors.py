@@ -1,4 +1,4 @@
-"""What can be wrong with the description of a cluster. ``docs/errors.md`` has an entry for each class."""
+"""What can be wrong with the description of a cluster. ``docs/reference/errors.md`` has an entry for each class."""
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 

@@ -34,7 +34,7 @@ SERVER_COMMAND: Final = ("-m", "replicax", "server")
 _LOOPBACK: Final = "127.0.0.1"
 _FIRST_PORT: Final = 15_000
 _PORT_RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# XLA's thread pool for several virtual devices in one process; see docs/design/005-cpu-meshes.md.
+# XLA's thread pool for several virtual devices in one process; see docs/explanation/design/005-cpu-meshes.md.
 _CPU_POOL_THREADS: Final = 16
 _TUNABLES: Final = "GLIBC_TUNABLES"
 _SERVER_MEMORY: Final = {

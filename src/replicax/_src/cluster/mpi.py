@@ -49,7 +49,7 @@ def _check_library(path: str) -> None:
         return
     raise ClusterEnvironmentError(
         f"{CHOICE} is mpi, and {found}. JAX finds MPI through the library libmpiwrapper.so, which has to be built once for "
-        f"the MPI of the machine (docs/guides/mpi.md): give its path, and pass it on with mpirun -x {LIBRARY}. {_OTHERWISE}"
+        f"the MPI of the machine (docs/how_to/mpi.md): give its path, and pass it on with mpirun -x {LIBRARY}. {_OTHERWISE}"
     )
 
 

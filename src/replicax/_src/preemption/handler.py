@@ -129,8 +129,7 @@ class PreemptionCheckpointHandler:
           *args: For the manager's ``save``, or the ``save_fn``.
           **kwargs: For the same.
 
-        Raises:
-          As ``run``.
+        Raises what ``run`` raises.
         """
         self._num_calls += 1
         self._steps.end_and_save(lambda: self._write(*args, **kwargs))

@@ -33,7 +33,7 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> ja
       max_norm: Rows of a larger 2-norm are scaled to it: row · max_norm / max(‖row‖, max_norm).
 
     Returns:
-      [*ids.shape, ...] of the table's dtype.
+      ``[*ids.shape, ...]`` of the table's dtype.
 
     Raises:
       InvalidArgumentError: Ids that are no integers or (where that is known) not there; an empty list.
@@ -81,7 +81,7 @@ def embedding_lookup_sparse(
       mask: [..., n] bool: which ids are meant; what the others are does not matter. ``ids >= 0``, where -1 is padding.
 
     Returns:
-      [..., *row], of the table's dtype.
+      ``[..., *row]``, of the table's dtype.
 
     Raises:
       InvalidArgumentError: Another combiner; weights or a mask of another shape than the ids; a table of integers.

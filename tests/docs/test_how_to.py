@@ -1,0 +1,23 @@
+"""The how-to pages are short, say first what one gets, and can be found."""
+
+import pathlib
+import re
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[2] / "docs" / "how_to"
+PAGES = [path for path in sorted(FOLDER.glob("*.md")) if path.name != "index.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_has_at_most_800_words_and_begins_with_what_one_gets(page):
+    text = page.read_text()
+    assert len(text.split()) <= 800
+    title, first = text.split("\n\n")[:2]
+    assert title.startswith("# ")
+    assert first.startswith("You get ")
+
+
+def test_the_index_lists_each_page_once():
+    listed = re.findall(r"\]\((\w+\.md)\)", (FOLDER / "index.md").read_text())
+    assert sorted(listed) == [page.name for page in PAGES]

@@ -1,0 +1,168 @@
+"""The pages of the site say what the code has: every public name, command, environment variable and extra."""
+
+import ast
+import functools
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+import runpy
+import tomllib
+
+import pytest
+
+import replicax
+from replicax.__main__ import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+API = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SITE = "https://replicax.readthedocs.io/"
+REPOSITORY = re.compile(r"https://github\.com/replicax/replicax/(?:blob|tree)/main/([^)\s#]+)")
+
+
+def public_names() -> list[str]:
+    modules = [replicax.__name__]
+    modules += [m.name for m in pkgutil.walk_packages(replicax.__path__, "replicax.") if "._" not in m.name]
+    names = []
+    for name in modules:
+        module = importlib.import_module(name)
+        public = [
+            last for last in getattr(module, "__all__", ()) if not inspect.ismodule(getattr(module, last))
+        ]
+        names += [f"{name}.{last}" for last in public]
+    return names
+
+
+@functools.cache
+def names_on_pages() -> dict[str, list[str]]:
+    """Each name that the pages of the API list, and on which pages."""
+    found: dict[str, list[str]] = {}
+    for page in sorted((DOCS / "reference" / "api").glob("*.md")):
+        for module, names in API.findall(page.read_text()):
+            for name in names.split():
+                found.setdefault(f"{module}.{name}", []).append(page.name)
+    return found
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_public_name_stands_on_one_page(name):
+    assert len(names_on_pages().get(name, [])) == 1
+
+
+def test_the_pages_list_no_name_that_does_not_exist():
+    for name in names_on_pages():
+        module, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
+
+
+def test_every_page_of_the_api_is_in_its_index():
+    index = (DOCS / "reference" / "api" / "index.md").read_text().split()
+    pages = [page.stem for page in (DOCS / "reference" / "api").glob("*.md") if page.stem != "index"]
+    assert [page for page in pages if page not in index] == []
+
+
+# Strings in capitals that are names of other things.
+NOT_VARIABLES = [
+    "DT_DOUBLE",
+    "DT_FLOAT",
+    "DT_STRING",
+    "OFF_CLUSTER",
+    "ONLY_FIRST_REPLICA",
+    "ON_READ",
+    "ON_WRITE",
+    "PER_REPLICA",
+    "PER_WORKER",
+    "RESOURCE_EXHAUSTED",
+    "SC_PAGE_SIZE",
+    "SC_PHYS_PAGES",
+    "SHARD_HINT",
+    "STORE_DEREF",
+    "TCP_KEEPCNT",
+    "TCP_KEEPIDLE",
+    "TCP_KEEPINTVL",
+    "UNKNOWN_ADDRESS",
+    "WITHIN_CLUSTER",
+    "LOAD_GLOBAL",
+    "LOAD_DEREF",
+]
+VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+|RANK|TERM|TMPDIR")
+
+
+def variables_in_source() -> set[str]:
+    """The names of environment variables that the source has as strings."""
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and VARIABLE.fullmatch(node.value)
+            ):
+                found.add(node.value)
+    return found - {*NOT_VARIABLES}
+
+
+def test_the_page_has_every_environment_variable_and_no_other():
+    page = (DOCS / "reference" / "environment_variables.md").read_text()
+    documented = {name for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", page) if VARIABLE.fullmatch(name)}
+    read_by_others = {"OMPI_MCA_orte_hnp_uri"}
+    assert variables_in_source() - documented == set()
+    of_ours = {name for name in documented if name.startswith("REPLICAX_")}
+    assert of_ours - variables_in_source() - read_by_others == set()
+
+
+def test_the_page_shows_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    page = (DOCS / "reference" / "command_line.md").read_text()
+    assert "launch" in commands
+    assert [name for name in commands if f"```{{command}} replicax {name}\n" not in page] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/install.md"])
+def test_the_page_has_every_extra(page):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = (ROOT / page).read_text()
+    for_users = [name for name in extras if name not in ("test", "dev")]
+    assert [name for name in for_users if f"`{name}`" not in text] == []
+
+
+def test_links_of_the_readme_lead_to_pages_and_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    pages = re.findall(re.escape(SITE) + r"([^)\s#]*)", text)
+    assert pages
+    for page in pages:
+        path = DOCS / (page.removesuffix(".html") + ".md" if page.endswith(".html") else f"{page}index.md")
+        assert path.exists(), page
+    for path in REPOSITORY.findall(text):
+        assert (ROOT / path).exists(), path
+
+
+def test_links_of_the_readme_are_absolute():
+    targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_the_pictures_are_what_the_script_draws(tmp_path):
+    script = runpy.run_path(str(DOCS / "pictures" / "draw.py"))
+    script["Picture"].save.__globals__["FOLDER"] = tmp_path
+    for name in ("batch", "variable", "step"):
+        script[name]()
+        assert (tmp_path / f"{name}.svg").read_text() == (DOCS / "pictures" / f"{name}.svg").read_text(), name
+
+
+def test_lines_of_prose_have_at_most_120_characters():
+    wide = []
+    folders = [DOCS / "start", DOCS / "explanation", DOCS / "reference" / "api"]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "index.md", DOCS / "comparison.md"]
+    for page in [*pages, *(page for folder in folders for page in folder.rglob("*.md"))]:
+        is_listing = False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            is_listing ^= line.lstrip().startswith("```")
+            is_prose = not is_listing and not line.lstrip().startswith(("|", ":", "#", "```"))
+            if is_prose and len(line) > 120:
+                wide.append(f"{page.relative_to(ROOT)}:{number}")
+    assert wide == []

@@ -1,0 +1,18 @@
+"""Stands for W&B, which needs the network: says what it is told."""
+
+
+class Run:
+    def log(self, values, step=None):
+        log(values, step)
+
+    def finish(self):
+        print("wandb: finish")
+
+
+def init(project=None, config=None):
+    print("wandb: init", project, config)
+    return Run()
+
+
+def log(values, step=None):
+    print("wandb:", sorted(values), "at step", step)
