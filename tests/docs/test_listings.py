@@ -39,16 +39,26 @@ def lines_of(text: str) -> list[str]:
 
 def how_to_pages(are_run_here):
     """Those with a listing. A page that has commands too is run by test_pages_of_files."""
-    pages = {f"docs/how_to/{path.name}": path.read_text() for path in sorted((ROOT / "docs/how_to").glob("*.md"))}
-    return [name for name, text in pages.items() if "```python\n" in text and ("```bash\n" not in text) == are_run_here]
+    pages = {
+        f"docs/how_to/{path.name}": path.read_text() for path in sorted((ROOT / "docs/how_to").glob("*.md"))
+    }
+    return [
+        name
+        for name, text in pages.items()
+        if "```python\n" in text and ("```bash\n" not in text) == are_run_here
+    ]
 
 
 REFERENCE = [
-    f"docs/reference/{name}.md" for name in ("checkpoints", "data", "keras_fit", "sharded_state", "summaries_and_profiles", "tpus")
+    f"docs/reference/{name}.md"
+    for name in ("checkpoints", "data", "keras_fit", "sharded_state", "summaries_and_profiles", "tpus")
 ]
 PAGES = [
     "README.md",
-    *(pytest.param(page, marks=pytest.mark.rest) for page in ["docs/sharp_bits.md", *how_to_pages(True), *REFERENCE]),
+    *(
+        pytest.param(page, marks=pytest.mark.rest)
+        for page in ["docs/sharp_bits.md", *how_to_pages(True), *REFERENCE]
+    ),
 ]
 
 

@@ -73,7 +73,8 @@ def pattern(expected):
 HOW_TO = [path for path in sorted((ROOT / "docs/how_to").glob("*.md")) if "```bash\n" in path.read_text()]
 # Each starts clusters one after the other.
 REFERENCE = [
-    ROOT / "docs/reference" / f"{name}.md" for name in ("clusters", "testing", "parameter_server_clusters", "parameter_servers")
+    ROOT / "docs/reference" / f"{name}.md"
+    for name in ("clusters", "testing", "parameter_server_clusters", "parameter_servers")
 ]
 
 
