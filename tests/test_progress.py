@@ -28,6 +28,12 @@ SLOW_S = 0.2
 LIMIT_S = 120
 
 
+@pytest.fixture(autouse=True)
+def speaking(monkeypatch):
+    """As in a process of its own: strategies that other tests have made may have muted this one."""
+    monkeypatch.setattr(progress, "_is_muted", False)
+
+
 @pytest.fixture
 def soon(monkeypatch):
     monkeypatch.setattr(progress, "SILENT_S", 0.05)

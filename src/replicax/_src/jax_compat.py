@@ -850,7 +850,10 @@ def copied(value: Any) -> jax.Array:
     ``may_alias=False`` copies only arrays that stay where they are: from NumPy, or onto more devices, it shares buffers
     all the same (jax 0.10).
     """
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.is_fully_addressable:
+    is_here = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_fully_addressable
+    if not is_here or jnp.issubdtype(
+        value.dtype, jax.dtypes.extended
+    ):  # random keys are not copied by device_put
         return jnp.copy(value)
     return jax.device_put(value, value.sharding, may_alias=False)
 

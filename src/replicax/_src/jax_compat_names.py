@@ -86,7 +86,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
     "jax.interpreters.ad": ("deflinear2", "instantiate_zeros", "primitive_jvps"),
     "jax.interpreters.batching": ("defvectorized", "primitive_batchers"),
     "jax.interpreters.mlir": ("lower_fun", "register_lowering"),
-    "jax.numpy": ("issubdtype",),
+    "jax.numpy": ("copy", "issubdtype"),
     "jaxlib.xla_client": ("make_cpu_client",),
 }
 

@@ -146,12 +146,12 @@ def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
 
 
 def _replace_in_models(name: str, wrap: Callable[[Any], Any]) -> None:
-    """Where it is defined: Keras compares ``type(model).compile`` with that to see whether a user has replaced it."""
-    _replace(
-        next(cls for cls in keras.Model.__mro__ if name in vars(cls)),
-        name,
-        lambda original: bounded(wrap(original)),
-    )
+    """Where it is defined: Keras compares ``type(model).compile`` with that to see whether a user has replaced it.
+
+    ``__init__`` is no boundary of tracebacks: Keras (3.15) reads its first argument's name.
+    """
+    owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+    _replace(owner, name, wrap if name == "__init__" else lambda original: bounded(wrap(original)))
 
 
 def _scope(capture: Any) -> Any:

@@ -245,7 +245,7 @@ def is_local(value: Any) -> bool:
 def own_copy_here(value: Any) -> jax.Array:
     """A strongly typed copy, where ``value`` is."""
     copy = jax_compat.copied(value)
-    if not copy.weak_type:
+    if not getattr(copy, "weak_type", False):  # random keys have none
         return copy
     return jax.lax.convert_element_type(copy, copy.dtype)  # a weak type would recompile
 
