@@ -1000,6 +1000,7 @@ except rx.errors.KerasBackendError as error:
 """
 
 
+@pytest.mark.rest
 def test_keras_on_another_backend():
     text, left = in_process(KERAS_PROGRAM, KERAS_BACKEND="numpy").splitlines()
     for words in ("Keras runs on the 'numpy' backend", "replicax needs 'jax'", "KERAS_BACKEND=jax", "before"):

@@ -63,6 +63,7 @@ def test_errors_name_arguments_beside_a_module_and_its_state():
         strategy.run(lambda model, x: model(x), (model, X), options=rx.RunOptions(check_finite=True))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_training_equals_one_device_on_uneven_batches(num_replicas):
     def train(strategy):

@@ -260,6 +260,7 @@ def on_terminal(script, columns):
     return terminal.lines
 
 
+@pytest.mark.rest
 def test_lines_stand_beside_the_progress_bar_of_keras():
     lines = on_terminal(BAR, 110)
     said = [line for line in lines if "replicax" in line]

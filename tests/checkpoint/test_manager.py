@@ -316,6 +316,7 @@ def test_a_save_under_way_counts_as_saved(found, checkpoint, tmp_path):
     assert float(checkpoint.v) == 2.0
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("slow_writer")
 @pytest.mark.parametrize("found", FINDERS.values(), ids=FINDERS)
 def test_a_save_that_failed_is_not_taken_for_the_one_before(found, checkpoint, tmp_path, monkeypatch):

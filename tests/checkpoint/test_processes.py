@@ -34,6 +34,7 @@ def test_a_checkpoint_that_does_not_come_is_an_error_also_where_its_part_is_left
     message(CheckpointError, lambda: follow(tmp_path), "worker 0 has not written")
 
 
+@pytest.mark.rest
 def test_a_part_that_grows_is_waited_for(tmp_path):
     part = tmp_path / "ckpt-1.part-host-1-0"
     part.mkdir()

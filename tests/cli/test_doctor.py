@@ -156,6 +156,7 @@ def test_doctors_answer_each_other(free):
             process.communicate()
 
 
+@pytest.mark.rest
 def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
     """What the doctor answers is not taken for the job's welcome."""
     address = free()

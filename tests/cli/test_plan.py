@@ -47,6 +47,7 @@ def plan(tmp_path, source, *options, arguments=()):
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.rest
 def test_a_model_larger_than_any_machine(tmp_path):
     behind = ["--fast", "--topology", "cpu:4", "1e-3", "--json", "--", "--json"]
     done = plan(tmp_path, HUGE, arguments=behind)

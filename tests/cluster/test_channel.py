@@ -281,6 +281,7 @@ def test_different_programs_are_a_mismatch():
         message(ProgramMismatchError, first.check, *says, "in the same order")
 
 
+@pytest.mark.rest
 def test_who_is_missing_is_named_in_time(caplog):
     with serving() as address, contextlib.ExitStack() as stack:
         channel = Channel(address, 0, NAMES, "print")

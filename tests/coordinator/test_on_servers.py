@@ -250,6 +250,7 @@ def test_a_killed_parameter_server_is_named_in_time():
                     value.fetch(JOIN_S)
 
 
+@pytest.mark.rest
 def test_a_cluster_that_speaks_tls_and_who_has_no_certificate(tmp_path, monkeypatch):
     ours = credentials_of_ca(tmp_path, "a")
     for name, path in {

@@ -622,6 +622,7 @@ def test_the_wrong_token(servers, monkeypatch):
     assert time.monotonic() - started < LOST_S
 
 
+@pytest.mark.rest
 def test_nothing_is_left():
     with server_cluster(workers=1, ps=1) as cluster:
         before = set(threading.enumerate())

@@ -11,6 +11,7 @@ import pytest
 STEPS = 200
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("num_replicas", "num_trainers"), [(1, 2), (2, 1), (2, 3)])
 def test_no_step_is_lost_and_no_read_fails(num_replicas, num_trainers):
     command = [sys.executable, __file__, str(num_replicas), str(num_trainers)]

@@ -276,6 +276,7 @@ def source_of(function, before=""):
     return f"{before}\n{textwrap.dedent(inspect.getsource(function))}\n{function.__name__}()\n"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_who_is_missing_is_named_in_time(local_cluster, missing):
     leave = f"""

@@ -32,7 +32,13 @@ def check(way, names, num_devices, num_rows):
 
 
 @pytest.mark.parametrize(
-    ("way", "num_devices", "num_rows"), [("fit", 8, 24), ("loop", 3, 11), ("predict", 2, 11), ("run", 2, 11)]
+    ("way", "num_devices", "num_rows"),
+    [
+        ("fit", 8, 24),
+        pytest.param("loop", 3, 11, marks=pytest.mark.rest),
+        pytest.param("predict", 2, 11, marks=pytest.mark.rest),
+        ("run", 2, 11),
+    ],
 )
 def test_operations_at_risk_equal_one_device(way, num_devices, num_rows):
     check(way, AT_RISK, num_devices, num_rows)

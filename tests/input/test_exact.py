@@ -51,6 +51,7 @@ def test_every_row_reaches_one_replica(source, num_rows, batch_size, num_replica
         np.testing.assert_array_equal(np.concatenate([np.asarray(part) for part in parts]), batch)
 
 
+@pytest.mark.rest
 @examples(25, short=9)
 @given(NUM_ROWS, BATCH_SIZE, NUM_REPLICAS)
 def test_an_epoch_is_as_on_one_device(num_rows, batch_size, num_replicas):

@@ -241,6 +241,7 @@ def test_an_optimizer_of_keras_says_which_variables_it_takes(strategy):
         message(VariableError, call, "variable 'w', which is an rx.Variable", "keras.Variable(initial_value)")
 
 
+@pytest.mark.rest
 def test_keras_that_is_imported_in_a_scope_has_its_bridge_at_once():
     """Else the model would be trained on one device, and nothing would say so."""
     program = """

@@ -269,7 +269,6 @@ def test_a_step_of_tensorflow_style(mirrored, tmp_path, monkeypatch):
         ("distributed", 5),
     ],
 )
-@pytest.mark.quick
 def test_goes_on_at_the_end_of_an_epoch(mirrored, feed, steps, tmp_path):
     """Of which a pass through the data may be in the middle."""
     again, log = assert_goes_on(mirrored, feed, tmp_path, dies_after=steps + 1, save_freq="epoch")

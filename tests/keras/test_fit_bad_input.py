@@ -433,6 +433,7 @@ def test_losses_that_are_not_numbers_are_reported_as_keras_does(strategy):
 # --- the bridge ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_the_methods_of_models_are_keras_own_before_and_after():
     """In every class of models; with the attributes of a model that was made outside of scopes."""
     program = """

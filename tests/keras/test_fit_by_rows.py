@@ -47,6 +47,7 @@ def step_of(name, phase):
     return lambda state, batch: step(state, batch), state, rows
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_step_split_by_rows_is_the_whole_step(name, phase):
     step, state, rows = step_of(name, phase)

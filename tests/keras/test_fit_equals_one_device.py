@@ -233,13 +233,14 @@ def assert_variables_at_home(model, strategy):
         assert sharding.is_fully_replicated, variable.path
 
 
-# In `make test` every model is trained on arrays.
+# In `make test` most models are trained on arrays.
 QUICK_FEEDS = {"arrays", "in_order", "fit_only"}
+REST_MODELS = {"accumulating", "averaged", "dice", "inputs_and_outputs"}
 
 
 def marks_of(*names):
     is_long = LONG & {*names} or any({*some} <= {*names} for some in LONG_PAIRS | LONG_CASES)
-    is_rest = not QUICK_FEEDS & {*names}
+    is_rest = not QUICK_FEEDS & {*names} or bool(REST_MODELS & {*names})
     return [pytest.mark.long] * bool(is_long) + [pytest.mark.rest] * is_rest
 
 

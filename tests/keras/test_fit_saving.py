@@ -529,7 +529,6 @@ def in_turns(strategy):
     return seen, model
 
 
-@pytest.mark.quick
 def test_fit_and_loops_of_ones_own_in_turns(strategy):
     seen, model = in_turns(strategy)
     expected_seen, expected = in_turns(None)

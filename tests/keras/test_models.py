@@ -184,6 +184,7 @@ def marks_of(name):
     return [pytest.mark.long] * (name in LONG) + [pytest.mark.rest] * (name in REST)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in EQUAL])
 def test_three_steps_equal_one_device(strategy, name):
     build, make_optimizer, shape = EQUAL[name]

@@ -62,6 +62,7 @@ def test_another_number_goes_on_too(workers, folder, first, reports_of):
         assert worker["rows"][0] == 72
 
 
+@pytest.mark.rest
 def test_who_waits_waits_for_the_one_that_writes(first):
     for worker in first:
         assert "after 0.1 s" in worker["late"]

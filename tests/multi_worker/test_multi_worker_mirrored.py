@@ -41,6 +41,7 @@ def workers(size, reports_of):
     return reports_of(promises, workers=size[0], devices=size[1])
 
 
+@pytest.mark.rest
 def test_devices_and_replicas(size, workers):
     num_workers, num_devices = size
     for number, worker in enumerate(workers):

@@ -52,6 +52,7 @@ def taken(coordinator, dataset, num=6):
 TWOS = np.full(400, 2, np.int32)
 
 
+@pytest.mark.rest
 def test_a_dataset_of_each_worker_in_every_way_to_give_one(strategy, coordinator):
     twos = TWOS
     dataset = rx.data.from_arrays(twos).batch(2)

@@ -64,6 +64,7 @@ def counter(strategy, first=0.0):
         return rx.Variable(np.full(2, first, np.float32), name="count")
 
 
+@pytest.mark.rest
 def test_all_have_the_same_variables_which_begin_as_the_chief_says(chief, worker):
     ours, theirs = counter(chief, 5), counter(worker, 7)
     assert ours.numpy().tolist() == theirs.numpy().tolist() == [5, 5]

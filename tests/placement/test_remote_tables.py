@@ -124,7 +124,6 @@ def test_ftrl_and_weight_decay_do_not_change_rows_that_are_not_looked_up():
     ],
     ids=["ema", "accumulation", "lamb"],
 )
-@pytest.mark.quick
 def test_what_has_no_meaning_for_some_rows_is_refused(make_optimizer, says):
     message(UnsupportedError, lambda: on_servers(make_optimizer), "sequential/table/embeddings", says)
 

@@ -162,6 +162,7 @@ def test_a_batch_that_is_not_finite_is_named_itself(strategy):
     )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 def test_uneven_batches_are_checked_and_replicas_without_rows_are_not(strategy, num_rows):
     with strategy.scope():

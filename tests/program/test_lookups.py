@@ -242,6 +242,7 @@ def test_ids_that_the_table_does_not_have(gather):
     check(lambda t, i: GATHERS[gather](t, i), TABLE, ODD)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("gather", QUICK_GATHERS)
 @settings(max_examples=3)
 @given(
@@ -608,6 +609,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_needs_the_whole_table_is_named(name):
     primitive, loss = WHOLE[name]

@@ -231,6 +231,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.rest
 @examples(40, short=15)
 @given(
     st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7),

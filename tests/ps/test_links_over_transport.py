@@ -98,6 +98,7 @@ def test_closures_and_reads_by_another_client(halving, new_links):
         np.testing.assert_array_equal(reader.read([SHARDS])[0], WHOLE / 2 ** (number + 1))
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(120)
 def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, new_links, servers):
     run(halving, 0)

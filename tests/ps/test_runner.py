@@ -484,6 +484,7 @@ IDS = [
 ]
 
 
+@pytest.mark.rest
 def test_rows_are_pulled_and_their_gradients_pushed(links, runner, looking_up):
     digest, variables, table = looking_up
     w, table = jnp.ones(DIM), jnp.asarray(table)

@@ -173,6 +173,7 @@ def test_what_was_received_stays_as_it_was(link):
     assert [set(answer.tobytes()) for answer in answers] == [{n} for n in range(6)]
 
 
+@pytest.mark.rest
 def test_a_server_keeps_no_array_of_a_message_that_it_has_answered(server, client):
     link = client.open()
     gc.collect()  # of what other tests have left
@@ -326,6 +327,7 @@ def test_a_server_that_ends_finishes_what_it_is_answering(server, link):
     assert not ending.is_alive()
 
 
+@pytest.mark.rest
 def test_a_server_that_cannot_end_in_time_says_so_and_lets_the_process_end():
     program = """
         import sys, time

@@ -410,6 +410,7 @@ def assert_near(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
 
 
+@pytest.mark.rest
 def test_batch_normalisation_and_dropout_are_those_of_one_device():
     def train(strategy, run):
         model = model_in(strategy, keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5, seed=3))

@@ -376,6 +376,7 @@ def model_of(strategy, with_statistics=True):
     return model
 
 
+@pytest.mark.rest
 def test_fit_equals_one_device_with_divided_variables():
     one = model_of(rx.OneDeviceStrategy("cpu:0"))
     expected = one.fit(ROWS, LABELS, batch_size=8, epochs=2, shuffle=False, verbose=0).history

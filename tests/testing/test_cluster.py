@@ -461,6 +461,7 @@ def test_afterwards():
 """
 
 
+@pytest.mark.rest
 def test_the_fixture_shows_output_and_finds_processes_that_are_left(tmp_path):
     (tmp_path / "test_project.py").write_text(PROJECT)
     run = subprocess.run(

@@ -91,6 +91,7 @@ def test_the_process_of_the_test_is_the_coordinator(monkeypatch, tmp_path):
             os.kill(pid, 0)
 
 
+@pytest.mark.rest
 def test_a_program_for_the_chief(local_cluster):
     program = """
     import os

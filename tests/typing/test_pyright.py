@@ -79,6 +79,7 @@ def offline(monkeypatch):
     monkeypatch.setenv("PYRIGHT_PYTHON_IGNORE_WARNINGS", "1")
 
 
+@pytest.mark.rest
 def test_ten_mistakes_are_found_each_at_its_line(tmp_path):
     wrong = CORRECT.splitlines()
     expected = {}

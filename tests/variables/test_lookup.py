@@ -119,6 +119,7 @@ RAGGED = st.lists(
 )
 
 
+@pytest.mark.rest
 @examples(20, short=6)
 @given(examples=RAGGED, combiner=st.sampled_from(["sum", "mean", "sqrtn"]), has_weights=st.booleans())
 def test_lists_of_different_lengths(examples, combiner, has_weights):
