@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any, Final
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from replicax._src.errors import JaxVersionError
 from replicax._src.version import __version__
@@ -100,7 +100,7 @@ def check_names() -> None:
     missing = [dotted for module, names in NAMES.items() for dotted in _missing(module, names)]
     if missing:
         raise JaxVersionError(
-            f"replicax {__version__} does not work with jax {jax.__version__} and jaxlib {jaxlib.__version__}: it uses "
+            f"replicax {__version__} does not work with jax {jax.__version__} and jaxlib {jaxlib.version.__version__}: it uses "
             f"{', '.join(missing)}, which this JAX does not have. Install a version of JAX that this replicax was tested with "
             "(its README names them), or a newer replicax."
         )

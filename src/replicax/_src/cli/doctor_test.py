@@ -73,9 +73,14 @@ def main() -> None:
             lambda context: make(context.replica_id_in_sync_group)
         )
 
+    def sum_over_replicas(x: Any) -> Any:
+        context = get_replica_context()
+        assert context is not None
+        return context.all_reduce("SUM", x)
+
     @function
     def all_reduce(values: Any) -> Any:
-        return strategy.run(lambda x: get_replica_context().all_reduce("SUM", x), args=(values,))
+        return strategy.run(sum_over_replicas, args=(values,))
 
     def on_devices(values: Any) -> Any:
         return jax.block_until_ready(strategy.run(lambda x: x, args=(values,)))
@@ -100,7 +105,7 @@ def main() -> None:
         with GradientTape() as tape:
             error = features @ weights.value - jnp.sum(features, axis=1)
             loss = jnp.mean(error**2) / num_replicas
-        gradient = get_replica_context().all_reduce("SUM", tape.gradient(loss, weights))
+        gradient = sum_over_replicas(tape.gradient(loss, weights))
         weights.assign_sub(0.01 * gradient)
         return loss
 
