@@ -42,7 +42,7 @@ GPU_PYTHON ?= $(GPU_VENV)/bin/python
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 QUICK := "not long and (quick or not rest)"
 REST := "not long and rest and not quick"
-LINTED := $(wildcard src tests examples benchmarks docs/*.py docs/*/*.py)
+LINTED := $(wildcard src tests examples benchmarks hatch_build.py docs/*.py docs/*/*.py)
 
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
