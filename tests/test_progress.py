@@ -291,3 +291,20 @@ def test_a_terminal_without_a_size_gets_a_new_line(soon, monkeypatch, capsys):
 def test_users_own_jit_is_not_told(soon, capsys):
     jax.jit(slowly)(1.0)
     assert lines_of(capsys) == []
+
+
+def test_a_stream_that_can_only_write_and_a_thread_that_cannot_start_fail_no_step(soon, monkeypatch):
+    class Tee:
+        def write(self, text):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Tee())
+    assert progress.say("hello")
+
+    def start(timer):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", start)
+    with progress.working("compiling", "compiled"):
+        pass
+    assert not progress._here.is_working

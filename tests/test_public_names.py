@@ -5,9 +5,11 @@ import inspect
 import pickle
 import subprocess
 import sys
+import typing
 
 import pytest
 
+import replicax as rx
 from replicax import errors
 
 MODULES = [
@@ -64,3 +66,8 @@ def test_errors_say_replicax_errors_where_they_are_raised_first():
 
 def test_pickles_by_the_private_path_still_load():
     assert pickle.loads(b"creplicax._src.errors\nKerasLossError\n.") is errors.KerasLossError
+
+
+@pytest.mark.parametrize("cls", [rx.RunOptions, rx.InputOptions, rx.MirroredStrategy])
+def test_annotations_are_found_though_a_class_names_its_public_module(cls):
+    assert typing.get_type_hints(cls) is not None

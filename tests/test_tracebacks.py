@@ -1,6 +1,7 @@
 """Tracebacks end at the user's line, in at most 15 lines."""
 
 import contextlib
+import dataclasses
 import gc
 import os
 import pickle
@@ -149,3 +150,15 @@ def test_nothing_holds_an_error_after_it_was_caught():
     del held, step
     gc.collect()
     assert gone() is None
+
+
+def test_an_error_that_refuses_assignments_arrives_as_it_is():
+    @dataclasses.dataclass(frozen=True)
+    class BadBatch(Exception):
+        index: int
+
+    def value_of(context):
+        raise BadBatch(3)
+
+    with pytest.raises(BadBatch):
+        rx.MirroredStrategy(["cpu:0", "cpu:1"]).experimental_distribute_values_from_function(value_of)

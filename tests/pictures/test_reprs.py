@@ -178,3 +178,10 @@ def test_results_of_a_cluster():
     results = ClusterResults([TaskResult(Task("worker", 0), 3, None, ("a", "<last>"), ())])
     assert repr(results) == "ClusterResults(worker 0: exit code 3)"
     assert "<last>" in shown(results)
+
+
+def test_random_keys_are_described_without_their_values(strategy):
+    keys = strategy.run(lambda: jax.random.key(rx.get_replica_context().replica_id_in_sync_group))
+    assert "PerReplica" in shown(keys)
+    with strategy.scope():
+        assert "key<fry>" in shown(rx.Variable(jax.random.key(0)))

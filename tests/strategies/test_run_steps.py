@@ -473,6 +473,15 @@ def test_functional_state_must_come_back_as_it_came(step, text):
         strategy.run_steps(step, iter(dataset), 2, state=jnp.zeros(2))
 
 
+def test_a_number_that_would_be_cut_is_no_state():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.zeros(4, np.float32)).batch(2))
+    with pytest.raises(rx.errors.StructureError, match="float32"):
+        strategy.run_steps(lambda state, x: (1.5, None), iter(dataset), 2, state=jnp.int32(0))
+    state, _ = strategy.run_steps(lambda state, x: (1, None), iter(dataset), 2, state=jnp.float32(0))
+    assert state.dtype == jnp.float32
+
+
 def test_functional_state_is_arrays():
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(rx.data.from_arrays(np.arange(8.0)).batch(2))

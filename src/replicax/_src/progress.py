@@ -59,8 +59,8 @@ def working(doing: str, done: str | None) -> Iterator[None]:
     if _here.is_working:
         yield
         return
-    _here.is_working = True
     notice = _Notice(doing)
+    _here.is_working = True
     try:
         yield
     except BaseException:
@@ -83,7 +83,10 @@ class _Notice:
         self._is_over = self._is_told = False
         self._timer = threading.Timer(SILENT_S, self._tell)
         self._timer.name, self._timer.daemon = "replicax progress", True
-        self._timer.start()
+        with contextlib.suppress(
+            RuntimeError
+        ):  # no more threads, or the interpreter is ending: nothing is told
+            self._timer.start()
 
     def _tell(self) -> None:
         with self._lock:
@@ -107,7 +110,7 @@ def say(text: str) -> bool:
     stream = sys.stderr
     if stream is None or not _speaks():
         return False
-    with contextlib.suppress(OSError, ValueError):  # a closed pipe, a closed stream
+    with contextlib.suppress(Exception):  # a closed pipe, or an object of the user's that can only write
         stream.write(f"{_fresh_line(stream)}replicax: {text}\n")
         stream.flush()
     return True

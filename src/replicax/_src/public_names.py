@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -54,6 +56,9 @@ def _publish_class(module: str, name: str, cls: type) -> None:
         return
     bound_methods(cls)
     if cls.__module__.startswith("replicax._src.") and cls.__qualname__ == name:
+        if "__annotations__" in vars(cls):  # typing resolves their names in the class's module
+            with contextlib.suppress(NameError):  # of names for type checkers alone
+                cls.__annotations__ = inspect.get_annotations(cls, eval_str=True)
         cls.__module__ = module
 
 

@@ -112,7 +112,9 @@ def shorten(error: BaseException) -> None:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        each.__traceback__ = _shown(each.__traceback__)
+        BaseException.with_traceback(
+            each, _shown(each.__traceback__)
+        )  # also of those that refuse assignments
         waiting += (each.__cause__, each.__context__)
         if isinstance(each, BaseExceptionGroup):
             waiting += each.exceptions

@@ -432,9 +432,14 @@ def _run_tasks(starts: Sequence[Start], options: argparse.Namespace, notes: Sequ
         options.max_restarts, options.grace, options.evaluator_timeout, options.checkpoint_dir
     )
     display = make_display(tasks, sys.stdout, sys.stderr, os.environ, is_plain=options.plain)
-    if options.log_dir is not None:
-        display = LoggedDisplay(display, options.log_dir, tasks)
     try:
+        if options.log_dir is not None:
+            try:
+                display = LoggedDisplay(display, options.log_dir, tasks)
+            except OSError as error:
+                raise ProcessStartError(
+                    f"The log file {error.filename} cannot be opened: {error.strerror}. Choose another --log-dir."
+                ) from None
         for note in notes:
             display.note(note)
         return Supervisor(starts, display, how).run()

@@ -249,7 +249,7 @@ def _range_of(given: Any) -> tuple[int, int]:
         numbers = [int(part) for part in parts]
     except (TypeError, ValueError):
         numbers = []
-    if len(numbers) not in (1, 2) or numbers[0] < 0 or numbers[-1] < numbers[0]:
+    if len(numbers) not in (1, 2) or numbers[0] < len(numbers) - 1 or numbers[-1] < numbers[0]:
         raise InvalidArgumentError(
             f"profile_batch is the number of a batch, counted from 1, or those of the first and the last one, such as (10, 20); "
             f"0 is none. Got {given!r}."

@@ -72,6 +72,10 @@ def layouts_of(value: Any) -> list[Layout]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_leaf)
         named = [(jax.tree_util.keystr(path).lstrip("."), leaf) for path, leaf in leaves]
     found = [_layout(name or _name_of(leaf), leaf) for name, leaf in named]
+    if not found and hasattr(value, "built"):
+        raise InvalidArgumentError(
+            f"{value!r:.200} has no variables to draw yet. Build it, or call it on a batch."
+        )
     if not found or all(layout is None for layout in found):
         raise InvalidArgumentError(
             f"rx.visualize draws arrays, variables, PerReplica values, Keras models, and nests of these; got {value!r:.200}. Of a "
@@ -132,6 +136,8 @@ def _of_array(name: str, array: Any) -> Layout | None:
         return Layout(name, (), "", "was given to a program (donate_args)")
     if isinstance(array, (np.ndarray, np.generic, bool, int, float, complex)):
         host = np.asarray(array)
+        if host.dtype.kind not in "biufcV":
+            return None
         return Layout(name, host.shape, str(host.dtype), "on the host", (1,) * host.ndim, host.nbytes)
     if not isinstance(array, jax.Array):
         return None

@@ -51,7 +51,8 @@ class CarriedLeaf:
           StructureError: It is no array, or has another shape or dtype.
         """
         if isinstance(value, (bool, int, float, complex)):
-            value = jnp.asarray(value, self.dtype)
+            keeps_dtype = jnp.result_type(value, self.dtype) == self.dtype
+            value = jnp.asarray(value, self.dtype if keeps_dtype else None)
         if not (isinstance(value, PerReplica) or key.is_array(value)):
             raise StructureError(
                 f"{self.path} is an array, and the step returned {value!r} for it. Return state as it came in."

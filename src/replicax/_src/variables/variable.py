@@ -184,7 +184,7 @@ class Variable(ArrayLike):
         is_array = isinstance(stored, jax.Array)
         about: dict[str, object] = {
             "name": self.name,
-            "array": f"{jnp.dtype(self.dtype).name}{list(self.shape)}",
+            "array": f"{self.dtype}{list(self.shape)}",
             "trainable": self.trainable,
             "synchronization": self.synchronization.name,
             "aggregation": self.aggregation.name,
@@ -206,7 +206,7 @@ class Variable(ArrayLike):
         return f"in pieces of {list(stored.sharding.shard_shape(stored.shape))} on {count} devices"
 
     def __repr__(self) -> str:
-        head = f"Variable({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}"
+        head = f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype}"
         if current_capture() is None and self._is_far():
             return f"{head})"  # to read the value would communicate
         try:
