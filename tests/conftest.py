@@ -25,6 +25,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(QUICK_START), *FOL
 
 config.set_local_devices(8)
 
+# What takes long to compile depends on what else the machine does, and tests read what programs print.
+os.environ["REPLICAX_PROGRESS"] = "0"
+
 # Processes that tests start find compiled Python files: without them each would compile three hundred, for half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

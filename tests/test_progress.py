@@ -32,6 +32,7 @@ LIMIT_S = 120
 def speaking(monkeypatch):
     """As in a process of its own: strategies that other tests have made may have muted this one."""
     monkeypatch.setattr(progress, "_is_muted", False)
+    monkeypatch.delenv("REPLICAX_PROGRESS", raising=False)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def shell(tmp_path):
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
         (programs / name).chmod(0o755)
     environment = {
+        "REPLICAX_PROGRESS": "0",
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": path_of_programs(ROOT / "src"),
         "JAX_PLATFORMS": "cpu",

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.mark.rest
 def test_the_first_process_shows_progress_and_writes(tmp_path):
-    environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs()}
+    environment = {"KERAS_BACKEND": "jax", "PYTHONPATH": path_of_programs(), "REPLICAX_PROGRESS": "1"}
     with LocalCluster(2, environment=environment, timeout_s=170) as cluster:
         cluster.start(looking, (str(tmp_path),))
         results = cluster.wait()
