@@ -157,3 +157,8 @@ def test_at_the_prompt_it_is_not_drawn_twice():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not run.stdout
+
+
+def test_a_model_without_variables_is_refused_with_what_to_do():
+    with pytest.raises(rx.errors.InvalidArgumentError, match="Build it"):
+        rx.visualize(keras.Sequential([keras.layers.Dense(2)]))

@@ -71,11 +71,11 @@ def layouts_of(value: Any) -> list[Layout]:
     if named is None:
         leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_leaf)
         named = [(jax.tree_util.keystr(path).lstrip("."), leaf) for path, leaf in leaves]
-    found = [_layout(name or _name_of(leaf), leaf) for name, leaf in named]
-    if not found and hasattr(value, "built"):
+    elif not named:
         raise InvalidArgumentError(
             f"{value!r:.200} has no variables to draw yet. Build it, or call it on a batch."
         )
+    found = [_layout(name or _name_of(leaf), leaf) for name, leaf in named]
     if not found or all(layout is None for layout in found):
         raise InvalidArgumentError(
             f"rx.visualize draws arrays, variables, PerReplica values, Keras models, and nests of these; got {value!r:.200}. Of a "

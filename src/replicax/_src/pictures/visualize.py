@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
 import sys
@@ -158,21 +159,14 @@ def _list(layouts: Sequence[Layout], width: int) -> Iterator[tuple[str, str]]:
     most = max(12, min(max(len(one.name) for one in shown), 52, max(12, width - 46)))
     for layout in shown:
         name = svg.shortened(layout.name, most)
-        cut = "■" + "□" * (min(_count(layout), 8) - 1)
+        cut = "■" + "□" * (min(math.prod(layout.pieces), 8) - 1)
         line = f"{name:{most}}  {cut:8}  {_size(layout.device_bytes):>9}  {layout.kind}  {layout.told}"
         yield (
             (line if len(line) <= width else line[: width - 1] + "…"),
-            "yellow" if _count(layout) > 1 else "",
+            "yellow" if math.prod(layout.pieces) > 1 else "",
         )
     if len(layouts) > len(shown):
         yield f"… and {len(layouts) - len(shown):,} more", "dim"
-
-
-def _count(layout: Layout) -> int:
-    count = 1
-    for pieces in layout.pieces:
-        count *= pieces
-    return count
 
 
 def _elided(count: int, most: int = _MAX_CELLS) -> list[int | None]:

@@ -261,8 +261,8 @@ class Strategy:
           options: See ``RunOptions``; ``eager=True`` runs the Python function itself, for debugging.
 
         Returns:
-          What ``fn`` returns, and so typed, but at run time every array is a ``PerReplica``; Python values, None and variables as they are. With
-          one replica plain arrays.
+          What ``fn`` returns, with every array a ``PerReplica``; Python values, None and variables as they are. With
+          one replica plain arrays. Type checkers see the type that ``fn`` returns.
 
         Raises:
           InvalidArgumentError: ``args`` is not a list or tuple, or ``kwargs`` not a dict, or ``fn`` cannot be called with them.
