@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 from replicax._src.migrate.bindings import Program, Source
-from replicax._src.migrate.plan import plan_of
+from replicax._src.migrate.decisions import decide
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.rewrite import Rewritten, rewrite
 
@@ -22,7 +22,7 @@ def rewritten(text: str) -> Rewritten:
     """Returns what becomes of a module alone."""
     program = sources(program=text)
     (source,) = program.sources
-    return rewrite(source, plan_of(source, Reach(program)))
+    return rewrite(source, decide(source, Reach(program)))
 
 
 def becomes(text: str) -> str:

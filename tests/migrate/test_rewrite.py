@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from migrated import becomes, marks, rewritten, sources
+from replicax._src.migrate.decisions import decide
 from replicax._src.migrate.files import File, migrate
-from replicax._src.migrate.plan import plan_of
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.rewrite import rewrite
 
@@ -197,7 +197,7 @@ def test_line_ends_and_encodings_stay():
     text = "# -*- coding: latin-1 -*-\r\nimport tensorflow as tf\r\nx = 'é'\r\ntf.no_such_name()\r\n"
     program = sources(program="x = 1")
     source = type(program.sources[0])(Path("program.py"), text.encode("latin-1"))
-    code = rewrite(source, plan_of(source, Reach(source.program))).code
+    code = rewrite(source, decide(source, Reach(source.program))).code
     assert code.decode("latin-1").count("\r\n") == code.decode("latin-1").count("\n") == 5
     assert "é".encode("latin-1") in code
 

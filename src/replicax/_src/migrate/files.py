@@ -16,8 +16,8 @@ import libcst as cst
 
 from replicax._src.migrate.bindings import Program, Source
 from replicax._src.migrate.comments import Mark
+from replicax._src.migrate.decisions import Change, Decisions, decide
 from replicax._src.migrate.notebooks import Notebook, NotebookError
-from replicax._src.migrate.plan import Change, Plan, plan_of
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.rewrite import rewrite
 from replicax._src.migrate.stars import with_own_imports
@@ -109,21 +109,21 @@ def migrate(files: Sequence[File]) -> None:
     program = Program(sources)
     reach = Reach(program)
     imported = {below for source in program.sources for below in program.imported_by(source)}
-    plans: dict[Source, Plan] = {}
+    decided: dict[Source, Decisions] = {}
     for file, source in parsed:
         with _told_of(file):
-            plans[source] = plan_of(source, reach)
+            decided[source] = decide(source, reach)
     for file, source in parsed:
-        if source not in plans:
+        if source not in decided:
             continue
         is_entry = source not in imported and file.path.name != "__init__.py"
-        below = [plans[module] for module in program.all_below(source) if module in plans]
-        uses_replicax = any("rx" in plan.roots() for plan in below)
+        below = [decided[module] for module in program.all_below(source) if module in decided]
+        uses_replicax = any("rx" in decisions.roots() for decisions in below)
         imports_keras = any(
-            plan.uses_keras or (plan.used and uses_replicax) for plan in below
+            decisions.uses_keras or (decisions.used and uses_replicax) for decisions in below
         )  # tensorflow does
         with _told_of(file):
-            result = rewrite(source, plans[source], needs_backend=is_entry and imports_keras)
+            result = rewrite(source, decided[source], needs_backend=is_entry and imports_keras)
             new = result.code
             if file.notebook is not None:
                 file._code = new.decode()

@@ -1,4 +1,4 @@
-"""Carries out the plan of one module. Comments and layout stay."""
+"""Carries out the decisions for one module. Comments and layout stay."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Final, final
 import libcst as cst
 import libcst.matchers as m
 
-from replicax._src.migrate import table
 from replicax._src.migrate.bindings import Source
 from replicax._src.migrate.comments import Mark
+from replicax._src.migrate.decisions import ROOT, Change, Decisions
 from replicax._src.migrate.imports import Imports, moved_name
-from replicax._src.migrate.plan import ROOT, Change, Plan
 from replicax._src.migrate.table import Row
+from replicax._src.migrate.templates import fill
 
 # What needs parentheses below these, if it is no atom.
 _TIGHT: Final = (
@@ -32,21 +32,21 @@ _PLAIN: Final = re.compile(r"([\w.]+)\(((?:(?:\w+=)?\{\w+\}(?:, )?)*)\)")
 
 @final
 class Rewriter(cst.CSTTransformer):
-    """Carries out a plan."""
+    """Carries out decisions."""
 
-    def __init__(self, source: Source, plan: Plan, imports: Imports) -> None:
+    def __init__(self, source: Source, decisions: Decisions, imports: Imports) -> None:
         super().__init__()
-        self._source, self._plan, self._imports = source, plan, imports
+        self._source, self._decisions, self._imports = source, decisions, imports
         self._top = set(source.tree.body)
         self._lifted: list[
             str
         ] = []  # comments in expressions that were replaced: they go above the statement
         changed = [
-            *plan.names,
-            *plan.fillings,
-            *plan.suffixed,
-            *plan.removed,
-            *plan.comments.statements(),
+            *decisions.names,
+            *decisions.fillings,
+            *decisions.texts,
+            *decisions.removed,
+            *decisions.comments.statements(),
             *source.statements,
         ]
         around = (outer for node in changed for outer in source.around(node))
@@ -56,20 +56,20 @@ class Rewriter(cst.CSTTransformer):
         return node in self._visited
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if original_node in self._plan.names:
-            name = self._localized(self._plan.names[original_node])
+        if original_node in self._decisions.names:
+            name = self._localized(self._decisions.names[original_node])
             return self._placed(original_node, cst.parse_expression(name))
-        if original_node in self._plan.fillings:
+        if original_node in self._decisions.fillings:
             new = self._placed(original_node, self._filled(original_node, updated_node))
             code = cst.Module([]).code_for_node(new)
             comments = [c.value for c in m.findall(updated_node, m.Comment()) if isinstance(c, cst.Comment)]
             self._lifted += [comment for comment in comments if comment not in code]
             return new
-        if original_node in self._plan.suffixed:
-            return cst.parse_expression(self._plan.suffixed[original_node])
-        if original_node in self._plan.removed:
+        if original_node in self._decisions.texts:
+            return cst.parse_expression(self._decisions.texts[original_node])
+        if original_node in self._decisions.removed:
             return cst.RemoveFromParent()
-        if lines := self._plan.comments.lines(original_node):
+        if lines := self._decisions.comments.lines(original_node):
             updated_node = updated_node.with_changes(leading_lines=[*updated_node.leading_lines, *lines])
         if self._lifted and isinstance(original_node, cst.SimpleStatementLine):
             lifted = [cst.EmptyLine(comment=cst.Comment(comment)) for comment in self._lifted]
@@ -102,10 +102,10 @@ class Rewriter(cst.CSTTransformer):
     def _filled(
         self, original: cst.Call | cst.Attribute, updated: cst.Call | cst.Attribute
     ) -> cst.BaseExpression:
-        filling = self._plan.fillings[original]
+        filling = self._decisions.fillings[original]
         template = self._localized(filling.template)
         if isinstance(updated, cst.Attribute):
-            return cst.parse_expression(table.fill(template, {"self": self._code(updated.value)}))
+            return cst.parse_expression(fill(template, {"self": self._code(updated.value)}))
         given = self._by_parameter(filling.row, updated.args)
         given = {name: arguments for name, arguments in given.items() if name in filling.arguments}
         plain = _PLAIN.fullmatch(template)
@@ -122,7 +122,7 @@ class Rewriter(cst.CSTTransformer):
         texts |= {name: () for name in filling.arguments if name not in texts}
         if isinstance(updated.func, cst.Attribute):
             texts["self"] = self._code(updated.func.value)
-        return cst.parse_expression(table.fill(template, texts))
+        return cst.parse_expression(fill(template, texts))
 
     def _by_parameter(self, row: Row, arguments: Sequence[cst.Arg]) -> dict[str, list[cst.Arg]]:
         """The arguments of a call that binds, by the parameters of its row."""
@@ -193,21 +193,21 @@ class Rewritten:
     marks: tuple[Mark, ...]
 
 
-def rewrite(source: Source, plan: Plan, *, needs_backend: bool = False) -> Rewritten:
-    """Carries out a plan.
+def rewrite(source: Source, decisions: Decisions, *, needs_backend: bool = False) -> Rewritten:
+    """Carries out decisions.
 
     Args:
       source: The module.
-      plan: Of this module.
+      decisions: For this module.
       needs_backend: It is run first, by a program that uses Keras: it is to set KERAS_BACKEND.
     """
     imports = Imports(
         source,
-        plan.roots(),
-        plan.used,
-        plan.freed,
+        decisions.roots(),
+        decisions.used,
+        decisions.freed,
         needs_backend=needs_backend,
-        before_random=plan.first_random(),
+        before_random=decisions.first_random(),
     )
-    tree = source.tree.visit(Rewriter(source, plan, imports))
-    return Rewritten(tree.bytes, tuple(plan.changes), plan.comments.marks())
+    tree = source.tree.visit(Rewriter(source, decisions, imports))
+    return Rewritten(tree.bytes, tuple(decisions.changes), decisions.comments.marks())

@@ -1,9 +1,13 @@
-"""Names of files that Keras 3 writes: models end in ``.keras``, weights in ``.weights.h5``."""
+"""What Keras 3 renamed, whatever it runs on: arguments, methods, and files, which end in ``.keras`` or ``.weights.h5``.
+
+Names below ``tf.keras``, and methods of objects such as ``metric.reset_states()``, are rows of the table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, final
 
 import libcst as cst
@@ -11,6 +15,11 @@ import libcst as cst
 from replicax._src.migrate.bindings import Source
 from replicax._src.migrate.imports import is_below
 
+# Names of the table -> keywords of calls of these, and of what is below them.
+_OF_OPTIMIZERS: Final = {"lr": "learning_rate"}
+_KEYWORDS: Final = MappingProxyType({"tf.keras.optimizers": _OF_OPTIMIZERS, "tf.optimizers": _OF_OPTIMIZERS})
+# Methods that Keras calls -> their names in Keras 3.
+_METHODS: Final = MappingProxyType({"reset_states": "reset_state"})
 _MODELS: Final = (".keras", ".h5", ".hdf5")
 _WEIGHTS: Final = (".weights.h5",)
 _LOADS: Final = ("tf.keras.models.load_model", "tf.keras.saving.load_model")
@@ -19,8 +28,46 @@ _CHECKPOINT: Final = "tf.keras.callbacks.ModelCheckpoint"
 
 @final
 @dataclass(frozen=True)
+class Renamed:
+    """A keyword or a method's name, or the path of a file, that has another one in Keras 3.
+
+    Attributes:
+      node: It.
+      text: What it becomes.
+    """
+
+    node: cst.BaseExpression
+    text: str
+
+
+def renamed(source: Source) -> Iterator[Renamed]:
+    """Yields the keywords and the methods of the program's own classes that have another name in Keras 3."""
+    for call in source.calls:
+        name = source.dotted(call.func)
+        for above, keywords in _KEYWORDS.items():
+            if is_below(name, above):
+                for keyword in (argument.keyword for argument in call.args if argument.keyword):
+                    if keyword.value in keywords:
+                        yield Renamed(keyword, keywords[keyword.value])
+    for class_ in source.classes:
+        if any(is_below(base, "tf.keras") for base in source.bases(class_)):
+            for method in class_.body.body:
+                if isinstance(method, cst.FunctionDef) and method.name.value in _METHODS:
+                    yield Renamed(method.name, _METHODS[method.name.value])
+
+
+def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:
+    """Returns True for ``model.optimizer``, and for what is made as an optimizer of Keras: its ``lr`` is renamed."""
+    if isinstance(node, cst.Attribute) and node.attr.value == "optimizer":
+        return True
+    made = (value.func for value in source.values(node) if isinstance(value, cst.Call))
+    return any(is_below(source.dotted(function), "tf.keras.optimizers") for function in made)
+
+
+@final
+@dataclass(frozen=True)
 class Suffixed:
-    """A call that names a file of Keras.
+    """A call that gives a model or weights a file.
 
     Attributes:
       call: It.

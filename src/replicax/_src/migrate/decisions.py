@@ -1,4 +1,4 @@
-"""What is to become of each name of one module by the table. Nothing changes yet: imports depend on all uses."""
+"""What becomes of each name of one module. Nothing changes yet: imports depend on all uses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, Final, final
 import libcst as cst
 
 from replicax._src.migrate import table
+from replicax._src.migrate.arguments import BindError
 from replicax._src.migrate.bindings import Chain, Source, canonical, parts_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
+from replicax._src.migrate.keras_changes import is_optimizer, renamed, suffixed_calls
 from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
-from replicax._src.migrate.suffixes import suffixed_calls
-from replicax._src.migrate.table import ROOTS, BindError, Row
+from replicax._src.migrate.table import ROOTS, Row
 
 # Names that change in a dataset, too: those of distribution, and Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
@@ -43,18 +44,18 @@ class Filling:
     arguments: Mapping[str, Any]
 
 
-def plan_of(source: Source, reach: Reach) -> Plan:
-    """Returns the plan of a module, in which arrays are those of ``keras.ops`` if it uses Keras now or afterwards."""
+def decide(source: Source, reach: Reach) -> Decisions:
+    """Returns the decisions for a module, in which arrays are those of ``keras.ops`` if it uses Keras now or afterwards."""
     imported = [canonical(bound.dotted) for bound in source.bounds]
     if not any(is_below(name, "tf.keras") for name in (*imported, *map(source.dotted, source.chains))):
-        plan = Plan(source, reach, uses_keras=False)
-        if not plan.roots() & {"keras", "ops"}:
-            return plan
-    return Plan(source, reach, uses_keras=True)
+        decisions = Decisions(source, reach, uses_keras=False)
+        if not decisions.roots() & {"keras", "ops"}:
+            return decisions
+    return Decisions(source, reach, uses_keras=True)
 
 
 @final
-class Plan:
+class Decisions:
     """The decisions for one module.
 
     Args:
@@ -67,7 +68,7 @@ class Plan:
       names: Chain -> the name that replaces it, beginning with one of ``ROOTS``.
       fillings: Call or attribute -> what it becomes.
       removed: Statements that go.
-      suffixed: Paths of files -> the paths that Keras 3 wants.
+      texts: Keywords, methods and paths of files -> what Keras 3 calls them.
       freed: Names whose assignment goes.
       used: The parts of imports that are used as they are.
       changes: For the report.
@@ -87,14 +88,14 @@ class Plan:
         for chain in source.chains:
             name = source.dotted(chain)
             if name is not None:
-                self._plan_name(chain, name)
+                self._decide_name(chain, name)
         for node in (*source.calls, *source.attributes):
-            self._plan_method(node)
-        for class_ in source.classes:
-            self._plan_class(class_)
-        self.suffixed: dict[cst.CSTNode, str] = {}
+            self._decide_method(node)
+        self.texts: dict[cst.CSTNode, str] = {}
+        for found in renamed(source):
+            self._write(found.node, found.text)
         if uses_keras:
-            self._plan_files()
+            self._write_suffixes()
         Marker(source, reach).mark(self.comments)
 
     def roots(self) -> set[str]:
@@ -110,7 +111,7 @@ class Plan:
 
     # Names of TensorFlow.
 
-    def _plan_name(self, chain: Chain, name: str) -> None:
+    def _decide_name(self, chain: Chain, name: str) -> None:
         """Decides for one name: it changes, or its import is still used."""
         found = table.find(name)
         if self._in_data(chain) and not is_below(name, *_ALSO_IN_DATA):
@@ -128,8 +129,8 @@ class Plan:
         if isinstance(call, cst.Call) and call.func is chain:
             rows = [row for row in found.rows if row.is_call] or rows
             if rows[0].is_call:
-                return self._plan_call(call, chain, name, rows)
-        return self._plan_value(chain, name, rows or found.rows, found.rest)
+                return self._decide_call(call, chain, name, rows)
+        return self._decide_value(chain, name, rows or found.rows, found.rest)
 
     def _mark_both(self, chain: Chain) -> None:
         owner = self._source.owners[chain]
@@ -138,7 +139,7 @@ class Plan:
             what = f"{name} runs in a step and in a dataset, so it stays TensorFlow's"
             self._mark(owner, "both", what, "write it twice, and replace tf in the one for the step")
 
-    def _plan_value(self, chain: Chain, name: str, rows: Sequence[Row], rest: str) -> None:
+    def _decide_value(self, chain: Chain, name: str, rows: Sequence[Row], rest: str) -> None:
         """Decides for a name that is not called, or is called and has a row without arguments."""
         row = rows[0]
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "change":
@@ -153,18 +154,9 @@ class Plan:
                 row.write or f"write a function of {template}",
             )
             return self._keep(chain)
-        self._rename_keywords(chain, row)
         return self._rename(chain, name, f"{target}.{rest}" if rest else target)
 
-    def _rename_keywords(self, chain: Chain, row: Row) -> None:
-        call = self._source.parents[chain]
-        arguments = call.args if isinstance(call, cst.Call) and call.func is chain else ()
-        for keyword in (argument.keyword for argument in arguments if argument.keyword):
-            if keyword.value in row.rename:
-                self.names[keyword] = row.rename[keyword.value]
-                self.changes.append(Change(self._source.line_of(keyword), keyword.value, self.names[keyword]))
-
-    def _plan_call(self, call: cst.Call, chain: Chain, name: str, rows: Sequence[Row]) -> None:
+    def _decide_call(self, call: cst.Call, chain: Chain, name: str, rows: Sequence[Row]) -> None:
         reasons = []
         for row in rows:
             try:
@@ -245,7 +237,7 @@ class Plan:
 
     # Methods and attributes of objects whose class is not known.
 
-    def _plan_method(self, node: cst.Call | cst.Attribute) -> None:
+    def _decide_method(self, node: cst.Call | cst.Attribute) -> None:
         attribute = node.func if isinstance(node, cst.Call) else node
         if not isinstance(attribute, cst.Attribute) or not self._source.is_bound(attribute):
             return
@@ -259,7 +251,9 @@ class Plan:
                 found, name = compound, f".{attribute.value.attr.value}{name}"
         if found is None or self._is_of_another_package(attribute) or self._in_data(node):
             return
-        if self._source.definition(attribute) or not (isinstance(node, cst.Call) or self._is_optimizer(node)):
+        if self._source.definition(attribute) or not (
+            isinstance(node, cst.Call) or is_optimizer(self._source, node.value)
+        ):
             return  # the program's own, or an attribute such as `args.lr`
         for row in found.rows:
             if row.is_call != isinstance(node, cst.Call):
@@ -284,31 +278,18 @@ class Plan:
             owner = owner.func if isinstance(owner, cst.Call) else owner.value
         return bool(self._source.full_name(attribute))
 
-    def _is_optimizer(self, attribute: cst.Attribute) -> bool:
-        """True for attributes of ``model.optimizer``, and of what is made as an optimizer of Keras."""
-        owner = attribute.value
-        if isinstance(owner, cst.Attribute) and owner.attr.value == "optimizer":
-            return True
-        made = (value.func for value in self._source.values(owner) if isinstance(value, cst.Call))
-        return any(is_below(self._source.dotted(function), "tf.keras.optimizers") for function in made)
+    # What Keras 3 renamed.
 
-    def _plan_class(self, class_: cst.ClassDef) -> None:
-        """Renames a metric's or a layer's own ``reset_states``, which Keras 3 would not call."""
-        if not any(is_below(base, "tf.keras") for base in self._source.bases(class_)):
-            return
-        for method in class_.body.body:
-            if isinstance(method, cst.FunctionDef) and method.name.value == "reset_states":
-                self.names[method.name] = "reset_state"
-                self.changes.append(Change(self._source.line_of(method), "reset_states", "reset_state"))
+    def _write(self, node: cst.BaseExpression, text: str) -> None:
+        self.texts[node] = text
+        self.changes.append(Change(self._source.line_of(node), self._source.tree.code_for_node(node), text))
 
-    def _plan_files(self) -> None:
+    def _write_suffixes(self) -> None:
         """Gives files of Keras the names that Keras 3 wants."""
         for found in suffixed_calls(self._source):
             suffix = found.suffixes[0]
             if found.path is not None:
-                self.suffixed[found.path] = found.text
-                old = self._source.tree.code_for_node(found.path)
-                self.changes.append(Change(self._source.line_of(found.call), old, found.text))
+                self._write(found.path, found.text)
             elif not found.is_known:
                 self._mark(
                     found.call, "suffix", f"the name of this file must end in {suffix}", "see that it does"

@@ -1,0 +1,161 @@
+"""Templates: what takes the place of an expression of TensorFlow, with its arguments.
+
+A template is an expression with placeholders: ``xp.mean({input_tensor:array}, axis={axis|0})``.
+
+- ``{axis}`` is the argument as written. An argument of a call in the template whose placeholder was not given is left
+  out.
+- ``{axis|0}`` is ``0`` where the argument was not given.
+- ``{axis:axes}`` is the argument in another form: see ``FORMS``.
+- ``{*inputs}`` are all arguments of ``*inputs``. ``{self}`` is the object, in a row of a method.
+- ``xp`` is ``keras.ops`` in a file that uses Keras, ``jax.numpy`` otherwise; ``table.ROOTS`` has the other names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from replicax._src.migrate.arguments import (
+    FORMS,
+    Arguments,
+    BindError,
+    in_brackets,
+    is_simple,
+    parsed,
+    stands_alone,
+)
+
+PLACEHOLDER: Final = re.compile(r"\{(\*?)(\w+)(?::(\w+))?(?:\|([^{}]*))?\}")
+
+
+def fill(template: str, arguments: Arguments) -> str:
+    """Returns the source text of a template for arguments as ``Row.bind`` gives them."""
+    source, placeholders = as_names(template)
+    tree = ast.parse(source, mode="eval").body
+
+    def has_value(node: ast.AST) -> bool:
+        """True for an argument that stays. A call below it leaves out its own."""
+        if isinstance(node, ast.Name) and node.id in placeholders:
+            return placeholders[node.id].has_value(arguments)
+        if isinstance(node, ast.Call):
+            return not (below := [*node.args, *node.keywords]) or any(map(has_value, below))
+        return all(map(has_value, ast.iter_child_nodes(node)))
+
+    def render(node: ast.AST, *, closed: bool) -> str:
+        """The text of a node; ``closed``: it stands between brackets or commas, and needs no brackets of its own."""
+        start, end = _span(source, node)
+        if isinstance(node, ast.Name) and node.id in placeholders:
+            return placeholders[node.id].text(arguments, closed=closed)
+        children = sorted(
+            (child for child in _parts(node) if not (isinstance(node, ast.Call) and child is node.func)),
+            key=lambda child: _span(source, child),
+        )
+        if isinstance(node, ast.Call) and children:
+            kept = [child for child in children if has_value(child)]
+            first, last = _span(source, children[0])[0], _span(source, children[-1])[1]
+            head = render(node.func, closed=False) + source[_span(source, node.func)[1] : first]
+            return head + ", ".join(render(c, closed=True) for c in kept) + source[last:end]
+        if isinstance(node, ast.Call):
+            return render(node.func, closed=False) + source[_span(source, node.func)[1] : end]
+        enclosed = isinstance(node, ast.keyword | ast.List | ast.Tuple | ast.Set | ast.Dict)
+        text, at = "", start
+        for child in children:
+            begin, stop = _span(source, child)
+            is_index = isinstance(node, ast.Subscript) and child is node.slice
+            text += source[at:begin] + render(child, closed=enclosed or is_index)
+            at = stop
+        return text + source[at:end]
+
+    return render(tree, closed=True)
+
+
+@final
+@dataclass(frozen=True)
+class _Placeholder:
+    """One ``{...}`` of a template."""
+
+    parameter: str
+    form: str
+    default: str | None
+
+    def has_value(self, arguments: Arguments) -> bool:
+        return self.parameter in arguments or self.default is not None
+
+    def text(self, arguments: Arguments, *, closed: bool) -> str:
+        given = arguments.get(self.parameter, self.default)
+        assert given is not None, f"{self.parameter} is required by its template"
+        if self.form == "braces":
+            return '"' + " ".join("{}" for _ in given) + '"'
+        if not isinstance(given, str):
+            return ", ".join(given)
+        if self.form and self.parameter in arguments:
+            given = FORMS[self.form](given)
+        return given if closed and stands_alone(given) else in_brackets(given)
+
+
+def as_names(template: str) -> tuple[str, dict[str, _Placeholder]]:
+    """The template as Python: each placeholder is a name."""
+    placeholders: dict[str, _Placeholder] = {}
+
+    def named(match: re.Match[str]) -> str:
+        _, parameter, form, default = match.groups()
+        name = given_name(parameter) + (f"_{len(placeholders)}" if form or default else "")
+        placeholders[name] = _Placeholder(parameter, form or "", default)
+        return name
+
+    return PLACEHOLDER.sub(named, template), placeholders
+
+
+def simplified(template: str, arguments: Arguments) -> str:
+    """The template with forms and defaults only where they change something.
+
+    Raises:
+      BindError: A form does not fit its argument, or an argument that is no name is taken twice.
+    """
+    places = [match[2] for match in PLACEHOLDER.finditer(template)]
+
+    def simple(match: re.Match[str]) -> str:
+        _, parameter, form, default = match.groups()
+        given = arguments.get(parameter)
+        if given is None:
+            return match[0] if default is None else default
+        if not isinstance(given, str):
+            if form and any(text.startswith("*") for text in given):
+                raise BindError("the arguments are not written out")
+            return match[0]
+        if places.count(parameter) > 1 and not is_simple(parsed(given)):
+            raise BindError(f"{parameter} is taken twice, and is more than a name")
+        changed = form and FORMS[form](given) != given
+        return "{" + parameter + (f":{form}" if changed else "") + "}"
+
+    return PLACEHOLDER.sub(simple, template)
+
+
+def given_name(parameter: str) -> str:
+    """Returns the name that stands for an argument in a template that is read as Python."""
+    return f"__given_{parameter}"
+
+
+def _parts(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below a node that have a place in the source."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr | ast.keyword | ast.arg):
+            yield child
+        else:
+            yield from _parts(child)
+
+
+def _span(source: str, node: Any) -> tuple[int, int]:
+    """Templates have one line of ASCII characters."""
+    return node.col_offset, node.end_col_offset
+
+
+def dotted(node: ast.AST) -> str | None:
+    """Returns ``a.b.c`` of a chain of names; None of anything else, a placeholder too."""
+    if isinstance(node, ast.Attribute):
+        left = dotted(node.value)
+        return left and f"{left}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) and not node.id.startswith("__given_") else None
