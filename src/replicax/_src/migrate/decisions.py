@@ -45,7 +45,7 @@ class Filling:
 
 
 def decide(source: Source, reach: Reach) -> Decisions:
-    """Returns the decisions for a module, in which arrays are those of ``keras.ops`` if it uses Keras now or afterwards."""
+    """Returns the decisions for a module. Its arrays are those of ``keras.ops`` if it uses Keras, now or afterwards."""
     imported = [canonical(bound.dotted) for bound in source.bounds]
     if not any(is_below(name, "tf.keras") for name in (*imported, *map(source.dotted, source.chains))):
         decisions = Decisions(source, reach, uses_keras=False)
