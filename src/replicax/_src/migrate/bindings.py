@@ -6,7 +6,7 @@ Never by text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
@@ -76,15 +76,23 @@ class Bound:
 
     Attributes:
       name: The name in the program.
-      dotted: What it is, in full.
+      dotted: What the import names, in full.
       statement: The import.
       alias: The part of it that binds the name; None for ``import *``.
+      origin: Where that comes from: ``tensorflow`` for ``from app import tf``, if ``app`` is a module of the program
+        that imports it.
     """
 
     name: str
     dotted: str
     statement: Import
     alias: cst.ImportAlias | None
+    origin: str = ""
+
+    @property
+    def is_handed_on(self) -> bool:
+        """True for what another module of the program imports, and this one has from it."""
+        return self.origin != self.dotted
 
 
 def bound_by(statement: Import, package: str = "") -> Iterator[Bound]:
@@ -97,19 +105,19 @@ def bound_by(statement: Import, package: str = "") -> Iterator[Bound]:
             above = levels[: len(levels) - len(statement.relative) + 1]
             module = ".".join([*above, module]).strip(".")
         if isinstance(statement.names, cst.ImportStar):
-            yield Bound("*", module, statement, None)
+            yield Bound("*", module, statement, None, module)
             return
         module += "."
     assert not isinstance(statement.names, cst.ImportStar)
     for alias in statement.names:
         dotted = module + text_of(alias.name)
         if alias.asname is not None:
-            yield Bound(text_of(alias.asname.name), dotted, statement, alias)
+            yield Bound(text_of(alias.asname.name), dotted, statement, alias, dotted)
         elif isinstance(statement, cst.Import):
             first = dotted.partition(".")[0]
-            yield Bound(first, first, statement, alias)
+            yield Bound(first, first, statement, alias, first)
         else:
-            yield Bound(text_of(alias.name), dotted, statement, alias)
+            yield Bound(text_of(alias.name), dotted, statement, alias, dotted)
 
 
 @final
@@ -147,7 +155,6 @@ class Source(cst.CSTVisitor):
         self.path, self.module, self.tree = path, module, wrapper.module
         is_package = path.name == "__init__.py"
         self.package = module if is_package else module.rpartition(".")[0]
-        self.program = Program([self])
         self.chains: list[Chain] = []
         self.attributes: list[cst.Attribute] = []
         self.calls: list[cst.Call] = []
@@ -177,6 +184,49 @@ class Source(cst.CSTVisitor):
             if isinstance(statement, Import)
             for bound in bound_by(statement, self.package)
         ]
+        self._bounds_of: dict[cst.CSTNode, list[Bound]] = {}
+        self.program = Program([self])
+
+    def follow_imports(self) -> None:
+        """Finds out where imported names come from. The other modules of the program are known now."""
+        self._resolved.clear()
+        self.bounds = [replace(bound, origin=self.program.origin(bound.dotted)) for bound in self.bounds]
+        self._bounds_of.clear()
+        for bound in self.bounds:
+            self._bounds_of.setdefault(bound.statement, []).append(bound)
+
+    def bounds_of(self, statement: cst.CSTNode) -> Sequence[Bound]:
+        """Returns the names that an import binds."""
+        return self._bounds_of.get(statement, ())
+
+    def exported(self, name: str) -> Bound | None:
+        """Returns the import by which the module itself has a name, which other modules may import from it."""
+        for bound in self.bounds:
+            if self.owners[bound.statement] is None and bound.name == name:
+                return bound
+        return self._by_star(name)
+
+    def _by_star(self, name: str) -> Bound | None:
+        """The import of TensorFlow, or of Keras, that ``import *`` of a module of the program brings."""
+        for star in self.bounds:
+            module = self.program.module(star.dotted) if star.alias is None else None
+            if module is None or module is self or name.startswith("_") or self.owners[star.statement]:
+                continue
+            dotted = f"{star.dotted}.{name}"
+            origin = self.program.origin(dotted)
+            if canonical(origin):
+                return Bound(name, dotted, star.statement, None, origin)
+        return None
+
+    def assigned(self, name: str) -> str | None:
+        """Returns the full name of what the module assigns to a name: ``tensorflow.keras`` of ``keras = tf.keras``."""
+        for chain in self.chains:
+            statement = self.parents[chain]
+            if not isinstance(statement, cst.Assign) or self.owners[chain] is not None:
+                continue
+            if any(text_of(target.target) == name for target in statement.targets):
+                return self.full_name(chain)
+        return None
 
     # The walk.
 
@@ -260,8 +310,10 @@ class Source(cst.CSTVisitor):
         found: list[Bound] = []
         for assignment in self.scope_of(name)[name.value]:
             if isinstance(assignment, ImportAssignment) and isinstance(assignment.node, Import):
-                bounds = bound_by(assignment.node, self.package)
-                found += [bound for bound in bounds if bound.name == name.value]
+                found += [bound for bound in self.bounds_of(assignment.node) if bound.name == name.value]
+        if not found and not self.scope_of(name)[name.value]:
+            by_star = self._by_star(name.value)
+            found += [by_star] if by_star else []
         return found
 
     def value_of(self, name: cst.Name) -> cst.BaseExpression | None:
@@ -323,11 +375,21 @@ class Source(cst.CSTVisitor):
         if not parts or not self.is_bound(parts[0]):
             return None
         bound = self.binding(parts[0])
-        root = bound.dotted if bound else None
+        root = bound.origin if bound else None
         if bound is None:
             value = self.value_of(parts[0])
             root = self.full_name(value) if value is not None else None
-        return ".".join([root, *(part.value for part in parts[1:])]) if root else None
+        return self.program.origin(".".join([root, *(part.value for part in parts[1:])])) if root else None
+
+    def handed_on_by(self, node: cst.BaseExpression) -> Bound | None:
+        """Returns the import of another module through which a chain such as ``common.tf.data`` leads."""
+        parts = parts_of(node)
+        bound = self.binding(parts[0]) if parts and self.is_bound(parts[0]) else None
+        if (
+            bound is None or bound.alias is None or bound.is_handed_on
+        ):  # what is handed on, a module imports itself
+            return None
+        return self.program.handed_on_by(".".join([bound.dotted, *(part.value for part in parts[1:])]))
 
     def dotted(self, node: cst.BaseExpression) -> str | None:
         """Returns the name of the table that a chain is bound to: ``tf.reduce_mean``; None for everything else."""
@@ -363,7 +425,19 @@ class Source(cst.CSTVisitor):
             ):
                 return Definition(self, assignment.node)
         value = self.value_of(node)
-        return self._definition(value, depth - 1) if value is not None else None
+        if value is not None:
+            return self._definition(value, depth - 1)
+        return None if self.scope_of(node)[node.value] else self.by_star(node.value)
+
+    def by_star(self, name: str) -> Definition | None:
+        """Returns the function or class of the program that ``import *`` brings."""
+        for star in self.bounds:
+            module = self.program.module(star.dotted) if star.alias is None else None
+            if module is not None and module is not self:
+                found = self.program.find(f"{star.dotted}.{name}")
+                if found is not None:
+                    return found
+        return None
 
     def _member(self, node: cst.Attribute, depth: int) -> Definition | None:
         """Of ``self.step``, and of ``trainer.step`` where the class of ``trainer`` is known."""
@@ -422,15 +496,49 @@ class Program:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
-        for source in sources:
-            source.program = self
-        self._modules = {}
+        self._modules: dict[str, list[Source]] = {}
+        self._origins: dict[str, str] = {}
+        self._found: dict[str, Definition | None] = {}
         for source in sources:
             parts = source.module.split(".")
             for start in range(
                 len(parts)
             ):  # a package may lie in a folder from which it is imported by a shorter name
                 self._modules.setdefault(".".join(parts[start:]), []).append(source)
+        for source in sources:
+            source.program = self
+        for source in sources:
+            source.follow_imports()
+
+    def origin(self, dotted: str) -> str:
+        """Returns where a name comes from: ``tensorflow.nn`` for ``app.tf.nn``, if the module ``app`` imports it."""
+        if dotted not in self._origins:
+            self._origins[dotted] = dotted  # a circle of imports ends here
+            self._origins[dotted] = self._origin(dotted)
+        return self._origins[dotted]
+
+    def _origin(self, dotted: str) -> str:
+        module, name, rest = self._through(dotted)
+        if module is None:
+            return dotted
+        bound = module.exported(name)
+        above = self.origin(bound.dotted) if bound else module.assigned(name)
+        return self.origin(f"{above}{rest}") if above and canonical(above) else dotted
+
+    def _through(self, dotted: str) -> tuple[Source | None, str, str]:
+        """The module of the program that a dotted name leads through, the name in it, and what follows."""
+        parts = dotted.split(".")
+        if self.module(dotted) is None:
+            for length in range(len(parts) - 1, 0, -1):
+                module = self.module(".".join(parts[:length]))
+                if module is not None:
+                    return module, parts[length], "".join(f".{part}" for part in parts[length + 1 :])
+        return None, "", ""
+
+    def handed_on_by(self, dotted: str) -> Bound | None:
+        """Returns the import of a module of the program from which another one has a name."""
+        module, name, _ = self._through(dotted)
+        return module.exported(name) if module else None
 
     def module(self, dotted: str) -> Source | None:
         """Returns the module that an import names, if it is one of the program's, and the only one of that name."""
@@ -439,6 +547,12 @@ class Program:
 
     def find(self, dotted: str) -> Definition | None:
         """Returns the function, class or method of that dotted name."""
+        if dotted not in self._found:
+            self._found[dotted] = None  # a circle of imports ends here
+            self._found[dotted] = self._find(dotted)
+        return self._found[dotted]
+
+    def _find(self, dotted: str) -> Definition | None:
         module, _, name = dotted.rpartition(".")
         source = self.module(module) if module else None
         if source is not None:
@@ -450,7 +564,7 @@ class Program:
             others = [
                 bound.dotted for bound in source.bounds if bound.name == name and bound.dotted != dotted
             ]
-            return self.find(others[0]) if others else None  # imported there from elsewhere
+            return self.find(others[0]) if others else source.by_star(name)  # imported there from elsewhere
         if "." in module:
             owner = self.find(module)
             if owner and isinstance(owner.node, cst.ClassDef):
@@ -458,8 +572,10 @@ class Program:
         return None
 
     def imported_by(self, source: Source) -> Iterator[Source]:
-        """Yields the modules of the program that a module imports."""
+        """Yields the modules of the program that a module imports once it imports names of TensorFlow directly."""
         for bound in source.bounds:
+            if bound.is_handed_on and canonical(bound.origin):
+                continue
             for name in (bound.dotted, bound.dotted.rpartition(".")[0]):
                 found = self.module(name)
                 if found is not None and found is not source:

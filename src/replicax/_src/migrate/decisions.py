@@ -11,7 +11,7 @@ import libcst as cst
 
 from replicax._src.migrate import table
 from replicax._src.migrate.arguments import BindError
-from replicax._src.migrate.bindings import Chain, Source, canonical, parts_of
+from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, parts_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
 from replicax._src.migrate.keras_changes import is_optimizer, renamed, suffixed_calls
@@ -46,7 +46,7 @@ class Filling:
 
 def decide(source: Source, reach: Reach) -> Decisions:
     """Returns the decisions for a module. Its arrays are those of ``keras.ops`` if it uses Keras, now or afterwards."""
-    imported = [canonical(bound.dotted) for bound in source.bounds]
+    imported = [canonical(bound.origin) for bound in source.bounds]
     if not any(is_below(name, "tf.keras") for name in (*imported, *map(source.dotted, source.chains))):
         decisions = Decisions(source, reach, uses_keras=False)
         if not decisions.roots() & {"keras", "ops"}:
@@ -70,7 +70,7 @@ class Decisions:
       removed: Statements that go.
       texts: Keywords, methods and paths of files -> what Keras 3 calls them.
       freed: Names whose assignment goes.
-      used: The parts of imports that are used as they are.
+      used: The imports that are used as they are; those of other modules, too.
       changes: For the report.
     """
 
@@ -82,7 +82,7 @@ class Decisions:
         self.fillings: dict[cst.CSTNode, Filling] = {}
         self.removed: set[cst.CSTNode] = set()
         self.freed: set[str] = set()
-        self.used: set[cst.ImportAlias] = set()
+        self.used: set[Bound] = set()
         self.changes: list[Change] = []
         self._kept_calls = {call for call in source.calls if self._is_kept(call)}
         for chain in source.chains:
@@ -182,7 +182,7 @@ class Decisions:
             return
         if row.action(keras=self.uses_keras, step=self._in_step(chain)) != "keep":
             bound = self._source.binding(parts_of(chain)[0])
-            if bound and canonical(bound.dotted) == row.name:  # once for `import tensorflow.compat.v1 as tf`
+            if bound and canonical(bound.origin) == row.name:  # once for `import tensorflow.compat.v1 as tf`
                 self._mark(bound.statement, row.name, f"{row.name}: {row.why}", row.write)
             else:
                 self._mark(chain, row.name, f"{name}: {row.why or 'it has no counterpart'}", row.write)
@@ -221,7 +221,10 @@ class Decisions:
 
     def _keep(self, chain: Chain) -> None:
         bounds = self._source.bindings(parts_of(chain)[0])
-        self.used.update(bound.alias for bound in bounds if bound.alias)
+        self.used.update(bounds)
+        handed_on = self._source.handed_on_by(chain) if len(parts_of(chain)) > 1 else None
+        if handed_on is not None:
+            self.used.add(handed_on)
 
     def _mark(self, node: cst.CSTNode, rule: str, what: str, write: str = "") -> None:
         self.comments.add(node, rule, what, write)

@@ -20,7 +20,6 @@ from replicax._src.migrate.decisions import Change, Decisions, decide
 from replicax._src.migrate.notebooks import Notebook, NotebookError
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.rewrite import rewrite
-from replicax._src.migrate.stars import with_own_imports
 
 SUFFIXES: Final = (".py", ".ipynb")
 _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "venv"})
@@ -104,15 +103,14 @@ def migrate(files: Sequence[File]) -> None:
         source = _parse(file)
         if source is not None:
             parsed.append((file, source))
-    sources = with_own_imports([source for _, source in parsed])
-    parsed = [(file, source) for (file, _), source in zip(parsed, sources)]
-    program = Program(sources)
+    program = Program([source for _, source in parsed])
     reach = Reach(program)
     imported = {below for source in program.sources for below in program.imported_by(source)}
     decided: dict[Source, Decisions] = {}
     for file, source in parsed:
         with _told_of(file):
             decided[source] = decide(source, reach)
+    used = {bound for decisions in decided.values() for bound in decisions.used}
     for file, source in parsed:
         if source not in decided:
             continue
@@ -123,7 +121,7 @@ def migrate(files: Sequence[File]) -> None:
             decisions.uses_keras or (decisions.used and uses_replicax) for decisions in below
         )  # tensorflow does
         with _told_of(file):
-            result = rewrite(source, decided[source], needs_backend=is_entry and imports_keras)
+            result = rewrite(source, decided[source], used, needs_backend=is_entry and imports_keras)
             new = result.code
             if file.notebook is not None:
                 file._code = new.decode()

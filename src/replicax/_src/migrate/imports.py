@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Final, final
 
 import libcst as cst
 
 from replicax._src.migrate import table
-from replicax._src.migrate.bindings import Bound, Import, Source, bound_by, canonical, text_of
+from replicax._src.migrate.bindings import Bound, Import, Source, bound_by, canonical, parts_of, text_of
 
 # Names below these mean the same in every context, so that imports of them move.
 MOVED: Final = ("tf.distribute", "tf.keras")
@@ -54,7 +54,7 @@ class Imports:
     Args:
       source: The module.
       roots: Names of ``table.ROOTS`` that it uses from now on.
-      used: Parts of its imports that it still uses.
+      used: Imports that are still used.
       freed: Names whose assignment goes.
       needs_backend: It is to set KERAS_BACKEND.
       before_random: The first statement of the module that draws random numbers; their generator is made before it.
@@ -67,13 +67,13 @@ class Imports:
         self,
         source: Source,
         roots: Iterable[str],
-        used: set[cst.ImportAlias],
+        used: Set[Bound],
         freed: set[str],
         *,
         needs_backend: bool,
         before_random: cst.CSTNode | None = None,
     ) -> None:
-        self._source, self._used = source, used
+        self._source, self._used = source, set(used)
         self.local: dict[str, str] = {}
         self._new: list[str] = []
         self._now = [(bound, self._full_name(bound)) for bound in source.bounds]
@@ -84,17 +84,27 @@ class Imports:
         self._before_random = before_random
         self.local[table.RANDOM] = table.RANDOM + "_" * (table.RANDOM in assigned)
         body = source.tree.body
-        tensorflow = [s for s in body if any(canonical(bound.dotted) for bound in self._below(s))]
+        stars = {
+            bound.statement
+            for chain in source.chains
+            for bound in source.bindings(parts_of(chain)[0])
+            if bound.alias is None
+        }
+        self._tensorflow = [
+            s
+            for s in body
+            if any(canonical(bound.origin) or bound.statement in stars for bound in self._below(s))
+        ]
         after = [s for s in body if not self._is_first(s)]
-        self._anchor = (tensorflow or after or body)[0] if body else None
+        self._anchor = (self._tensorflow or after or body)[0] if body else None
         self._backend_anchor = None
         if needs_backend and "KERAS_BACKEND" not in source.tree.code:
             needing = (s for s in body if any(self._needs_backend(bound) for bound in self._below(s)))
             self._backend_anchor = next(needing, None)
 
     def _full_name(self, bound: Bound) -> str:
-        name = canonical(bound.dotted)
-        return (moved_name(name) if name else None) or bound.dotted
+        name = canonical(bound.origin)
+        return (moved_name(name) if name else None) or bound.origin
 
     def _bind(self, root: str, assigned: set[str]) -> None:
         """Chooses the name for a root: an existing import's, else the usual name, else one that is free."""
@@ -105,7 +115,7 @@ class Imports:
                 taken.add(bound.name)
             elif bound.alias and self._is_above_uses(bound.statement):
                 self.local[root] = bound.name
-                self._used.add(bound.alias)
+                self._used.add(bound)
                 return
         name = wanted.name if wanted.name not in taken else wanted.dotted.replace(".", "_")
         while name in taken:
@@ -141,7 +151,7 @@ class Imports:
 
     def _needs_backend(self, bound: Bound) -> bool:
         """TensorFlow imports Keras, and so may a module of the program."""
-        package = bound.dotted.partition(".")[0]
+        package = bound.origin.partition(".")[0]
         if package in ("keras", "replicax") or package.startswith(("tensorflow", "tf_")):
             return True
         modules = (bound.dotted, bound.dotted.rpartition(".")[0])
@@ -171,9 +181,7 @@ class Imports:
         return result
 
     def _new_goes_first(self) -> bool:
-        return (
-            not any(canonical(bound.dotted) for bound in self._below(self._anchor)) if self._anchor else True
-        )
+        return self._anchor not in self._tensorflow
 
     def _backend_lines(self, anchor: cst.CSTNode) -> list[cst.BaseStatement]:
         body = list(self._source.tree.body)
@@ -187,7 +195,9 @@ class Imports:
         """A line of imports, without those that go, and with those that move."""
         imports = [small for small in statement.body if isinstance(small, Import)]
         if not any(
-            canonical(bound.dotted) for small in imports for bound in bound_by(small, self._source.package)
+            canonical(bound.origin) or self._by_star(small)
+            for small in imports
+            for bound in self._source.bounds_of(small)
         ):
             return [updated]
         small_statements: list[cst.BaseSmallStatement] = []
@@ -206,22 +216,26 @@ class Imports:
 
     def _edited_import(self, statement: Import) -> list[Import]:
         stays: list[cst.ImportAlias] = []
+        direct: list[Import] = []
         moved: list[
             tuple[cst.ImportAlias, str, str]
         ] = []  # with the module to import it from, and the name there
-        for bound in bound_by(statement, self._source.package):
-            name = canonical(bound.dotted)
+        for bound in self._source.bounds_of(statement):
+            name = canonical(bound.origin)
             target = moved_name(name) if name else None
             if bound.alias is None:
-                return [_from(statement, target)] if target else [statement]
+                by_star = [self._direct(other) for other in self._by_star(statement)]
+                return [_from(statement, target) if target else statement, *by_star]
             if target and isinstance(statement, cst.Import) and bound.alias.asname is None:
                 target = None  # `import tensorflow.keras` binds tensorflow
             if target:
                 module, _, last = target.rpartition(".")
                 moved.append((bound.alias, module, last))
-            elif name is None or bound.alias in self._used or is_below(bound.dotted, "keras"):
+            elif bound.is_handed_on and name and bound in self._used:
+                direct.append(self._direct(bound))
+            elif name is None or bound in self._used or is_below(bound.dotted, "keras"):
                 stays.append(bound.alias)
-        result: list[Import] = []
+        result: list[Import] = direct
         if stays:
             result.append(
                 statement if len(stays) == len(_aliases(statement)) else _with_names(statement, stays)
@@ -237,6 +251,23 @@ class Imports:
                 assert isinstance(name, cst.Name | cst.Attribute)
                 result += [cst.ImportFrom(name, [_bare(alias)]) for alias in aliases]
         return result
+
+    def _by_star(self, statement: Import) -> list[Bound]:
+        """The names of TensorFlow in use that come by ``import *`` from a module of the program, which may stop to
+        have them.
+        """
+        used = {bound for bound in self._used if bound.statement is statement and bound.name != "*"}
+        return sorted((b for b in used if b.alias is None), key=lambda bound: bound.name)
+
+    def _direct(self, bound: Bound) -> Import:
+        """The import of what another module of the program handed on."""
+        name = canonical(bound.origin)
+        target = (moved_name(name) if name else None) or bound.origin
+        package, _, last = target.rpartition(".")
+        text = f"from {package} import {last}" if package else f"import {last}"
+        (statement,) = _line(text if last == bound.name else f"{text} as {bound.name}").body
+        assert isinstance(statement, Import)
+        return statement
 
 
 def _aliases(statement: Import) -> Sequence[cst.ImportAlias]:

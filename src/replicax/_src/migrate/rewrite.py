@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import libcst as cst
 import libcst.matchers as m
 
-from replicax._src.migrate.bindings import Source
+from replicax._src.migrate.bindings import Bound, Source
 from replicax._src.migrate.comments import Mark
 from replicax._src.migrate.decisions import ROOT, Change, Decisions
 from replicax._src.migrate.imports import Imports, moved_name
@@ -193,18 +193,21 @@ class Rewritten:
     marks: tuple[Mark, ...]
 
 
-def rewrite(source: Source, decisions: Decisions, *, needs_backend: bool = False) -> Rewritten:
+def rewrite(
+    source: Source, decisions: Decisions, used: Set[Bound] = frozenset(), *, needs_backend: bool = False
+) -> Rewritten:
     """Carries out decisions.
 
     Args:
       source: The module.
       decisions: For this module.
+      used: Imports that other modules use.
       needs_backend: It is run first, by a program that uses Keras: it is to set KERAS_BACKEND.
     """
     imports = Imports(
         source,
         decisions.roots(),
-        decisions.used,
+        decisions.used | used,
         decisions.freed,
         needs_backend=needs_backend,
         before_random=decisions.first_random(),
