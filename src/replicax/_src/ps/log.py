@@ -1,0 +1,128 @@
+"""``UpdateLog``: the numbered updates of a store that its backup has not acknowledged. Pure: no clock, no transport.
+
+A store applies updates in one order. An update's *position* is the epoch of the primary that ordered it, and its number.
+There is one primary per epoch, and a backup applies only the next number; so two stores whose last updates have the same
+position have the same contents. This is the log matching property of Raft, and three rules follow from it:
+
+- A backup that is at a position which the log reaches gets the updates after it.
+- Any other backup gets the state at one position, and then the updates after it.
+- The log keeps at most ``max_bytes``. Beyond that it is empty, and reaches nothing: the backup gets the state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Generic, NamedTuple, TypeVar, final
+
+DEFAULT_LOG_BYTES: Final = 256 << 20
+
+T = TypeVar("T")
+
+
+class Position(NamedTuple):
+    """Of an update, and of the store that has applied it and all before it."""
+
+    epoch: int
+    seq: int
+
+
+START: Final = Position(0, 0)
+"""Of a store that has applied nothing."""
+
+
+@final
+class UpdateLog(Generic[T]):
+    """Updates in order, from one position on. Not for several threads at once.
+
+    Args:
+      max_bytes: Of the updates that are kept. One update is kept whatever its size.
+
+    Attributes:
+      num_bytes: Of the updates that are charged now.
+
+    >>> log = UpdateLog[str](max_bytes=100)
+    >>> log.begin(START)
+    >>> for seq, update in enumerate("abc", start=1):
+    ...     log.append(Position(1, seq), update, 10)
+    >>> log.acknowledge(1)
+    >>> log.reaches(Position(1, 1)), log.reaches(Position(1, 0)), log.after(2)
+    (True, False, [(Position(epoch=1, seq=3), 'c')])
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_LOG_BYTES):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._base: Position | None = None
+        self._updates: deque[tuple[Position, T]] = deque()
+        self._sizes: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._updates)
+
+    @property
+    def is_on(self) -> bool:
+        """True if it keeps updates: it has begun, and not ended since."""
+        return self._base is not None
+
+    @property
+    def is_half_full(self) -> bool:
+        """True if updates should come slower."""
+        return 2 * self.num_bytes >= self.max_bytes
+
+    def begin(self, position: Position) -> None:
+        """Keeps the updates after a position, and none before it."""
+        self.end()
+        self._base = position
+
+    def end(self) -> None:
+        """Drops all updates, and keeps none until ``begin``."""
+        self._base, self.num_bytes = None, 0
+        self._updates.clear()
+        self._sizes.clear()
+
+    def append(self, position: Position, update: T, num_bytes: int = 0) -> None:
+        """Keeps the next update, if the log is on. It ends if this is too much."""
+        if self._base is None:
+            return
+        last = self._updates[-1][0] if self._updates else self._base
+        assert position.seq == last.seq + 1, f"update {position.seq} follows {last.seq}"
+        assert position.epoch >= last.epoch, f"epoch {position.epoch} follows {last.epoch}"
+        self._updates.append((position, update))
+        self.charge(position.seq, num_bytes)
+
+    def charge(self, seq: int, num_bytes: int) -> None:
+        """An update that is kept has this size, in place of an earlier one. The log ends if this is too much."""
+        if self._has(seq):
+            self.num_bytes += num_bytes - self._sizes.get(seq, 0)
+            self._sizes[seq] = num_bytes
+            if self.num_bytes > self.max_bytes and self.num_bytes > num_bytes:
+                self.end()
+
+    def acknowledge(self, seq: int) -> None:
+        """The backup has all updates up to this number."""
+        while self._updates and self._updates[0][0].seq <= seq:
+            self._base = self._updates.popleft()[0]
+            self.num_bytes -= self._sizes.pop(self._base.seq, 0)
+
+    def get(self, seq: int) -> T | None:
+        """The update of this number, if it is kept."""
+        return self._updates[seq - self._updates[0][0].seq][1] if self._has(seq) else None
+
+    def reaches(self, position: Position) -> bool:
+        """True if a store at this position becomes this one by the updates after it."""
+        if position == self._base:
+            return True
+        return (
+            self._has(position.seq) and self._updates[position.seq - self._updates[0][0].seq][0] == position
+        )
+
+    def after(self, seq: int) -> list[tuple[Position, T]]:
+        """The updates with higher numbers, in order."""
+        return [each for each in self._updates if each[0].seq > seq]
+
+    def __iter__(self) -> Iterator[T]:
+        return (update for _, update in self._updates)
+
+    def _has(self, seq: int) -> bool:
+        return bool(self._updates) and self._updates[0][0].seq <= seq <= self._updates[-1][0].seq
