@@ -231,8 +231,6 @@ def test_one_that_joins_has_all_brought_to_it_while_updates_go_on(network, add):
 def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there_is(
     network, add, monkeypatch
 ):
-    monkeypatch.setattr(group_entries, "_MANY_BYTES", 3 * ONE.nbytes)
-    monkeypatch.setattr(group_entries, "_ENTRY_BYTES", 0)
     network.view(2, 0, None)
     network.is_silent = True  # stopped: its system takes what is sent
     before = threading.enumerate()  # of tests before this one some may be ending
@@ -244,9 +242,11 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
     network.view(4, 0, None)
     bringing.join(20.0)
     assert not bringing.is_alive()
-    assert network.servers[0]._copies[GROUP]._waiting is None
+    log = network.servers[0]._copies[GROUP]._log
+    monkeypatch.setattr(log, "max_bytes", 3 * group_entries.ENTRY_BYTES)
     for number in range(1, 6):
         network.step(0, add, number, [ONE])
+    assert (len(log), log.num_bytes) == (0, 0)
     assert network.read(0) == 6.0
 
 
@@ -258,7 +258,7 @@ def bringing(network):
         joining = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
         joining.start()
         until = time.monotonic() + 20.0
-        while network.servers[0]._copies[GROUP]._waiting is None:
+        while network.servers[0]._copies[GROUP]._joining_way is None:
             assert time.monotonic() < until
             if network.part(1)["epoch"] == 3:  # a backup hears first that it is one
                 network.servers[0].take(View(GROUP, 3, 0, 1, True), ["a:1", "b:1"])
@@ -268,11 +268,13 @@ def bringing(network):
 
 
 def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add, monkeypatch):
-    monkeypatch.setattr(group_entries, "_MANY_BYTES", ONE.nbytes)
+    size = group_entries.ENTRY_BYTES + ONE.nbytes
+    monkeypatch.setattr(network.servers[0]._copies[GROUP]._log, "max_bytes", 3 * size)
     monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
     monkeypatch.setattr(group_copy, "_ROOM_S", 0.3)
     with bringing(network):
-        for number in range(3):
+        network.step(0, add, 0, [ONE])
+        for number in range(1, 3):
             started = time.monotonic()
             network.step(0, add, number, [ONE])
             assert time.monotonic() - started >= 0.3  # so that it does not become more without end
@@ -284,26 +286,27 @@ def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add
 
 
 def test_what_comes_while_all_is_brought_does_not_become_more_than_all(network, add, monkeypatch):
-    monkeypatch.setattr(group_entries, "_MOST_BYTES", 4 * group_entries._ENTRY_BYTES)
     copy = network.servers[0]._copies[GROUP]
+    monkeypatch.setattr(copy._log, "max_bytes", 4 * group_entries.ENTRY_BYTES)
+    monkeypatch.setattr(group_copy, "_ROOM_S", 0.0)
     with bringing(network):
         for number in range(6):
             network.step(0, add, number, [ONE])
-        assert copy._waiting is None
+        assert not copy._log.is_on
         assert network.part(0)["backup"] == "failed"
-        assert "bytes came while it was brought" in network.part(0)["error"]
+        assert "more than log_bytes=" in network.part(0)["error"]
     network.view(4, 0, None)
     network.view(5, 0, 1, is_joining=True)
     network.until_in_sync()
     assert network.ask(0, "checksum").header["is_on_two"]
 
 
-def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add, monkeypatch):
-    monkeypatch.setattr(group_entries, "_ENTRY_BYTES", 0)
+def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again(network, add):
     with bringing(network):
         for _ in range(4):
             network.step(0, add, 0, [ONE])
-        assert network.servers[0]._copies[GROUP]._waiting.num_bytes == ONE.nbytes
+        log = network.servers[0]._copies[GROUP]._log
+        assert log.num_bytes == ONE.nbytes + 4 * group_entries.ENTRY_BYTES
     network.until_in_sync()
     assert network.ask(0, "checksum").header["is_on_two"]
     network.view(4, 1, None, to=[1])
@@ -438,3 +441,49 @@ def test_a_backup_is_not_lost_because_who_waits_for_it_has_waited_for_long(netwo
     monkeypatch.setattr(Open, "receive", slow)
     network.step(0, add, 0, [ONE])
     assert network.part(0)["backup"] == "in sync"
+
+
+def parts_of(network, monkeypatch):
+    """The parts of state that the primary sends from now on."""
+    parts, send = [], Open.send
+
+    def noted(link, message, timeout_s=60.0):
+        if message.header.get("op") == "copy":
+            parts.append(message.header["part"])
+        send(link, message, timeout_s)
+
+    monkeypatch.setattr(Open, "send", noted)
+    return parts
+
+
+def test_backup_that_comes_back_gets_only_the_updates_that_it_lacks(network, add, monkeypatch):
+    parts = parts_of(network, monkeypatch)
+    network.step(0, add, 0, [ONE])
+    network.view(2, 0, None)
+    for number in range(1, 10):
+        network.step(0, add, number, [ONE])
+    network.view(3, 0, 1, is_joining=True)
+    network.until_in_sync()
+    assert parts == ["where", "resume"]
+    assert network.ask(0, "checksum").header["is_on_two"]
+    network.view(4, 1, None, to=[1])
+    assert network.read(1) == 10.0
+    assert network.step(1, add, 9, [ONE]).header["duplicate"]
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_primary_that_comes_back_gets_what_it_lacks(network, add, monkeypatch, has_more):
+    """Only updates, unless it has applied one that was never acknowledged: nobody else has that one."""
+    parts = parts_of(network, monkeypatch)
+    network.step(0, add, 0, [ONE])
+    network.view(2, 1, None, to=[1])
+    if has_more:
+        message(UnavailableError, lambda: network.step(0, add, 100, [ONE]), "does not serve")
+    network.step(1, add, 1, [ONE])
+    network.view(3, 1, 0, is_joining=True, to=(0, 1))
+    network.until_in_sync(1)
+    assert parts[:2] == ["where", "state" if has_more else "resume"]
+    assert network.ask(1, "checksum").header["is_on_two"]
+    network.view(4, 0, None, to=[0])
+    assert network.read(0) == 2.0
+    assert not network.step(0, add, 100, [ONE]).header["duplicate"]

@@ -9,6 +9,7 @@ from checks import examples, message
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import GroupRules, Partner, Refusal, View
 from replicax._src.ps.groups import Groups
+from replicax._src.ps.log import Position
 from replicax.errors import InvalidArgumentError
 
 
@@ -128,7 +129,7 @@ class World:
                     server.log.append((seq, None))
                 else:
                     server.apply(seq, op)
-                rules.applied(seq)
+                rules.applied(Position(epoch, seq))
             said = verdict if isinstance(verdict, Refusal) else seq
             self.network.append(Sent(sender, "said", (epoch, said)))
         elif sent.what == "said":
@@ -140,7 +141,7 @@ class World:
         elif sent.what == "copy":
             sender, epoch, seq, log = sent.content
             if rules.takes_copy(epoch):
-                assert rules.has_copy(epoch, seq)
+                assert rules.has_copy(epoch, Position(0, seq))
                 server.log = list(log)
                 self.network.append(Sent(sender, "copied", (epoch, seq)))
         elif sent.what == "copied":
@@ -321,7 +322,7 @@ PAIR = View(0, 1, 0, 1)
 def test_a_backup_that_leads_takes_nothing_of_the_one_before():
     backup = rules_of(1, PAIR)
     assert backup.forwarded(1, 1) is True
-    backup.applied(1)
+    backup.applied(Position(1, 1))
     assert backup.forwarded(1, 1) is False
     assert backup.forwarded(1, 3) is Refusal.INCOMPLETE
     backup.take(View(0, 2, 1, None))
@@ -329,7 +330,7 @@ def test_a_backup_that_leads_takes_nothing_of_the_one_before():
     joined = rules_of(1, PAIR, View(0, 3, 0, 1, is_joining=True))
     assert joined.forwarded(1, 1) is Refusal.INCOMPLETE  # the same primary, which has not heard of it yet
     assert joined.forwarded(3, 1) is Refusal.INCOMPLETE
-    assert joined.has_copy(3, 0)
+    assert joined.has_copy(3, Position(0, 0))
     assert joined.forwarded(1, 1) is Refusal.INCOMPLETE  # late, of the epoch before
     assert joined.forwarded(4, 1) is Refusal.INCOMPLETE
     assert joined.forwarded(3, 1) is True
@@ -341,7 +342,7 @@ def test_what_was_ordered_before_is_not_answered_after_another_time():
     place = rules.order()
     rules.take(View(0, 3, 1, 0, is_joining=True))
     message(UnavailableError, lambda: rules.may_answer(place), "does not serve")
-    assert rules.has_copy(3, 5)
+    assert rules.has_copy(3, Position(2, 5))
     rules.take(View(0, 4, 0, None))
     message(UnavailableError, lambda: rules.may_answer(place), "does not serve")
     assert rules.may_answer(rules.order())

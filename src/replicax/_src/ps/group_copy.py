@@ -7,14 +7,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 from replicax._src.ps.backup_way import ACK_S, BackupWay
 from replicax._src.ps.errors import MessageError, UnavailableError
-from replicax._src.ps.group_entries import Entry, Waiting, applied, is_change
+from replicax._src.ps.group_entries import Entry, applied, is_change
 from replicax._src.ps.group_rules import GroupRules, Partner, Place, Refusal, View
+from replicax._src.ps.log import DEFAULT_LOG_BYTES, Position, UpdateLog
 from replicax._src.ps.messages import Message
 from replicax._src.ps.server_stream import PsClient
 from replicax._src.ps.store import Store
@@ -46,9 +46,17 @@ class GroupCopy:
       task: The number of this server.
       incarnation: Of the coordinator.
       connect: Gives a client of another server, by its number.
+      log_bytes: Of the updates that are kept for the backup.
     """
 
-    def __init__(self, group: int, task: int, incarnation: str, connect: Callable[[int], PsClient]):
+    def __init__(
+        self,
+        group: int,
+        task: int,
+        incarnation: str,
+        connect: Callable[[int], PsClient],
+        log_bytes: int = DEFAULT_LOG_BYTES,
+    ):
         self._group, self._task, self._incarnation, self._connect = group, task, incarnation, connect
         self._rules = GroupRules(task)
         self._order = threading.Lock()
@@ -60,8 +68,7 @@ class GroupCopy:
         self._patient_until = 0.0
         self._is_reading = False
         self._is_closed = False
-        self._outcomes: deque[tuple[int, str]] = deque()
-        self._waiting: Waiting | None = None
+        self._log = UpdateLog[Entry](log_bytes)
         self._taker: StateTaker | None = None
         self._error = ""
 
@@ -78,19 +85,17 @@ class GroupCopy:
         for way in ways:
             way.close()  # who waits on it looks again
         with self._changed:
+            was_primary = self._rules.is_primary
             if not self._rules.take(view):
                 return
-            self._outcomes.clear()
+            if not self._rules.is_primary:
+                self._log.end()
+            elif not was_primary:
+                self._log.begin(self._rules.position)
             self._changed.notify_all()
-            joins = view.backup == self._task and view.is_joining
             brings = self._rules.partner is Partner.JOINING
-            if joins:
+            if view.backup == self._task and view.is_joining:
                 self._taker = None
-        if joins:
-            with self._order, self._changed:
-                if self._rules.takes_copy(view.epoch):  # or all was brought while this waited for the order
-                    self._store.leave(self._incarnation)
-                    self._store = self._new_store()
         if brings:
             threading.Thread(
                 target=self._bring, args=(view,), name=f"replicax-copy-{self._group}", daemon=True
@@ -108,21 +113,27 @@ class GroupCopy:
             with self._changed:
                 place = self._rules.order(is_change=is_update)
                 epoch, partner = self._rules.epoch, self._rules.partner
-            entry = Entry(place.seq, message if is_update else None)
+                entry = Entry(self._rules.position, message if is_update else None)
+                if is_update or partner is Partner.IN_SYNC:
+                    self._log.append(entry.position, entry)
             if partner is Partner.IN_SYNC:
                 self._send(epoch, entry)
             began = time.monotonic()
             answer, error, outcome = applied(self._store, message)
-            entry.outcome = outcome if is_update else ""  # what only reads is not done there
+            with self._changed:
+                entry.outcome = outcome if is_update else ""  # what only reads is not done there
             self._be_patient(time.monotonic() - began)
-            if partner is Partner.IN_SYNC:
-                self._outcomes.append((entry.seq, entry.outcome))
-            elif self._waiting is not None and is_update:
-                self._keep(self._waiting, entry)
+            if partner is not Partner.IN_SYNC and is_update:
+                self._own(entry)
         until = time.monotonic() + _WAIT_S
         if is_update:
             self._wait_for_room()
-        self._wait(place, until)
+        try:
+            self._wait(place, until)
+        finally:
+            if self._keeps(entry):  # the backup may still need it
+                with self._order:
+                    self._own(entry)
         if error is not None:
             raise error
         assert answer is not None
@@ -147,7 +158,9 @@ class GroupCopy:
                 _, _, outcome = applied(self._store, Message(inner, message.arrays))
             if verdict:
                 with self._changed:
-                    self._rules.applied(seq)
+                    self._rules.applied(Position(header["ordered_in"], seq))
+                    if self._rules.is_primary:  # since it began to apply this
+                        self._log.begin(self._rules.position)
         return Message({"applied": seq, "outcome": outcome})
 
     def statistics(self) -> dict[str, Any]:
@@ -217,7 +230,14 @@ class GroupCopy:
         return is_of_now
 
     def _message(self, epoch: int, entry: Entry) -> Message:
-        return Message({**self._fields("forward", epoch, entry.seq), "message": entry.header}, entry.arrays)
+        return Message(
+            {
+                **self._fields("forward", epoch, entry.position.seq),
+                "ordered_in": entry.position.epoch,
+                "message": entry.header,
+            },
+            entry.arrays,
+        )
 
     def _fields(self, op: str, epoch: int, seq: int) -> dict[str, Any]:
         return {
@@ -256,8 +276,7 @@ class GroupCopy:
 
     @property
     def _has_much_waiting(self) -> bool:
-        waiting = self._waiting
-        return waiting is not None and waiting.is_much and not self._is_closed
+        return self._rules.partner is Partner.JOINING and self._log.is_half_full and not self._is_closed
 
     def _be_patient(self, took_s: float) -> None:
         """The backup does now what took the primary so long. Under the order."""
@@ -304,12 +323,12 @@ class GroupCopy:
             self._rules.refused(epoch, Refusal(header["refused"]))
             return
         seq, outcome = header["applied"], header["outcome"]
-        while self._outcomes and self._outcomes[0][0] < seq:
-            self._outcomes.popleft()  # of an epoch before
-        # (Its own may not be noted yet; then it is the backup that was quicker.)
-        if self._outcomes and self._outcomes[0][0] == seq and self._outcomes.popleft()[1] != outcome:
+        entry = self._log.get(seq)
+        if entry is not None and not entry.agrees(outcome):
             self._differs(epoch, seq, outcome)
             return
+        if epoch == self._rules.epoch:
+            self._log.acknowledge(seq)
         self._rules.acknowledge(epoch, seq)
 
     def _differs(self, epoch: int, seq: int, outcome: str) -> None:
@@ -320,6 +339,7 @@ class GroupCopy:
             self._group,
             self._error,
         )
+        self._log.end()  # what it has is of no use
         self._rules.lose(epoch)
 
     # --- bringing what there is to a backup that joins -------------------------------------------------
@@ -333,85 +353,94 @@ class GroupCopy:
                 if self._rules.epoch != view.epoch or self._is_closed:
                     raise _later_view()
                 self._joining_way = way
-            acked = self._bring_copy(view, way)
+            acked = self._bring_state(view, way)
             self._bring_rest(view, way, acked)
         except Exception as error:
             _log.info("ps %d could not be brought a copy of group %d: %s", view.backup, self._group, error)
-            with self._order:
-                if self._waiting is not None and self._waiting.epoch == view.epoch:
-                    self._drop_waiting()  # in a later view as well: nobody else does
             self._lose(view.epoch, error)
             if way is not None:
                 way.close()
 
-    def _keep(self, waiting: Waiting, entry: Entry) -> None:
-        """What comes while all is brought is to be brought, too, if it does not become too much. Under the order."""
-        waiting.add(entry)
-        if not waiting.is_too_much:
-            return
-        error = (
-            f"Updates of {waiting.num_bytes} bytes came while it was brought what there is, which was less."
-        )
-        self._drop_waiting()
-        self._lose(waiting.epoch, UnavailableError(error))
-        way = self._joining_way
-        if way is not None and way.epoch == waiting.epoch:
-            way.close()  # who brings it finds that this is over
-
-    def _drop_waiting(self) -> None:
+    def _keeps(self, entry: Entry) -> bool:
         with self._changed:
-            self._waiting = None
-            self._changed.notify_all()
+            return self._log.get(entry.position.seq) is entry
 
-    def _bring_copy(self, view: View, way: BackupWay) -> int:
+    def _own(self, entry: Entry) -> None:
+        """An update that the log keeps has memory of its own, which counts. Under the order."""
+        if not self._keeps(entry):
+            return
+        entry.own()
+        with self._changed:
+            self._log.charge(entry.position.seq, entry.num_bytes)
+            if self._log.is_on or not self._rules.has_partner:
+                return
+            epoch, way = self._rules.epoch, self._joining_way
+            self._changed.notify_all()
+        error = f"The updates that it lacks take more than log_bytes={self._log.max_bytes}."
+        self._lose(epoch, UnavailableError(error))
+        if way is not None and way.epoch == epoch:
+            way.close()  # the thread that brings finds that this is over
+
+    def _bring_state(self, view: View, way: BackupWay) -> int:
+        """Returns the number up to which the backup has all: its own, if the log reaches it; else that of the state."""
+        fields = self._fields("copy", view.epoch, 0)
+        said = way.bring(Message({**fields, "part": "where"}))
+        at, state = Position(*said["position"]), None
         with self._order:
-            if self._rules.epoch != view.epoch:
-                raise _later_view()
-            state, seq = self._store.state(), self._rules.seq
-            self._waiting = Waiting(view.epoch, sum(value.nbytes for _, _, value in state.pieces))
-        for header, arrays in state_messages(state):
-            fields = self._fields("copy", view.epoch, seq)
-            way.bring(Message({**fields, **header}, arrays))
-        return seq
+            with self._changed:
+                if self._rules.epoch != view.epoch:
+                    raise _later_view()
+                is_resumed = self._log.reaches(at)
+            if not is_resumed:
+                with self._changed:
+                    at = self._rules.position
+                    self._log.begin(at)
+                state = self._store.state()
+        parts = [({"part": "resume"}, ())] if state is None else state_messages(state)
+        for header, arrays in parts:
+            way.bring(Message({**fields, "position": list(at), **header}, arrays))
+        return at.seq
 
     def _bring_rest(self, view: View, way: BackupWay, acked: int) -> None:
-        """What came meanwhile; the last of it while nothing else comes: others may come faster than they are
-        brought.
-        """
+        """Brings the updates after the state; the last of them while no other is ordered, as others may come faster."""
         for left in reversed(range(_ROUNDS)):
             with self._order:
-                waiting = self._take_waiting(view)
-                if not left or len(waiting) <= _FEW:
-                    last = self._bring_waiting(view, way, waiting) or acked
+                entries = self._lacking(view, acked)
+                if not left or len(entries) <= _FEW:
+                    acked = self._bring_entries(view, way, entries, acked)
                     with self._changed:
-                        is_one = self._rules.synced(view.epoch, last)
-                        self._waiting, self._error = None, ""
-                        self._outcomes.clear()
+                        is_one = self._rules.synced(view.epoch, acked)
+                        self._error = ""
                     if not is_one or not self._use(way):
                         raise _later_view()
                     return
-            acked = self._bring_waiting(view, way, waiting) or acked
+            acked = self._bring_entries(view, way, entries, acked)
 
-    def _take_waiting(self, view: View) -> list[Entry]:
-        """What is to be brought now. Under the order."""
-        waiting = self._waiting
-        if waiting is None or self._rules.epoch != view.epoch:
-            raise _later_view()
+    def _lacking(self, view: View, acked: int) -> list[Entry]:
+        """The updates that the backup lacks. Under the order."""
         with self._changed:
-            entries = waiting.take()
-            self._changed.notify_all()
+            if not self._log.is_on or self._rules.epoch != view.epoch:
+                raise _later_view()
+            entries = [entry for _, entry in self._log.after(acked)]
+        for entry in entries:
+            self._own(entry)
         return entries
 
-    def _bring_waiting(self, view: View, way: BackupWay, waiting: Sequence[Entry]) -> int | None:
+    def _bring_entries(self, view: View, way: BackupWay, entries: Sequence[Entry], acked: int) -> int:
         """Returns the number of the last one, which the backup has said that it has."""
-        acked = None
-        for entry in waiting:
+        for entry in entries:
             taken = way.bring(self._message(view.epoch, entry))
-            if taken["outcome"] != entry.outcome:
-                raise MessageError(
-                    f"At message {entry.seq} it came to {taken['outcome']!r}, not {entry.outcome!r}."
-                )
-            acked = entry.seq
+            acked = entry.position.seq
+            with self._changed:
+                if self._rules.epoch != view.epoch:
+                    raise _later_view()
+                if not entry.agrees(taken["outcome"]):
+                    self._log.end()
+                    raise MessageError(
+                        f"At message {acked} it came to {taken['outcome']!r}, not {entry.outcome!r}."
+                    )
+                self._log.acknowledge(acked)
+                self._changed.notify_all()
         return acked
 
     # --- the backup that joins -------------------------------------------------------------------------
@@ -420,18 +449,37 @@ class GroupCopy:
         with self._changed:
             if not self._rules.takes_copy(epoch):
                 return Message({"refused": str(Refusal.INCOMPLETE)})
-        if message.header["part"] == "state":
+        part = message.header["part"]
+        if part == "where":
+            with self._order, self._changed:
+                return Message({"applied": 0, "outcome": "", "position": list(self._rules.position)})
+        at = Position(*message.header["position"])
+        if part == "resume":
+            with self._order, self._changed:
+                is_one = self._rules.position == at and self._rules.has_copy(epoch, at)
+            return _brought(is_one, at)
+        if part == "state":
+            with self._order:
+                with self._changed:
+                    if not self._rules.takes_copy(epoch):
+                        return _brought(False, at)
+                    self._rules.dropped()
+                self._store.leave(self._incarnation)  # first: there may be no room for both
+                self._store = self._new_store()
             self._taker = StateTaker(self._new_store())
         taker = self._taker
         if taker is None:
-            return Message({"refused": str(Refusal.INCOMPLETE)})
+            return _brought(False, at)
         if taker.take(message.header, message.arrays):
             with self._order, self._changed:
-                if not self._rules.has_copy(epoch, seq):
-                    return Message({"refused": str(Refusal.INCOMPLETE)})
+                if not self._rules.has_copy(epoch, at):
+                    return _brought(False, at)
                 self._store, self._taker = taker.store, None
-                self._outcomes.clear()  # numbers begin anew
-        return Message({"applied": seq, "outcome": ""})
+        return _brought(True, at)
+
+
+def _brought(is_taken: bool, at: Position) -> Message:
+    return Message({"applied": at.seq, "outcome": ""} if is_taken else {"refused": str(Refusal.INCOMPLETE)})
 
 
 def _later_view() -> UnavailableError:

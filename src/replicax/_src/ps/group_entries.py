@@ -1,6 +1,4 @@
-"""``Entry``: a client's message in the order of a group, as its backup gets it; and those that wait until one can take
-them.
-"""
+"""``Entry``: a client's message in the order of a group, as its log keeps it and its backup gets it."""
 
 from __future__ import annotations
 
@@ -9,14 +7,14 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from replicax._src.ps.log import Position
 from replicax._src.ps.messages import Message
 from replicax._src.ps.store import Store
 
 _READS: Final = frozenset({"find"})
 _DUPLICATE: Final = "duplicate"
-_MANY_BYTES: Final = 256 << 20
-_MOST_BYTES: Final = 1 << 30
-_ENTRY_BYTES: Final = 16 << 10
+ENTRY_BYTES: Final = 4 << 10
+"""What an entry counts for in a log, besides its arrays."""
 
 
 @final
@@ -24,17 +22,19 @@ class Entry:
     """A message, or in place of one that changes nothing its number: nothing is read there, but refused what cannot be.
 
     Attributes:
-      seq: Its number in the order.
+      position: Its place in the order.
       header: None: there is nothing to do.
-      outcome: What came of it, as ``applied`` says; it has to be the same on both servers.
+      outcome: The result, as ``applied`` says; it has to be the same on both servers. None: it is not known yet.
     """
 
-    __slots__ = ("arrays", "header", "outcome", "seq")
+    __slots__ = ("_is_owned", "arrays", "header", "outcome", "position")
 
-    def __init__(self, seq: int, message: Message | None):
-        self.seq, self.outcome = seq, ""
+    def __init__(self, position: Position, message: Message | None):
+        self.position = position
+        self.outcome: str | None = None
         self.header: Mapping[str, Any] | None = None
         self.arrays: Sequence[np.ndarray] = ()
+        self._is_owned = False
         if message is None:
             return
         self.header, self.arrays = message.header, message.arrays
@@ -44,56 +44,23 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        """What it counts for in a log."""
+        return sum(array.nbytes for array in self.arrays) + ENTRY_BYTES
 
-    def to_wait(self) -> Entry:
-        """With arrays of its own: the memory of a message is used again."""
-        # What is a duplicate has done nothing, and who has to wait sends it again and again.
-        entry = Entry(self.seq, None)
-        if self.outcome != _DUPLICATE:
-            entry.header, entry.outcome = self.header, self.outcome
-            entry.arrays = [np.array(array) for array in self.arrays]
-        return entry
+    def own(self) -> None:
+        """Copies its arrays, because the memory of a message is used again."""
+        if self._is_owned:
+            return
+        self._is_owned = True
+        if self.outcome == _DUPLICATE:  # it has changed nothing, and a client that waits sends it many times
+            self.header, self.arrays = None, ()
+        else:
+            self.arrays = [np.array(array) for array in self.arrays]
 
-
-@final
-class Waiting:
-    """What comes while a backup is brought all that there is: it is to be brought, too. The owner holds the order.
-
-    An entry counts as 16 KB more than its arrays: it takes its time, and memory, however small it is.
-
-    Args:
-      epoch: Of the view in which the backup joins.
-      state_bytes: Of all that there is: what waits may become as much, or 1 GB.
-
-    Attributes:
-      num_bytes: Of what waits now.
-    """
-
-    def __init__(self, epoch: int, state_bytes: int):
-        self.epoch, self.num_bytes = epoch, 0
-        self._most_bytes = max(_MOST_BYTES, state_bytes)
-        self._entries: list[Entry] = []
-
-    @property
-    def is_much(self) -> bool:
-        """Whether updates had better come slower."""
-        return self.num_bytes >= _MANY_BYTES
-
-    @property
-    def is_too_much(self) -> bool:
-        """Whether it would be less to begin anew."""
-        return self.num_bytes > self._most_bytes
-
-    def add(self, entry: Entry) -> None:
-        """One more."""
-        self._entries.append(entry.to_wait())
-        self.num_bytes += self._entries[-1].num_bytes + _ENTRY_BYTES
-
-    def take(self) -> list[Entry]:
-        """Those that wait; none does afterwards."""
-        entries, self._entries, self.num_bytes = self._entries, [], 0
-        return entries
+    def agrees(self, outcome: str) -> bool:
+        """True if the backup's result may be that of the primary."""
+        is_empty = self._is_owned and self.outcome == _DUPLICATE and not outcome
+        return is_empty or self.outcome in (None, outcome)
 
 
 def is_change(header: Mapping[str, Any]) -> bool:

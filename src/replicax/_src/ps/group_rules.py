@@ -10,7 +10,8 @@ which clients talk to, and the *backup*. Who is what is a ``View``; the coordina
   answered is on both. That is so for what only reads, too: who was followed by another primary finds out by asking.
 - A backup that is made the primary takes nothing of the one before it any more, as its epoch is a higher one.
 - A primary that cannot reach its backup answers nobody until the coordinator has said that it is alone.
-- A backup that *joins* has nothing yet. The primary is as good as alone until it has brought it what there is, and
+- A backup that *joins* lacks something. The primary is as good as alone until it has brought it what it lacks
+  (``log.py``), and
   needs its word from then on; only after that it tells the coordinator, which may then make it the primary.
 """
 
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, Self, final
 
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import UnavailableError
+from replicax._src.ps.log import START, Position
 
 
 @final
@@ -105,19 +107,24 @@ class GroupRules:
 
     Attributes:
       view: The last one that was taken; None before the first.
-      seq: The number of the last message that was ordered here, or, of a backup, applied.
+      position: Of the last message that was ordered here, or, of a backup, applied.
       partner: How the backup is, if this is the primary.
     """
 
     def __init__(self, task: int):
         self._task = task
         self.view: View | None = None
-        self.seq = 0
+        self.position = START
         self.partner = Partner.NONE
         self._acked = self._synced_at = 0
         self._tenure = 0
         self._has_all = True
         self._is_deposed = False
+
+    @property
+    def seq(self) -> int:
+        """The number of ``position``."""
+        return self.position.seq
 
     @property
     def epoch(self) -> int:
@@ -147,7 +154,7 @@ class GroupRules:
     def take(self, view: View) -> bool:
         """The coordinator has decided. Returns whether that is new; an older view changes nothing.
 
-        Where it is the backup that joins, what it has is to be dropped.
+        Where it is the backup that joins, what it has may be more than what is on the primary, or less.
 
         Raises:
           InvalidArgumentError: It would be the primary, or a backup in sync, without having all that was answered.
@@ -167,7 +174,7 @@ class GroupRules:
         self.view = view
         self._is_deposed = False
         if joins:
-            self.seq, self._has_all = 0, False
+            self._has_all = False
         if view.primary == self._task:
             self._begin_primary(view, is_new=not was_primary)
         else:
@@ -194,7 +201,7 @@ class GroupRules:
         """
         self._check_primary()
         if is_change or self.partner is Partner.IN_SYNC:
-            self.seq += 1
+            self.position = Position(self.epoch, self.seq + 1)
         return Place(self._tenure, self.seq)
 
     def may_answer(self, place: Place) -> bool:
@@ -253,20 +260,24 @@ class GroupRules:
             return Refusal.INCOMPLETE
         return seq == self.seq + 1
 
-    def applied(self, seq: int) -> None:
-        """It has been."""
-        self.seq = seq
+    def applied(self, position: Position) -> None:
+        """The message at this position is applied."""
+        self.position = position
 
     def takes_copy(self, epoch: int) -> bool:
         """Whether it is to be brought what there is, by the primary of that epoch."""
         return epoch == self.epoch and self.is_backup and not self._has_all
 
-    def has_copy(self, epoch: int, seq: int) -> bool:
-        """It has been brought all up to a number; False if that is not for it any more."""
+    def has_copy(self, epoch: int, position: Position) -> bool:
+        """It has all up to a position; False if that is not for it any more."""
         if not self.takes_copy(epoch):
             return False
-        self.seq, self._has_all = seq, True
+        self.position, self._has_all = position, True
         return True
+
+    def dropped(self) -> None:
+        """The backup has dropped what it had."""
+        self.position = START
 
     # --- for the coordinator --------------------------------------------------------------------------
 
