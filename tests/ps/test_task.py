@@ -130,6 +130,8 @@ def test_a_cluster_without_this_task():
         ({"wait_timeout_s": float("nan")}, "wait_timeout_s=nan"),
         ({"stream_port": 65536}, "stream_port=65536"),
         ({"stream_port": "none"}, "stream_port='none'"),
+        ({"log_bytes": 0}, "log_bytes=0"),
+        ({"log_bytes": 1e9}, "log_bytes=1000000000.0"),
     ],
 )
 def test_options_that_are_not_allowed(arguments, says):

@@ -85,6 +85,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="S",
         help="seconds between two saves (60)",
     )
+    parser.add_argument(
+        "--log-bytes",
+        type=positive,
+        default=256 << 20,
+        metavar="BYTES",
+        help="memory for updates that the second copy lacks, with replication (268435456)",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -110,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
             wait_timeout_s=options.wait_timeout,
             snapshot_dir=options.snapshot_dir,
             snapshot_interval_s=options.snapshot_interval,
+            log_bytes=options.log_bytes,
         )
         if options.devices is not None:
             set_local_devices(options.devices)

@@ -10,6 +10,7 @@ from typing import Any, final
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_copy import GroupCopy
 from replicax._src.ps.group_rules import View
+from replicax._src.ps.log import DEFAULT_LOG_BYTES
 from replicax._src.ps.messages import Message
 from replicax._src.ps.requests import field_of
 from replicax._src.ps.server_stream import PsClient
@@ -26,10 +27,18 @@ class GroupCopies:
       task: The number of this server.
       incarnation: Of the coordinator.
       connect: Gives a client of a parameter server, by its number and its address.
+      log_bytes: Of the updates that are kept for the backup, for each group.
     """
 
-    def __init__(self, task: int, incarnation: str, connect: Callable[[int, str], PsClient]):
+    def __init__(
+        self,
+        task: int,
+        incarnation: str,
+        connect: Callable[[int, str], PsClient],
+        log_bytes: int = DEFAULT_LOG_BYTES,
+    ):
         self._task, self._incarnation, self._connect = task, incarnation, connect
+        self._log_bytes = log_bytes
         self._lock = threading.Lock()
         self._copies: dict[int, GroupCopy] = {}
         self._addresses: list[str] = []
@@ -51,7 +60,7 @@ class GroupCopies:
             copy = self._copies.get(view.group)
             if copy is None:
                 connect = lambda task: self._connect(task, self._addresses[task])  # noqa: E731
-                copy = GroupCopy(view.group, self._task, self._incarnation, connect)
+                copy = GroupCopy(view.group, self._task, self._incarnation, connect, self._log_bytes)
                 self._copies[view.group] = copy
         copy.take(view)
 

@@ -16,6 +16,7 @@ from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.spec import ClusterDef, ClusterSpec, Task, listed
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.credentials import Credentials
+from replicax._src.ps.log import DEFAULT_LOG_BYTES
 
 STREAM_PORT_VARIABLE: Final = "REPLICAX_STREAM_PORT"
 _LAST_PORT: Final = 65535
@@ -122,6 +123,8 @@ class ServerOptions:
       snapshot_interval_s: The time between two of them; ``math.inf``: only when the coordinator asks for one.
       stream_port: Where it takes variables and gradients, besides the port of its address: 0 is any free port, "off"
         none: they come by that of the address then. None: as REPLICAX_STREAM_PORT says, or any free one.
+      log_bytes: With ``replication=2``, how much memory a ps uses for updates that its backup lacks. A backup that
+        lacks more gets the whole state.
 
     Raises:
       InvalidArgumentError: A value that is not allowed.
@@ -134,6 +137,7 @@ class ServerOptions:
     snapshot_dir: str | os.PathLike[str] | None = None
     snapshot_interval_s: float = 60.0
     stream_port: int | Literal["off"] | None = None
+    log_bytes: int = DEFAULT_LOG_BYTES
 
     def __post_init__(self) -> None:
         if self.on_coordinator_loss not in ("wait", "exit"):
@@ -145,6 +149,8 @@ class ServerOptions:
                 raise InvalidArgumentError(
                     f"{name}={getattr(self, name)!r}: it is a number of seconds above 0, or math.inf."
                 )
+        if type(self.log_bytes) is not int or self.log_bytes < 1:
+            raise InvalidArgumentError(f"log_bytes={self.log_bytes!r}: it is a number of bytes, 1 or more.")
         port = self.stream_port
         if not (port in (None, "off") or (type(port) is int and 0 <= port <= _LAST_PORT)):
             raise InvalidArgumentError(

@@ -13,6 +13,7 @@ from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.group_copies import GroupCopies
 from replicax._src.ps.group_rules import View
 from replicax._src.ps.links import PsLinks
+from replicax._src.ps.log import DEFAULT_LOG_BYTES
 from replicax._src.ps.messages import Message
 from replicax._src.ps.resources import WorkerPlace
 from replicax._src.ps.server_def import ServerDef, ServerOptions
@@ -28,7 +29,7 @@ def host_of(definition: ServerDef, options: ServerOptions, credentials: Credenti
     if definition.job_name == "ps":
         folder = options.snapshot_dir
         own = None if folder is None else Path(folder) / f"ps-{definition.task_index}"
-        return PsHost(own, options.snapshot_interval_s, definition.task_index, credentials)
+        return PsHost(own, options.snapshot_interval_s, definition.task_index, credentials, options.log_bytes)
     place = WorkerPlace(definition.task_index, definition.cluster.num_tasks("worker"))
     return WorkerHost(place, credentials)
 
@@ -69,14 +70,22 @@ class PsHost:
       interval_s: Between two of them.
       index: Of this task.
       credentials: For other parameter servers, if variables are on two each.
+      log_bytes: Of the updates that are kept for a backup.
 
     Raises:
       SnapshotError: There are snapshots, and none can be read.
     """
 
-    def __init__(self, directory: Path | None, interval_s: float, index: int, credentials: Credentials):
+    def __init__(
+        self,
+        directory: Path | None,
+        interval_s: float,
+        index: int,
+        credentials: Credentials,
+        log_bytes: int = DEFAULT_LOG_BYTES,
+    ):
         self._store, self._interval_s = Store(), interval_s
-        self._index, self._credentials = index, credentials
+        self._index, self._credentials, self._log_bytes = index, credentials, log_bytes
         self._keeper = None if directory is None else SnapshotKeeper(self._store, directory, interval_s)
         self._copies: GroupCopies | None = None
         self.asks: Mapping[str, Ask] = {"group": self._take_view}
@@ -99,7 +108,7 @@ class PsHost:
         """What is in the store stays, if it is of that coordinator."""
         if self._keeper is not None:
             self._keeper.begin()
-        self._copies = GroupCopies(self._index, incarnation, self._connect)
+        self._copies = GroupCopies(self._index, incarnation, self._connect, self._log_bytes)
         return PsWork(self._store, incarnation, self._copies, self._keeper)
 
     def close(self) -> None:
