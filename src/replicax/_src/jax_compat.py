@@ -856,8 +856,10 @@ def copied(value: Any) -> jax.Array:
 
     ``jnp.copy`` compiles a program for each shape, and takes ten times as long for small arrays. ``device_put`` with
     ``may_alias=False`` copies only arrays that stay where they are: from NumPy, or onto more devices, it shares buffers
-    all the same (jax 0.10).
+    all the same (jax 0.10). A transfer from NumPy may end after the call: it gets a copy that nobody else writes to.
     """
+    if isinstance(value, np.ndarray):
+        return jax.device_put(value.copy())
     is_here = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_fully_addressable
     if not is_here or jnp.issubdtype(
         value.dtype, jax.dtypes.extended

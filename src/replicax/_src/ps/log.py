@@ -1,8 +1,8 @@
 """``UpdateLog``: the numbered updates of a store that its backup has not acknowledged. Pure: no clock, no transport.
 
-A store applies updates in one order. An update's *position* is the epoch of the primary that ordered it, and its number.
-There is one primary per epoch, and a backup applies only the next number; so two stores whose last updates have the same
-position have the same contents. This is the log matching property of Raft, and three rules follow from it:
+A store applies updates in one order. An update's *position* is the epoch of the primary that ordered it, and its
+number. There is one primary per epoch, and a backup applies only the next number; so two stores whose last updates have
+the same position have the same contents. This is the log matching property of Raft, and three rules follow from it:
 
 - A backup that is at a position which the log reaches gets the updates after it.
 - Any other backup gets the state at one position, and then the updates after it.
