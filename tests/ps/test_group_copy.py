@@ -63,10 +63,10 @@ class Open:
 class Network:
     """Two servers, and the coordinator's word on who is what."""
 
-    def __init__(self):
+    def __init__(self, **options):
         self.is_cut, self.num_sent = False, 0
         self.is_silent, self.is_awaited = False, threading.Event()
-        self.servers = [GroupCopies(n, ME, lambda to, _: Way(self, to)) for n in range(2)]
+        self.servers = [GroupCopies(n, ME, lambda to, _: Way(self, to), **options) for n in range(2)]
         self.view(1, 0, 1)
 
     def check(self):
@@ -114,8 +114,8 @@ class Network:
 
 
 @pytest.fixture
-def network():
-    network = Network()
+def network(request):
+    network = Network(**getattr(request, "param", {}))
     yield network
     for server in network.servers:
         server.close()
@@ -469,6 +469,18 @@ def test_backup_that_comes_back_gets_only_the_updates_that_it_lacks(network, add
     network.view(4, 1, None, to=[1])
     assert network.read(1) == 10.0
     assert network.step(1, add, 9, [ONE]).header["duplicate"]
+
+
+@pytest.mark.parametrize("network", [{"log_bytes": 1}], indirect=True)
+def test_backup_that_lacks_more_than_log_bytes_gets_the_state(network, add, monkeypatch):
+    parts = parts_of(network, monkeypatch)
+    network.view(2, 0, None)
+    for number in range(2):
+        network.step(0, add, number, [ONE])
+    network.view(3, 0, 1, is_joining=True)
+    network.until_in_sync()
+    assert parts[:2] == ["where", "state"]
+    assert network.ask(0, "checksum").header["is_on_two"]
 
 
 @pytest.mark.parametrize("has_more", [False, True])

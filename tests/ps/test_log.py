@@ -92,14 +92,13 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def keeps_at_most_so_much(self):
-        if hasattr(self, "log"):
-            kept = [update for _, update in self.log.after(-1)]
-            assert self.log.num_bytes <= MAX_BYTES or len(kept) == 1
-            assert list(self.log) == kept
+        kept = [update for _, update in self.log.after(-1)]
+        assert self.log.num_bytes <= MAX_BYTES or len(kept) == 1
+        assert list(self.log) == kept
 
     @invariant()
     def same_position_same_contents(self):
-        if hasattr(self, "log") and self.log.reaches(self.follower.position):
+        if self.log.reaches(self.follower.position):
             repaired = Store()
             repaired.become(self.follower.updates, self.follower.position)
             for position, update in self.log.after(repaired.position.seq):

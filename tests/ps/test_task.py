@@ -26,10 +26,12 @@ from replicax._src.ps.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from replicax._src.ps.group_rules import View
 from replicax._src.ps.messages import Message
 from replicax._src.ps.service import TaskService
 from replicax._src.ps.tenancy import Tenancy
 from replicax._src.ps.transport import Session, TaskClient
+from replicax._src.ps.work import host_of
 from replicax.errors import ClusterEnvironmentError, ClusterError, ContextError, InvalidArgumentError
 
 pytestmark = pytest.mark.timeout(180)
@@ -136,6 +138,15 @@ def test_a_cluster_without_this_task():
 )
 def test_options_that_are_not_allowed(arguments, says):
     message(InvalidArgumentError, lambda: rx.ServerOptions(**arguments), says)
+
+
+def test_log_bytes_reaches_the_log():
+    definition = rx.ServerDef(ClusterSpec(CLUSTER), "ps", 0)
+    host = host_of(definition, rx.ServerOptions(log_bytes=12345), CREDENTIALS)
+    host.begin("me", [])
+    view = View(0, 1, 0, 1)
+    host.asks["group"]({"view": view.described(), "ps": ["a:1", "b:1"]})
+    assert host._copies._copies[0]._log.max_bytes == 12345
 
 
 def test_the_port_of_streams_is_what_the_options_say_or_the_environment(started, monkeypatch):

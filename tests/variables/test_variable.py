@@ -66,6 +66,20 @@ def test_shape_and_dtype_are_those_of_the_initial_value(strategy, initial, dtype
     assert not v.value.weak_type
 
 
+@pytest.mark.parametrize("how", ["initial", "assign"])
+def test_numpy_array_may_be_changed_right_after_it_was_given(strategy, how):
+    """Of 2048 x 2048, JAX reads it after the call in some of these trials, unless it is copied."""
+    variable = make(strategy, np.zeros((2048, 2048), np.float32))
+    for _ in range(20):
+        value = np.ones((2048, 2048), np.float32)
+        if how == "initial":
+            variable = make(strategy, value)
+        else:
+            variable.assign(value)
+        value[:] = 2
+        assert np.asarray(variable.value).max() == 1
+
+
 def test_the_initial_function_is_called_once(strategy):
     calls = []
     v = make(strategy, lambda: calls.append(1) or np.random.default_rng().normal(size=3))

@@ -856,7 +856,7 @@ def copied(value: Any) -> jax.Array:
 
     ``jnp.copy`` compiles a program for each shape, and takes ten times as long for small arrays. ``device_put`` with
     ``may_alias=False`` copies only arrays that stay where they are: from NumPy, or onto more devices, it shares buffers
-    all the same (jax 0.10). A transfer from NumPy may end after the call: it gets a copy that nobody else writes to.
+    all the same (jax 0.10). It may also read NumPy's memory after the call, so it gets a copy that nobody else changes.
     """
     if isinstance(value, np.ndarray):
         return jax.device_put(value.copy())

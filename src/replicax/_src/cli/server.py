@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
         type=positive,
         default=256 << 20,
         metavar="BYTES",
-        help="memory for updates that the second copy lacks, with replication (268435456)",
+        help="with --replication 2, memory for updates that the other server lacks (256 MB)",
     )
     parser.set_defaults(run=run, parser=parser)
 

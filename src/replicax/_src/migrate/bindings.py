@@ -87,7 +87,7 @@ class Bound:
     dotted: str
     statement: Import
     alias: cst.ImportAlias | None
-    origin: str = ""
+    origin: str
 
     @property
     def is_handed_on(self) -> bool:

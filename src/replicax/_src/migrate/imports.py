@@ -253,9 +253,7 @@ class Imports:
         return result
 
     def _by_star(self, statement: Import) -> list[Bound]:
-        """The names of TensorFlow in use that come by ``import *`` from a module of the program, which may stop to
-        have them.
-        """
+        """The used names of TensorFlow that ``import *`` brings; the module that they come from may drop them."""
         used = {bound for bound in self._used if bound.statement is statement and bound.name != "*"}
         return sorted((b for b in used if b.alias is None), key=lambda bound: bound.name)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
@@ -270,7 +271,7 @@ def own_copies(values: Sequence[Any], sharding: Any) -> list[jax.Array]:
     """``own_copy`` of several values, in one program."""
     if not values:
         return []
-    values = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
+    values = [v if isinstance(v, jax.Array) else jax_compat.copied(np.asarray(v)) for v in values]
     if not all(value.sharding == sharding or not value.committed for value in values):
         values = [jax_compat.put(value, sharding) for value in values]
     return _copying_to(sharding)(values)

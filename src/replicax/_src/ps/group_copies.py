@@ -27,7 +27,7 @@ class GroupCopies:
       task: The number of this server.
       incarnation: Of the coordinator.
       connect: Gives a client of a parameter server, by its number and its address.
-      log_bytes: Of the updates that are kept for the backup, for each group.
+      log_bytes: The most memory that each group uses for updates that its backup lacks.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class GroupCopy:
       task: The number of this server.
       incarnation: Of the coordinator.
       connect: Gives a client of another server, by its number.
-      log_bytes: Of the updates that are kept for the backup.
+      log_bytes: The most memory for updates that the backup lacks.
     """
 
     def __init__(

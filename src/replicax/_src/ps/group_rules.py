@@ -11,8 +11,8 @@ which clients talk to, and the *backup*. Who is what is a ``View``; the coordina
 - A backup that is made the primary takes nothing of the one before it any more, as its epoch is a higher one.
 - A primary that cannot reach its backup answers nobody until the coordinator has said that it is alone.
 - A backup that *joins* lacks something. The primary is as good as alone until it has brought it what it lacks
-  (``log.py``), and
-  needs its word from then on; only after that it tells the coordinator, which may then make it the primary.
+  (``log.py``), and needs its word from then on; only after that it tells the coordinator, which may then make it the
+  primary.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class GroupRules:
     def take(self, view: View) -> bool:
         """The coordinator has decided. Returns whether that is new; an older view changes nothing.
 
-        Where it is the backup that joins, what it has may be more than what is on the primary, or less.
+        Where it is the backup that joins, it may have more than the primary, or less.
 
         Raises:
           InvalidArgumentError: It would be the primary, or a backup in sync, without having all that was answered.

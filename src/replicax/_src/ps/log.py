@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class Position(NamedTuple):
-    """Of an update, and of the store that has applied it and all before it."""
+    """The place of an update in the order, and of a store that has applied it and all before it."""
 
     epoch: int
     seq: int
 
 
 START: Final = Position(0, 0)
-"""Of a store that has applied nothing."""
+"""The position of a store that has applied nothing."""
 
 
 @final
@@ -36,10 +36,10 @@ class UpdateLog(Generic[T]):
     """Updates in order, from one position on. Not for several threads at once.
 
     Args:
-      max_bytes: Of the updates that are kept. One update is kept whatever its size.
+      max_bytes: The most that the kept updates may take. One update is kept whatever its size.
 
     Attributes:
-      num_bytes: Of the updates that are charged now.
+      num_bytes: What the kept updates take now.
 
     >>> log = UpdateLog[str](max_bytes=100)
     >>> log.begin(START)

@@ -123,8 +123,8 @@ class ServerOptions:
       snapshot_interval_s: The time between two of them; ``math.inf``: only when the coordinator asks for one.
       stream_port: Where it takes variables and gradients, besides the port of its address: 0 is any free port, "off"
         none: they come by that of the address then. None: as REPLICAX_STREAM_PORT says, or any free one.
-      log_bytes: With ``replication=2``, how much memory a ps uses for updates that its backup lacks. A backup that
-        lacks more gets the whole state.
+      log_bytes: With ``replication=2``, the most memory that a ps uses for updates that a backup lacks, for
+        each group of variables. A backup that lacks more gets the whole state.
 
     Raises:
       InvalidArgumentError: A value that is not allowed.

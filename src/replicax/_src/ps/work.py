@@ -70,7 +70,7 @@ class PsHost:
       interval_s: Between two of them.
       index: Of this task.
       credentials: For other parameter servers, if variables are on two each.
-      log_bytes: Of the updates that are kept for a backup.
+      log_bytes: The most memory that each group uses for updates that its backup lacks.
 
     Raises:
       SnapshotError: There are snapshots, and none can be read.

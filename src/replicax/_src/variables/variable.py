@@ -524,7 +524,9 @@ def as_array(value: Any, what: str, dtype: Any = None) -> Any:
     if is_integer and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
         value = value.astype(dtype)  # which holds what integers of 32 bits do not
     try:
-        return jnp.asarray(narrowed_nest(value, what))
+        array = narrowed_nest(value, what)
+        # JAX may adopt NumPy's memory, or read it after this call; the caller may change it then (jax 0.10).
+        return jnp.asarray(array.copy() if isinstance(array, np.ndarray) else array)
     except (TypeError, ValueError) as error:
         if isinstance(error, ReplicaxError):
             raise
