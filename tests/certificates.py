@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from replicax._src.ps.credentials import Credentials
+from replicax._src.cluster.credentials import Credentials
 
 
 def credentials_of_ca(folder, name):

@@ -14,8 +14,8 @@ from checks import message
 from replicax.__main__ import main
 from replicax._src.cli.answers import ask_channel, ask_until
 from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.transport import TaskClient
 from replicax.errors import ClusterStartError
 

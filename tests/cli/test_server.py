@@ -13,8 +13,8 @@ import pytest
 
 import replicax
 from replicax.__main__ import main
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.transport import TaskClient
 
 LIMIT_S = 120
@@ -265,7 +265,7 @@ def test_a_whole_cluster(launch):
     """Real servers. The script is the coordinator, and kills the worker; another process takes its place."""
     script = """
     import pathlib
-    from replicax._src.ps.credentials import Credentials
+    from replicax._src.cluster.credentials import Credentials
     from replicax._src.ps.errors import UnavailableError
     from replicax._src.ps.transport import TaskClient
 

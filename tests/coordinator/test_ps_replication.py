@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
 from replicax._src.coordinator.ps_replication import Replication
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.workers import Limits
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.groups import Groups
 from replicax._src.ps.service import TaskService

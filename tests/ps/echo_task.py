@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from replicax._src.ps.credentials import Credentials
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.ps.messages import Message
 from replicax._src.ps.transport import TaskServer
 from replicax.errors import UnknownProgramError
@@ -24,8 +24,7 @@ class Echo:
         self.num_closed = 0
         self.waits, self.may_go_on = threading.Event(), threading.Event()
 
-    def ask(self, what, header, session):
-        assert session is None
+    def ask(self, what, header):
         if what == "statistics":
             return {**self.server.statistics(), "closed": self.num_closed}
         return {"what": what, **self._done(what, header)}

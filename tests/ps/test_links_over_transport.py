@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from exported import update_program, worker_program
-from replicax._src.ps.credentials import Credentials
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.programs import Input, Operand, Piece, Push, signature_of

@@ -13,10 +13,10 @@ import pytest
 from echo_task import EchoTask, echo_server
 
 from checks import message, needs_ipv6
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
 from replicax._src.ps import sockets
 from replicax._src.ps.buffers import Buffers
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.messages import Decoder, Message, encode
 from replicax._src.ps.server import _Answers
 from replicax._src.ps.sockets import _BUFFER_BYTES, _MOST_STRANGERS, SocketPipe, Tickets

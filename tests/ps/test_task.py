@@ -16,9 +16,9 @@ import pytest
 
 import replicax as rx
 from checks import catches, in_a_process_of_its_own, message
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.spec import ClusterSpec, Task
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import (
     MessageError,
     RemoteError,

@@ -8,7 +8,7 @@ import pytest
 from echo_task import EchoTask
 
 from checks import message
-from replicax._src.ps.credentials import Credentials
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.ps.messages import Message
 from replicax._src.ps.transport import TaskClient
 from replicax.errors import UnavailableError

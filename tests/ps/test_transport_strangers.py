@@ -12,7 +12,7 @@ import pytest
 from echo_task import EchoTask
 from pyarrow import flight
 
-from replicax._src.ps.credentials import Credentials
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.ps.messages import Message, encode
 from replicax._src.ps.transport import TaskClient
 from replicax.errors import UnauthenticatedError

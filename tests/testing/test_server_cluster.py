@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from checks import catches, message
-from replicax._src.ps.credentials import Credentials
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.ps.errors import UnauthenticatedError, UnavailableError
 from replicax._src.ps.messages import Message
 from replicax._src.ps.transport import TaskClient
@@ -97,7 +97,7 @@ def test_a_program_for_the_chief(local_cluster):
     import os
     from replicax.testing import report
     from replicax.cluster_resolver import TFConfigClusterResolver
-    from replicax._src.ps.credentials import Credentials
+    from replicax._src.cluster.credentials import Credentials
     from replicax._src.ps.transport import TaskClient
 
     address = TFConfigClusterResolver().cluster_spec().task_address("ps", 0)

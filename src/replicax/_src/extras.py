@@ -61,7 +61,7 @@ EXTRAS: Final = {
     "checkpoint": (Package("orbax-checkpoint", "orbax.checkpoint"), Package("safetensors")),
     "summaries": (Package("tensorboardX"), Package("pillow", "PIL")),
     "cli": (Package("rich"),),
-    "ps": (Package("pyarrow"), Package("cloudpickle"), Package("flatbuffers")),
+    "ps": (Package("xxhash"), Package("cloudpickle"), Package("flatbuffers")),
     "migrate": (Package("libcst"),),
     "plan-tpu": (Package("libtpu"),),
     "plan-gpu": (Package("jax-cuda12-plugin", "jax_plugins.xla_cuda12", like_jax=True),),

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.frames import Decoder, FrameError, ask, encode, listen
 from replicax._src.cluster.spec import Task, split_address
 from replicax._src.errors import MissingExtraError
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnauthenticatedError, UnavailableError
 
 _ATTEMPT_S: Final = 2.0

@@ -25,6 +25,7 @@ from replicax._src.cli.answers import (
 )
 from replicax._src.cli.arguments import seconds
 from replicax._src.cli.doctor_test import run_test
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.detect import ResolverChoice, choose_resolver
 from replicax._src.cluster.environ import LIMITS_S, limit_s
 from replicax._src.cluster.errors import ClusterError
@@ -35,7 +36,6 @@ from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import Task
 from replicax._src.extras import EXTRAS, missing_packages
 from replicax._src.keras_backend import chosen_backend, wrong_backend
-from replicax._src.ps.credentials import Credentials
 from replicax._src.version import __version__
 
 _DESCRIPTION: Final = """\

@@ -17,6 +17,7 @@ from replicax._src.cli.gpus import GPUS_VARIABLE, gpus_here, gpus_of_tasks, visi
 from replicax._src.cli.hosts import DEFAULT_PORT, addresses_of, lines_to_paste, read_hosts
 from replicax._src.cli.script_keras import script_path, use_of_keras
 from replicax._src.cli.supervisor import Start, Supervisor, SupervisorOptions
+from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.layout import (
     CHECKPOINT_DIR_VARIABLE,
@@ -37,7 +38,6 @@ from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.coordinator.status import STATUS_ADDRESS_VARIABLE
 from replicax._src.keras_backend import chosen_backend, wrong_backend
-from replicax._src.ps.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 
 _DESCRIPTION: Final = """\
 Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG with free ports, and its output is printed

@@ -28,7 +28,6 @@ environment:
   TF_CONFIG               the cluster and which task this is, unless the options say it
   REPLICAX_TOKEN          a secret that all tasks of a cluster share; see the guide to parameter servers for TLS
   REPLICAX_PROGRAM_CACHE  where compiled programs are kept (~/.cache/replicax/programs); "off": nowhere
-  REPLICAX_STREAM_PORT    a second port, for variables and gradients (any free port); "off": all on the port of its address
   PJRT_NPROC              threads to compute with (the cores of the host, shared by the tasks on it)
 """
 

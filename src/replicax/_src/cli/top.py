@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO, final
 
 from replicax._src.cli.arguments import seconds
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.coordinator.status import (
     COLUMNS,
@@ -28,7 +29,6 @@ from replicax._src.coordinator.status import (
     staleness_of,
 )
 from replicax._src.coordinator.status_access import viewing_token
-from replicax._src.ps.credentials import Credentials
 
 _DESCRIPTION: Final = f"""\
 Shows a live table of the tasks of a cluster with parameter servers. The coordinator serves it at the address that you choose

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import jax
 import numpy as np
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.coordinator.closures import ClosureQueue
 from replicax._src.coordinator.crew import Crew
 from replicax._src.coordinator.dispatch import Work
@@ -29,7 +30,6 @@ from replicax._src.coordinator.workers import Limits
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.placement.remote.elements import ElementSpec
 from replicax._src.ps import resources, structures
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import ClosureInputError
 from replicax._src.ps.process import vitals
 

@@ -6,9 +6,9 @@ import hashlib
 import hmac
 from typing import Final, final
 
+from replicax._src.cluster.credentials import TOKEN_VARIABLE, is_loopback
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.ps.credentials import TOKEN_VARIABLE, is_loopback
 
 _PURPOSE: Final = b"replicax status"
 

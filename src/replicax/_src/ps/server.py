@@ -5,26 +5,22 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Final, Protocol, Self, final
 
+from replicax._src.cluster.credentials import TOKEN_VARIABLE, Credentials
 from replicax._src.cluster.spec import join_address, split_address
 from replicax._src.errors import ReplicaxError
 from replicax._src.extras import missing_extra
 from replicax._src.ps.buffers import Buffers
-from replicax._src.ps.bundles import bundled
-from replicax._src.ps.connections import cut_accepted, port_of_peer
-from replicax._src.ps.credentials import TOKEN_VARIABLE, Credentials
-from replicax._src.ps.deadlines import Deadline, Deadlines
 from replicax._src.ps.errors import MessageError, UnavailableError, described
 from replicax._src.ps.messages import (
     LARGEST_BODY,
-    LARGEST_HEADER,
     Decoder,
     Encoded,
     Message,
@@ -32,43 +28,47 @@ from replicax._src.ps.messages import (
     encode,
     header_bytes,
 )
-from replicax._src.ps.sockets import Listener
+from replicax._src.wire.connection import FOREVER, Connection
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError
+from replicax._src.wire.frames import Kind
+from replicax._src.wire.listener import Listener
+from replicax._src.wire.sockets import listen
 
 log = logging.getLogger("replicax")
 
+ASKS: Final = "asks"
+STREAM: Final = "stream"
+"""What a client wants a connection for."""
+
+_BACKLOG: Final = 256
 _HELD_S: Final = 0.002
 """For so long an answer waits for those to messages that came with its own."""
-
-PING = (
-    ""  # asked before a stream is opened: it makes the connection, with a deadline, and shows the credentials
-)
+_MOST_HELD_BYTES: Final = 64 * 1024
+_TAKE_ANSWER_S: Final = 600.0
 
 
-def load_flight() -> ModuleType:
-    """``flight.py``, which needs pyarrow.
+def check_installed() -> None:
+    """Checks that the package of the checksums is there.
 
     Raises:
-      MissingExtraError: pyarrow is not installed.
+      MissingExtraError: It is not.
     """
     try:
-        from replicax._src.ps import flight
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("pyarrow"):
-            raise
+        import xxhash  # noqa: F401
+    except ImportError as error:
         raise missing_extra("Training with parameter servers", "ps") from error
-    return flight
 
 
-@final
+@dataclass
 class Counts:
-    """Of one end of a stream; only its thread writes."""
+    """What one end of a connection has sent and received."""
 
-    __slots__ = ("bytes_in", "bytes_out", "messages")
-
-    def __init__(self) -> None:
-        self.messages = self.bytes_in = self.bytes_out = 0
+    messages: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
 
     def add(self, other: Counts) -> None:
+        """Adds what another end has."""
         self.messages += other.messages
         self.bytes_in += other.bytes_in
         self.bytes_out += other.bytes_out
@@ -92,8 +92,8 @@ class Session:
 class Service(Protocol):
     """What a ``TaskServer`` answers with. It is called on many threads: at once for different streams and asks."""
 
-    def ask(self, what: str, header: Mapping[str, Any], session: Session | None) -> Mapping[str, Any]:
-        """The answer to an ``ask``, of JSON values. It comes outside of streams: ``session`` is None."""
+    def ask(self, what: str, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer to an ``ask``, of JSON values."""
         ...
 
     def answer(self, message: Message, session: Session) -> Message:
@@ -116,15 +116,13 @@ class TaskServer:
       address: ``host:port``. A host that is not of the loopback means all networks of this machine. Port 0 takes a
         free one.
       credentials: Peers without the same are sent away.
-      max_message_bytes: Of one message; a peer that announces more is told so and its stream ended, before memory
-        is allocated for it.
+      max_message_bytes: Of the arrays of one message; a peer that announces more is told so and its stream ended,
+        before memory is allocated for it.
       max_streams: How many may be open; each has a thread.
-      stream_port: Where it listens for streams on sockets of their own (``sockets.py``); 0 for any free port, None for
-        no such streams. With TLS there are none.
 
     Raises:
       InvalidArgumentError: It would be open to everybody on the network, or a file of the credentials is wrong.
-      MissingExtraError: pyarrow is not installed.
+      MissingExtraError: xxhash is not installed.
     """
 
     def __init__(
@@ -135,21 +133,20 @@ class TaskServer:
         *,
         max_message_bytes: int = LARGEST_BODY,
         max_streams: int = 256,
-        stream_port: int | None = 0,
     ):
         credentials.check_server(address)
+        check_installed()
         self._address = address
         self._service = service
         self._credentials = credentials
+        self._security = credentials.security()
         self._max_message_bytes = max_message_bytes
         self._max_streams = max_streams
-        self._flight = load_flight()
-        self._server: Any = None
         self._listener: Listener | None = None
-        self._stream_port = None if credentials.uses_tls else stream_port
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._streams: dict[Session, _Stream] = {}
+        self._asking: set[Connection] = set()
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
@@ -158,7 +155,7 @@ class TaskServer:
     @property
     def port(self) -> int:
         """Where it listens; before ``start`` what the address says, maybe 0."""
-        return split_address(self._address)[1] if self._server is None else self._server.port
+        return split_address(self._address)[1] if self._listener is None else self._listener.port
 
     @property
     def address(self) -> str:
@@ -169,7 +166,7 @@ class TaskServer:
         """Begins to listen.
 
         Raises:
-          UnavailableError: It cannot listen there, or at the port of streams; one may be in use.
+          UnavailableError: It cannot listen there; the port may be in use.
         """
         if self._credentials.admits_anybody:
             log.warning(
@@ -178,27 +175,15 @@ class TaskServer:
                 self._address,
                 TOKEN_VARIABLE,
             )
-        self._server = self._listens(
-            self._address, lambda: self._flight.Server(self._address, self._credentials, self)
-        )
-        if self._stream_port is not None:
-            at = join_address(split_address(self._address)[0], self._stream_port)
-            try:
-                self._listener = self._listens(at, lambda: Listener(at, self.stream, self.rejected))
-            except UnavailableError:
-                self._server.shutdown()
-                self._server = None
-                raise
-        # Later, a thread of gRPC that calls Python would abort the process.
-        atexit.register(self.shutdown)
-
-    def _listens(self, address: str, make: Callable[[], Any]) -> Any:
         try:
-            return make()
-        except self._flight.ERRORS as error:
+            listening = listen(*split_address(self._address), _BACKLOG)
+        except OSError as error:
             raise UnavailableError(
-                f"The task cannot listen at {address}: {error}. Is the port in use, or the host of another machine?"
+                f"The task cannot listen at {self._address}: {error.strerror or error}. Is the port in use, or the host of "
+                "another machine?"
             ) from error
+        self._listener = Listener(listening, self._security, self._serve, self._rejected)
+        atexit.register(self.shutdown)
 
     def statistics(self) -> dict[str, int]:
         """Messages answered and their bytes in both directions, streams that are open, and what was rejected."""
@@ -215,28 +200,28 @@ class TaskServer:
             }
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Stops listening. What is being answered gets half of the time; then the peers' connections are cut."""
+        """Stops listening. What is being answered gets half of the time; then the connections are ended."""
         self._is_ending = True
-        server, deadline = self._server, time.monotonic() + timeout_s
+        listener, deadline = self._listener, time.monotonic() + timeout_s
         # A process that was forked off has the same sockets: what it shuts down is so here too.
-        if server is None or self._is_shut_down or os.getpid() != self._pid:
+        if listener is None or self._is_shut_down or os.getpid() != self._pid:
             return
         self._is_shut_down = True
         atexit.unregister(self.shutdown)
-        if self._listener is not None:
-            self._listener.close()
-        # A daemon: should it wait for ever, it keeps the server, which would wait too when it is collected.
-        ending = threading.Thread(target=server.shutdown, name="replicax shutdown", daemon=True)
-        ending.start()
+        listener.close()
         while self._is_answering() and time.monotonic() < deadline - timeout_s / 2:
             time.sleep(0.005)
-        ending.join(0.01)
-        while (ending.is_alive() or self._streams) and time.monotonic() < deadline:
-            self._cut_streams(server.port)
-            ending.join(0.05)
-        if ending.is_alive() or self._streams:
+        while True:
+            with self._lock:
+                connections = [*(stream.connection for stream in self._streams.values()), *self._asking]
+            if not connections or time.monotonic() >= deadline:
+                break
+            for connection in connections:
+                connection.cancel()
+            time.sleep(0.005)
+        if connections:
             log.warning(
-                "%d streams at %s did not end within %g s.", len(self._streams), self.address, timeout_s
+                "%d connections at %s did not end within %g s.", len(connections), self.address, timeout_s
             )
 
     def __enter__(self) -> Self:
@@ -246,45 +231,57 @@ class TaskServer:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _cut_streams(self, port: int) -> None:
-        with self._lock:
-            streams = dict(self._streams)
-        for stream in streams.values():
-            stream.cut()
-        peers = [port_of_peer(session.peer) for session in streams]
-        cut_accepted(port, {port for port in peers if port is not None})
-
     def _is_answering(self) -> bool:
         with self._lock:
             return any(stream.is_answering for stream in self._streams.values())
 
-    # What the server of flight.py asks, on threads of gRPC.
-
-    def rejected(self) -> None:
+    def _rejected(self) -> None:
         with self._lock:
             self._num_rejected += 1
 
-    def action(self, what: str, body: bytes) -> bytes:
+    # --- on the thread of a connection ---------------------------------------------------------------------
+
+    def _serve(self, connection: Connection, purpose: str) -> None:
         try:
-            if what == PING:
-                return header_bytes(self._way_in())
-            if len(body) > LARGEST_HEADER:
-                raise MessageError(
-                    f"{what!r} was asked with {len(body)} bytes, at most {LARGEST_HEADER} are taken."
-                )
-            return header_bytes(self._service.ask(what, decoded_header(body), None))
+            if purpose == STREAM:
+                self._serve_stream(connection)
+            else:
+                self._serve_asks(connection)
+        except PeerEndedError:
+            pass
+        except (MessageError, ForeignPeerError) as error:
+            self._rejected()
+            connection.end(str(error), is_refusal=True)
+        except UnavailableError as error:
+            connection.end(str(error))
+
+    def _serve_asks(self, connection: Connection) -> None:
+        with self._lock:
+            self._asking.add(connection)
+        try:
+            while not self._is_ending:
+                kind, head = connection.receive(FOREVER)
+                if kind is not Kind.ASK or head is None:
+                    raise ForeignPeerError(f"a frame of kind {kind} came where asks are answered")
+                answer = self._answer_ask(bytes(head))
+                connection.send([(Kind.ASK, answer, ())], time.monotonic() + _TAKE_ANSWER_S)
+            raise UnavailableError("the task is ending")
+        finally:
+            with self._lock:
+                self._asking.discard(connection)
+
+    def _answer_ask(self, head: bytes) -> bytes:
+        what = "an ask"
+        try:
+            fields = decoded_header(head)
+            what = str(fields.get("what"))
+            return header_bytes(self._service.ask(what, fields.get("fields") or {}))
         except Exception as error:
-            return header_bytes(self._failure(error, what))
+            return header_bytes(_failure(error, what))
 
-    def _way_in(self) -> dict[str, Any]:
-        """Where streams have sockets of their own, with a ticket for one; nothing if they have none."""
-        if self._listener is None:
-            return {}
-        return {"at": self.port, "port": self._listener.port, "ticket": self._listener.ticket()}
-
-    def stream(self, pipe: Any, peer: str) -> None:
-        session = Session(next(self._numbers), peer)
-        stream = _Stream(pipe, Decoder(Buffers(), self._max_message_bytes))
+    def _serve_stream(self, connection: Connection) -> None:
+        session = Session(next(self._numbers), connection.peer)
+        stream = _Stream(connection, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             if self._is_ending or len(self._streams) >= self._max_streams:
                 self._num_rejected += 1
@@ -295,12 +292,9 @@ class TaskServer:
                 )
             self._streams[session] = stream
         try:
-            pipe.begin()
-            while not self._is_ending and stream.turn(lambda message: self._answer(message, session)):
-                pass
-        except MessageError:
-            self.rejected()
-            raise
+            while not self._is_ending:
+                stream.turn(lambda message: self._answer(message, session))
+            raise UnavailableError("the task is ending")
         finally:
             stream.end()
             with self._lock:
@@ -312,118 +306,114 @@ class TaskServer:
         try:
             return encode(self._service.answer(message, session))
         except Exception as error:
-            return encode(Message(self._failure(error, message.header.get("op", "a message"))))
+            return encode(Message(_failure(error, message.header.get("op", "a message"))))
 
-    def _failure(self, error: Exception, what: str) -> dict[str, Any]:
-        if not isinstance(error, ReplicaxError):
-            log.error("%s failed.", what, exc_info=error)
-        return {"error": described(error)}
+
+def _failure(error: Exception, what: str) -> dict[str, Any]:
+    if not isinstance(error, ReplicaxError):
+        log.error("%s failed.", what, exc_info=error)
+    return {"error": described(error)}
 
 
 @final
 class _Stream:
-    """The server's end of a stream."""
+    """The server's end of a connection for messages.
 
-    def __init__(self, pipe: Any, decoder: Decoder):
-        self._pipe = pipe
+    Answers to messages that came together travel together, unless one lets them wait for it.
+    """
+
+    def __init__(self, connection: Connection, decoder: Decoder):
+        self.connection = connection
         self._decoder = decoder
-        self._answers = _Answers(pipe)
-        self.counts = self._answers.counts
+        self._held: list[Encoded] = []
+        self._held_bytes = 0
+        self._changed = threading.Condition()  # held while answers are sent
+        self._flusher: threading.Thread | None = None
+        self._send_at = self._wakes_at = math.inf
+        self._is_over = False
+        self._failure: OSError | None = None
+        self._num_answers = 0
         self.is_answering = False
 
-    def cut(self) -> None:
-        """Ends it, from any thread, where that can be done from here."""
-        if self._pipe.cancel_wakes_writers:
-            self._pipe.cancel()
+    @property
+    def counts(self) -> Counts:
+        """Messages that were answered, and bytes in both directions."""
+        return Counts(self._num_answers, self.connection.bytes_in, self.connection.bytes_out)
 
-    def turn(self, answer: Callable[[Message], Encoded]) -> bool:
-        """Takes what has come together and sends the answers; False when the peer has ended the stream."""
-        try:
-            messages = self._pipe.receive(self._decoder)
-        except EOFError:
-            return False
-        finally:
-            self.counts.bytes_in = self._decoder.num_bytes
+    def turn(self, answer: Callable[[Message], Encoded]) -> None:
+        """Takes the next message and answers it.
+
+        Raises:
+          PeerEndedError: The peer has ended the connection.
+          OSError: The connection has ended.
+          MessageError: What came is no message.
+        """
+        kind, head = self.connection.receive(FOREVER, self._decoder.room)
+        if kind is not Kind.MESSAGE:
+            raise ForeignPeerError(f"a frame of kind {kind} came where messages are answered")
+        message = self._decoder.filled() if head is None else self._decoder.decode(head)
         self.is_answering = True
         try:
-            *others, last = messages
-            for message in others:
-                self._answers.hold(answer(message))
-            self._answers.send(answer(last))
+            answered = answer(message)
+            del message  # so that its memory can be used again
+            # The arrays of an answer may change with the next message.
+            may_wait = not answered.body and self.connection.has_frame()
+            self._hold(answered) if may_wait else self._send(answered)
         finally:
             self.is_answering = False
-        return True
 
     def end(self) -> None:
         """Nothing is sent any more."""
-        self._answers.end()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
 
-
-@final
-class _Answers:
-    """Sends the answers of a stream.
-
-    Those to messages that came together go together, unless one lets them wait for it.
-    """
-
-    def __init__(self, pipe: Any):
-        self._pipe = pipe
-        self._deadlines = Deadlines()  # its own: a peer that takes nothing holds up no other stream
-        self._deadline: Deadline | None = None
-        self._held: list[Encoded] = []
-        self._writing = threading.Lock()
-        self._is_over = False
-        self._failure: Exception | None = None
-        self.counts = Counts()
-
-    def hold(self, answer: Encoded) -> None:
-        """Keeps an answer for the next ones, for a time.
-
-        Sends one with pieces, whose memory may change with the next message.
-        """
-        if answer.outside:
-            self.send(answer)
-            return
-        with self._writing:
+    def _hold(self, answer: Encoded) -> None:
+        """Keeps an answer for the next one, for a short time."""
+        with self._changed:
             self._held.append(answer)
-            is_first = len(self._held) == 1
-        if not is_first:
-            return
-        if self._deadline is None:
-            self._deadline = Deadline(self._expire)
-            self._deadlines.add(self._deadline)
-        self._deadlines.set(self._deadline, _HELD_S)
+            self._held_bytes += len(answer.head)
+            if self._held_bytes > _MOST_HELD_BYTES:
+                self._send_held()
+                return
+            if len(self._held) > 1:
+                return
+            self._send_at = time.monotonic() + _HELD_S
+            if self._flusher is None:
+                self._flusher = threading.Thread(target=self._flush, name="replicax answers", daemon=True)
+                self._flusher.start()
+            elif self._send_at < self._wakes_at:
+                self._changed.notify()
 
-    def send(self, answer: Encoded) -> None:
+    def _send(self, answer: Encoded) -> None:
         """Sends an answer, after those that have been kept."""
-        if self._deadline is not None:
-            self._deadline.clear()
-        with self._writing:
+        with self._changed:
             if self._failure is not None:
                 raise self._failure
             self._held.append(answer)
             self._send_held()
 
-    def end(self) -> None:
-        """Nothing is sent any more."""
-        with self._writing:
-            self._is_over = True
-        self._deadlines.close()
-
-    def _expire(self, limit_s: float) -> None:
-        del limit_s
-        with self._writing:
-            try:
-                self._send_held()
-            except Exception as error:  # half of an answer may be sent: the stream ends with the next one
-                self._failure = error
+    def _flush(self) -> None:
+        """Sends what has been kept for long enough, when the thread of the connection is still at the next answer."""
+        with self._changed:
+            while not self._is_over and self._failure is None:
+                now = time.monotonic()
+                if self._held and self._send_at <= now:
+                    try:
+                        self._send_held()
+                    except (
+                        OSError
+                    ) as error:  # half of an answer may be sent: the stream ends with the next one
+                        self._failure = error
+                    continue
+                self._wakes_at = self._send_at if self._held else math.inf
+                self._changed.wait(self._wakes_at - now if self._held else None)
 
     def _send_held(self) -> None:
-        held, self._held = self._held, []
-        if self._is_over or self._failure is not None:
+        held, self._held, self._held_bytes = self._held, [], 0
+        if self._is_over:
             return
-        # Before they arrive, so that who has an answer finds it counted.
-        self.counts.messages += len(held)
-        for each in bundled(held) if len(held) > 1 else held:
-            self.counts.bytes_out += each.num_bytes
-            self._pipe.write(each)
+        # Before they arrive, so that whoever has an answer finds it counted.
+        self._num_answers += len(held)
+        frames = [(Kind.MESSAGE, each.head, each.body) for each in held]
+        self.connection.send(frames, time.monotonic() + _TAKE_ANSWER_S)

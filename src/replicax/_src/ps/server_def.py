@@ -11,15 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
-from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.spec import ClusterDef, ClusterSpec, Task, listed
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.log import DEFAULT_LOG_BYTES
-
-STREAM_PORT_VARIABLE: Final = "REPLICAX_STREAM_PORT"
-_LAST_PORT: Final = 65535
 
 PROTOCOLS: Final = ("grpc", "grpc+tls")
 JOBS: Final = ("worker", "ps")
@@ -121,8 +117,6 @@ class ServerOptions:
       snapshot_dir: Where a ps writes its values from time to time, into a folder of its own, and when it is ended in
         order. Started again with the same folder it goes on from there. None: it does not.
       snapshot_interval_s: The time between two of them; ``math.inf``: only when the coordinator asks for one.
-      stream_port: Where it takes variables and gradients, besides the port of its address: 0 is any free port, "off"
-        none: they come by that of the address then. None: as REPLICAX_STREAM_PORT says, or any free one.
       log_bytes: With ``replication=2``, the most memory that a ps uses for updates that a backup lacks, for
         each group of variables. A backup that lacks more gets the whole state.
 
@@ -136,7 +130,6 @@ class ServerOptions:
     wait_timeout_s: float = math.inf
     snapshot_dir: str | os.PathLike[str] | None = None
     snapshot_interval_s: float = 60.0
-    stream_port: int | Literal["off"] | None = None
     log_bytes: int = DEFAULT_LOG_BYTES
 
     def __post_init__(self) -> None:
@@ -151,30 +144,3 @@ class ServerOptions:
                 )
         if type(self.log_bytes) is not int or self.log_bytes < 1:
             raise InvalidArgumentError(f"log_bytes={self.log_bytes!r}: it is a number of bytes, 1 or more.")
-        port = self.stream_port
-        if not (port in (None, "off") or (type(port) is int and 0 <= port <= _LAST_PORT)):
-            raise InvalidArgumentError(
-                f"stream_port={port!r}: it is a port, 0 for any free one, 'off', or None for {STREAM_PORT_VARIABLE}."
-            )
-
-
-def stream_port(options: ServerOptions, environ: Mapping[str, str]) -> int | None:
-    """The port for streams; 0 for any free one, None if there is to be none.
-
-    Raises:
-      ClusterEnvironmentError: What the environment says is neither.
-
-    >>> stream_port(ServerOptions(), {}), stream_port(ServerOptions(), {"REPLICAX_STREAM_PORT": "off"})
-    (0, None)
-    """
-    said = options.stream_port
-    if said is None:
-        said = environ.get(STREAM_PORT_VARIABLE, "0")
-    if said == "off":
-        return None
-    if isinstance(said, str) and not (said.isascii() and said.isdecimal() and int(said) <= _LAST_PORT):
-        raise ClusterEnvironmentError(
-            f"{STREAM_PORT_VARIABLE}={said!r} in the environment must be a port of 0 to {_LAST_PORT}, or 'off'. Correct "
-            "it, or leave it out for any free one."
-        )
-    return int(said)

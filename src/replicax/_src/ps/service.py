@@ -116,7 +116,7 @@ class TaskService:
         """Is set when somebody has asked the task to end."""
         return self._is_to_stop
 
-    def ask(self, what: str, header: Mapping[str, Any], session: Session | None) -> Mapping[str, Any]:
+    def ask(self, what: str, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers one of the small questions that every task is asked.
 
         Raises:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.spec import ClusterDef, ClusterSpec, join_address, split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.jax_compat import default_platform
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.process import prepare_process, vitals
-from replicax._src.ps.server_def import ServerDef, ServerOptions, stream_port
+from replicax._src.ps.server_def import ServerDef, ServerOptions
 from replicax._src.ps.service import Host, TaskService
 from replicax._src.ps.tenancy import Tenancy
 
@@ -57,7 +57,7 @@ class Server:
       ClusterError: The cluster is wrong, or does not have this task.
       UnavailableError: It cannot listen at its address.
       SnapshotError: It has snapshots, and none can be read.
-      MissingExtraError: pyarrow or cloudpickle is not installed: the extra ``ps``.
+      MissingExtraError: xxhash or cloudpickle is not installed: the extra ``ps``.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class Server:
                 "Server: protocol='grpc+tls' needs a certificate and its key: set REPLICAX_TLS_CERTIFICATE and "
                 "REPLICAX_TLS_KEY, or give Credentials in rx.ServerOptions."
             )
-        self._stream_port = stream_port(self._options, os.environ)
         self._host: Host | None = None
         self._service: TaskService | None = None
         self._transport: TaskServer | None = None
@@ -139,9 +138,7 @@ class Server:
             self._service = TaskService(
                 definition.task, self._host, about_this_process(), tenancy, self._measured
             )
-            transport = TaskServer(
-                definition.address, self._service, self._credentials, stream_port=self._stream_port
-            )
+            transport = TaskServer(definition.address, self._service, self._credentials)
             transport.start()
             self._transport = transport
         threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
-from replicax._src.ps.credentials import Credentials
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.ps.errors import UnavailableError
 
 if TYPE_CHECKING:

@@ -1,29 +1,24 @@
-"""The calls between tasks: a ``TaskServer`` answers what ``TaskClient`` and its ``Link`` ask, over Arrow Flight.
+"""The calls between tasks: a ``TaskServer`` answers what ``TaskClient`` and its ``Link`` ask, over ``wire``.
 
-``ask`` is one call with a deadline, and heals when the task was started again. A ``Link`` is a stream of messages and
-answers, in order; it does not heal: a new one is opened. What travels is said in ``messages.py``, who may speak in
-``credentials.py``. Memory is safe from those whom the credentials keep out: they are sent away before the body of a
-call is read. An authenticated peer is trusted with memory: a compressed batch, say, is large before anybody sees it.
+``ask`` is one call with a deadline, on a connection that later asks use again; it heals when the task was started
+again. A ``Link`` is a connection of its own for messages and their answers, in order; it does not heal: a new one is
+opened. So an ask does not wait behind the arrays of a link. ``messages.py`` says what travels.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, final
+from typing import Any, Final, Self, TypeVar, final
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.buffers import Buffers
-from replicax._src.ps.bundles import bundled
-from replicax._src.ps.connections import cut_made, resolved
-from replicax._src.ps.credentials import Credentials
-from replicax._src.ps.deadlines import Deadline, Deadlines
-from replicax._src.ps.errors import UnavailableError, of_answer
+from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError, of_answer
 from replicax._src.ps.messages import (
     LARGEST_BODY,
     Decoder,
@@ -33,17 +28,17 @@ from replicax._src.ps.messages import (
     encode,
     header_bytes,
 )
-from replicax._src.ps.server import PING, Counts, Service, Session, TaskServer, load_flight
-from replicax._src.ps.sockets import connected
+from replicax._src.ps.server import ASKS, STREAM, Counts, Service, Session, TaskServer, check_installed
+from replicax._src.wire.client import connect
+from replicax._src.wire.connection import Connection
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, TokenError
+from replicax._src.wire.frames import Kind
 
 __all__ = ["Link", "Service", "Session", "TaskClient", "TaskServer"]
 
-log = logging.getLogger("replicax")
-
 _T = TypeVar("_T")
 
-_CANCEL_S = 0.2
-_RELEASE_S = 1.0
+_LAST_WORDS_S: Final = 0.2
 
 
 @final
@@ -54,28 +49,28 @@ class TaskClient:
       address: ``host:port`` of the task.
       credentials: The same kind as the task's.
       task: Its name, for messages and errors: ``"ps 0"``.
-      max_message_bytes: Of one answer.
+      max_message_bytes: Of the arrays of one answer.
 
     Raises:
       InvalidArgumentError: A file of the credentials cannot be read.
-      MissingExtraError: pyarrow is not installed.
+      MissingExtraError: xxhash is not installed.
     """
 
     def __init__(
         self, address: str, credentials: Credentials, task: str, *, max_message_bytes: int = LARGEST_BODY
     ):
-        self._flight = load_flight()
-        self._client = self._flight.Client(address, credentials)
-        self._uses_tls = credentials.uses_tls
-        self._address = address
+        check_installed()
+        self._security = credentials.security()
+        self._host, self._port = split_address(address)
+        self._name = f"{task} at {address}"
         self._task = task
         self._max_message_bytes = max_message_bytes
-        self._deadlines = Deadlines()
         self._lock = threading.Lock()
+        self._idle: list[Connection] = []  # for asks
+        self._asking: set[Connection] = set()
         self._links: set[Link] = set()
         self._ended = Counts()
         self._is_closed = False
-        self._peers: set[tuple[str, int]] = set()  # where its connections lead to
 
     def ask(self, what: str, header: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
         """Asks the task for one thing, and waits for the answer.
@@ -85,29 +80,31 @@ class TaskClient:
           UnauthenticatedError: It refused the credentials.
           ReplicaxError: What ``ps.errors.of_answer`` makes of an answer that is an error.
         """
-        answer = decoded_header(self._action(what, header_bytes(header), timeout_s))
+        did = f"answer {what!r} within {timeout_s:g} s"
+        head = header_bytes({"what": what, "fields": header})
+        answer = self._reached(did, lambda: self._asked(head, time.monotonic() + timeout_s))
         if "error" in answer:
             raise of_answer(answer["error"], self._task)
         return answer
 
     def open(self, timeout_s: float = 10.0) -> Link:
-        """Opens a stream.
+        """Opens a connection for messages.
 
         Raises:
           UnavailableError: The task is dead or stopped.
           UnauthenticatedError: It refused the credentials.
         """
         deadline = time.monotonic() + timeout_s
-        way_in = decoded_header(self._action(PING, b"{}", timeout_s))
-        pipe = self._socket(way_in, deadline) or self._stream()
-        link = Link(self, pipe, Decoder(Buffers(), self._max_message_bytes))
+        connection = self._reached(
+            f"take a connection within {timeout_s:g} s", lambda: self._connected(STREAM, deadline)
+        )
+        link = Link(self, connection, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             self._links.add(link)
             is_closed = self._is_closed
-        if is_closed:  # meanwhile: nobody else would close it, and no deadline would pass
+        if is_closed:  # meanwhile: nobody else would close it
             link.close()
             raise self._closed()
-        link._begin(max(0.0, deadline - time.monotonic()))
         return link
 
     def statistics(self) -> dict[str, int]:
@@ -124,14 +121,17 @@ class TaskClient:
             }
 
     def close(self) -> None:
-        """Closes all links and the connection. What waits for an answer raises UnavailableError."""
-        self._is_closed = True
+        """Closes all connections. What waits for an answer raises UnavailableError."""
         with self._lock:
-            links = list(self._links)
+            self._is_closed = True
+            links, asking, idle = list(self._links), list(self._asking), list(self._idle)
+            self._idle.clear()
         for link in links:
             link.close()
-        self._deadlines.close()
-        self._client.close()
+        for connection in asking:
+            connection.cancel()  # the thread that uses it closes it
+        for connection in idle:
+            connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,47 +141,82 @@ class TaskClient:
     ) -> None:
         self.close()
 
-    def _socket(self, way_in: Mapping[str, Any], deadline: float) -> Any:
-        """A stream on a socket of its own, if the task has these, and is where it is thought to be."""
-        host, port = split_address(self._address)
-        # It is behind something that passes connections on, or uses TLS; or something before it does.
-        if way_in.get("at") != port or self._uses_tls:
-            return None
-        try:
-            # The other half is for a stream of Arrow Flight.
-            limit_s = max(0.001, deadline - time.monotonic()) / 2
-            return connected(host, way_in["port"], way_in["ticket"], limit_s)
-        except OSError as error:
-            log.info("%s is not reached at port %s, for streams: %s.", self._name, way_in["port"], error)
-            return None
+    def _connected(self, purpose: str, deadline: float) -> Connection:
+        return connect(self._host, self._port, self._security, purpose, deadline)
 
-    def _stream(self) -> Any:
-        self._peers = self._peers or resolved(*split_address(self._address))
+    def _asked(self, head: bytes, deadline: float) -> dict[str, Any]:
+        connection = self._for_asks(deadline)
+        is_whole = False
         try:
-            return self._client.stream()
-        except self._flight.ERRORS as error:
-            if self._is_closed:
-                raise self._closed() from None
-            raise self._error(error, "open a stream") from error
+            connection.send([(Kind.ASK, head, ())], deadline)
+            answer = connection.receive(deadline).head
+            if answer is None:
+                raise ForeignPeerError("the answer to an ask has a body")
+            fields = decoded_header(bytes(answer))
+            is_whole = True
+            return fields
+        finally:
+            with self._lock:
+                self._asking.discard(connection)
+                is_kept = is_whole and not self._is_closed
+                if is_kept:
+                    self._idle.append(connection)
+            if not is_kept:
+                connection.close()
 
-    def _action(self, what: str, body: bytes, timeout_s: float) -> bytes:
-        asked = f"answer {what!r}" if what else "take a connection"
+    def _for_asks(self, deadline: float) -> Connection:
+        """A connection that nobody uses, or a new one."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise self._closed()
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                connection = self._connected(ASKS, deadline)
+            elif not connection.is_idle():  # the task has ended since
+                connection.close()
+                continue
+            with self._lock:
+                self._asking.add(connection)
+            return connection
+
+    def _reached(self, did: str, call: Callable[[], _T]) -> _T:
         if self._is_closed:
             raise self._closed()
         try:
-            return self._client.action(what, body, timeout_s)
-        except self._flight.ERRORS as error:
-            raise self._error(error, f"{asked} within {timeout_s:g} s") from error
+            return call()
+        except OSError as error:
+            if self._is_closed:
+                raise self._closed() from None
+            raise self._public(error, did) from error
 
-    def _error(self, error: BaseException, what: str) -> ReplicaxError:
-        return self._flight.error_of(error, self._name, what)
+    def _public(self, error: OSError, did: str) -> ReplicaxError:
+        """What an error of the wire means.
+
+        Args:
+          did: What the task did not do: ``"answer 'hello' within 2 s"``.
+        """
+        if isinstance(error, TokenError):
+            return UnauthenticatedError(
+                f"{self._name} refused the credentials: {error}. Give all tasks of the cluster the same token "
+                "(REPLICAX_TOKEN)."
+            )
+        if isinstance(error, TimeoutError):
+            return UnavailableError(
+                f"{self._name} did not {did}: it is stopped, busy, or cannot be reached.", self._task
+            )
+        if isinstance(error, PeerEndedError) and error.is_refusal:
+            return MessageError(f"{self._name}: {error.reason}")
+        if isinstance(error, ForeignPeerError):
+            return MessageError(f"{self._name}: {error}.")
+        why = error.strerror or str(error)
+        hint = ""
+        if isinstance(error, PeerEndedError) and not error.reason and did.startswith("take a connection"):
+            hint = " Do both use the same TLS settings?"
+        return UnavailableError(f"{self._name} did not {did}: {why}.{hint}", self._task)
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"The client of {self._name} was closed.", self._task)
-
-    @property
-    def _name(self) -> str:
-        return f"{self._task} at {self._address}"
 
     def _ended_link(self, link: Link) -> None:
         with self._lock:
@@ -192,25 +227,24 @@ class TaskClient:
 
 @final
 class Link:
-    """A stream to a task: messages, and their answers in order. Made by ``TaskClient.open``.
+    """A connection to a task: messages, and their answers in order. Made by ``TaskClient.open``.
 
     Several messages may be sent before their answers are received. One thread may send while another one receives.
     After any error but one that the task answered with, the link is closed: open another one.
     """
 
-    def __init__(self, client: TaskClient, pipe: Any, decoder: Decoder):
+    def __init__(self, client: TaskClient, connection: Connection, decoder: Decoder):
         self._client = client
-        self._pipe = pipe
+        self._connection = connection
         self._decoder = decoder
-        self._came: deque[Message] = deque()  # with the one before
-        self._sending = threading.Lock()
-        self._receiving = threading.Lock()
         self._why_closed = ""
-        self._send_deadline = Deadline(lambda limit_s: self._expire("take", limit_s))
-        self._receive_deadline = Deadline(lambda limit_s: self._expire("answer", limit_s))
-        self.counts = Counts()
-        for deadline in (self._send_deadline, self._receive_deadline):
-            client._deadlines.add(deadline)
+        self._num_answers = 0
+
+    @property
+    def counts(self) -> Counts:
+        """Answers that have come, and bytes in both directions."""
+        connection = self._connection
+        return Counts(self._num_answers, connection.bytes_in, connection.bytes_out)
 
     def send(self, message: Message, timeout_s: float = 60.0) -> None:
         """Sends a message. Its arrays must not change until the answer has come: large ones are not copied.
@@ -222,11 +256,10 @@ class Link:
           MessageError: It cannot travel. The link goes on.
           UnavailableError: The task has ended, or took nothing for that time. The link is closed.
         """
-        encoded = encode(message)
-        self._bounded(self._sending, self._send_deadline, timeout_s, lambda: self._write(encoded))
+        self.send_all((message,), timeout_s)
 
     def send_all(self, messages: Sequence[Message], timeout_s: float = 60.0) -> None:
-        """Sends messages in order, small ones together: that costs hardly more than one. See ``send``.
+        """Sends messages in order, in one write: that costs hardly more than one. See ``send``.
 
         Each is answered on its own. The task does the first ones while the others wait there; answers to what was sent
         together may come together, each a few milliseconds after it was there at the latest.
@@ -235,16 +268,8 @@ class Link:
           MessageError: One cannot travel; none has been sent then. The link goes on.
           UnavailableError: As ``send``.
         """
-        if len(messages) == 1:
-            self.send(messages[0], timeout_s)
-            return
-        encoded = list(bundled([encode(message) for message in messages]))
-
-        def write() -> None:
-            for each in encoded:
-                self._write(each)
-
-        self._bounded(self._sending, self._send_deadline, timeout_s, write)
+        encoded = [encode(message) for message in messages]
+        self._bounded("take a message", timeout_s, lambda deadline: self._send(encoded, deadline))
 
     def receive(self, timeout_s: float) -> Message:
         """Waits for the answer to the first message that has none yet.
@@ -254,17 +279,17 @@ class Link:
           MessageError: What came is no message. The link is closed.
           ReplicaxError: What ``ps.errors.of_answer`` makes of an answer that is an error. The link goes on.
         """
-        answer = self._said(self._bounded(self._receiving, self._receive_deadline, timeout_s, self._read))
+        answer = self._bounded("answer a message", timeout_s, self._receive)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def receive_all(self, timeout_s: float) -> list[Message | ReplicaxError]:
         """Waits as ``receive``, and returns what has come together: at least one answer, or the error that it is."""
-        first = self._bounded(self._receiving, self._receive_deadline, timeout_s, self._read)
-        answers = [first, *self._came]
-        self._came.clear()
-        return [self._said(answer) for answer in answers]
+        answers = [self._bounded("answer a message", timeout_s, self._receive)]
+        while self._connection.has_frame():
+            answers.append(self._bounded("answer a message", timeout_s, self._receive))
+        return answers
 
     def call(self, message: Message, timeout_s: float) -> Message:
         """Sends a message and waits for its answer; see ``send`` and ``receive``."""
@@ -273,9 +298,9 @@ class Link:
         return self.receive(max(0.0, timeout_s - (time.monotonic() - started)))
 
     def close(self) -> None:
-        """Ends the stream. What waits for an answer raises UnavailableError."""
+        """Ends the connection. What waits for an answer raises UnavailableError."""
         self._end(f"The link to {self._client._name} was closed.")
-        self._release()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -283,113 +308,62 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, timeout_s: float) -> None:
-        self._bounded(self._sending, self._send_deadline, timeout_s, self._pipe.begin)
-
-    def _bounded(
-        self, lock: threading.Lock, deadline: Deadline, timeout_s: float, do: Callable[[], _T]
-    ) -> _T:
+    def _bounded(self, did: str, timeout_s: float, do: Callable[[float], _T]) -> _T:
         """Does what may block; whatever goes wrong in it closes the link."""
         client = self._client
         try:
-            with lock:
+            if self._why_closed:
+                raise UnavailableError(self._why_closed, client._task)
+            try:
+                return do(time.monotonic() + timeout_s)
+            except OSError as error:
                 if self._why_closed:
-                    raise UnavailableError(self._why_closed, client._task)
-                client._deadlines.set(deadline, timeout_s)
-                try:
-                    return do()
-                except EOFError:
-                    why = self._why_closed or f"{client._name} has ended the stream."
-                    raise UnavailableError(why, client._task) from None
-                except UnavailableError as error:  # the peer says why, and not who it is
-                    why = f"{client._name} has ended the stream: {error}."
-                    raise UnavailableError(why, client._task) from None
-                except client._flight.ERRORS as error:
-                    if self._why_closed:
-                        raise UnavailableError(self._why_closed, client._task) from None
-                    raise client._error(error, "go on with a stream") from error
-                finally:
-                    deadline.clear()
+                    raise UnavailableError(self._why_closed, client._task) from None
+                limit = "" if math.isinf(timeout_s) else f" within {timeout_s:.3g} s"
+                raise client._public(error, f"{did}{limit}") from error
         except ReplicaxError as error:
-            self._end(str(error))
-            self._release()
+            self._fail(str(error))
             raise
         except BaseException as error:  # Ctrl-C: a message may be half sent, or half received
-            self._end(f"{type(error).__name__} came while the stream to {client._name} was used.")
-            self._release()
+            self._fail(f"{type(error).__name__} came while the link to {client._name} was used.")
             raise
 
-    def _last_words(self) -> ReplicaxError | None:
-        """Why the task has ended the stream, if it says so in what it has sent, and nobody waits for that."""
-        if self._why_closed or not self._receiving.acquire(blocking=False):
-            return None
+    def _send(self, messages: Sequence[Encoded], deadline: float) -> None:
+        try:
+            self._connection.send([(Kind.MESSAGE, each.head, each.body) for each in messages], deadline)
+        except TimeoutError:
+            raise
+        except OSError:
+            self._raise_last_words()
+            raise
+
+    def _raise_last_words(self) -> None:
+        """Raises the reason for which the task has ended the connection, if it has said one."""
+        if self._why_closed:
+            return
         try:
             while True:
-                self._pipe.receive(self._decoder)
-        except ReplicaxError as error:
-            return error
-        except (EOFError, *self._client._flight.ERRORS):
-            return None
-        finally:
-            self._receiving.release()
+                self._connection.receive(time.monotonic() + _LAST_WORDS_S, self._decoder.room)
+        except PeerEndedError as ended:
+            if ended.reason:
+                raise
+        except (OSError, MessageError):
+            return
 
-    def _write(self, message: Encoded) -> None:
-        self.counts.bytes_out += message.num_bytes
-        try:
-            self._pipe.write(message)
-        except self._client._flight.ERRORS:
-            said = self._last_words()
-            if said is not None:
-                raise said from None
-            raise
-
-    def _read(self) -> Message:
-        while not self._came:
-            try:
-                messages = self._pipe.receive(self._decoder)
-            finally:
-                self.counts.bytes_in = self._decoder.num_bytes
-            self.counts.messages += len(messages)
-            self._came.extend(messages)
-        return self._came.popleft()
-
-    def _said(self, answer: Message) -> Message | ReplicaxError:
+    def _receive(self, deadline: float) -> Message | ReplicaxError:
+        head = self._connection.receive(deadline, self._decoder.room).head
+        answer = self._decoder.filled() if head is None else self._decoder.decode(head)
+        self._num_answers += 1
         error = answer.header.get("error")
         return answer if error is None else of_answer(error, self._client._task)
 
-    def _expire(self, what: str, timeout_s: float) -> None:
-        self._end(
-            f"{self._client._name} did not {what} a message within {timeout_s:.3g} s: it is stopped, busy, or cannot "
-            f"be reached."
-        )
+    def _fail(self, why: str) -> None:
+        self._end(why)
+        self._connection.close()
 
     def _end(self, why: str) -> None:
-        """Wakes who waits; from any thread."""
+        """Wakes whoever waits; from any thread."""
         if not self._why_closed:
             self._why_closed = why
-            self._wake()
+            self._connection.cancel()
             self._client._ended_link(self)
-            for deadline in (self._send_deadline, self._receive_deadline):
-                self._client._deadlines.remove(deadline)
-
-    def _wake(self) -> None:
-        """Ends what blocks. A write to a stopped task is not woken when it is cancelled.
-
-        So the connections to that task are cut, with all links on them: it takes nothing of any of them.
-        """
-        if self._pipe.cancel_wakes_writers:
-            self._pipe.cancel()
-        elif self._sending.acquire(timeout=_CANCEL_S):
-            self._pipe.cancel()
-            self._sending.release()
-        else:
-            cut_made(self._client._peers)
-
-    def _release(self) -> None:
-        """Gives up the stream, when nobody reads or writes any more: who did has been woken."""
-        for lock in (self._sending, self._receiving):
-            if not lock.acquire(timeout=_RELEASE_S):
-                return
-            lock.release()
-        self._pipe.cancel()
-        self._pipe.close()

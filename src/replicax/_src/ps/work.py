@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.routes import routed_address
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.group_copies import GroupCopies
 from replicax._src.ps.group_rules import View
 from replicax._src.ps.links import PsLinks

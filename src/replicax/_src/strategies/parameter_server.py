@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, Self, final
 import jax
 import numpy as np
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.detect import checked_resolver
 from replicax._src.cluster.environ import START_LIMIT, limit_s, optional_number
 from replicax._src.cluster.errors import TaskError
@@ -27,7 +28,6 @@ from replicax._src.jax_compat import default_platform
 from replicax._src.options import whole_number
 from replicax._src.pictures import html
 from replicax._src.program.slots import SlotTable
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.groups import Groups, tell_view
 from replicax._src.ps.links import PsLinks

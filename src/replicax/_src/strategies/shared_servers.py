@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.environ import START_LIMIT, limit_s
 from replicax._src.cluster.errors import TaskError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
-from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.session import Session
 from replicax._src.ps.shared_arrays import SharedArrays

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from replicax._src.cluster.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.cluster.layout import (
     DEVICES_VARIABLE,
     SERVER_COMMAND,
@@ -28,7 +29,6 @@ from replicax._src.cluster.routes import ROUTES_VARIABLE
 from replicax._src.cluster.spec import Task, split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, random_token
 from replicax._src.testing.proxy import Proxy
 from replicax._src.testing.reports import REPORT_FILE_VARIABLE
 from replicax._src.testing.tasks import ClusterResults, LocalTask

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import ipaddress
+import os
 import secrets
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Self, final
 from replicax._src.cluster.errors import ClusterEnvironmentError
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.wire.security import CHECKSUMS_VARIABLE, Security
 
 TOKEN_VARIABLE = "REPLICAX_TOKEN"
 TOKEN_FILE_VARIABLE = "REPLICAX_TOKEN_FILE"
@@ -80,8 +82,7 @@ class Credentials:
         files = {name: environ[variable] for name, variable in _FILES.items() if variable in environ}
         try:
             made = cls(token=_token_of(environ), **files)
-            for name in files:
-                made.read(name)
+            made.check_files()
         except InvalidArgumentError as error:
             there = [
                 name for name in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, *_FILES.values()) if name in environ
@@ -120,33 +121,63 @@ class Credentials:
         """Whether a server with these takes every peer that reaches it."""
         return self.token is None and not self.is_mutual
 
-    def is_token(self, shown: str | bytes | None) -> bool:
-        """Whether a peer has shown the token, if one is asked for. It takes as long for any wrong one."""
-        if self.token is None:
-            return True
-        shown = shown.encode() if isinstance(shown, str) else shown or b""
-        return hmac.compare_digest(shown, self.token.encode())
-
-    def read(self, name: str) -> bytes | None:
-        """What is in one of the files: ``read("ca_file")``; None if there is none.
+    def security(self, environ: Mapping[str, str] | None = None) -> Security:
+        """What a connection needs of these, and of ``REPLICAX_CHECKSUMS`` in the environment.
 
         Raises:
-          InvalidArgumentError: It cannot be read, or is not PEM.
+          InvalidArgumentError: A file cannot be read, or is not what it should be.
         """
-        path = getattr(self, name)
-        if path is None:
-            return None
+        always_checks = (os.environ if environ is None else environ).get(CHECKSUMS_VARIABLE) == "1"
+        token = (self.token or "").encode()
+        if not self.uses_tls:
+            return Security(token, always_checks=always_checks)
+        self.check_files()
         try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise InvalidArgumentError(
-                f"{name}={path!r} cannot be read: {error.strerror}. Give the path of a PEM file ({_FILES[name]})."
-            ) from error
-        if b"-----BEGIN " not in data:
-            raise InvalidArgumentError(
-                f"{name}={path!r} is no PEM file: it has no line '-----BEGIN ...'. Convert it with openssl ({_FILES[name]})."
+            client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            if self.ca_file is None:
+                client.load_default_certs()
+            else:
+                client.load_verify_locations(self.ca_file)
+            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            server.num_tickets = (
+                0  # nothing resumes a session, and a peer that only writes would have to read them
             )
-        return data
+            if self.certificate_file is not None:
+                client.load_cert_chain(self.certificate_file, self.key_file)
+                server.load_cert_chain(self.certificate_file, self.key_file)
+            if self.is_mutual:
+                server.load_verify_locations(self.ca_file)
+                server.verify_mode = ssl.CERT_REQUIRED
+        except ssl.SSLError as error:
+            raise InvalidArgumentError(
+                f"ca_file={self.ca_file!r}, certificate_file={self.certificate_file!r} and key_file={self.key_file!r} "
+                f"are not a CA, a certificate and its key: {error}. Check them with openssl."
+            ) from error
+        return Security(token, client, server, always_checks=always_checks)
+
+    def check_files(self) -> None:
+        """Checks that the files can be read, and are PEM.
+
+        Raises:
+          InvalidArgumentError: One cannot, or is not.
+        """
+        for name in _FILES:
+            path = getattr(self, name)
+            if path is not None:
+                _check_file(name, path)
+
+
+def _check_file(name: str, path: str) -> None:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name}={path!r} cannot be read: {error.strerror}. Give the path of a PEM file ({_FILES[name]})."
+        ) from error
+    if b"-----BEGIN " not in data:
+        raise InvalidArgumentError(
+            f"{name}={path!r} is no PEM file: it has no line '-----BEGIN ...'. Convert it with openssl ({_FILES[name]})."
+        )
 
 
 def random_token() -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from checks import message
-from replicax._src.ps.credentials import Credentials, is_loopback, random_token
+from replicax._src.cluster.credentials import Credentials, is_loopback, random_token
 from replicax.errors import ClusterEnvironmentError, InvalidArgumentError
 
 

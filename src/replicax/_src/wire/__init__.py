@@ -1,0 +1,1 @@
+"""Frames on sockets between the processes of a job: connections, authentication, limits."""

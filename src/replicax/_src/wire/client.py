@@ -1,0 +1,51 @@
+"""``connect``: an authenticated connection to a listener."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from replicax._src.wire.connection import Connection
+from replicax._src.wire.handshake import encrypted, greet_server
+from replicax._src.wire.security import Security
+from replicax._src.wire.sockets import seconds_left
+
+
+def connect(host: str, port: int, security: Security, purpose: str, deadline: float) -> Connection:
+    """Connects to a listener, and authenticates both ends.
+
+    Args:
+      purpose: What the connection is for; the listener is told. At most 16 ASCII characters.
+      deadline: On the clock of ``time.monotonic``.
+
+    Raises:
+      TokenError: One end does not know the token of the other one.
+      WireError: Another program answers, or another version of replicax, or the answer was damaged.
+      TimeoutError: Nobody answered in time.
+      OSError: Nobody listens there, or TLS failed.
+    """
+    connection = socket.create_connection((host, port), seconds_left(deadline))
+    try:
+        is_loopback = is_loopback_peer(connection)
+        connection.settimeout(0.0)
+        if security.client is not None:
+            connection = encrypted(connection, security.client, deadline, host)
+        agreed = greet_server(
+            connection,
+            security.token,
+            purpose,
+            deadline,
+            wants_checksums=security.wants_checksums(
+                is_loopback=is_loopback, uses_tls=security.client is not None
+            ),
+        )
+        return Connection(connection, f"{host}:{port}", is_checked=agreed.is_checked)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def is_loopback_peer(connection: socket.socket) -> bool:
+    """True if the other end is a process of this machine."""
+    host = str(connection.getpeername()[0]).removeprefix("::ffff:").partition("%")[0]
+    return ipaddress.ip_address(host).is_loopback

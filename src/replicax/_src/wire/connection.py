@@ -1,0 +1,315 @@
+"""``Connection``: one end of a connection whose peer has been authenticated. It sends and receives frames.
+
+One thread may send while another one receives. All waits have a deadline. After any error the connection is of no more
+use; ``cancel`` ends it from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, final
+
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError
+from replicax._src.wire.frames import (
+    HEADER_BYTES,
+    LARGEST_HEAD,
+    SUM_BYTES,
+    Header,
+    Kind,
+    Part,
+    check_body,
+    check_head,
+    frame_parts,
+    parsed_header,
+)
+from replicax._src.wire.sockets import prepare, seconds_left, shut_down, wait_for
+
+_BUFFER_BYTES: Final = 128 * 1024
+_FIRST_BYTES: Final = 16 * 1024
+"""What is read at once when a frame begins: enough for a small one, and little of a large one, which is copied."""
+_MOST_PARTS: Final = 512  # of one call; a system takes 1024
+_TICK_S: Final = 1.0
+_LAST_WORDS_S: Final = 2.0
+_RELEASE_S: Final = 1.0
+_LONGEST_REASON: Final = 16 * 1024
+
+
+class Frame(NamedTuple):
+    """A frame that has come whole.
+
+    Attributes:
+      head: Valid until the next frame is received. None for a frame with a body: ``room`` has had it.
+    """
+
+    kind: Kind
+    head: memoryview | None
+
+
+Room = Callable[[memoryview, int], memoryview]
+"""Gives memory for a body, by the head of the frame and the number of bytes."""
+
+
+def no_room(head: memoryview, num_bytes: int) -> memoryview:
+    """For connections on which no bodies travel."""
+    raise ForeignPeerError(f"a body of {num_bytes} bytes was announced where none travels")
+
+
+class _Stream(Protocol):
+    """Bytes in both directions: plain or encrypted."""
+
+    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        """Receives at least one byte; 0 at the end of the stream."""
+        ...
+
+    def write(self, parts: Sequence[Part], deadline: float) -> None:
+        """Sends all parts."""
+        ...
+
+
+@final
+class Connection:
+    """One end of an authenticated connection.
+
+    Args:
+      connection: Plain or ``ssl.SSLSocket``. The new object owns it.
+      peer: Its address, for people.
+      is_checked: True if bodies have checksums.
+
+    Attributes:
+      peer: Its address, for people.
+      bytes_in, bytes_out: Of all frames.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str, *, is_checked: bool):
+        prepare(connection)
+        self._socket = connection
+        self._stream: _Stream = (
+            _Encrypted(connection) if isinstance(connection, ssl.SSLSocket) else _Plain(connection)
+        )
+        self._is_checked = is_checked
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self.peer = peer
+        self.bytes_in = self.bytes_out = 0
+
+    def send(self, frames: Sequence[tuple[Kind, bytes, Sequence[Part]]], deadline: float) -> None:
+        """Sends frames, each its kind, head and body, in one write where the system takes them at once.
+
+        Raises:
+          TimeoutError: The peer did not take them in time.
+          OSError: The connection has ended.
+        """
+        parts: list[Part] = []
+        for kind, head, body in frames:
+            parts += frame_parts(kind, head, body, is_checked=self._is_checked)
+        with self._sending:
+            self.bytes_out += sum(map(len, parts))
+            self._stream.write(parts, deadline)
+
+    def receive(self, deadline: float, room: Room = no_room) -> Frame:
+        """Waits for the next frame of kind MESSAGE or ASK.
+
+        Args:
+          room: Asked for memory when a frame has a body.
+
+        Raises:
+          PeerEndedError: The peer has ended the connection; it may say why.
+          WireError: What came is damaged, or no frame.
+          TimeoutError: Nothing came in time.
+          OSError: The connection has ended.
+        """
+        with self._receiving:
+            header = parsed_header(self._taken(HEADER_BYTES, deadline))
+            head = self._taken(header.head_bytes, deadline)
+            check_head(header, head)
+            self.bytes_in += HEADER_BYTES + header.head_bytes + header.body_bytes
+            if header.kind in (Kind.END, Kind.REFUSAL):
+                reason = bytes(head).decode(errors="replace")
+                raise PeerEndedError(reason, is_refusal=header.kind is Kind.REFUSAL)
+            if header.body_bytes:
+                self._receive_body(header, room(head, header.body_bytes), deadline)
+                return Frame(header.kind, None)
+            return Frame(header.kind, head)
+
+    def has_frame(self) -> bool:
+        """True if a whole frame without a body has come already. Only for the thread that receives."""
+        buffered = self._end - self._start
+        if buffered < HEADER_BYTES:
+            return False
+        header = parsed_header(self._buffer[self._start : self._start + HEADER_BYTES])
+        return not header.body_bytes and buffered >= HEADER_BYTES + header.head_bytes
+
+    def is_idle(self) -> bool:
+        """True if the peer has neither sent anything nor ended the connection."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLIN)
+            return self._start == self._end and not poll.poll(0)
+        except (OSError, ValueError):  # it is closed
+            return False
+
+    def end(self, reason: str, *, is_refusal: bool = False) -> None:
+        """Tells the peer why the connection ends, and takes for a while what it still sends.
+
+        Otherwise a system may reset the connection, and the peer loses what it has not read yet.
+        """
+        until = time.monotonic() + _LAST_WORDS_S
+        kind = Kind.REFUSAL if is_refusal else Kind.END
+        with contextlib.suppress(OSError):
+            self.send([(kind, reason.encode()[:_LONGEST_REASON], ())], until)
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            with self._receiving:
+                while self._stream.read(self._buffer, until, fill=False):
+                    pass
+        self.close()
+
+    def cancel(self) -> None:
+        """Ends the connection, from any thread: whoever blocks in it gets an error."""
+        shut_down(self._socket)
+
+    def close(self) -> None:
+        """Ends the connection and gives up its descriptor, once no thread uses it."""
+        self.cancel()
+        for lock in (self._sending, self._receiving):
+            if not lock.acquire(timeout=_RELEASE_S):
+                return  # a number that is free again would lead that thread to another connection
+            lock.release()
+        self._socket.close()
+
+    def _receive_body(self, header: Header, memory: memoryview, deadline: float) -> None:
+        if len(memory) != header.body_bytes:
+            raise ForeignPeerError(f"a body of {header.body_bytes} bytes was announced for {len(memory)}")
+        self._fill(memory, deadline)
+        if self._is_checked:
+            check_body(memory, self._taken(SUM_BYTES, deadline))
+
+    def _taken(self, size: int, deadline: float) -> memoryview:
+        """The next bytes, until the next call."""
+        if size > len(self._buffer):
+            return self._taken_large(size, deadline)
+        buffered = self._end - self._start
+        if buffered < size:
+            if self._start + size > len(self._buffer):
+                self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
+                self._start, self._end = 0, buffered
+            elif not buffered:
+                self._start = self._end = 0
+            while self._end - self._start < size:
+                stop = max(self._start + size, min(self._end + _FIRST_BYTES, len(self._buffer)))
+                self._end += self._received(self._buffer[self._end : stop], deadline, fill=False)
+        start, self._start = self._start, self._start + size
+        return self._buffer[start : self._start]
+
+    def _taken_large(self, size: int, deadline: float) -> memoryview:
+        assert size <= LARGEST_HEAD
+        memory = memoryview(bytearray(size))
+        self._fill(memory, deadline)
+        return memory
+
+    def _fill(self, memory: memoryview, deadline: float) -> None:
+        at = min(self._end - self._start, len(memory))
+        memory[:at] = self._buffer[self._start : self._start + at]
+        self._start += at
+        while at < len(memory):
+            at += self._received(memory[at:], deadline, fill=True)
+
+    def _received(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        size = self._stream.read(memory, deadline, fill=fill)
+        if not size:
+            raise PeerEndedError
+        return size
+
+
+@final
+class _Plain:
+    """A blocking socket. The system ends each wait after a second, so that the deadline is looked at.
+
+    ``settimeout`` would cost a system call more for each read and write.
+    """
+
+    def __init__(self, connection: socket.socket):
+        connection.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_TICK_S), 0))
+        self._socket = connection
+
+    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        flags = socket.MSG_WAITALL if fill else 0
+        while True:
+            if seconds_left(deadline) < _TICK_S:
+                wait_for(self._socket, select.POLLIN, deadline)
+                flags = 0
+            with contextlib.suppress(BlockingIOError):
+                return self._socket.recv_into(memory, 0, flags)
+
+    def write(self, parts: Sequence[Part], deadline: float) -> None:
+        for at in range(0, len(parts), _MOST_PARTS):
+            self._write(list(parts[at : at + _MOST_PARTS]), deadline)
+
+    def _write(self, parts: list[Part], deadline: float) -> None:
+        while parts:
+            flags = 0
+            if seconds_left(deadline) < _TICK_S:
+                wait_for(self._socket, select.POLLOUT, deadline)
+                flags = socket.MSG_DONTWAIT
+            with contextlib.suppress(BlockingIOError):
+                sent = self._socket.sendmsg(parts, (), flags)
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent:
+                    parts[0] = memoryview(parts[0])[sent:]
+
+
+@final
+class _Encrypted:
+    """A non-blocking ``ssl.SSLSocket``. OpenSSL allows one thread at a time in it; the waits are outside of the lock."""
+
+    def __init__(self, connection: ssl.SSLSocket):
+        connection.settimeout(0.0)
+        self._socket = connection
+        self._using = threading.Lock()
+
+    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        del fill  # a read gives one record
+        return self._done(lambda: self._socket.recv_into(memory), deadline)
+
+    def write(self, parts: Sequence[Part], deadline: float) -> None:
+        small: list[Part] = []
+        for part in parts:
+            if len(part) < _FIRST_BYTES:
+                small.append(part)
+                continue
+            self._write(b"".join(small), deadline)
+            small.clear()
+            self._write(part, deadline)
+        self._write(b"".join(small), deadline)
+
+    def _write(self, data: Part, deadline: float) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._done(lambda left=left: self._socket.send(left), deadline) :]
+
+    def _done(self, use: Callable[[], int], deadline: float) -> int:
+        while True:
+            try:
+                with self._using:
+                    return use()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            except ssl.SSLEOFError:
+                return 0
+            wait_for(self._socket, event, deadline)
+
+
+FOREVER: Final = math.inf

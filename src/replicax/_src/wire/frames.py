@@ -1,0 +1,123 @@
+"""The format of a frame: a header of 24 bytes, a head, and a body. Pure.
+
+The header says how many bytes follow, and has its own checksum, so that a damaged length is found at once. A checksum
+of the head stands in the header. Where both ends agreed on it in the handshake, a checksum of the body follows the
+body: the sender need not read the whole body before its first byte is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+from replicax._src.wire.errors import DamagedFrameError, ForeignPeerError
+
+Part = bytes | bytearray | memoryview
+
+HEADER_BYTES: Final = 24
+SUM_BYTES: Final = 8
+LARGEST_HEAD: Final = 64 * 2**20
+LARGEST_BODY: Final = 16 * 2**30
+
+_MAGIC: Final = b"RX"
+_HEADER: Final = struct.Struct("<2sBxIQI")
+_SUM: Final = struct.Struct("<I")
+
+
+class Kind(IntEnum):
+    """What a frame is.
+
+    MESSAGE and ASK carry what the two ends have to say. END says why a connection ends; REFUSAL says the same of a peer
+    that sent what is not allowed.
+    """
+
+    MESSAGE = 1
+    ASK = 2
+    END = 3
+    REFUSAL = 4
+
+
+_KINDS: Final = {int(kind): kind for kind in Kind}
+
+
+class Header(NamedTuple):
+    """What a header says."""
+
+    kind: Kind
+    head_bytes: int
+    body_bytes: int
+    head_sum: int
+
+
+def frame_parts(
+    kind: Kind, head: bytes, body: Sequence[Part] = (), *, is_checked: bool = False
+) -> list[Part]:
+    """The bytes of a frame, in parts that are sent in order. Nothing of the body is copied."""
+    body_bytes = sum(len(part) for part in body) if body else 0
+    header = _HEADER.pack(_MAGIC, kind, len(head), body_bytes, zlib.crc32(head))
+    parts: list[Part] = [b"".join((header, _SUM.pack(zlib.crc32(header)), head)), *body]
+    if is_checked and body_bytes:
+        parts.append(body_sum(body))
+    return parts
+
+
+def parsed_header(data: Part) -> Header:
+    """What 24 bytes say.
+
+    Raises:
+      DamagedFrameError: They changed on their way.
+      ForeignPeerError: They are no header, or announce more than a frame may have.
+    """
+    magic, number, head_bytes, body_bytes, head_sum = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise ForeignPeerError(f"bytes that begin with {bytes(data[:8])!r} are no frame of replicax")
+    (own_sum,) = _SUM.unpack_from(data, _HEADER.size)
+    if zlib.crc32(data[: _HEADER.size]) != own_sum:
+        raise DamagedFrameError("the header of a frame was damaged on its way")
+    kind = _KINDS.get(number)
+    if kind is None or head_bytes > LARGEST_HEAD or body_bytes > LARGEST_BODY:
+        raise ForeignPeerError(
+            f"a frame of kind {number} with {head_bytes} and {body_bytes} bytes was announced; the kinds are 1 to "
+            f"{len(_KINDS)}, and the most bytes are {LARGEST_HEAD} and {LARGEST_BODY}"
+        )
+    return Header(kind, head_bytes, body_bytes, head_sum)
+
+
+def check_head(header: Header, head: Part) -> None:
+    """Compares a head with its checksum.
+
+    Raises:
+      DamagedFrameError: It changed on its way.
+    """
+    if zlib.crc32(head) != header.head_sum:
+        raise DamagedFrameError("the head of a frame was damaged on its way")
+
+
+def check_body(body: Part, received_sum: Part) -> None:
+    """Compares a body with its checksum.
+
+    Raises:
+      DamagedFrameError: It changed on its way.
+    """
+    if body_sum((body,)) != bytes(received_sum):
+        raise DamagedFrameError("the body of a frame was damaged on its way")
+
+
+def body_sum(body: Iterable[Part]) -> bytes:
+    """The checksum of a body, whose parts may be of any size: 8 bytes."""
+    total = _xxh3()()
+    for part in body:
+        total.update(part)
+    return total.digest()
+
+
+@functools.cache
+def _xxh3() -> Callable[[], Any]:
+    # Late: the control channel sends no bodies, and xxhash belongs to the extra of parameter servers.
+    from xxhash import xxh3_64
+
+    return xxh3_64

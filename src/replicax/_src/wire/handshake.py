@@ -1,0 +1,198 @@
+"""What both ends say before the first frame: which protocol they speak, and that they know the token.
+
+    both     hello    "RPLX", protocol, flags, purpose, 32 random bytes, checksum                       60 bytes
+    client   proof    HMAC-SHA256(token, "client" + both hellos), checksum                              36 bytes
+    server   proof    HMAC-SHA256(token, "server" + both hellos), checksum; or why it refuses
+
+The token never travels, and the server proves that it knows it only after the client did: a stranger learns nothing.
+All sizes are fixed, so that a stranger is read 96 bytes at most. The checksums tell damage from a wrong token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import ssl
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
+
+from replicax._src.wire.errors import DamagedFrameError, ForeignPeerError, PeerEndedError, TokenError
+from replicax._src.wire.sockets import seconds_left, wait_for
+
+_T = TypeVar("_T")
+
+PROTOCOL: Final = 1
+
+_MAGIC: Final = b"RPLX"
+_HELLO: Final = struct.Struct("<4sHH16s32s")
+_SUM: Final = struct.Struct("<I")
+_HELLO_BYTES: Final = _HELLO.size + _SUM.size
+_PROOF_BYTES: Final = 32 + _SUM.size
+_WANTS_CHECKSUMS: Final = 1
+_NO_TOKEN, _WRONG_TOKEN = b"no token".ljust(32), b"a wrong token".ljust(32)
+_REFUSALS: Final = {text: text.decode().rstrip() for text in (_NO_TOKEN, _WRONG_TOKEN)}
+
+
+class Agreed(NamedTuple):
+    """What the two ends agreed on.
+
+    Attributes:
+      purpose: What the client wants the connection for.
+      is_checked: True if bodies have checksums.
+    """
+
+    purpose: str
+    is_checked: bool
+
+
+def greet_server(
+    connection: socket.socket, token: bytes, purpose: str, deadline: float, *, wants_checksums: bool
+) -> Agreed:
+    """The client's side.
+
+    Args:
+      connection: Non-blocking.
+      token: Empty if there is none.
+      purpose: At most 16 ASCII characters.
+
+    Raises:
+      TokenError: The server refuses the token, or does not know it.
+      ForeignPeerError: Another program answers, or another version of replicax.
+      DamagedFrameError: What came was damaged on its way.
+      TimeoutError: The server did not answer in time.
+      OSError: The connection has ended.
+    """
+    ours = _hello(purpose, wants_checksums)
+    _send(connection, ours, deadline)
+    theirs = _received(connection, _HELLO_BYTES, deadline)
+    _, is_checked = _parsed(theirs)
+    _send(connection, _summed(_proof(token, b"client", ours, theirs)), deadline)
+    shown = _checked(_received(connection, _PROOF_BYTES, deadline))
+    if shown in _REFUSALS:
+        raise TokenError(_REFUSALS[shown])
+    if not hmac.compare_digest(shown, _proof(token, b"server", ours, theirs)):
+        raise TokenError("it does not know the token itself")
+    return Agreed(purpose, wants_checksums or is_checked)
+
+
+def greet_client(
+    connection: socket.socket, token: bytes, deadline: float, *, wants_checksums: bool
+) -> Agreed:
+    """The server's side; the arguments are those of ``greet_server``.
+
+    Raises:
+      TokenError: The client does not know the token.
+      ForeignPeerError: Another program asks, or another version of replicax.
+      DamagedFrameError: What came was damaged on its way.
+      TimeoutError: The client did not say enough in time.
+      OSError: The connection has ended.
+    """
+    theirs = _received(connection, _HELLO_BYTES, deadline)
+    if theirs[: len(_MAGIC)] != _MAGIC:
+        raise ForeignPeerError("another program asks")
+    ours = _hello("", wants_checksums)
+    _send(connection, ours, deadline)  # to another version too: it says so to its user
+    purpose, is_checked = _parsed(theirs)
+    shown = _checked(_received(connection, _PROOF_BYTES, deadline))
+    if not hmac.compare_digest(shown, _proof(token, b"client", theirs, ours)):
+        has_none = hmac.compare_digest(shown, _proof(b"", b"client", theirs, ours))
+        _send(connection, _summed(_NO_TOKEN if has_none else _WRONG_TOKEN), deadline)
+        raise TokenError("the client does not know the token")
+    _send(connection, _summed(_proof(token, b"server", theirs, ours)), deadline)
+    return Agreed(purpose, wants_checksums or is_checked)
+
+
+def encrypted(
+    connection: socket.socket, context: ssl.SSLContext, deadline: float, server_hostname: str | None = None
+) -> ssl.SSLSocket:
+    """Encrypts a connection, which may not be used any more then.
+
+    Args:
+      server_hostname: The name that the server's certificate must have; None at the server.
+
+    Raises:
+      TimeoutError: The peer did not do its part in time.
+      OSError: The peer speaks no TLS, or its certificate is not accepted.
+    """
+    connection.settimeout(0.0)
+    is_server = server_hostname is None
+    made = context.wrap_socket(
+        connection, server_side=is_server, server_hostname=server_hostname, do_handshake_on_connect=False
+    )
+    try:
+        _done(made, made.do_handshake, deadline)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _hello(purpose: str, wants_checksums: bool) -> bytes:
+    flags = _WANTS_CHECKSUMS if wants_checksums else 0
+    return _summed(_HELLO.pack(_MAGIC, PROTOCOL, flags, purpose.encode(), secrets.token_bytes(32)))
+
+
+def _parsed(hello: bytes) -> tuple[str, bool]:
+    magic, protocol, flags, purpose, _ = _HELLO.unpack_from(hello)
+    if magic != _MAGIC:
+        raise ForeignPeerError("another program answers")
+    _checked(hello)
+    if protocol != PROTOCOL:
+        raise ForeignPeerError(
+            f"it speaks version {protocol} of the protocol, and this process version {PROTOCOL}. Install one version of "
+            "replicax on all tasks"
+        )
+    return purpose.rstrip(b"\0").decode("ascii", errors="replace"), bool(flags & _WANTS_CHECKSUMS)
+
+
+def _proof(token: bytes, who: bytes, hello_of_client: bytes, hello_of_server: bytes) -> bytes:
+    return hmac.digest(token, who + hello_of_client + hello_of_server, hashlib.sha256)
+
+
+def _summed(data: bytes) -> bytes:
+    return data + _SUM.pack(zlib.crc32(data))
+
+
+def _checked(data: bytes) -> bytes:
+    content, (total,) = data[: -_SUM.size], _SUM.unpack(data[-_SUM.size :])
+    if zlib.crc32(content) != total:
+        raise DamagedFrameError("the handshake was damaged on its way")
+    return content
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[_done(connection, lambda left=left: connection.send(left), deadline, select.POLLOUT) :]
+
+
+def _received(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = _done(connection, lambda data=data: connection.recv(size - len(data)), deadline)
+        if not part:
+            raise PeerEndedError
+        data += part
+    return data
+
+
+def _done(
+    connection: socket.socket, use: Callable[[], _T], deadline: float, event: int = select.POLLIN
+) -> _T:
+    """Does what a non-blocking socket may not be ready for. ``event`` is what it waits for then."""
+    while True:
+        seconds_left(deadline)
+        try:
+            return use()
+        except ssl.SSLWantReadError:
+            event = select.POLLIN
+        except ssl.SSLWantWriteError:
+            event = select.POLLOUT
+        except BlockingIOError:
+            pass
+        wait_for(connection, event, deadline)

@@ -1,0 +1,113 @@
+"""Listening sockets, and the waits of a socket that all have a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import time
+from typing import Final
+
+_ALL_IPV4: Final = "0.0.0.0"
+_LONGEST_POLL_S: Final = 1000.0
+
+
+def bind_host(host: str) -> str:
+    """Where to listen for those who reach this machine as ``host``: on all its networks, if that is not loopback only.
+
+    A name may stand for an address that this machine does not have itself: of a Kubernetes service, say.
+    """
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return host
+    return "::" if ":" in host else _ALL_IPV4
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens; where it listens on all networks, by IPv6 too.
+
+    Raises:
+      OSError: It cannot; the port may be in use.
+    """
+    if bind_host(host) == _ALL_IPV4:
+        with contextlib.suppress(OSError):  # this machine has no IPv6, or the port is in use
+            return _listening("::", port, backlog)
+    return _listening(host, port, backlog)
+
+
+def _listening(host: str, port: int, backlog: int) -> socket.socket:
+    listener = _bound(host, port, socket.SO_REUSEADDR)  # right after a restart on the same port
+    try:
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def bind_shared(host: str, port: int) -> socket.socket:
+    """A socket that holds a port without listening, for a gRPC server of this process: only who shares ports, as gRPC
+    does, can bind it too.
+
+    Raises:
+      OSError: It cannot; the port may be in use.
+    """
+    return _bound(host, port, socket.SO_REUSEPORT)
+
+
+def _bound(host: str, port: int, option: int) -> socket.socket:
+    host = bind_host(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, option, 1)
+    if host == "::":
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # those who come by IPv4 too
+    try:
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def prepare(connection: socket.socket) -> None:
+    """Sends small messages at once, and has the system end a connection whose machine is gone, after two minutes."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        option = getattr(socket, name, None)
+        if option is not None:  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """Ends a connection from any thread: whoever blocks in it wakes up.
+
+    ``SSLSocket.shutdown`` would drop its encryption, and a thread that still reads would take ciphertext for data.
+    """
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def seconds_left(deadline: float) -> float:
+    """Seconds until ``deadline``, on the clock of ``time.monotonic``.
+
+    Raises:
+      TimeoutError: It has passed.
+    """
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the time is over")
+    return left_s
+
+
+def wait_for(connection: socket.socket, event: int, deadline: float) -> None:
+    """Waits for ``select.POLLIN`` or ``select.POLLOUT``, or the end of the connection.
+
+    Raises:
+      TimeoutError: The deadline has passed.
+    """
+    poll = select.poll()
+    poll.register(connection, event)
+    while not poll.poll(math.ceil(1000 * min(seconds_left(deadline), _LONGEST_POLL_S))):
+        pass
