@@ -21,15 +21,15 @@ def test_the_packages_to_install_come_first():
 
 
 def test_only_what_is_missing_is_to_be_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert [package.name for package in missing_packages("ps")] == ["pyarrow"]
-    assert "pip install pyarrow (the extra replicax[ps])" in str(missing_extra("This", "ps"))
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert [package.name for package in missing_packages("ps")] == ["xxhash"]
+    assert "pip install xxhash (the extra replicax[ps])" in str(missing_extra("This", "ps"))
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     text = str(missing_extra("This", "ps"))
     assert text.startswith(
-        "This needs pyarrow and cloudpickle, which are not installed. Run: pip install pyarrow cloudpickle"
+        "This needs xxhash and cloudpickle, which are not installed. Run: pip install xxhash cloudpickle"
     )
-    assert "pyarrow" not in str(missing_extra("This", "ps", "cloudpickle"))
+    assert "xxhash" not in str(missing_extra("This", "ps", "cloudpickle"))
 
 
 def test_what_is_installed_and_damaged_is_installed_again():
@@ -63,7 +63,7 @@ USES = {
     "rx.Checkpoint(a=rx.Variable(1.0)).save('/tmp/none/c')": ("orbax-checkpoint", "checkpoint"),
     "rx.data.from_csv('/tmp/none')": ("pyarrow", "files"),
     "rx.data.from_tfrecords('/tmp/none')": ("grain", "files"),
-    "rx.Server.create_local_server()": ("pyarrow and cloudpickle", "ps"),
+    "rx.Server.create_local_server()": ("xxhash and cloudpickle", "ps"),
     "rx.keras.callbacks.CheckpointCallback": ("keras", "keras"),
 }
 
@@ -72,7 +72,7 @@ USES = {
 def test_each_use_names_its_package_first():
     program = f"""
     import sys
-    for name in ("optax", "tensorboardX", "orbax.checkpoint", "pyarrow", "grain", "cloudpickle", "keras"):
+    for name in ("optax", "tensorboardX", "orbax.checkpoint", "pyarrow", "grain", "xxhash", "cloudpickle", "keras"):
         sys.modules[name] = None
     import replicax as rx
     for use in {list(USES)!r}:

@@ -32,7 +32,7 @@ from replicax._src.ps.service import TaskService
 from replicax._src.ps.tenancy import Tenancy
 from replicax._src.ps.transport import Session, TaskClient
 from replicax._src.ps.work import host_of
-from replicax.errors import ClusterEnvironmentError, ClusterError, ContextError, InvalidArgumentError
+from replicax.errors import ClusterError, ContextError, InvalidArgumentError
 
 pytestmark = pytest.mark.timeout(180)
 CREDENTIALS = Credentials(token="a secret of this test")
@@ -130,8 +130,6 @@ def test_a_cluster_without_this_task():
         ({"on_coordinator_loss": "stay"}, "'wait' or 'exit'"),
         ({"silence_timeout_s": 0}, "silence_timeout_s=0"),
         ({"wait_timeout_s": float("nan")}, "wait_timeout_s=nan"),
-        ({"stream_port": 65536}, "stream_port=65536"),
-        ({"stream_port": "none"}, "stream_port='none'"),
         ({"log_bytes": 0}, "log_bytes=0"),
         ({"log_bytes": 1e9}, "log_bytes=1000000000.0"),
     ],
@@ -149,22 +147,13 @@ def test_log_bytes_reaches_the_log():
     assert host._copies._copies[0]._log.max_bytes == 12345
 
 
-def test_the_port_of_streams_is_what_the_options_say_or_the_environment(started, monkeypatch):
-    of_environment, of_options = free_ports(2)
-    monkeypatch.setenv("REPLICAX_STREAM_PORT", str(of_environment))
-    for told, port in ((None, of_environment), (of_options, of_options), ("off", None)):
-        server, client = started("ps", stream_port=told)
-        assert client.ask("", {}, 60).get("port") == port
-        client.open().close()
-        server.close()
-    with socket.create_server(("127.0.0.1", of_environment)):
-        server = rx.Server({"ps": ["127.0.0.1:0"]}, config=options(), start=False)
-        for _ in range(2):
-            message(UnavailableError, server.start, f"cannot listen at 127.0.0.1:{of_environment}")
-    for wrong in ("2300x", "-1", "65536", ""):
-        monkeypatch.setenv("REPLICAX_STREAM_PORT", wrong)
-        says = f"REPLICAX_STREAM_PORT={wrong!r}", "a port of 0 to 65535, or 'off'"
-        message(ClusterEnvironmentError, lambda: started("ps"), *says)
+def test_a_server_whose_port_is_in_use_starts_when_it_is_free():
+    (port,) = free_ports(1)
+    server = rx.Server({"ps": [f"127.0.0.1:{port}"]}, config=options(), start=False)
+    with socket.create_server(("127.0.0.1", port)):
+        message(UnavailableError, server.start, f"cannot listen at 127.0.0.1:{port}")
+    server.start()
+    server.close()
 
 
 # --- what it answers ----------------------------------------------------------------------------------
@@ -204,7 +193,7 @@ def test_who_has_another_token_is_told(started):
     server, _ = started("ps")
     with TaskClient(server.server_def.address, Credentials(token="wrong"), "ps 0") as client:
         message(UnauthenticatedError, lambda: client.ask("stop", {}, 60.0), "ps 0", "wrong token")
-    assert server.statistics()["rejected"] == 1
+    until(lambda: server.statistics()["rejected"] == 1, "the refusal is counted")
 
 
 def test_a_question_that_is_none(started):
@@ -287,7 +276,7 @@ def service(host):
 
 def test_one_work_for_each_coordinator(service, host):
     for incarnation in ("a", "a", "b"):
-        service.ask("hello", {"incarnation": incarnation, "ps": ["p:1"]}, None)
+        service.ask("hello", {"incarnation": incarnation, "ps": ["p:1"]})
     first, second = host.works
     assert (first.incarnation, first.ps, first.is_closed) == ("a", ["p:1"], True)
     assert (second.incarnation, second.is_closed) == ("b", False)
@@ -296,10 +285,10 @@ def test_one_work_for_each_coordinator(service, host):
 def test_a_stream_stays_with_whom_it_began(service):
     """A worker's messages need not say whose they are."""
     old, new = Session(1, "peer"), Session(2, "peer")
-    service.ask("hello", {"incarnation": "a", "ps": []}, None)
+    service.ask("hello", {"incarnation": "a", "ps": []})
     bare = Message({"op": "program"})
     assert service.answer(bare, old).header == {"for": "a"}
-    service.ask("hello", {"incarnation": "b", "ps": []}, None)
+    service.ask("hello", {"incarnation": "b", "ps": []})
     message(StaleCoordinatorError, lambda: service.answer(bare, old), "taken over")
     assert service.answer(bare, new).header == {"for": "b"}
     late = Message({"op": "closure", "closure": ["a", 7]})
@@ -312,16 +301,16 @@ def test_messages_before_any_hello(service):
 
 def test_a_hello_that_fails_can_be_said_again(service):
     with pytest.raises(OSError, match="no such ps"):
-        service.ask("hello", {"incarnation": "a", "ps": ["broken"]}, None)
+        service.ask("hello", {"incarnation": "a", "ps": ["broken"]})
     assert service.incarnation is None
-    service.ask("hello", {"incarnation": "a", "ps": ["p:1"]}, None)
+    service.ask("hello", {"incarnation": "a", "ps": ["p:1"]})
     assert service.incarnation == "a"
 
 
 def test_what_only_the_coordinator_may_ask(service):
-    message(UnavailableError, lambda: service.ask("dance", {"incarnation": "a"}, None), "does not know", "a")
-    service.ask("hello", {"incarnation": "a", "ps": []}, None)
-    assert service.ask("dance", {"incarnation": "a"}, None) == {"danced": True}
+    message(UnavailableError, lambda: service.ask("dance", {"incarnation": "a"}), "does not know", "a")
+    service.ask("hello", {"incarnation": "a", "ps": []})
+    assert service.ask("dance", {"incarnation": "a"}) == {"danced": True}
 
 
 # --- snapshots ----------------------------------------------------------------------------------------
@@ -522,7 +511,7 @@ def test_a_script_that_makes_its_server_itself(tmp_path):
 def test_importing_does_not_need_the_extra():
     printed = in_a_process_of_its_own("""
     import sys
-    sys.modules["pyarrow"] = sys.modules["cloudpickle"] = None
+    sys.modules["xxhash"] = sys.modules["cloudpickle"] = None
     import replicax as rx
     try:
         rx.Server.create_local_server()
