@@ -48,14 +48,11 @@ def made(drawn):
 
 def decoded(encoded, decoder=None):
     decoder = decoder or Decoder(Buffers())
-    if not encoded.pieces:
-        return decoder.feed(memoryview(encoded.head), None)
-    first, *others = encoded.pieces
-    got = decoder.feed(encoded.head, first)
-    for piece in others:
-        assert got is None
-        got = decoder.feed(None, piece)
-    return got
+    if not encoded.body:
+        return decoder.decode(memoryview(encoded.head))
+    body = b"".join(encoded.body)
+    decoder.room(memoryview(encoded.head), len(body))[:] = body
+    return decoder.filled()
 
 
 def assert_same(got, sent):
@@ -72,22 +69,18 @@ def assert_same(got, sent):
 @given(headers, st.lists(arrays(), max_size=4))
 def test_messages_come_back(header, drawn):
     sent = Message(header, [made(array) for array in drawn])
-    encoded = encode(sent)
-    assert_same(decoded(encoded), sent)
-    assert encoded.num_bytes == len(encoded.head) + sum(len(piece) for piece in encoded.pieces)
+    assert_same(decoded(encode(sent)), sent)
 
 
 @settings(max_examples=30)
 @given(
     st.lists(st.sampled_from([0, 1, 63, 1000, 300_000, 2**20, 2**20 + 1, 5_000_001]), min_size=1, max_size=6)
 )
-def test_messages_in_pieces_come_back(sizes):
+def test_messages_with_a_body_come_back(sizes):
     sent = Message(
         {"op": "x"}, [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
     )
-    encoded = encode(sent)
-    assert all(0 < len(piece) <= messages.PIECE_BYTES for piece in encoded.pieces)
-    assert_same(decoded(encoded), sent)
+    assert_same(decoded(encode(sent)), sent)
 
 
 def test_one_decoder_takes_messages_after_each_other():
@@ -98,27 +91,28 @@ def test_one_decoder_takes_messages_after_each_other():
 
 
 def test_small_messages_are_a_head_alone_and_no_longer_than_64_kb():
-    sizes = [0, 1, 1000, 60_000, 65_000, 65_536, 70_000]
+    sizes = [0, 1, 1000, 60_000, 61_440, 61_441, 70_000]
     encoded = [encode(Message({}, [np.zeros(size, np.uint8)])) for size in sizes]
-    assert [not e.pieces for e in encoded] == [True, True, True, True, False, False, False]
-    assert all(e.pieces or len(e.head) <= 64 * 1024 for e in encoded)
+    assert [not e.body for e in encoded] == [True, True, True, True, True, False, False]
+    assert all(len(e.head) <= 64 * 1024 for e in encoded)
 
 
-def test_large_arrays_are_not_copied_and_smaller_ones_share_a_piece():
-    large = np.zeros(10 * 2**20, np.float32)
-    smaller = [np.full(20_000, n, np.int32) for n in range(3)]
-    pieces = encode(Message({}, [*smaller, large, *smaller])).pieces
-    assert [np.shares_memory(piece, large) for piece in pieces] == [False] + [True] * 10 + [False]
+def test_large_arrays_are_not_copied_and_stand_in_the_body_in_order():
+    large = [np.full(10**6 + extra, extra, np.uint8) for extra in (0, 1, 64)]
+    body = encode(Message({}, large)).body
+    arrays = [part for part in body if len(part) >= 10**6]
+    assert [np.shares_memory(part, array) for part, array in zip(arrays, large, strict=True)] == [True] * 3
+    assert [len(part) for part in body if len(part) < 10**6] == [63]  # so that the next one is aligned
 
 
 def test_what_is_small_beside_a_large_array_stands_in_the_head():
     sent = Message({}, [np.full(1000, 1.0), np.full(10**6, 2.0), np.full(100, 3.0)])
     encoded = encode(sent)
-    assert [np.shares_memory(piece, sent.arrays[1]) for piece in encoded.pieces] == [True, True]
+    assert [np.shares_memory(part, sent.arrays[1]) for part in encoded.body] == [True]
     assert len(encoded.head) <= 64 * 1024
     assert_same(decoded(encoded), sent)
     full = encode(Message({}, [np.zeros(30_000, np.uint8) for _ in range(4)]))
-    assert sum(map(len, full.pieces)) == 2 * 30_016
+    assert sum(map(len, full.body)) == 2 * 30_016
 
 
 def test_scalars_stay_scalars():
@@ -156,38 +150,35 @@ class NoMemory:
         raise AssertionError(f"{num_bytes} bytes were allocated")
 
 
-def head(fields, num_bytes=0, magic=b"RPX", version=3, behind=b"", header_size=None):
-    text, arrays = (json.dumps(fields[name]).encode() for name in ("header", "arrays"))
-    return raw_head(text, arrays, num_bytes, magic, version, header_size) + behind
+def head(header=b"{}", arrays=b"[]", *, sizes=None, behind=b""):
+    """A head as bytes; ``sizes`` are the two lengths that it has."""
+    header, arrays = (
+        given if isinstance(given, bytes) else json.dumps(given).encode() for given in (header, arrays)
+    )
+    return struct.pack("<II", *(sizes or (len(header), len(arrays)))) + header + arrays + behind
 
 
-def raw_head(text, arrays=b"[]", num_bytes=0, magic=b"RPX", version=3, header_size=None):
-    size = len(text) if header_size is None else header_size
-    return struct.pack("<3sBIIQ", magic, version, size, len(arrays), num_bytes) + text + arrays
-
-
-def refused(data, *says, piece=None, most_bytes=2**40):
-    message(MessageError, lambda: Decoder(NoMemory(), most_bytes).feed(data, piece), *says)
-
-
-GOOD = {"header": {}, "arrays": []}
-
-
-def one(dtype, shape):
-    return {"header": {}, "arrays": [[dtype, shape]]}
+def refused(data, *says, body_bytes=0, most_bytes=2**40):
+    """Checks that a frame of this head, and a body of so many bytes, is refused before memory is taken for it."""
+    decoder = Decoder(NoMemory(), most_bytes)
+    if body_bytes:
+        message(MessageError, lambda: decoder.room(data, body_bytes), *says)
+    else:
+        message(MessageError, lambda: decoder.decode(data), *says)
 
 
 def test_heads_that_are_wrong():
+    good = head()
+    assert Decoder(NoMemory()).decode(good) == Message({}, [])
     refused(b"", "0 bytes are no message")
-    refused(b"RPX\x01", "no message")
-    refused(head(GOOD, magic=b"GET"), "b'GET'")
-    refused(head(GOOD, version=1), "version 1 came, this is version 3")
-    refused(head(GOOD, header_size=2**31), "2147483648 bytes was announced")
-    refused(head(GOOD, header_size=1), "not JSON")
-    refused(head(GOOD, header_size=5000), "cut off or damaged")
-    refused(head(GOOD)[:-1], "cut off or damaged")
-    refused(head(GOOD) + b"x", "cut off or damaged")
-    refused(head(GOOD, num_bytes=64), "Arrays of 0 bytes were announced in a message of 64")
+    refused(good[:7], "no message")
+    for sizes in ((2**31, 2), (2, 2**32 - 1), (2**24 + 1, 2)):
+        refused(head(sizes=sizes), f"{max(sizes)} bytes was announced")
+    refused(head(sizes=(1, 2)), "not JSON")
+    refused(head(sizes=(5000, 2)), "at least 5010")
+    refused(good[:-1])
+    refused(good + b"x", "1 came in the head")
+    refused(good, "64 are to come after it", body_bytes=64)
 
 
 NO_JSON = [b"", b"\xff", b"{", b"[" * 100_000, b"1" * 5000]
@@ -195,12 +186,12 @@ NO_JSON = [b"", b"\xff", b"{", b"[" * 100_000, b"1" * 5000]
 
 @pytest.mark.parametrize("text", [*NO_JSON, b"[]", b"3", b"null"])
 def test_headers_that_are_wrong(text):
-    refused(raw_head(text))
+    refused(head(text))
 
 
 @pytest.mark.parametrize("text", [*NO_JSON, b"{}", b"3", b"null"])
 def test_lists_of_arrays_that_are_wrong(text):
-    refused(raw_head(b"{}", text))
+    refused(head(b"{}", text))
 
 
 @pytest.mark.parametrize(
@@ -221,17 +212,36 @@ def test_lists_of_arrays_that_are_wrong(text):
     ],
 )
 def test_arrays_that_are_wrong(array, says):
-    refused(head({"header": {}, "arrays": [array]}), says)
+    refused(head(arrays=[array]), says)
 
 
 def test_what_is_announced_is_checked_before_memory_is_allocated():
+    large = 2**40 + 64
     refused(
-        head(one("uint8", [2**40 + 64]), 2**40 + 64), "at most 1099511627776 are taken", "max_message_bytes"
+        head(arrays=[["uint8", [large]]]),
+        "at most 1099511627776 are taken",
+        "max_message_bytes",
+        body_bytes=large,
     )
-    refused(
-        head(one("float32", [100]), 2**39), "Arrays of 448 bytes were announced in a message of 549755813888"
-    )
-    refused(head(one("float32", [2**40, 2**40]), 2**30), "Arrays of")
+    refused(head(arrays=[["float32", [100]]]), "Arrays of 448 and 0 bytes", body_bytes=2**39)
+    refused(head(arrays=[["float32", [2**37, 2**37]]]), "bytes was announced", body_bytes=2**30)
+    for shape in ([2**20], [2**28]):
+        refused(head(arrays=[["float32", shape]]), f"Arrays of 0 and {4 * shape[0]} bytes", body_bytes=64)
+
+
+def test_arrays_in_the_head_are_as_many_bytes_as_were_announced():
+    one = [["float32", [100]]]
+    assert len(Decoder(Buffers()).decode(head(arrays=one, behind=bytes(448))).arrays[0]) == 100
+    for num_bytes in (0, 400, 447, 449, 10**6):
+        refused(head(arrays=one, behind=bytes(num_bytes)), f"{num_bytes} came in the head")
+
+
+def test_a_body_is_as_many_bytes_as_were_announced():
+    announced = head(arrays=[["uint8", [100_000]]])
+    assert len(Decoder(Buffers()).room(announced, 100_032)) == 100_032
+    for num_bytes in (1, 100_000, 100_031, 100_033, 2**39):
+        refused(announced, f"{num_bytes} are to come after it", body_bytes=num_bytes)
+    refused(announced, "0 are to come after it")
 
 
 def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
@@ -239,55 +249,48 @@ def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(Buffers, "take", take)
-    head = encode(Message({}, [np.zeros(10**6, np.uint8)])).head
-    message(MessageError, lambda: Decoder(Buffers()).feed(head, None), "no memory", "1000000")
+    sent = encode(Message({}, [np.zeros(10**6, np.uint8)]))
+    message(MessageError, lambda: Decoder(Buffers()).room(sent.head, 10**6), "no memory", "1000000")
 
 
-def test_pieces_that_are_wrong():
-    piece = np.zeros(1000, np.uint8)
-    announced = head(one("uint8", [100_000]), 100_032)
-
-    def after(*fed):
-        decoder = Decoder(Buffers())
-        for each in fed[:-1]:
-            assert decoder.feed(*each) is None
-        message(MessageError, lambda: decoder.feed(*fed[-1]))
-
-    after((None, piece))
-    after((announced, piece), (announced, None))
-    after((announced, piece), (None, piece[:0]))
-    after((announced, piece), (None, np.zeros(100_000, np.uint8)))
-    after((head(one("uint8", [2**24]), 2**24), np.zeros(messages.LARGEST_PIECE + 1, np.uint8)))
-    after((head(GOOD), piece))
+SMALL_HEAD = encode(Message({"op": "step", "n": 3}, [np.arange(6, dtype=np.int32), np.float32(1)])).head
+LARGE_HEAD = encode(Message({"op": "step"}, [np.zeros(100_000, np.uint8), np.float32(1)])).head
 
 
 @settings(max_examples=300)
-@given(st.binary(max_size=200), st.sampled_from([b"", b"RPX\x01", head(GOOD)[:20]]))
-def test_random_bytes_are_refused_as_no_message(data, start):
+@given(
+    st.binary(max_size=200),
+    st.sampled_from([b"", struct.pack("<II", 2, 2), head(), SMALL_HEAD[:20]]),
+    st.integers(0, 2**21),
+)
+def test_random_bytes_are_refused_as_no_message(data, start, body_bytes):
     decoder = Decoder(Buffers(), most_bytes=2**20)
     try:
-        decoder.feed(start + data, None)
+        decoder.room(start + data, body_bytes) if body_bytes else decoder.decode(start + data)
     except MessageError:
         return
-    assert start + data == head(GOOD)
+    assert not body_bytes
+    assert start + data in (head(), head() + bytes(len(data)))
 
 
 @settings(max_examples=200)
-@given(st.data())
-def test_messages_that_are_damaged_are_refused_or_are_other_messages(data):
-    sent = bytearray(
-        encode(Message({"op": "step", "n": 3}, [np.arange(6, dtype=np.int32), np.float32(1)])).head
-    )
+@given(st.sampled_from([(SMALL_HEAD, 0), (LARGE_HEAD, 100_032)]), st.data())
+def test_messages_that_are_damaged_are_refused_or_are_other_messages(whole, data):
+    sent, body_bytes = bytearray(whole[0]), whole[1]
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(sent) - 1))
         sent[at] = data.draw(st.integers(0, 255))
     del sent[data.draw(st.integers(0, len(sent))) :]
     decoder = Decoder(Buffers(), most_bytes=2**20)
     try:
-        got = decoder.feed(bytes(sent), None)
+        if body_bytes:
+            assert len(decoder.room(bytes(sent), body_bytes)) == body_bytes
+            got = decoder.filled()
+        else:
+            got = decoder.decode(bytes(sent))
     except MessageError:
         return
-    assert got is None or sum(array.nbytes for array in got.arrays) <= len(sent)
+    assert sum(array.nbytes for array in got.arrays) <= len(sent) + body_bytes
 
 
 def test_headers_that_are_too_large_are_not_sent(monkeypatch):
