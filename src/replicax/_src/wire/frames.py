@@ -73,11 +73,11 @@ def parsed_header(data: Part) -> Header:
       ForeignPeerError: They are no header, or announce more than a frame may have.
     """
     magic, number, head_bytes, body_bytes, head_sum = _HEADER.unpack_from(data)
+    (own_sum,) = _SUM.unpack_from(data, _HEADER.size)
+    if zlib.crc32(data[: _HEADER.size]) != own_sum:  # first: the magic may be what was damaged
+        raise DamagedFrameError("the header of a frame was damaged on its way")
     if magic != _MAGIC:
         raise ForeignPeerError(f"bytes that begin with {bytes(data[:8])!r} are no frame of replicax")
-    (own_sum,) = _SUM.unpack_from(data, _HEADER.size)
-    if zlib.crc32(data[: _HEADER.size]) != own_sum:
-        raise DamagedFrameError("the header of a frame was damaged on its way")
     kind = _KINDS.get(number)
     if kind is None or head_bytes > LARGEST_HEAD or body_bytes > LARGEST_BODY:
         raise ForeignPeerError(
