@@ -17,6 +17,7 @@ from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
 from replicax._src.ps.transport import TaskClient
+from replicax._src.wire.security import Security
 from replicax.errors import ClusterStartError
 
 pytestmark = pytest.mark.timeout(250)
@@ -172,8 +173,8 @@ def test_a_task_that_starts_meanwhile_waits_for_the_job(free):
         stdout=subprocess.DEVNULL,
     )
     try:
-        channel = Channel(address, 1, ["worker 0", "worker 1"], "print")
-        while ask_until(address, 0, ask_channel).text != "answers":
+        channel = Channel(address, 1, ["worker 0", "worker 1"], "print", Security())
+        while ask_until(address, 0, lambda to: ask_channel(to, Security())).text != "answers":
             time.sleep(0.05)
         says = [" s for worker 0, which does not answer at", "does replicax doctor run on that machine?"]
         message(ClusterStartError, lambda: channel.connect(time.monotonic() + 2), *says)

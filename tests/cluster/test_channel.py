@@ -13,22 +13,31 @@ from checks import message, needs_ipv6
 from replicax._src.cli.status import read_status
 from replicax._src.cluster import channel as channel_module
 from replicax._src.cluster.channel import Channel
-from replicax._src.cluster.frames import Decoder, FrameError, bind_shared, encode, listen
+from replicax._src.cluster.frames import ask, connect, receive, send
 from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.service import HubServer
+from replicax._src.cluster.spec import split_address
+from replicax._src.wire.connection import Frame
+from replicax._src.wire.errors import ForeignPeerError, TokenError
+from replicax._src.wire.frames import Kind
+from replicax._src.wire.security import Security
+from replicax._src.wire.sockets import bind_shared, listen
 from replicax.errors import ClusterStartError, PeerFailureError, ProgramMismatchError
 
 pytestmark = pytest.mark.timeout(180)
 PATIENCE_S = 60  # more than a machine needs that is busy with something else
+SECURITY = Security(b"secret")
 NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
 @contextlib.contextmanager
 def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
     """A hub, and its address. When the block ends it ends too, whoever is still connected."""
-    listener = listen(at, backlog=8)
-    server = HubServer(Hub(names, **options), listener, "print", "worker 0 at here", {"coordinator": "there"})
+    listener = listen(*split_address(at), backlog=8)
+    server = HubServer(
+        Hub(names, **options), listener, SECURITY, "print", "worker 0 at here", {"coordinator": "there"}
+    )
     must_end = threading.Event()
     thread = threading.Thread(target=server.run, args=(must_end, linger_s))
     thread.start()
@@ -37,14 +46,13 @@ def serving(names=NAMES, linger_s=0.0, at="127.0.0.1:0", **options):
     finally:
         must_end.set()
         thread.join(timeout=PATIENCE_S)
-        listener.close()
         assert not thread.is_alive()
 
 
 @contextlib.contextmanager
 def channels(address, names=NAMES, **options):
     """The channels of all members, connected."""
-    made = [Channel(address, number, names, "print", **options) for number in range(len(names))]
+    made = [Channel(address, number, names, "print", SECURITY, **options) for number in range(len(names))]
     try:
         for channel in made:
             assert channel.connect(time.monotonic() + PATIENCE_S)["coordinator"] == "there"
@@ -92,7 +100,7 @@ def test_the_launcher_is_told_how_many_programs_have_run(monkeypatch, tmp_path):
         return status.step, status.state
 
     with serving(NAMES[:1]) as address:
-        channel = Channel(address, 0, NAMES[:1], "print")
+        channel = Channel(address, 0, NAMES[:1], "print", SECURITY)
         assert shown(channel) == (0, "starting")
         for position in range(3):
             channel.begin(position, "#0 train_step")
@@ -124,9 +132,9 @@ def test_who_ends_because_another_has_failed_does_not_say_when(monkeypatch, tmp_
     """Its process ends after the other's, however late the launcher learns of that."""
     path = tmp_path / "status.json"
     with serving(NAMES[:2]) as address:
-        second = Channel(address, 1, NAMES[:2], "print")
+        second = Channel(address, 1, NAMES[:2], "print", SECURITY)
         monkeypatch.setenv("REPLICAX_STATUS_FILE", str(path))
-        first = Channel(address, 0, NAMES[:2], "print")
+        first = Channel(address, 0, NAMES[:2], "print", SECURITY)
         for channel in (first, second):
             channel.connect(time.monotonic() + PATIENCE_S)
         second.tell_error("ValueError: my own")
@@ -141,7 +149,7 @@ def test_a_member_that_dies_is_named_to_who_waits_and_to_who_does_not():
     with serving() as address, channels(address) as (first, second, third):
         second.begin(3, "#0 train_step")
         # What the kernel does when the process is killed.
-        killed = threading.Timer(0.2, second._socket.shutdown, [socket.SHUT_RDWR])
+        killed = threading.Timer(0.2, second._connection.cancel)
         killed.start()
         start = time.monotonic()
         with pytest.raises(PeerFailureError) as caught:
@@ -238,30 +246,31 @@ def test_who_leaves_earlier_or_dies_is_needed_for_more():
 @pytest.mark.rest
 def test_who_is_silent_is_given_up():
     with serving(silence_s=3.0) as address, channels(address) as (first, second, _):
-        second._write_lock.acquire()  # it beats no more, as if it were stopped
+        second._connection._sending.acquire()  # it beats no more, as if it were stopped
         try:
             assert first.wait_for_failure(PATIENCE_S) is not None
             with pytest.raises(PeerFailureError, match=r"worker 1.* \d+ s"):
                 first.check()
         finally:
-            second._write_lock.release()
+            second._connection._sending.release()
 
 
 @pytest.mark.rest
 def test_who_has_gone_silent_is_not_waited_for_long():
     """Ten seconds at most, where others may take a minute to leave."""
-    with socket.socket() as stopped, serving(NAMES[:1], linger_s=60.0, silence_s=1.0) as address:
-        host, port = address.split(":")
-        stopped.connect((host, int(port)))
-        stopped.sendall(encode({"kind": "hello", "member": 0, "fingerprint": "print"}))
-        assert stopped.recv(1)
+    with serving(NAMES[:1], linger_s=60.0, silence_s=1.0) as address:
+        soon = time.monotonic() + PATIENCE_S
+        stopped = connect(address, SECURITY, soon)
+        send(stopped, {"kind": "hello", "member": 0, "fingerprint": "print"}, soon)
+        assert receive(stopped, soon)["kind"] == "welcome"
         time.sleep(2.5)
+    stopped.close()
 
 
 def test_a_hub_that_is_gone():
     """Its machine is down, say: here its thread ends with the block."""
     with serving() as address:
-        channel = Channel(address, 1, NAMES, "print")
+        channel = Channel(address, 1, NAMES, "print", SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
     assert channel.wait_for_failure(PATIENCE_S) is not None
     message(PeerFailureError, channel.check, "beside worker 0", address, "ended the connection")
@@ -284,7 +293,7 @@ def test_different_programs_are_a_mismatch():
 @pytest.mark.rest
 def test_who_is_missing_is_named_in_time(caplog):
     with serving() as address, contextlib.ExitStack() as stack:
-        channel = Channel(address, 0, NAMES, "print")
+        channel = Channel(address, 0, NAMES, "print", SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
         stack.callback(channel.leave)
         call = lambda: channel.gather("start", 1, 2.5, what="for all tasks to start")  # noqa: E731
@@ -331,7 +340,7 @@ def test_a_wait_for_one_that_is_alive_is_said_and_ends_in_time(caplog):
 
 def test_nobody_listens():
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    channel = Channel(address, 1, NAMES, "print")
+    channel = Channel(address, 1, NAMES, "print", SECURITY)
     says = [" s for worker 0, which does not answer at", address, "REPLICAX_START_TIMEOUT_S"]
     message(ClusterStartError, lambda: channel.connect(time.monotonic() + 0.3), *says)
 
@@ -345,9 +354,9 @@ def test_nobody_listens():
 )
 def test_who_does_not_belong_is_refused(number, fingerprint, says):
     with serving() as address:
-        first = Channel(address, 0, NAMES, "print")
+        first = Channel(address, 0, NAMES, "print", SECURITY)
         first.connect(time.monotonic() + PATIENCE_S)
-        other = Channel(address, number, NAMES, fingerprint)
+        other = Channel(address, number, NAMES, fingerprint, SECURITY)
         message(ClusterStartError, lambda: other.connect(time.monotonic() + PATIENCE_S), "refuses", says)
         first.leave()
 
@@ -355,15 +364,15 @@ def test_who_does_not_belong_is_refused(number, fingerprint, says):
 def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
     with contextlib.ExitStack() as earlier, contextlib.ExitStack() as next_run:
         address = earlier.enter_context(serving(at=f"127.0.0.1:{free_ports(1)[0]}"))
-        first, second = (Channel(address, number, NAMES, "print") for number in range(2))
+        first, second = (Channel(address, number, NAMES, "print", SECURITY) for number in range(2))
         for channel in (first, second):
             channel.connect(time.monotonic() + PATIENCE_S)
-        second._socket.shutdown(socket.SHUT_RDWR)
+        second._connection.cancel()
         assert first.wait_for_failure(PATIENCE_S) is not None
         begin = time.monotonic()
         timer = threading.Timer(1.0, lambda: (earlier.close(), next_run.enter_context(serving(at=address))))
         timer.start()
-        restarted = Channel(address, 1, NAMES, "print")
+        restarted = Channel(address, 1, NAMES, "print", SECURITY)
         assert restarted.connect(time.monotonic() + PATIENCE_S)["coordinator"] == "there"
         assert time.monotonic() - begin >= 1
         timer.join()
@@ -374,9 +383,9 @@ def test_who_comes_before_the_earlier_run_has_ended_waits_for_the_next_one():
 @pytest.mark.rest
 def test_an_earlier_run_that_does_not_end_is_named():
     with serving() as address, channels(address) as (first, second, _):
-        second._socket.shutdown(socket.SHUT_RDWR)
+        second._connection.cancel()
         assert first.wait_for_failure(PATIENCE_S) is not None
-        restarted = Channel(address, 1, NAMES, "print")
+        restarted = Channel(address, 1, NAMES, "print", SECURITY)
         says = [
             " s for an earlier run of the job to end",
             "worker 1 has been here before, and died",
@@ -389,7 +398,7 @@ def test_an_earlier_run_that_does_not_end_is_named():
 @pytest.mark.parametrize("is_silent_then", [False, True])
 def test_another_program_at_the_address(is_silent_then):
     """It answers with something else: the members say so when their time is over, also if the last attempt was not answered."""
-    with listen("127.0.0.1:0", backlog=8) as listener:
+    with listen("127.0.0.1", 0, backlog=8) as listener:
         stop = threading.Event()
 
         def answer():
@@ -404,23 +413,43 @@ def test_another_program_at_the_address(is_silent_then):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        channel = Channel(f"127.0.0.1:{listener.getsockname()[1]}", 1, NAMES, "print")
-        message(
-            ClusterStartError, lambda: channel.connect(time.monotonic() + 1.5), "does not answer", "announced"
-        )
+        channel = Channel(f"127.0.0.1:{listener.getsockname()[1]}", 1, NAMES, "print", SECURITY)
+        says = "does not answer", "another program answers"
+        message(ClusterStartError, lambda: channel.connect(time.monotonic() + 1.5), *says)
         stop.set()
         thread.join(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", encode({"kind": "nonsense"}), b"\xff" * 100])
-def test_noise_does_not_disturb_the_hub(noise):
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 5, b"\xff" * 100])
+def test_strangers_do_not_disturb_the_hub(noise):
     with serving() as address:
-        host, port = address.split(":")
-        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+        with socket.create_connection(split_address(address), timeout=PATIENCE_S) as stranger:
             stranger.sendall(noise)
-            assert stranger.recv(100) == b""  # it hangs up
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""  # it hangs up
         with channels(address) as members:
             assert gathered_by_all(members, "a", [1, 2, 3]) == [[1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize("said", [{"kind": "nonsense"}, {"kind": "hello"}, {"kind": "beat", "status": {}}])
+def test_a_peer_that_talks_nonsense_does_not_disturb_the_hub(said):
+    with serving() as address:
+        with pytest.raises(OSError, match="ended the connection"):
+            ask(address, said, SECURITY, PATIENCE_S)
+        with channels(address) as members:
+            assert gathered_by_all(members, "a", [1, 2, 3]) == [[1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize("token", [b"", b"another"])
+def test_without_the_token_nobody_joins_or_ends_a_job(token):
+    with serving(NAMES[:2]) as address:
+        stranger = Channel(address, 1, NAMES[:2], "print", Security(token))
+        message(ClusterStartError, lambda: stranger.connect(time.monotonic() + PATIENCE_S), "REPLICAX_TOKEN")
+        failed = {"kind": "failed", "member": 1, "fingerprint": "print", "text": "no"}
+        with pytest.raises(TokenError):
+            ask(address, failed, Security(token), PATIENCE_S)
+        with channels(address, NAMES[:2]) as members:
+            assert gathered_by_all(members, "a", [1, 2]) == [[1, 2]] * 2
 
 
 @needs_ipv6
@@ -429,46 +458,41 @@ def test_noise_does_not_disturb_the_hub(noise):
 )
 def test_an_ipv6_address_is_listened_at(at, reached_by):
     """On all networks, as at an IPv4 one: the machine may have the address only for others."""
-    with listen(at, backlog=2) as listener:
+    with listen(*split_address(at), backlog=2) as listener:
         for host in reached_by:
             socket.create_connection((host, listener.getsockname()[1]), timeout=PATIENCE_S).close()
 
 
 def test_a_port_that_is_held_is_only_for_who_shares_it():
     """As gRPC does: nobody else can take it before its server listens there, which alone gets connections then."""
-    with bind_shared("127.0.0.1:0") as held:
+    with bind_shared("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
-            listen(f"127.0.0.1:{port}", backlog=1)
+            listen("127.0.0.1", port, backlog=1)
         with socket.create_server(("127.0.0.1", port), reuse_port=True) as server:
             socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
             server.settimeout(PATIENCE_S)
             server.accept()[0].close()
 
 
-# --- frames --------------------------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------------
 
 
-def test_frames_may_come_in_any_pieces():
-    messages = [{"kind": "a", "value": "é" * 300}, {"kind": "b"}, {"kind": "c", "n": [1, 2]}]
-    data = b"".join(map(encode, messages))
-    for size in (1, 3, 7, 1000):
-        decoder = Decoder()
-        pieces = (data[start : start + size] for start in range(0, len(data), size))
-        assert [m for piece in pieces for m in decoder.feed(piece)] == messages
-
-
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1x"])
-def test_what_is_no_frame(data):
-    with pytest.raises(FrameError):
-        list(Decoder().feed(data))
+@pytest.mark.parametrize("text", [b"", b"x", b"[]", b'{"value": 1}', b"\xff"])
+def test_what_is_no_message(text):
+    with serving() as address:
+        connection = connect(address, SECURITY, time.monotonic() + PATIENCE_S)
+        connection.receive = lambda deadline: Frame(Kind.MESSAGE, memoryview(text))
+        with pytest.raises(ForeignPeerError):
+            receive(connection, time.monotonic() + PATIENCE_S)
+        connection.close()
 
 
 @pytest.mark.rest
 def test_the_waiting_is_said(caplog):
     """With the names, every few seconds."""
     with serving() as address, caplog.at_level(logging.WARNING, "replicax"):
-        channel = Channel(address, 2, NAMES, "print")
+        channel = Channel(address, 2, NAMES, "print", SECURITY)
         channel.connect(time.monotonic() + PATIENCE_S)
         with pytest.raises(PeerFailureError) as caught:
             channel.gather("start", 1, 3.0, what="for all tasks to start", every_s=0.5)

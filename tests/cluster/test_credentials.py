@@ -103,16 +103,22 @@ def test_a_server_with_a_ca_needs_a_certificate(pem):
     )
 
 
-def test_tokens():
-    credentials = Credentials(token="secret")
-    assert credentials.is_token("secret")
-    assert credentials.is_token(b"secret")
-    assert not any(
-        credentials.is_token(shown) for shown in (None, "", "secre", "secret ", b"Secret", "naïve")
-    )
-    assert Credentials().is_token(None)
+def test_random_tokens_differ_and_are_allowed():
     assert len({random_token() for _ in range(100)}) == 100
     Credentials(token=random_token())
+
+
+@pytest.mark.parametrize(("said", "checks"), [("1", True), ("0", False), (None, False)])
+def test_the_environment_turns_checksums_on(said, checks):
+    environ = {} if said is None else {"REPLICAX_CHECKSUMS": said}
+    security = Credentials(token="secret").security(environ)
+    assert security.wants_checksums(is_loopback=True, uses_tls=False) is checks
+    assert security.wants_checksums(is_loopback=False, uses_tls=True) is checks
+    assert security.wants_checksums(is_loopback=False, uses_tls=False)
+
+
+def test_files_that_are_no_certificates_are_named(pem):
+    message(InvalidArgumentError, lambda: Credentials(ca_file=pem).security({}), pem)
 
 
 def test_hosts_of_the_loopback():

@@ -13,6 +13,7 @@ from replicax._src.cluster import start
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.spec import join_address, split_address
+from replicax._src.wire.security import Security
 from replicax.errors import ClusterStartError
 
 pytestmark = pytest.mark.timeout(250)
@@ -56,6 +57,7 @@ def test_an_interrupt_after_jax_has_connected_leaves_no_client_that_waits_at_exi
 def test_a_service_that_misses_one_question_is_not_taken_for_stopped(answers, serves, monkeypatch):
     monkeypatch.setattr(start, "_ping", lambda *args: answers.pop(0))
     cluster = object.__new__(start._LiveCluster)
+    cluster._security = Security()
     cluster._leader_address, cluster._channel = "127.0.0.1:1", types.SimpleNamespace(is_lost=False)
     assert cluster._is_serving() is serves
     assert not answers
@@ -68,10 +70,12 @@ def test_the_service_of_an_earlier_run_is_waited_for():
     address = f"127.0.0.1:{free_ports(1)[0]}"
 
     def service(wait_s):
-        return start._start_service(address, names, "print", "both", limits, time.monotonic() + wait_s)
+        return start._start_service(
+            address, names, "print", "both", limits, Security(), time.monotonic() + wait_s
+        )
 
     earlier = service(60)
-    members = [Channel(address, number, names, "print") for number in range(2)]
+    members = [Channel(address, number, names, "print", Security()) for number in range(2)]
     for member in members:
         member.connect(time.monotonic() + 60)
     says = [f"worker 0 cannot listen at its own address {address}", "an earlier run of this one"]
@@ -95,7 +99,10 @@ def test_the_service_of_an_earlier_run_may_end_just_before_it_is_asked(monkeypat
     answers = [(None, {"errno": errno.EADDRINUSE}), ("the service", {"coordinator": "there"})]
     monkeypatch.setattr(start, "_try_service", lambda settings: answers.pop(0))
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    assert start._start_service(address, ["worker 0"], "print", "one", {}, time.monotonic()) == "the service"
+    assert (
+        start._start_service(address, ["worker 0"], "print", "one", {}, Security(), time.monotonic())
+        == "the service"
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
@@ -104,8 +111,10 @@ def test_both_services_are_reached(host):
     port = free_ports(1)[0]
     address = join_address("2001:db8::1" if host == "::1" else "192.0.2.1", port)
     limits = {"silence_s": 60.0, "stall_s": 60.0, "timeout_s": 60.0}
-    service = start._start_service(address, ["worker 0"], "print", "one", limits, time.monotonic() + 60)
-    channel = Channel(join_address(host, port), 0, ["worker 0"], "print")
+    service = start._start_service(
+        address, ["worker 0"], "print", "one", limits, Security(), time.monotonic() + 60
+    )
+    channel = Channel(join_address(host, port), 0, ["worker 0"], "print", Security())
     coordinator = channel.connect(time.monotonic() + 60)["coordinator"]
     socket.create_connection((host, split_address(coordinator)[1]), timeout=60).close()
     channel.leave()

@@ -13,10 +13,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from replicax._src.cluster.credentials import Credentials
-from replicax._src.cluster.frames import Decoder, FrameError, ask, encode, listen
+from replicax._src.cluster.frames import ask, receive, send
 from replicax._src.cluster.spec import Task, split_address
 from replicax._src.errors import MissingExtraError
-from replicax._src.ps.errors import UnauthenticatedError, UnavailableError
+from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
+from replicax._src.wire.connection import Connection
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, TokenError
+from replicax._src.wire.listener import Listener
+from replicax._src.wire.security import Security
+from replicax._src.wire.sockets import listen
 
 _ATTEMPT_S: Final = 2.0
 _RETRY_S: Final = 0.3
@@ -68,7 +73,7 @@ def stay(found: Mapping[Task, Answer], deadline: float) -> None:
 
 
 @contextlib.contextmanager
-def answering(address: str, ask_once: AskOnce) -> Iterator[Answer]:
+def answering(address: str, security: Security, ask_once: AskOnce) -> Iterator[Answer]:
     """Answers the others at this task's address while the block runs; says what is wrong with it."""
     host, port = split_address(address)
     if port == 0:
@@ -76,22 +81,26 @@ def answering(address: str, ask_once: AskOnce) -> Iterator[Answer]:
         return
     try:
         socket.getaddrinfo(host, port)
-        listener = listen(address, backlog=16)
+        listening = listen(host, port, backlog=16)
     except (socket.gaierror, UnicodeError):
         yield Answer(Outcome.WRONG, _unknown(host))
         return
     except OSError as error:
         yield _why_not(error, address, ask_once)
         return
-    stop = threading.Event()
-    thread = threading.Thread(target=_serve, args=(listener, stop), daemon=True)
-    thread.start()
+    listener = Listener(listening, security, _answer_pings)
     try:
         yield Answer(Outcome.ANSWERS, "")
     finally:
-        stop.set()
-        thread.join(timeout=2)
         listener.close()
+
+
+def _answer_pings(connection: Connection, purpose: str) -> None:
+    del purpose
+    deadline = time.monotonic() + _ATTEMPT_S
+    receive(connection, deadline)
+    send(connection, {"kind": "pong", "cluster": "doctor"}, deadline)
+    connection.wait(_ATTEMPT_S)  # so that it reads that, and ends the connection first
 
 
 def _why_not(error: OSError, address: str, ask_once: AskOnce) -> Answer:
@@ -99,17 +108,6 @@ def _why_not(error: OSError, address: str, ask_once: AskOnce) -> Answer:
         return Answer(Outcome.UNCHECKED, "a job runs there now")
     is_in_use = error.errno == errno.EADDRINUSE
     return Answer(Outcome.WRONG, "its port is in use" if is_in_use else error.strerror or str(error))
-
-
-def _serve(listener: socket.socket, stop: threading.Event) -> None:
-    listener.settimeout(0.1)
-    while not stop.is_set():
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(1.0)
-                connection.recv(2**12)
-                connection.sendall(encode({"kind": "pong", "cluster": "doctor"}))
 
 
 def ask_until(address: str, deadline: float, ask_once: AskOnce) -> Answer:
@@ -121,7 +119,7 @@ def ask_until(address: str, deadline: float, ask_once: AskOnce) -> Answer:
         time.sleep(_RETRY_S)
 
 
-def ask_channel(address: str) -> Answer:
+def ask_channel(address: str, security: Security) -> Answer:
     """Asks on the control channel."""
     host, port = split_address(address)
     if port == 0:
@@ -130,16 +128,17 @@ def ask_channel(address: str) -> Answer:
             "cannot be checked from here: its address is not known, it connects to the first",
         )
     try:
-        with socket.create_connection((host, port), timeout=_ATTEMPT_S) as connection:
-            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + _ATTEMPT_S)
-            is_doctor = answer.get("cluster") == "doctor"
-            return Answer(Outcome.ANSWERS, "answers" if is_doctor else "answers: a job runs there")
+        answer = ask(address, {"kind": "ping"}, security, _ATTEMPT_S)
+        is_doctor = answer.get("cluster") == "doctor"
+        return Answer(Outcome.ANSWERS, "answers" if is_doctor else "answers: a job runs there")
     except (socket.gaierror, UnicodeError):
         return Answer(Outcome.WRONG, f"is unknown: {_unknown(host)}")
     except ConnectionRefusedError:
         text = "does not listen: the host is there, and no task (or doctor) runs on it"
         return Answer(Outcome.SILENT, text)
-    except FrameError:
+    except TokenError as error:
+        return Answer(Outcome.WRONG, f"runs a task of replicax, and refuses this token: {error}")
+    except (ForeignPeerError, PeerEndedError):
         return Answer(Outcome.WRONG, "is another program's")
     except TimeoutError:
         return Answer(
@@ -151,7 +150,7 @@ def ask_channel(address: str) -> Answer:
 
 def ask_task(address: str, credentials: Credentials) -> Answer:
     """Asks on the control channel, and if that is not what is there, as a task with parameter servers is asked."""
-    answer = ask_channel(address)
+    answer = ask_channel(address, credentials.security())
     if answer.outcome in (Outcome.ANSWERS, Outcome.UNCHECKED):
         return answer
     try:
@@ -161,7 +160,7 @@ def ask_task(address: str, credentials: Credentials) -> Answer:
             status = client.ask("status", {}, _ATTEMPT_S)
     except UnauthenticatedError:
         return Answer(Outcome.WRONG, "runs `replicax server`, and refuses this token or certificate")
-    except (MissingExtraError, UnavailableError):
+    except (MissingExtraError, MessageError, UnavailableError):
         return answer
     free = "waits for a coordinator" if status["incarnation"] is None else "has a coordinator"
     return Answer(Outcome.ANSWERS, f"answers: {status['task']} runs there, and {free}")

@@ -48,7 +48,7 @@ process, as you start your program; on this machine: replicax launch --workers 2
 
 The exit code is 0 if nothing is wrong, and 1 otherwise. Notes do not change it.
 """
-_PACKAGES: Final = ("jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint", "pyarrow")
+_PACKAGES: Final = ("jax", "jaxlib", "keras", "numpy", "grain", "orbax-checkpoint", "pyarrow", "xxhash")
 _NOT_ASKED: Final = Answer(Outcome.UNCHECKED, "was not asked")
 
 
@@ -251,15 +251,11 @@ def _devices(wrong: list[str]) -> list[tuple[str, str]]:
     return [(devices[0].platform, f"{len(devices)} ({', '.join(sorted(kinds))})")]
 
 
-def _asking(membership: Membership, environ: Mapping[str, str], wrong: list[str]) -> AskOnce:
+def _asking(membership: Membership, credentials: Credentials) -> AskOnce:
     """How the tasks of the cluster are asked."""
     if "ps" not in membership.spec.jobs:
-        return ask_channel
-    try:
-        return functools.partial(ask_task, credentials=Credentials.of_environment(environ))
-    except ClusterError as error:
-        wrong.append(str(error))
-        return ask_channel
+        return functools.partial(ask_channel, security=credentials.security())
+    return functools.partial(ask_task, credentials=credentials)
 
 
 def _addresses(
@@ -274,8 +270,13 @@ def _addresses(
         wrong.append(str(error))
         others = {}
     deadline = time.monotonic() + (wait_s or 0)
-    ask = _asking(membership, environ, wrong)
-    with answering(addresses[own], ask) as of_own:
+    try:
+        credentials = Credentials.of_environment(environ)
+    except ClusterError as error:
+        wrong.append(str(error))
+        credentials = Credentials()
+    ask = _asking(membership, credentials)
+    with answering(addresses[own], credentials.security(), ask) as of_own:
         found = ask_all(others, deadline, ask)
         if of_own.outcome is Outcome.ANSWERS:
             stay(found, deadline)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
-import time
 from collections.abc import Mapping
 from typing import Final
 
 from replicax._src.cluster.errors import ClusterError
-from replicax._src.cluster.frames import Decoder, FrameError, ask, listen
+from replicax._src.cluster.frames import ask, security_of
 from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.membership import Membership, described, fingerprint_of
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.service import HubServer
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
+from replicax._src.wire.sockets import listen
 
 _ANSWER_S: Final = 1.0
 _RETRY_S: Final = 0.2
@@ -35,6 +34,7 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     """
     resolver = TFConfigClusterResolver(environ=environment)
     try:
+        security = security_of(environment)
         me = Membership.of(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
     except ClusterError:  # the task has said so
         return
@@ -44,18 +44,18 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     fingerprint = fingerprint_of(names, me.addresses)
     text = text[-_MOST_CHARACTERS:]
     message = {"kind": "failed", "member": me.id_in_cluster, "fingerprint": fingerprint, "text": text}
-    address = split_address(routed_address(me.leader_address, environment))
+    address = routed_address(me.leader_address, environment)
     while not is_over.is_set():
         if me.id_in_cluster == 0:
             with contextlib.suppress(OSError):  # the port is in use: the task's own hub is there
-                listener = listen(me.leader_address, backlog=len(names) + 8)
+                listening = listen(*split_address(me.leader_address), backlog=len(names) + 8)
                 hub = Hub(names)
                 hub.fail(0, text)
-                HubServer(hub, listener, fingerprint, described(names, me.addresses), {}).run(is_over, 0.0)
+                cluster = described(names, me.addresses)
+                HubServer(hub, listening, security, fingerprint, cluster, {}).run(is_over, 0.0)
                 return
         try:
-            with socket.create_connection(address, timeout=_ANSWER_S) as connection:
-                ask(connection, message, Decoder(), time.monotonic() + _ANSWER_S)
-                return
-        except (OSError, FrameError):
+            ask(address, message, security, _ANSWER_S)
+            return
+        except OSError:
             is_over.wait(_RETRY_S)

@@ -52,7 +52,7 @@ With --max-restarts or --checkpoint-dir all tasks are then started again, and th
 
 A cluster with parameter servers also has a chief, unless --no-chief is given. The chief is the coordinator and runs the
 script; the workers and parameter servers run `replicax server`. A worker that dies is restarted. The job is finished when the
-chief has exited. All tasks share a random token and refuse connections without it.
+chief has exited. All tasks of a job share a random token and refuse connections without it.
 """
 _EPILOG: Final = """\
 several hosts, one worker on each:
@@ -62,7 +62,7 @@ several hosts, one worker on each:
 
 environment of the tasks:
   TF_CONFIG               the cluster, and which task this is
-  REPLICAX_TOKEN          the token of a cluster with parameter servers; yours if it is set
+  REPLICAX_TOKEN          the token of the job; random unless you set it. With --hosts set the same one on all hosts
   REPLICAX_RESTART_COUNT  the number of restarts so far
   REPLICAX_CHECKPOINT_DIR the directory given to --checkpoint-dir
   REPLICAX_STATUS_FILE    a file for the table: a task may write {"step": 12, "time": time.time(), "state": "training"}.
@@ -320,7 +320,7 @@ def _starts_here(options: argparse.Namespace, command: Sequence[str]) -> list[St
     layout = Layout(num_workers, has_chief, options.ps, options.evaluator)
     servers = layout.servers(options.script_in)
     cluster = layout.on_this_machine(free_ports(len(layout.tasks_with_address)))
-    secrets = _token(os.environ) if layout.num_ps else {}
+    secrets = _token(os.environ)
     has_coordinator = bool(layout.num_ps) and has_chief and options.script_in != "workers"
     awaited = ("chief",) if has_coordinator else ("chief", "worker")
     told = {task: secrets | layout.told(task, options.script_in) for task in layout.tasks}

@@ -5,12 +5,8 @@ See hub.py for the rules.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import logging
 import os
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,18 +23,23 @@ from replicax._src.cluster.failures import (
     of_timeout,
     stall_text,
 )
-from replicax._src.cluster.frames import Decoder, FrameError, ask, encode
+from replicax._src.cluster.frames import connect, receive, send
 from replicax._src.cluster.routes import routed_address
-from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.user_code import user_line_of_main_thread
+from replicax._src.wire.connection import Connection
+from replicax._src.wire.errors import ForeignPeerError, TokenError
+from replicax._src.wire.security import Security
 
 log = logging.getLogger("replicax")
 _BEAT_S = 1.0
 _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
 _ANSWER_S = 5.0
+_TAKE_MESSAGE_S = 10.0
 _LOOK_S = 0.2
+# How often the thread looks whether the process leaves, while nothing comes.
+_WAKE_S = 0.25
 _NO_PROGRAM = -2  # before the position of who has run none
 
 
@@ -55,6 +56,7 @@ class Channel:
       number: Of this process.
       names: Of all tasks, by number.
       fingerprint: Of the cluster, equal in all its processes.
+      security: What the hub must know, and asks for.
       silence_s: After how many seconds without a word from the hub it counts as gone.
       stall_s: After how many seconds it says for whom it waits.
 
@@ -68,14 +70,15 @@ class Channel:
         number: int,
         names: Sequence[str],
         fingerprint: str,
+        security: Security,
         *,
         silence_s: float = 60.0,
         stall_s: float = 60.0,
     ):
         self._address, self._number, self._names = address, number, tuple(names)
         self._fingerprint, self._silence_s, self._stall_s = fingerprint, silence_s, stall_s
-        self._socket: socket.socket | None = None
-        self._write_lock = threading.Lock()
+        self._security = security
+        self._connection: Connection | None = None
         self._changed = threading.Condition()
         self._gathered: dict[str, list[Any]] = {}
         self._missing: dict[str, Mapping[str, Any]] = {}
@@ -84,8 +87,6 @@ class Channel:
         self._done = _NO_PROGRAM
         self._is_closed = False
         self.is_lost = False
-        self._decoder = Decoder()
-        self._received: collections.deque[dict[str, Any]] = collections.deque()
         self._status: dict[str, Any] = {"position": -1, "program": None, "doing": "starting"}
         self._left_at: float | None = None
         self._status_file = StatusFile(os.environ.get(STATUS_FILE_VARIABLE))
@@ -109,7 +110,7 @@ class Channel:
           ClusterStartError: It did not answer in time, or refuses. That of an earlier run, which is ending, is waited
             for.
         """
-        host, port = split_address(routed_address(self._address, os.environ))
+        address = routed_address(self._address, os.environ)
         started = reminded = time.monotonic()
         trouble: object = "not tried"
         while True:
@@ -126,19 +127,18 @@ class Channel:
                     trouble,
                 )
             try:
-                connection = socket.create_connection((host, port), timeout=min(_ANSWER_S, deadline - now))
-                try:
-                    welcome = self._shake_hands(connection, min(deadline, time.monotonic() + 10))
-                except BaseException:
-                    connection.close()
-                    raise
+                self._connection, welcome = self._joined(address, min(deadline, now + _ANSWER_S))
                 break
-            except (OSError, FrameError, _RefusedForNow) as error:
+            except TokenError as error:
+                raise ClusterStartError(
+                    f"{self._names[0]} at {self._address} refuses {self._me}: {error}. Give all tasks of the cluster the same "
+                    "token (REPLICAX_TOKEN)."
+                ) from error
+            except (OSError, _RefusedForNow) as error:
                 is_cut_short = isinstance(error, TimeoutError) and deadline - now < _ANSWER_S
-                if not (is_cut_short and isinstance(trouble, (FrameError, _RefusedForNow))):
+                if not (is_cut_short and isinstance(trouble, (ForeignPeerError, _RefusedForNow))):
                     trouble = error  # else what was answered says more
                 time.sleep(_RETRY_S)
-        self._socket = connection
         self._thread.start()
         return welcome
 
@@ -155,36 +155,36 @@ class Channel:
             f"{more_time}"
         )
 
-    def _shake_hands(self, connection: socket.socket, deadline: float) -> dict[str, Any]:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = {"kind": "hello", "member": self._number, "fingerprint": self._fingerprint}
-        decoder = Decoder()  # of what came in an earlier attempt nothing may be left
-        answer, *more = ask(connection, hello, decoder, deadline)
-        if answer["kind"] == "refused" and answer["is_temporary"]:
-            raise _RefusedForNow(answer["text"])
-        if answer["kind"] == "refused":
-            raise ClusterStartError(
-                f"{self._names[0]} at {self._address} refuses {self._me}: {answer['text']}"
-            )
-        if answer["kind"] != "welcome":
-            raise FrameError("no job has begun there; does replicax doctor run on that machine?")
-        self._decoder = decoder
-        self._received.extend(more)
-        connection.setblocking(False)
-        return answer
+    def _joined(self, address: str, deadline: float) -> tuple[Connection, dict[str, Any]]:
+        """A connection that the hub has welcomed, and the welcome."""
+        connection = connect(address, self._security, deadline)
+        try:
+            hello = {"kind": "hello", "member": self._number, "fingerprint": self._fingerprint}
+            send(connection, hello, deadline)
+            answer = receive(connection, deadline)
+            if answer["kind"] == "refused" and answer["is_temporary"]:
+                raise _RefusedForNow(answer["text"])
+            if answer["kind"] == "refused":
+                raise ClusterStartError(
+                    f"{self._names[0]} at {self._address} refuses {self._me}: {answer['text']}"
+                )
+            if answer["kind"] != "welcome":
+                raise ForeignPeerError("no job has begun there; does replicax doctor run on that machine?")
+            return connection, answer
+        except BaseException:
+            connection.close()
+            raise
 
     def leave(self) -> None:
         """Says that this process ends in order, unless it has said otherwise, and ends the connection."""
-        if self._socket is None or self._is_closed:
+        if self._connection is None or self._is_closed:
             return
         self._note_end()
         self._send({"kind": "left", "status": {**self._status, "done": self._done}})
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)  # the thread, which waits for a message, hears of it
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
-        self._socket.close()
+        self._connection.close()
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Says something of ``save_rounds.KINDS`` to the hub. What it says of that is given to all of ``on_saving``, in
@@ -329,37 +329,29 @@ class Channel:
     # --- the thread ---------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        connection = self._socket
+        connection = self._connection
         assert connection is not None
         heard = time.monotonic()
         next_beat = next_file = 0.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            while not self._is_closed:
-                while self._received:  # the first may have come with the welcome
-                    self._receive(self._received.popleft())
-                now = time.monotonic()
-                if now >= next_beat:
-                    next_beat = now + _BEAT_S
-                    self._beat()
-                if self._status_file.is_wanted and now >= next_file:
-                    next_file = now + _STATUS_FILE_S
-                    self._write_status()
-                if selector.select(min(_BEAT_S, _STATUS_FILE_S) / 2):
-                    try:
-                        data = connection.recv(2**16)
-                        self._received.extend(self._decoder.feed(data))
-                    except BlockingIOError:
-                        continue
-                    except (OSError, FrameError):
-                        data = b""
-                    if not data:
-                        self._lose("ended the connection")
-                        return
-                    heard = time.monotonic()
-                elif time.monotonic() - heard > self._silence_s:
-                    self._lose(f"has not been heard of for {self._silence_s:.0f} s")
+        while not self._is_closed:
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + _BEAT_S
+                self._beat()
+            if self._status_file.is_wanted and now >= next_file:
+                next_file = now + _STATUS_FILE_S
+                self._write_status()
+            if connection.wait(_WAKE_S):
+                try:
+                    message = receive(connection, time.monotonic() + self._silence_s)
+                except OSError:
+                    self._lose("ended the connection")
                     return
+                self._receive(message)
+                heard = time.monotonic()
+            elif time.monotonic() - heard > self._silence_s:
+                self._lose(f"has not been heard of for {self._silence_s:.0f} s")
+                return
 
     def _receive(self, message: dict[str, Any]) -> None:
         match message["kind"]:
@@ -416,21 +408,13 @@ class Channel:
             self._write_status()
 
     def _send(self, message: dict[str, Any]) -> None:
-        connection = self._socket
+        connection = self._connection
         if connection is None or self._is_closed or self.is_lost:
             return
-        data = memoryview(encode(message))
-        deadline = time.monotonic() + 10
-        with self._write_lock:
-            while data:
-                try:
-                    data = data[connection.send(data) :]
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        return  # the hub does not read; its silence will be noticed
-                    time.sleep(0.001)
-                except OSError:
-                    return  # the thread notices too
+        try:
+            send(connection, message, time.monotonic() + _TAKE_MESSAGE_S)
+        except OSError:
+            connection.cancel()  # half of it may have been sent; the thread notices
 
     def _lose(self, how: str) -> None:
         if self._is_closed:

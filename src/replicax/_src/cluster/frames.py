@@ -1,130 +1,80 @@
-"""Messages of the control channel on a socket: JSON behind its length. No rules here, they are in hub.py."""
+"""Messages of the control channel: JSON objects with a ``kind``, in frames of the wire. hub.py has the rules."""
 
 from __future__ import annotations
 
 import json
-import socket
-import struct
+import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, final
+from collections.abc import Mapping
+from typing import Any, Final
 
+from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import split_address
+from replicax._src.wire.client import connect as wire_connect
+from replicax._src.wire.connection import Connection
+from replicax._src.wire.errors import ForeignPeerError
+from replicax._src.wire.frames import Kind
+from replicax._src.wire.security import Security
 
-_LENGTH = struct.Struct("!I")
-_LARGEST = 64 * 2**20
-
-
-class FrameError(ValueError):
-    """What came is no message of a control channel."""
-
-
-def encode(message: Mapping[str, Any]) -> bytes:
-    """A message as bytes."""
-    text = json.dumps(message).encode()
-    return _LENGTH.pack(len(text)) + text
+PURPOSE: Final = "control"
 
 
-@final
-class Decoder:
-    """Takes bytes as they come and gives whole messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The messages that are complete now.
-
-        Raises:
-          FrameError: These are no messages; somebody else is talking.
-        """
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > _LARGEST:
-                raise FrameError(f"a message of {length} bytes was announced")
-            if len(self._buffer) < _LENGTH.size + length:
-                return
-            text = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
-            del self._buffer[: _LENGTH.size + length]
-            try:
-                message = json.loads(text)
-            except ValueError as error:
-                raise FrameError(f"a message is not JSON: {text[:40]!r}") from error
-            if not isinstance(message, dict) or "kind" not in message:
-                raise FrameError(f"a message has no kind: {text[:40]!r}")
-            yield message
-
-
-def ask(
-    connection: socket.socket, question: Mapping[str, Any], decoder: Decoder, deadline: float
-) -> list[dict[str, Any]]:
-    """Sends a message, and waits for what is said to it: one message at least.
-
-    Args:
-      deadline: When to give up, on the clock of ``time.monotonic``.
+def security_of(environ: Mapping[str, str] | None = None) -> Security:
+    """What the control channel asks of its peers: ``REPLICAX_TOKEN`` and the TLS files of the environment.
 
     Raises:
-      FrameError: Another program is there.
-      OSError: It is not, or says nothing in time.
+      ClusterEnvironmentError: They do not go together, or a file cannot be read.
     """
-    connection.sendall(encode(question))
-    answers: list[dict[str, Any]] = []
-    while not answers:
-        connection.settimeout(max(0.05, deadline - time.monotonic()))
-        data = connection.recv(2**16)
-        if not data:
-            raise FrameError("it ended the connection; is that port another program's?")
-        answers.extend(decoder.feed(data))
-    return answers
+    environ = os.environ if environ is None else environ
+    return Credentials.of_environment(environ).security(environ)
 
 
-def bind_host(host: str) -> str:
-    """Where to listen for those who reach this machine as ``host``: on all its networks, if that is not loopback only.
-
-    A name may stand for an address that this machine does not have itself: of a Kubernetes service, say.
-    """
-    if host in ("localhost", "::1") or host.startswith("127."):
-        return host
-    return "::" if ":" in host else "0.0.0.0"
-
-
-def listen(address: str, backlog: int) -> socket.socket:
-    """A socket that listens on ``host:port``.
+def connect(address: str, security: Security, deadline: float) -> Connection:
+    """Connects to a hub.
 
     Raises:
-      OSError: It cannot; the port may be in use.
+      OSError: Nobody answers there in time, or somebody else; see ``wire.client.connect``.
     """
-    listener = _bound(address, socket.SO_REUSEADDR)  # right after a restart on the same port
+    return wire_connect(*split_address(address), security, PURPOSE, deadline)
+
+
+def send(connection: Connection, message: Mapping[str, Any], deadline: float) -> None:
+    """Sends a message.
+
+    Raises:
+      OSError: The peer did not take it in time, or the connection has ended.
+    """
+    connection.send([(Kind.MESSAGE, json.dumps(message).encode(), ())], deadline)
+
+
+def receive(connection: Connection, deadline: float) -> dict[str, Any]:
+    """Waits for the next message.
+
+    Raises:
+      ForeignPeerError: What came is no message.
+      OSError: Nothing came in time, or the connection has ended.
+    """
+    frame = connection.receive(deadline)
+    text = bytes(frame.head or b"")
     try:
-        listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+        message = json.loads(text)
+    except ValueError as error:
+        raise ForeignPeerError(f"a message is not JSON: {text[:40]!r}") from error
+    if not isinstance(message, dict) or "kind" not in message:
+        raise ForeignPeerError(f"a message has no kind: {text[:40]!r}")
+    return message
 
 
-def bind_shared(address: str) -> socket.socket:
-    """A socket that holds ``host:port`` without listening, for a gRPC server of this process: only who shares ports, as
-    gRPC does, can bind it too.
+def ask(address: str, question: Mapping[str, Any], security: Security, timeout_s: float) -> dict[str, Any]:
+    """Connects to a hub, sends a message and returns the answer.
 
     Raises:
-      OSError: It cannot; the port may be in use.
+      OSError: As ``connect`` and ``receive``.
     """
-    return _bound(address, socket.SO_REUSEPORT)
-
-
-def _bound(address: str, option: int) -> socket.socket:
-    host, port = split_address(address)
-    host = bind_host(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, option, 1)
-    if host == "::":
-        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # those who come by IPv4 too
+    deadline = time.monotonic() + timeout_s
+    connection = connect(address, security, deadline)
     try:
-        bound.bind((host, port))
-    except BaseException:
-        bound.close()
-        raise
-    return bound
+        send(connection, question, deadline)
+        return receive(connection, deadline)
+    finally:
+        connection.close()

@@ -24,15 +24,17 @@ from typing import Any, final
 
 from replicax._src import jax_compat
 from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.credentials import TOKEN_VARIABLE, Credentials, is_loopback
 from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, limit_s
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
-from replicax._src.cluster.frames import Decoder, FrameError, ask
+from replicax._src.cluster.frames import ask, security_of
 from replicax._src.cluster.membership import described, fingerprint_of
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
 from replicax._src.cluster.relay import Relay
 from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import BackendStartedError
+from replicax._src.wire.security import Security
 
 log = logging.getLogger("replicax")
 _SERVICE_START_S = 60.0
@@ -62,10 +64,14 @@ class _LiveCluster:
         deadline = time.monotonic() + start_s
         cluster = described(names, addresses)
         fingerprint = fingerprint_of(names, addresses)
+        self._security = security_of()
         if number == 0:
+            _warn_without_token(addresses)
             of_hub = {**limits, "timeout_s": timeout_s}
-            self._service = _start_service(addresses[0], names, fingerprint, cluster, of_hub, deadline)
-        self._channel = Channel(addresses[0], number, names, fingerprint, **limits)
+            self._service = _start_service(
+                addresses[0], names, fingerprint, cluster, of_hub, self._security, deadline
+            )
+        self._channel = Channel(addresses[0], number, names, fingerprint, self._security, **limits)
         try:
             coordinator = self._channel.connect(deadline)["coordinator"]
             self.peers = Peers(self._channel, names, addresses, number, timeout_s)
@@ -116,7 +122,20 @@ class _LiveCluster:
     def _is_serving(self) -> bool:
         """Returns True if the service, which others may still need, has not been stopped."""
         address = routed_address(self._leader_address, os.environ)
-        return not self._channel.is_lost and any(_ping(address, _LIVELY_S) is not None for _ in range(2))
+        return not self._channel.is_lost and any(
+            _ping(address, self._security, _LIVELY_S) is not None for _ in range(2)
+        )
+
+
+def _warn_without_token(addresses: Sequence[str]) -> None:
+    hosts = [split_address(address)[0] for address in addresses]
+    if Credentials.of_environment(os.environ).admits_anybody and not all(map(is_loopback, hosts)):
+        log.warning(
+            "The job has no token: every program that reaches %s can join it, or end it. Set %s to the same secret on all "
+            "tasks.",
+            addresses[0],
+            TOKEN_VARIABLE,
+        )
 
 
 def _compare_versions(channel: Channel, names: Sequence[str], timeout_s: float) -> None:
@@ -169,6 +188,7 @@ def _start_service(
     fingerprint: str,
     cluster: str,
     limits: Mapping[str, float],
+    security: Security,
     deadline: float,
 ) -> subprocess.Popen[str]:
     """The service, once the address is free of that of an earlier run."""
@@ -188,7 +208,7 @@ def _start_service(
         if answer.get("errno") != errno.EADDRINUSE:
             break
         had_ended = not has_asked and _has_ended(address)  # since it was met
-        if not (had_ended or _wait_for_earlier_run(address, names[0], cluster, deadline)):
+        if not (had_ended or _wait_for_earlier_run(address, names[0], cluster, security, deadline)):
             break
         has_asked = True
     reason = answer.get("error", "it said nothing")
@@ -229,11 +249,11 @@ def _try_service(settings: Mapping[str, Any]) -> tuple[subprocess.Popen[str], di
     return process, answer
 
 
-def _wait_for_earlier_run(address: str, name: str, cluster: str, deadline: float) -> bool:
+def _wait_for_earlier_run(address: str, name: str, cluster: str, security: Security, deadline: float) -> bool:
     """Whether an earlier run of this cluster was at the address, and has ended in time."""
     started = reminded = time.monotonic()
     was_there = False
-    while _is_ending_run(address, cluster):
+    while _is_ending_run(address, cluster, security):
         was_there = True
         now = time.monotonic()
         if now >= deadline:
@@ -259,19 +279,17 @@ def _has_ended(address: str) -> bool:
     return False
 
 
-def _is_ending_run(address: str, cluster: str) -> bool:
-    answer = _ping(address, _ANSWER_S) or {}
+def _is_ending_run(address: str, cluster: str, security: Security) -> bool:
+    answer = _ping(address, security, _ANSWER_S) or {}
     return answer.get("cluster") == cluster and answer.get("is_ending") is True
 
 
-def _ping(address: str, timeout_s: float) -> dict[str, Any] | None:
+def _ping(address: str, security: Security, timeout_s: float) -> dict[str, Any] | None:
     """Returns what the hub at an address says of itself; None if it does not answer in time."""
     try:
-        with socket.create_connection(split_address(address), timeout=timeout_s) as connection:
-            answer, *_ = ask(connection, {"kind": "ping"}, Decoder(), time.monotonic() + timeout_s)
-    except (OSError, FrameError):
+        return ask(address, {"kind": "ping"}, security, timeout_s)
+    except OSError:
         return None
-    return answer
 
 
 _lock = threading.Lock()

@@ -173,7 +173,7 @@ class TaskClient:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 connection = self._connected(ASKS, deadline)
-            elif not connection.is_idle():  # the task has ended since
+            elif connection.wait(0.0):  # the task has ended since
                 connection.close()
                 continue
             with self._lock:

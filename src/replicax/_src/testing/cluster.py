@@ -92,7 +92,7 @@ class LocalCluster:
         self._servers, self._script_in = self._layout.servers(script_in), script_in
         self._server_command = [*SERVER_COMMAND, *map(str, server_arguments)]
         self._devices_per_worker, self._timeout_s = devices_per_worker, timeout_s
-        token = {TOKEN_VARIABLE: random_token(), TOKEN_FILE_VARIABLE: None} if num_ps else {}
+        token = {TOKEN_VARIABLE: random_token(), TOKEN_FILE_VARIABLE: None}
         changed = {**os.environ, "PYTHONUNBUFFERED": "1", **token, **(environment or {})}
         self._environment = {name: value for name, value in changed.items() if value is not None}
         self._directory = tempfile.TemporaryDirectory(prefix="replicax-cluster-")

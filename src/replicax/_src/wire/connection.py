@@ -73,6 +73,10 @@ class _Stream(Protocol):
         """Sends all parts."""
         ...
 
+    def has_pending(self) -> bool:
+        """True if bytes have been taken from the system that nobody has read."""
+        ...
+
 
 @final
 class Connection:
@@ -148,14 +152,16 @@ class Connection:
         header = parsed_header(self._buffer[self._start : self._start + HEADER_BYTES])
         return not header.body_bytes and buffered >= HEADER_BYTES + header.head_bytes
 
-    def is_idle(self) -> bool:
-        """True if the peer has neither sent anything nor ended the connection."""
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the peer has sent something, or the connection has ended. False if neither happens in time."""
+        if self._start < self._end or self._stream.has_pending():
+            return True
         poll = select.poll()
         try:
             poll.register(self._socket, select.POLLIN)
-            return self._start == self._end and not poll.poll(0)
+            return bool(poll.poll(1000 * timeout_s))
         except (OSError, ValueError):  # it is closed
-            return False
+            return True
 
     def end(self, reason: str, *, is_refusal: bool = False) -> None:
         """Tells the peer why the connection ends, and takes for a while what it still sends.
@@ -251,6 +257,9 @@ class _Plain:
             with contextlib.suppress(BlockingIOError):
                 return self._socket.recv_into(memory, 0, flags)
 
+    def has_pending(self) -> bool:
+        return False
+
     def write(self, parts: Sequence[Part], deadline: float) -> None:
         for at in range(0, len(parts), _MOST_PARTS):
             self._write(list(parts[at : at + _MOST_PARTS]), deadline)
@@ -271,7 +280,7 @@ class _Plain:
 
 @final
 class _Encrypted:
-    """A non-blocking ``ssl.SSLSocket``. OpenSSL allows one thread at a time in it; the waits are outside of the lock."""
+    """A non-blocking ``ssl.SSLSocket``. OpenSSL allows one thread at a time in it; the waits are outside the lock."""
 
     def __init__(self, connection: ssl.SSLSocket):
         connection.settimeout(0.0)
@@ -281,6 +290,10 @@ class _Encrypted:
     def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
         del fill  # a read gives one record
         return self._done(lambda: self._socket.recv_into(memory), deadline)
+
+    def has_pending(self) -> bool:
+        with self._using:
+            return self._socket.pending() > 0
 
     def write(self, parts: Sequence[Part], deadline: float) -> None:
         small: list[Part] = []

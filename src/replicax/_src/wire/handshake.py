@@ -69,7 +69,7 @@ def greet_server(
     """
     ours = _hello(purpose, wants_checksums)
     _send(connection, ours, deadline)
-    theirs = _received(connection, _HELLO_BYTES, deadline)
+    theirs = _received(connection, _HELLO_BYTES, deadline, _MAGIC)
     _, is_checked = _parsed(theirs)
     _send(connection, _summed(_proof(token, b"client", ours, theirs)), deadline)
     shown = _checked(_received(connection, _PROOF_BYTES, deadline))
@@ -92,9 +92,7 @@ def greet_client(
       TimeoutError: The client did not say enough in time.
       OSError: The connection has ended.
     """
-    theirs = _received(connection, _HELLO_BYTES, deadline)
-    if theirs[: len(_MAGIC)] != _MAGIC:
-        raise ForeignPeerError("another program asks")
+    theirs = _received(connection, _HELLO_BYTES, deadline, _MAGIC)
     ours = _hello("", wants_checksums)
     _send(connection, ours, deadline)  # to another version too: it says so to its user
     purpose, is_checked = _parsed(theirs)
@@ -138,9 +136,7 @@ def _hello(purpose: str, wants_checksums: bool) -> bytes:
 
 
 def _parsed(hello: bytes) -> tuple[str, bool]:
-    magic, protocol, flags, purpose, _ = _HELLO.unpack_from(hello)
-    if magic != _MAGIC:
-        raise ForeignPeerError("another program answers")
+    _, protocol, flags, purpose, _ = _HELLO.unpack_from(hello)
     _checked(hello)
     if protocol != PROTOCOL:
         raise ForeignPeerError(
@@ -171,13 +167,16 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
         left = left[_done(connection, lambda left=left: connection.send(left), deadline, select.POLLOUT) :]
 
 
-def _received(connection: socket.socket, size: int, deadline: float) -> bytes:
+def _received(connection: socket.socket, size: int, deadline: float, start: bytes = b"") -> bytes:
+    """So many bytes. Bytes that do not begin with ``start`` are another program's: the rest is not waited for."""
     data = b""
     while len(data) < size:
         part = _done(connection, lambda data=data: connection.recv(size - len(data)), deadline)
         if not part:
             raise PeerEndedError
         data += part
+        if data[: len(start)] != start[: len(data)]:
+            raise ForeignPeerError("another program answers")
     return data
 
 
