@@ -1,0 +1,274 @@
+"""The handshake: who gets a connection, what is read of a stranger, and what damage does."""
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+import zlib
+
+import pytest
+
+from replicax._src.wire.errors import (
+    DamagedFrameError,
+    ForeignPeerError,
+    PeerEndedError,
+    TokenError,
+    WireError,
+)
+from replicax._src.wire.handshake import PROTOCOL, Agreed, greet_client, greet_server
+
+pytestmark = pytest.mark.timeout(60)
+TOKEN = b"a secret that nobody guesses"
+OF_STRANGER = 96
+
+
+class Recorded:
+    """A non-blocking socket that keeps what it has sent and received, and may damage one byte that comes."""
+
+    def __init__(self, connection, flip=None):
+        connection.setblocking(False)
+        self.connection, self.flip = connection, flip
+        self.sent, self.received = b"", b""
+
+    def send(self, data):
+        count = self.connection.send(data)
+        self.sent += bytes(data[:count])
+        return count
+
+    def recv(self, size):
+        data = bytearray(self.connection.recv(size))
+        if self.flip is not None and 0 <= self.flip[0] - len(self.received) < len(data):
+            data[self.flip[0] - len(self.received)] ^= self.flip[1]
+        self.received += data
+        return bytes(data)
+
+    def fileno(self):
+        return self.connection.fileno()
+
+
+def outcome(call, connection):
+    """What ``call`` gives or raises. The connection is closed if it raises, as a listener and ``connect`` do."""
+    try:
+        return call()
+    except OSError as error:
+        connection.connection.close()
+        return error
+
+
+def shaken(
+    of_client=TOKEN, of_server=TOKEN, *, flip_at_client=None, flip_at_server=None, wants=(False, False)
+):
+    """What each end has of a handshake, and its recorded socket: the client's first."""
+    client, server = map(Recorded, socket.socketpair(), (flip_at_client, flip_at_server))
+    deadline, outcomes = time.monotonic() + 10, []
+    serving = threading.Thread(
+        target=lambda: outcomes.append(
+            outcome(lambda: greet_client(server, of_server, deadline, wants_checksums=wants[1]), server)
+        )
+    )
+    serving.start()
+    with client.connection, server.connection:
+        got = outcome(
+            lambda: greet_server(client, of_client, "purpose", deadline, wants_checksums=wants[0]), client
+        )
+        serving.join()
+    return got, outcomes[0], client, server
+
+
+# --- with the token and without -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [b"", TOKEN])
+@pytest.mark.parametrize("wants", [(False, False), (True, False), (False, True), (True, True)])
+def test_two_ends_with_one_token_agree(token, wants):
+    of_client, of_server, client, server = shaken(token, token, wants=wants)
+    assert of_client == of_server == Agreed("purpose", any(wants))
+    assert len(client.sent) == len(server.sent) == OF_STRANGER
+
+
+@pytest.mark.parametrize(
+    ("of_client", "says"), [(b"", "no token"), (b"wrong", "a wrong token"), (TOKEN[:-1], "a wrong token")]
+)
+def test_a_client_that_does_not_know_the_token_is_told_so(of_client, says):
+    got, at_server, client, _ = shaken(of_client)
+    assert type(got) is type(at_server) is TokenError
+    assert says in str(got)
+    assert client.received[60:-4].rstrip() == says.encode()  # and gets no proof to guess the token from
+
+
+def test_a_server_that_has_no_token_refuses_one():
+    got, at_server, _, _ = shaken(TOKEN, b"")
+    assert type(got) is type(at_server) is TokenError
+
+
+def test_the_token_never_travels():
+    for of_client in (TOKEN, b"wrong"):
+        _, _, client, server = shaken(of_client)
+        for sent in (client.sent, server.sent):
+            assert len(sent) == OF_STRANGER
+            assert not any(part in sent for part in (TOKEN[:8], TOKEN[-8:], TOKEN.hex()[:16].encode()))
+
+
+def test_no_handshake_is_like_another_one():
+    """So nothing that was heard can be said again."""
+    (_, _, first, first_server), (_, _, second, second_server) = shaken(), shaken()
+    assert first.sent[24:56] != second.sent[24:56]
+    assert first.sent[60:92] != second.sent[60:92]
+    assert first_server.sent[60:92] != second_server.sent[60:92]
+
+
+# --- strangers at a server ----------------------------------------------------------------------------
+
+
+def at_server(say, *, seconds=10.0):
+    """What a server makes of a peer that ``say`` speaks for, its socket, and what it answered."""
+    theirs, ours = socket.socketpair()
+    server = Recorded(ours)
+    speaking = threading.Thread(target=say, args=(theirs,))
+    speaking.start()
+    with theirs, ours:
+        got = outcome(
+            lambda: greet_client(server, TOKEN, time.monotonic() + seconds, wants_checksums=False), server
+        )
+        speaking.join()
+    return got, server
+
+
+def hello_of(protocol=PROTOCOL, magic=b"RPLX"):
+    hello = struct.pack("<4sHH16s32s", magic, protocol, 0, b"purpose", bytes(32))
+    return hello + struct.pack("<I", zlib.crc32(hello))
+
+
+def test_what_was_heard_of_another_client_is_refused():
+    _, _, heard, _ = shaken()
+    got, _ = at_server(lambda stranger: stranger.sendall(heard.sent))
+    assert type(got) is TokenError
+
+
+def test_another_program_asks():
+    got, server = at_server(
+        lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
+    )
+    assert type(got) is ForeignPeerError
+    assert server.sent == b""
+
+
+def test_another_version_asks_and_hears_which_one_this_is():
+    got, server = at_server(lambda stranger: stranger.sendall(hello_of(protocol=PROTOCOL + 1)))
+    assert type(got) is ForeignPeerError
+    assert f"version {PROTOCOL + 1}" in str(got)
+    assert struct.unpack_from("<4sH", server.sent) == (b"RPLX", PROTOCOL)
+
+
+@pytest.mark.parametrize("said", [b"", b"R", hello_of()[:-1], hello_of(), hello_of() + bytes(35)], ids=len)
+def test_a_stranger_that_ends_early(said):
+    def say(stranger):
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+
+    assert type(at_server(say)[0]) is PeerEndedError
+
+
+def test_no_more_than_96_bytes_are_read_of_a_stranger():
+    def say(stranger):
+        stranger.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            stranger.sendall(hello_of() + bytes(2**20))
+
+    got, server = at_server(say)
+    assert isinstance(got, WireError)
+    assert len(server.received) == OF_STRANGER
+    got, server = at_server(lambda stranger: stranger.sendall(bytes(2**10)))
+    assert type(got) is ForeignPeerError
+    assert len(server.received) <= OF_STRANGER
+
+
+@pytest.mark.parametrize("first", [b"", hello_of()], ids=["hello", "proof"])
+def test_a_stranger_that_says_one_byte_at_a_time_is_cut_at_the_deadline(first):
+    def say(stranger):
+        try:
+            stranger.sendall(first)
+            for byte in hello_of():
+                time.sleep(0.05)
+                stranger.sendall(bytes([byte]))
+        except OSError:  # it was cut
+            pass
+
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        raise at_server(say, seconds=0.3)[0]
+    assert 0.25 < time.monotonic() - started < 2
+
+
+# --- other programs that a client meets ---------------------------------------------------------------
+
+
+def at_client(say, *, seconds=10.0):
+    theirs, ours = socket.socketpair()
+    client = Recorded(ours)
+    speaking = threading.Thread(target=say, args=(theirs,))
+    speaking.start()
+    with theirs, ours:
+        got = outcome(
+            lambda: greet_server(client, TOKEN, "", time.monotonic() + seconds, wants_checksums=False), client
+        )
+        speaking.join()
+    return got, client
+
+
+def test_another_program_answers():
+    got, client = at_client(lambda other: other.sendall(b"HTTP/1.1 400 Bad Request\r\n" + bytes(100)))
+    assert type(got) is ForeignPeerError
+    assert len(client.sent) == 60  # no proof
+
+
+def test_another_version_answers():
+    got, client = at_client(lambda other: other.sendall(hello_of(protocol=7)))
+    assert type(got) is ForeignPeerError
+    assert "version 7" in str(got)
+    assert len(client.sent) == 60
+
+
+def test_a_mirror_does_not_prove_that_it_knows_the_token():
+    """It says what the client says."""
+
+    def say(mirror):
+        mirror.sendall(mirror.recv(60, socket.MSG_WAITALL))
+        mirror.sendall(mirror.recv(36, socket.MSG_WAITALL))
+
+    assert type(at_client(say)[0]) is TokenError
+
+
+def test_a_server_that_says_nothing_is_left_at_the_deadline():
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        raise at_client(lambda other: None, seconds=0.2)[0]
+    assert time.monotonic() - started < 2
+
+
+# --- damage -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(OF_STRANGER))
+def test_a_byte_that_changed_on_its_way_to_the_server_gives_no_connection(at):
+    for got in (*shaken(flip_at_server=(at, 0x01))[:2], *shaken(flip_at_server=(at, 0x80))[:2]):
+        assert isinstance(got, WireError | ConnectionError)
+        assert not isinstance(got, TokenError)
+
+
+@pytest.mark.parametrize("change", [0x01, 0x80])
+@pytest.mark.parametrize("at", range(OF_STRANGER))
+def test_a_byte_that_changed_on_its_way_to_the_client_gives_no_connection(at, change):
+    at_client, at_server, _, _ = shaken(flip_at_client=(at, change))
+    assert isinstance(at_client, WireError)
+    assert not isinstance(at_client, TokenError)
+    assert isinstance(
+        at_server, WireError | Agreed
+    )  # it has said its last byte before the client misreads it
+    assert not isinstance(at_server, TokenError)
+
+
+@pytest.mark.parametrize("at", range(60, OF_STRANGER, 5))
+def test_a_refusal_that_changed_on_its_way_is_damage(at):
+    assert type(shaken(b"wrong", flip_at_client=(at, 0x01))[0]) is DamagedFrameError
