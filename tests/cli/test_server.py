@@ -177,9 +177,9 @@ def test_who_runs_the_script(launch, tmp_path, options, scripts):
         assert text == f"{'script' if task in scripts else 'server'} 43", task
 
 
-def test_without_parameter_servers_all_run_the_script_and_there_is_no_token(launch):
+def test_without_parameter_servers_all_run_the_script_and_share_a_token(launch):
     result = launch("print('script', len(token))", "--workers", 2)
-    assert who_ran_what(result) == {"worker 0": "script 0", "worker 1": "script 0"}
+    assert who_ran_what(result) == {"worker 0": "script 43", "worker 1": "script 43"}
 
 
 def test_a_token_of_ones_own_is_kept(launch, tmp_path):

@@ -31,7 +31,7 @@ class Ps:
     def ask(self, what, header, timeout_s):
         if self.is_cut:
             raise UnavailableError("It is cut off.")
-        return self.service.ask(what, header, None)
+        return self.service.ask(what, header)
 
     def close(self):
         pass

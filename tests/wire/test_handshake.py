@@ -223,6 +223,14 @@ def test_another_program_answers():
     assert len(client.sent) == 60  # no proof
 
 
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH\r\n", b"R", b"RPLY"])
+def test_another_program_that_says_little_is_found_at_its_first_wrong_byte(says):
+    started = time.monotonic()
+    got, _ = at_client(lambda other: other.sendall(says), seconds=1.0)
+    assert time.monotonic() - started < 3
+    assert type(got) is (TimeoutError if b"RPLX".startswith(says) else ForeignPeerError)
+
+
 def test_another_version_answers():
     got, client = at_client(lambda other: other.sendall(hello_of(protocol=7)))
     assert type(got) is ForeignPeerError
