@@ -14,7 +14,7 @@ from replicax._src.coordinator.workers import Limits
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.groups import Groups
 from replicax._src.ps.service import TaskService
-from replicax._src.ps.tenancy import Tenancy
+from replicax._src.ps.lease import Lease
 from replicax._src.ps.work import PsHost
 
 ME = "me"
@@ -25,7 +25,7 @@ class Ps:
 
     def __init__(self, index):
         task, host = Task("ps", index), PsHost(None, math.inf, index, Credentials())
-        self.service = TaskService(task, host, {}, Tenancy(str(task), 60.0, time.monotonic()))
+        self.service = TaskService(task, host, {}, Lease(str(task), 60.0, time.monotonic()))
         self.is_cut = False
 
     def ask(self, what, header, timeout_s):

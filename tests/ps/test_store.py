@@ -12,7 +12,7 @@ from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps import store as store_module
 from replicax._src.ps import updates as updates_module
 from replicax._src.ps import window
-from replicax._src.ps.errors import MessageError, StaleCoordinatorError, UnavailableError, UnknownProgramError
+from replicax._src.ps.errors import MessageError, UnavailableError, UnknownProgramError
 from replicax._src.ps.held_pieces import MAX_COPIED_BYTES
 from replicax._src.ps.held_values import BYTES_PER_BLOCK, copied
 from replicax._src.ps.messages import Message
@@ -513,12 +513,8 @@ def test_a_new_coordinator_takes_over(client, store):
     store.hello(ME)
     assert client.read("w")[0].max() == 1.0  # the same one again
     store.hello("next")
-    with pytest.raises(StaleCoordinatorError, match="next has taken over"):
+    with pytest.raises(UnavailableError, match="next"):
         client.read("w")
-    with pytest.raises(StaleCoordinatorError):
-        store.hello(ME)
-    with pytest.raises(StaleCoordinatorError):
-        store.leave(ME)
     after = Client(store, "next")
     with pytest.raises(InvalidArgumentError, match="which has none"):
         after.read("w")
@@ -532,12 +528,11 @@ def test_a_new_coordinator_takes_over(client, store):
 
 def test_leaving_and_starting_anew(client, store):
     client.create(w=ZERO)
-    store.leave(ME)
+    store.leave()
     assert store.statistics()["pieces"] == 0
-    with pytest.raises(StaleCoordinatorError, match="has ended"):
-        client.read("w")
-    with pytest.raises(UnavailableError, match="started anew"):
-        Client(Store()).read("w")
+    for left in (client, Client(Store())):
+        with pytest.raises(UnavailableError, match="None"):
+            left.read("w")
     store.hello(ME)
     with pytest.raises(InvalidArgumentError, match="which has none"):
         client.read("w")
@@ -549,7 +544,7 @@ def test_a_coordinator_that_takes_over_while_a_piece_is_made(client, store, monk
         return copied(value, device)
 
     monkeypatch.setattr(store_module, "copied", late)
-    with pytest.raises(StaleCoordinatorError):
+    with pytest.raises(UnavailableError):
         client.create(w=ZERO)
     assert store.statistics()["pieces"] == 0
 

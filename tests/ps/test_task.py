@@ -27,9 +27,9 @@ from replicax._src.ps.errors import (
     UnavailableError,
 )
 from replicax._src.ps.group_rules import View
+from replicax._src.ps.lease import Lease
 from replicax._src.ps.messages import Message
 from replicax._src.ps.service import TaskService
-from replicax._src.ps.tenancy import Tenancy
 from replicax._src.ps.transport import Session, TaskClient
 from replicax._src.ps.work import host_of
 from replicax.errors import ClusterError, ContextError, InvalidArgumentError
@@ -271,7 +271,7 @@ def host():
 
 @pytest.fixture
 def service(host):
-    return TaskService(Task("worker", 0), host, {}, Tenancy("worker 0", 60.0, time.monotonic()))
+    return TaskService(Task("worker", 0), host, {}, Lease("worker 0", 60.0, time.monotonic()))
 
 
 def test_one_work_for_each_coordinator(service, host):

@@ -107,15 +107,3 @@ def of_answer(fields: Mapping[str, Any], task: str) -> ReplicaxError:
     line = fields["details"].get("line")
     where = f" (raised at {line})" if line else ""
     return RemoteError(f"{task} failed: {kind}: {text}{where}", kind, task)
-
-
-def stale(incarnation: Any, present: str | None) -> StaleCoordinatorError:
-    """The error for a coordinator after which ``present`` has come, or nobody."""
-    if present is None:
-        return StaleCoordinatorError(
-            f"The session of coordinator {incarnation} has ended, and what it made is gone."
-        )
-    return StaleCoordinatorError(
-        f"Coordinator {present} has taken over this parameter server; what coordinator {incarnation} made is gone, and "
-        "it is not served any more. Let one coordinator at a time use the cluster."
-    )

@@ -186,7 +186,7 @@ class GroupCopy:
             self._changed.notify_all()
         for way in ways:
             way.close()
-        self._store.leave(self._incarnation)
+        self._store.leave()
 
     def _take_ways(self) -> list[BackupWay]:
         ways = [way for way in (self._way, self._joining_way) if way is not None]
@@ -464,7 +464,7 @@ class GroupCopy:
                     if not self._rules.takes_copy(epoch):
                         return _brought(False, at)
                     self._rules.dropped()
-                self._store.leave(self._incarnation)  # first: there may be no room for both
+                self._store.leave()  # first: there may be no room for both
                 self._store = self._new_store()
             self._taker = StateTaker(self._new_store())
         taker = self._taker

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from replicax._src.cluster.spec import Task
 from replicax._src.errors import InvalidArgumentError
+from replicax._src.ps.lease import Lease
 from replicax._src.ps.messages import Message
-from replicax._src.ps.tenancy import Tenancy
 
 if TYPE_CHECKING:
     from replicax._src.ps.transport import Session
@@ -83,7 +83,7 @@ class TaskService:
       task: Which one this is.
       host: What it has; it makes the work for a coordinator.
       about: What ``hello`` tells of this process.
-      tenancy: Whose messages are answered.
+      lease: Whose messages are answered.
       measure: How the process is now, for the beats: JSON.
     """
 
@@ -92,11 +92,11 @@ class TaskService:
         task: Task,
         host: Host,
         about: Mapping[str, Any],
-        tenancy: Tenancy,
+        lease: Lease,
         measure: Callable[[], Mapping[str, Any]] = dict,
     ):
         self._task, self._host, self._about, self._measure = task, host, about, measure
-        self._tenancy = tenancy
+        self._lease = lease
         self._work: Work | None = None
         self._lock = threading.RLock()
         self._is_to_stop = threading.Event()
@@ -139,8 +139,8 @@ class TaskService:
         with self._lock:
             incarnation = _incarnation_of(message)
             if incarnation is None:  # the stream belongs to whom the task worked for when it was first used
-                incarnation = session.state.get("incarnation", self._tenancy.incarnation)
-            self._tenancy.check(incarnation)
+                incarnation = session.state.get("incarnation", self._lease.incarnation)
+            self._lease.check(incarnation)
             session.state["incarnation"] = incarnation
             work = self._work
         assert work is not None
@@ -152,27 +152,27 @@ class TaskService:
     def watch(self, now: float) -> None:
         """Gives up a coordinator that is silent."""
         with self._lock:
-            if self._tenancy.is_silent(now):
+            if self._lease.is_silent(now):
                 _log.warning(
-                    "%s: its coordinator %s is silent and is given up.", self._task, self._tenancy.incarnation
+                    "%s: its coordinator %s is silent and is given up.", self._task, self._lease.incarnation
                 )
-                self._tenancy.give_up(now)
+                self._lease.give_up(now)
                 self._drop()
 
     @property
     def incarnation(self) -> str | None:
         """Of the coordinator; None while there is none."""
-        return self._tenancy.incarnation
+        return self._lease.incarnation
 
     @property
     def has_lost_coordinator(self) -> bool:
         """Whether there was one, and is none now."""
         with self._lock:
-            return self._tenancy.has_ended
+            return self._lease.has_ended
 
     def waited_s(self, now: float) -> float:
         """For how long there has been no coordinator."""
-        return self._tenancy.waited_s(now)
+        return self._lease.waited_s(now)
 
     def close(self) -> None:
         """Drops what was made for the coordinator."""
@@ -184,7 +184,7 @@ class TaskService:
         with self._lock:
             work = self._work
         counts = {} if work is None else work.statistics()
-        return {"incarnation": self._tenancy.incarnation, "process": self._measure(), **counts}
+        return {"incarnation": self._lease.incarnation, "process": self._measure(), **counts}
 
     # --- the asks -----------------------------------------------------------------------------------------
 
@@ -198,12 +198,12 @@ class TaskService:
     def _begin(
         self, incarnation: str, ps: Sequence[str], member: str | None = None, *, again: bool = False
     ) -> None:
-        if self._tenancy.hello(incarnation, time.monotonic(), member, again=again):
+        if self._lease.hello(incarnation, time.monotonic(), member, again=again):
             self._drop()
             try:
                 self._work = self._host.begin(incarnation, ps)
             except BaseException:
-                self._tenancy.withdraw()
+                self._lease.withdraw()
                 raise
 
     def _described(self) -> dict[str, Any]:
@@ -216,24 +216,24 @@ class TaskService:
         }
 
     def _ask_host(self, ask: Ask, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._tenancy.check(header["incarnation"])
+        self._lease.check(header["incarnation"])
         return ask(header)
 
     def _beat(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
-            self._tenancy.beat(header["incarnation"], time.monotonic())
+            self._lease.beat(header["incarnation"], time.monotonic())
         return {"instance": self._host.instance, "statistics": self.statistics()}
 
     def _leave(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:
             member, members = header.get("member"), header.get("members", ())
-            if self._tenancy.leave(header["incarnation"], time.monotonic(), member, members):
+            if self._lease.leave(header["incarnation"], time.monotonic(), member, members):
                 self._drop()
         return {}
 
     def _status(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """For whoever is not the coordinator: it changes nothing."""
-        told = {"incarnation": self._tenancy.incarnation, "statistics": self.statistics()}
+        told = {"incarnation": self._lease.incarnation, "statistics": self.statistics()}
         return {**self._described(), **told}
 
     def _stop(self, header: Mapping[str, Any]) -> Mapping[str, Any]:

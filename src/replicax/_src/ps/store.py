@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
-from replicax._src.ps.errors import MessageError
+from replicax._src.ps.errors import MessageError, UnavailableError
 from replicax._src.ps.held_pieces import (
     HeldPiece,
     check_assigned,
@@ -72,8 +72,8 @@ class Store:
         """Does what is asked. Its arrays are not needed afterwards; the answer's may be views, to be kept briefly.
 
         Raises:
-          StaleCoordinatorError: The incarnation has been followed by another one, or has left.
-          UnavailableError: There is no incarnation, and never was this one: the server has started anew.
+          UnavailableError: What is here belongs to another coordinator, or to none. ``TaskService`` knows why: whose
+            messages are answered is its rule, and this message was overtaken.
           UnknownProgramError: The program is to be sent again; nothing has happened.
           InvalidArgumentError: Something does not fit; nothing has happened.
           MessageError: The header is not one of these operations.
@@ -86,19 +86,16 @@ class Store:
         return self._operations[op](message.header, message.arrays)
 
     def hello(self, incarnation: str) -> None:
-        """A coordinator says that it is there. What another one made is dropped.
-
-        Raises:
-          StaleCoordinatorError: Another one has taken over from it since.
-        """
+        """From now on the store belongs to this coordinator. What another one made is dropped."""
         with self._lock:
-            if self._contents.incarnations.hello(incarnation):
+            if incarnation != self._contents.owner:
+                self._contents.owner = incarnation
                 self._contents.clear()
 
-    def leave(self, incarnation: str) -> None:
-        """A coordinator ends its session: all that it made is dropped. It may say hello again."""
+    def leave(self) -> None:
+        """From now on the store belongs to nobody: all that is in it is dropped."""
         with self._lock:
-            self._contents.incarnations.leave(incarnation)
+            self._contents.owner = None
             self._contents.renew()
             self._contents.clear()
 
@@ -315,7 +312,12 @@ class Store:
     # Under the lock.
 
     def _check(self, header: Mapping[str, Any]) -> None:
-        self._contents.incarnations.check(header.get("incarnation"))
+        owner = self._contents.owner
+        if owner is None or header.get("incarnation") != owner:
+            raise UnavailableError(
+                f"The parameter server holds what coordinator {owner} made, and got a message of coordinator "
+                f"{header.get('incarnation')}: it was started again, or another coordinator has taken it over."
+            )
 
     def _initial_program(self, new: NewPiece) -> CompiledUpdate | None:
         if new.value is not None:

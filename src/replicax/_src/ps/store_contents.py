@@ -17,7 +17,6 @@ from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.held_gradients import HeldGradients
 from replicax._src.ps.held_pieces import HeldPiece, check_state, few, staleness_of, text
 from replicax._src.ps.held_values import Spec
-from replicax._src.ps.incarnations import Incarnations
 from replicax._src.ps.programs import UpdateProgram
 from replicax._src.ps.requests import ApplyRound, Closure, NewPiece, Step
 from replicax._src.ps.store_statistics import StoreStatistics
@@ -49,7 +48,7 @@ class StoreContents:
 
     Attributes:
       instance: Random; see ``Store.instance``.
-      incarnations: For which coordinator this is.
+      owner: The incarnation of the coordinator that made all this; None if there is none.
       unwritten: What a snapshot that is being written has in common with the pieces; None if none is.
       num_created: How many pieces have been made here, those that are gone too.
       num_changes: Is another one after every change of a value.
@@ -61,7 +60,7 @@ class StoreContents:
     """
 
     def __init__(self) -> None:
-        self.incarnations = Incarnations()
+        self.owner: str | None = None
         self.unwritten: Unwritten | None = None
         self.num_created = self.num_changes = 0
         self._highest_number = 0
@@ -97,7 +96,7 @@ class StoreContents:
         return {
             "epoch": epoch,
             "instance": self.instance,
-            "incarnation": self.incarnations.now,
+            "incarnation": self.owner,
             "time": time.time(),
             "updates": self.statistics.updates,
             "highest_number": self._highest_number,
@@ -111,7 +110,7 @@ class StoreContents:
     def take(self, described: Mapping[str, Any], pieces: dict[str, HeldPiece]) -> None:
         """Becomes what was ``described``, with these pieces and no program; another instance."""
         self.renew()
-        self.incarnations.now, self._highest_number = described["incarnation"], described["highest_number"]
+        self.owner, self._highest_number = described["incarnation"], described["highest_number"]
         self.clear()
         self.pieces = pieces
         self.windows = Windows.of(described["windows"])

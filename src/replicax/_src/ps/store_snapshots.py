@@ -67,7 +67,7 @@ class StoreSnapshots:
             folder.last = None
             with contextlib.closing(snapshot):
                 with self._lock:
-                    contents.incarnations.now = None
+                    contents.owner = None
                     contents.clear()  # first: there may be no room for both
                 pieces = {
                     key: HeldPiece(key, piece.spec, snapshot.value(piece, self._device), piece.number)

@@ -22,10 +22,10 @@ from replicax._src.cluster.spec import ClusterDef, ClusterSpec, join_address, sp
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.jax_compat import default_platform
+from replicax._src.ps.lease import Lease
 from replicax._src.ps.process import prepare_process, vitals
 from replicax._src.ps.server_def import ServerDef, ServerOptions
 from replicax._src.ps.service import Host, TaskService
-from replicax._src.ps.tenancy import Tenancy
 
 if TYPE_CHECKING:
     from replicax._src.ps.transport import TaskServer
@@ -134,9 +134,9 @@ class Server:
             if _is_this_process(definition):
                 prepare_process(definition.cluster, definition.task)
             self._host = host_of(definition, self._options, self._credentials)
-            tenancy = Tenancy(str(definition.task), self._options.silence_timeout_s, time.monotonic())
+            lease = Lease(str(definition.task), self._options.silence_timeout_s, time.monotonic())
             self._service = TaskService(
-                definition.task, self._host, about_this_process(), tenancy, self._measured
+                definition.task, self._host, about_this_process(), lease, self._measured
             )
             transport = TaskServer(definition.address, self._service, self._credentials)
             transport.start()

@@ -166,7 +166,7 @@ class PsWork:
     def close(self) -> None:
         """Drops all pieces."""
         self._copies.close()
-        self._store.leave(self._incarnation)
+        self._store.leave()
 
 
 def _traffic(clients: Sequence[TaskClient]) -> dict[str, int]:

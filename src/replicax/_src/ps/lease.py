@@ -1,4 +1,5 @@
-"""``Tenancy``: for which coordinator a task works, and until when. Pure: whoever calls it has the clock.
+"""``Lease``: for which coordinator a task works, and until when: the one rule for whose messages are answered. Pure:
+whoever calls it has the clock.
 
 A coordinator is known by its *incarnation*. ``hello`` begins its time at a task, ``leave`` ends it, and so do another
 coordinator's ``hello`` and silence: no ``hello`` and no ``beat`` for as long as is allowed. Who has left, was followed
@@ -21,7 +22,7 @@ _NUM_PAST: Final = 1000
 
 
 @final
-class Tenancy:
+class Lease:
     """Says whose messages a task answers. Not for several threads at once.
 
     Args:
@@ -29,8 +30,8 @@ class Tenancy:
       silence_timeout_s: For how long a coordinator may be silent.
       now: Seconds, of the clock that all methods are told.
 
-    >>> tenancy = Tenancy("ps 0", silence_timeout_s=60.0, now=0.0)
-    >>> tenancy.hello("a", now=1.0), tenancy.hello("a", now=2.0), tenancy.is_silent(now=63.0)
+    >>> lease = Lease("ps 0", silence_timeout_s=60.0, now=0.0)
+    >>> lease.hello("a", now=1.0), lease.hello("a", now=2.0), lease.is_silent(now=63.0)
     (True, False, True)
     """
 
