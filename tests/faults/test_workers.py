@@ -1,6 +1,5 @@
 """Workers that are missing, killed, stopped, wrong or different, in real processes: every one is named in time."""
 
-import json
 import os
 import re
 import signal
@@ -340,11 +339,10 @@ def test_two_processes_with_one_index(local_cluster, tmp_path):
     stay = f"\nimport os, time\nwhile not os.path.exists({str(is_over)!r}): time.sleep(0.05)"
     source = source_of(starting) + stay
     cluster.start(source)
-    config = {"cluster": cluster.cluster, "task": {"type": "worker", "index": 1}}
     reports = tmp_path / "reports"
     third = subprocess.Popen(
         [sys.executable, "-c", source],
-        env={**os.environ, "TF_CONFIG": json.dumps(config), "REPLICAX_REPORT_FILE": str(reports)},
+        env={**os.environ, **cluster.environment_of("worker", 1), "REPLICAX_REPORT_FILE": str(reports)},
     )
     try:
         deadline = time.monotonic() + LIMIT_S
