@@ -289,7 +289,10 @@ class _Encrypted:
 
     def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
         del fill  # a read gives one record
-        return self._done(lambda: self._socket.recv_into(memory), deadline)
+        try:
+            return self._done(lambda: self._socket.recv_into(memory), deadline)
+        except ssl.SSLEOFError:
+            return 0
 
     def has_pending(self) -> bool:
         with self._using:
@@ -320,8 +323,6 @@ class _Encrypted:
                 event = select.POLLIN
             except ssl.SSLWantWriteError:
                 event = select.POLLOUT
-            except ssl.SSLEOFError:
-                return 0
             wait_for(self._socket, event, deadline)
 
 
