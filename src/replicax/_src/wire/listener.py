@@ -79,7 +79,9 @@ class Listener:
                 continue
             with self._lock:
                 if len(self._strangers) >= MOST_STRANGERS:
-                    shut_down(next(iter(self._strangers)))  # its thread sends it away
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    shut_down(oldest)  # its thread sends it away
                 self._strangers[connection] = None
             host = str(address[0]).removeprefix("::ffff:")
             peer = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
