@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, final
 
-from replicax._src.wire.errors import ForeignPeerError, PeerEndedError
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, WireError
 from replicax._src.wire.frames import (
     HEADER_BYTES,
     LARGEST_HEAD,
@@ -149,7 +149,10 @@ class Connection:
         buffered = self._end - self._start
         if buffered < HEADER_BYTES:
             return False
-        header = parsed_header(self._buffer[self._start : self._start + HEADER_BYTES])
+        try:
+            header = parsed_header(self._buffer[self._start : self._start + HEADER_BYTES])
+        except WireError:  # the next ``receive`` raises it
+            return False
         return not header.body_bytes and buffered >= HEADER_BYTES + header.head_bytes
 
     def wait(self, timeout_s: float) -> bool:
