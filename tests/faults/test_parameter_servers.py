@@ -1,6 +1,7 @@
 """Workers and parameter servers that die, stop or are slow, in processes of their own; this process is the coordinator."""
 
 import contextlib
+import functools
 import os
 import random
 import resource
@@ -12,7 +13,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.coordinator import stream, workers
+from replicax._src.coordinator import cluster_coordinator, stream, workers
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import (
     CancelledError,
@@ -369,7 +370,38 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 
 
 @pytest.mark.rest
-def test_a_parameter_server_that_is_stopped_is_named_until_it_goes_on(job):
+@pytest.mark.parametrize("what", ["stop", "partition"])
+def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
+    with (
+        server_cluster(workers=2, ps=2, has_proxies=what == "partition") as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        job.until_connected(0, 1)
+        job.schedule(50)
+        job.join()
+        job.schedule(400)
+        for index in range(2):
+            cluster.tasks["ps", index].stop() if what == "stop" else cluster.partition("ps", index)
+        job.schedule(50)
+        time.sleep(20)
+        for index in range(2):
+            cluster.tasks["ps", index].resume() if what == "stop" else None
+        if what == "partition":
+            cluster.heal()
+        job.schedule(50)
+        job.join()
+        assert job.counts == [550.0, 550.0]
+        assert job.coordinator.statistics()["ps"]["ps 0"]["restarts"] == 0
+
+
+@pytest.mark.rest
+def test_a_parameter_server_that_is_stopped_for_long_is_named_until_it_goes_on(servers, monkeypatch):
+    monkeypatch.setattr(cluster_coordinator, "Limits", functools.partial(workers.Limits, ps_silence_s=8.0))
+    with contextlib.closing(Job(servers)) as job:
+        _is_named_until_it_goes_on(job)
+
+
+def _is_named_until_it_goes_on(job):
     job.schedule(1)
     job.join()
     job.cluster.tasks["ps", 1].stop()

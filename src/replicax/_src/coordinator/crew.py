@@ -126,15 +126,19 @@ class Crew:
     def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
         return (self._replication or self._recovery).restarted(watch, client)
 
-    def on_ps_lost(self, watch: PsWatch, error: BaseException) -> None:
+    def on_ps_lost(self, watch: PsWatch, error: BaseException, *, may_come_back: bool) -> bool:
         if self._replication is not None and isinstance(error, UnavailableError):
             left = self._replication.lost(watch, error)
             if left is None:
-                return
+                return True
             error = left
+        if may_come_back:
+            self.dispatch.pause(watch.name)
+            return False
         with self._lock:
             self._lost_ps[watch.name] = error
         self.dispatch.broke(error)
+        return True
 
     def on_ps_back(self, watch: PsWatch) -> None:
         if self._replication is not None:

@@ -203,7 +203,9 @@ class TaskClient:
             )
         if isinstance(error, TimeoutError):
             return UnavailableError(
-                f"{self._name} did not {did}: it is stopped, busy, or cannot be reached.", self._task
+                f"{self._name} did not {did}: it is stopped, busy, or cannot be reached.",
+                self._task,
+                is_silent=True,
             )
         if isinstance(error, PeerEndedError) and error.is_refusal:
             return MessageError(f"{self._name}: {error.reason}")
