@@ -118,6 +118,18 @@ def test_peers_are_served_each_on_its_own(is_encrypted, tls):
     wait_until(lambda: not num_threads())
 
 
+def test_no_part_of_a_handshake_waits_for_another_one(tls):
+    """A system holds small parts back for 40 ms, unless it is told not to."""
+    with Echo(tls) as echo:
+        took = []
+        for _ in range(10):
+            started = time.monotonic()
+            friend = echo.connect(tls)
+            took.append(time.monotonic() - started)
+            friend.close()
+    assert min(took) < 0.03
+
+
 def test_the_connection_is_closed_when_its_peer_is_served(echo, monkeypatch):
     served = []
     monkeypatch.setattr(echo.listener, "_serve", lambda connection, purpose: served.append(connection))
