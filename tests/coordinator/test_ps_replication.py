@@ -13,8 +13,8 @@ from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.workers import Limits
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.groups import Groups
-from replicax._src.ps.service import TaskService
 from replicax._src.ps.lease import Lease
+from replicax._src.ps.service import TaskService
 from replicax._src.ps.work import PsHost
 
 ME = "me"
@@ -69,9 +69,11 @@ class Events:
     def on_ps_silent(self, watch):
         pass
 
-    def on_ps_lost(self, watch, error):
+    def on_ps_lost(self, watch, error, *, may_come_back):
+        assert not may_come_back
         self.errors.append(self.replication.lost(watch, error))
         self.is_lost.set()
+        return True
 
     def on_ps_given_up(self, watch, client):
         self.replication.given_up(client)
