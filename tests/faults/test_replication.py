@@ -323,7 +323,7 @@ def test_two_servers_are_parted_that_all_others_reach(how):
     ):
         job.steps(20)
         job.join()
-        cluster.partition("ps", 1, how=how)
+        cluster.partition("ps", 1, how=how, from_job="ps")
         started = time.monotonic()
         job.steps(20)
         job.join()

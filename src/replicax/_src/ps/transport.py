@@ -8,6 +8,7 @@ opened. So an ask does not wait behind the arrays of a link. ``messages.py`` say
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
 from replicax._src.cluster.credentials import Credentials
+from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.buffers import Buffers
@@ -61,7 +63,8 @@ class TaskClient:
     ):
         check_installed()
         self._security = credentials.security()
-        self._host, self._port = split_address(address)
+        self._host, _ = split_address(address)
+        self._reached_at = split_address(routed_address(address, os.environ))
         self._name = f"{task} at {address}"
         self._task = task
         self._max_message_bytes = max_message_bytes
@@ -142,7 +145,7 @@ class TaskClient:
         self.close()
 
     def _connected(self, purpose: str, deadline: float) -> Connection:
-        return connect(self._host, self._port, self._security, purpose, deadline)
+        return connect(*self._reached_at, self._security, purpose, deadline, certified_as=self._host)
 
     def _asked(self, head: bytes, deadline: float) -> dict[str, Any]:
         connection = self._for_asks(deadline)

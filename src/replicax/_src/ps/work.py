@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from replicax._src.cluster.credentials import Credentials
-from replicax._src.cluster.routes import routed_address
 from replicax._src.ps.group_copies import GroupCopies
 from replicax._src.ps.group_rules import View
 from replicax._src.ps.links import PsLinks
@@ -117,7 +115,7 @@ class PsHost:
             self._keeper.close()
 
     def _connect(self, index: int, address: str) -> TaskClient:
-        return TaskClient(routed_address(address, os.environ), self._credentials, f"ps {index}")
+        return TaskClient(address, self._credentials, f"ps {index}")
 
     def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Who has a group of pieces is decided; tells which parts this task has now."""
