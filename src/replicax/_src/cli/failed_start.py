@@ -48,7 +48,7 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     while not is_over.is_set():
         if me.id_in_cluster == 0:
             with contextlib.suppress(OSError):  # the port is in use: the task's own hub is there
-                listening = listen(*split_address(me.leader_address), backlog=len(names) + 8)
+                listening = listen(*split_address(me.leader_address))
                 hub = Hub(names)
                 hub.fail(0, text)
                 cluster = described(names, me.addresses)

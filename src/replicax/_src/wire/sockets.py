@@ -23,8 +23,10 @@ def bind_host(host: str) -> str:
     return "::" if ":" in host else _ALL_IPV4
 
 
-def listen(host: str, port: int, backlog: int) -> socket.socket:
+def listen(host: str, port: int, backlog: int = 512) -> socket.socket:
     """A socket that listens; where it listens on all networks, by IPv6 too.
+
+    The backlog is long, so that strangers who connect all at once do not delay others.
 
     Raises:
       OSError: It cannot; the port may be in use.
