@@ -291,10 +291,7 @@ class Link:
 
     def receive_all(self, timeout_s: float) -> list[Message | ReplicaxError]:
         """Waits as ``receive``, and returns what has come together: at least one answer, or the error that it is."""
-        answers = [self._bounded("answer a message", timeout_s, self._receive)]
-        while self._connection.has_frame():
-            answers.append(self._bounded("answer a message", timeout_s, self._receive))
-        return answers
+        return self._bounded("answer a message", timeout_s, self._receive_all)
 
     def call(self, message: Message, timeout_s: float) -> Message:
         """Sends a message and waits for its answer; see ``send`` and ``receive``."""
@@ -354,6 +351,12 @@ class Link:
                 raise
         except (OSError, MessageError):
             return
+
+    def _receive_all(self, deadline: float) -> list[Message | ReplicaxError]:
+        answers = [self._receive(deadline)]
+        while self._connection.has_frame():
+            answers.append(self._receive(deadline))
+        return answers
 
     def _receive(self, deadline: float) -> Message | ReplicaxError:
         head = self._connection.receive(deadline, self._decoder.room).head
