@@ -9,10 +9,12 @@ from typing import Protocol, final
 
 import numpy as np
 
+from replicax._src.input.dataset import OutOfRangeError
+
 Leaves = Sequence[np.ndarray]
 """Of one element."""
-Elements = Sequence[Sequence[Leaves]]
-"""For each iterator, for each call of ``next``."""
+Elements = Sequence[Sequence[Leaves | OutOfRangeError]]
+"""For each iterator, for each call of ``next``. An error stands for an element that is missing: the dataset has ended."""
 
 
 class LeafIterator(Protocol):
@@ -37,16 +39,21 @@ class ElementQueue:
         self._seen = weakref.WeakKeyDictionary()
 
     def take(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements:
-        """Takes so many elements of each iterator, and waits for them.
-
-        Raises:
-          OutOfRangeError: An iterator has no more. What was taken of the others is lost.
-        """
+        """Takes so many elements of each iterator, and waits for them."""
         pairs = zip(iterators, counts, strict=True)
         return [[self._next(iterator) for _ in range(count)] for iterator, count in pairs]
 
+    def put_back(
+        self, iterators: Sequence[LeafIterator], elements: Elements, counts: Sequence[int]
+    ) -> None:
+        """Of what was taken, only so many elements of each iterator were needed: the others are taken next."""
+        for iterator, calls, count in zip(iterators, elements, counts, strict=True):
+            unused = [leaves for leaves in calls[count:] if not isinstance(leaves, OutOfRangeError)]
+            if unused:
+                self._seen.setdefault(iterator, deque()).extendleft(reversed(unused))
+
     def look_ahead(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements | None:
-        """What ``take`` will give, if that is known without waiting, and is no error."""
+        """What ``take`` will give, if that is known without waiting, and is no error, nor the end."""
         if len(set(iterators)) < len(iterators):
             return None
         elements: list[list[Leaves]] = []
@@ -63,21 +70,34 @@ class ElementQueue:
             elements.append(leaves)
         return elements
 
-    def _next(self, iterator: LeafIterator) -> Leaves:
+    def _next(self, iterator: LeafIterator) -> Leaves | OutOfRangeError:
         seen = self._seen.get(iterator)
         if not seen:
-            return iterator.next()
+            try:
+                return iterator.next()
+            except OutOfRangeError as end:
+                return end
         leaves = seen.popleft()
-        if isinstance(leaves, Exception):
+        if isinstance(leaves, Exception) and not isinstance(leaves, OutOfRangeError):
             raise leaves
         return leaves
 
 
+def end_of(elements: Elements) -> OutOfRangeError | None:
+    """What the first iterator said that had ended; None if no element is missing."""
+    return next((each for calls in elements for each in calls if isinstance(each, OutOfRangeError)), None)
+
+
 def are_same(some: Elements, others: Elements) -> bool:
     """Whether they are the very same arrays."""
-    return list(map(id, leaves_of(some))) == list(map(id, leaves_of(others)))
+    return list(map(id, _leaves_of(some))) == list(map(id, _leaves_of(others)))
 
 
-def leaves_of(elements: Elements) -> list[np.ndarray]:
-    """All leaves, in order."""
-    return [leaf for calls in elements for leaves in calls for leaf in leaves]
+def _leaves_of(elements: Elements) -> list[np.ndarray]:
+    return [
+        leaf
+        for calls in elements
+        for leaves in calls
+        if not isinstance(leaves, OutOfRangeError)
+        for leaf in leaves
+    ]

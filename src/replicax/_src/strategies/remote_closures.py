@@ -86,12 +86,12 @@ class PreparedClosure:
         return self.traced.program(digest)
 
     def make(self, signature: str) -> str:
-        """Makes the program for elements of other shapes. Returns its digest."""
+        """Makes the program for elements of other shapes, or for fewer. Returns its digest."""
         return self.traced.make(signature)
 
-    def assemble(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns, of the worker's results."""
-        return self.traced.first.assemble(arrays)
+    def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
+        """What the function returns, of the worker's results for elements of a signature; None: of the first one's."""
+        return self.traced.closure(signature).assemble(arrays)
 
 
 @final
@@ -194,8 +194,8 @@ class Closures:
             return WorkerFunction(
                 name,
                 self._session,
-                lambda shapes: place_closure(
-                    call, avals, name, self._session, slot_of, shapes, num_averaged, num_replicas
+                lambda offer: place_closure(
+                    call, avals, name, self._session, slot_of, offer, num_averaged, num_replicas
                 ),
                 sources,
                 functools.partial(ClosureCheck, tree, described),

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.jax_compat import default_platform
 from replicax._src.placement.remote.closure import RemoteClosure
-from replicax._src.placement.remote.elements import PerWorkerInput
+from replicax._src.placement.remote.elements import Offer, PerWorkerInput
 from replicax._src.placement.remote.worker import SMALL_BYTES, name_of
 from replicax._src.program.arguments import ClosureCheck
 from replicax._src.ps.arrays import ServerArray
@@ -39,7 +40,7 @@ class WorkerFunction:
         self,
         name: str,
         session: Session,
-        trace: Callable[[Any], RemoteClosure],
+        trace: Callable[[Offer | None], RemoteClosure],
         sources: Sequence[PerWorkerInput],
         check_closure: Callable[[Callable[[], Collection[int]]], ClosureCheck],
     ):
@@ -47,6 +48,7 @@ class WorkerFunction:
         self._programs: dict[str, str] = {}
         self._session, self._trace, self._sources = session, trace, sources
         self._closures: dict[str, RemoteClosure] = {}
+        self._ends: dict[str, str] = {}  # by signature, why the function cannot do with so few elements
         self._of_digest: dict[str, WorkerProgram] = {}
         self._platforms = frozenset(platforms_of_workers(session))
         self.constants: dict[str, np.ndarray] = {}
@@ -120,45 +122,54 @@ class WorkerFunction:
             names[position] = name
         return names
 
+    def closure(self, signature: str | None) -> RemoteClosure:
+        """That of elements of a signature; None: the first one."""
+        return self.first if signature is None else self._closures[signature]
+
     def make(self, signature: str) -> str:
-        """Traces the function for elements of other shapes. Returns the digest of the worker's program.
+        """Traces the function for elements of other shapes, or for fewer. Returns the digest of the worker's program.
 
         Raises:
           InvalidArgumentError: There have been too many.
+          OutOfRangeError: It needs an element that is missing.
         """
         with tracing_lock:
             self.programs_for(platforms_of_workers(self._session))
             return self._programs.get(signature) or self._made(signature)
 
     def _made(self, signature: str) -> str:
+        if signature in self._ends:
+            raise OutOfRangeError(self._ends[signature])
         if len(self._closures) >= _MAX_SIGNATURES:
             raise InvalidArgumentError(
                 f"{self.name} has met elements of {len(self._closures)} different shapes, and is compiled for each: the next has "
                 f"{signature}. Pad what varies to a few sizes, in the dataset."
             )
-        described = iter(json.loads(signature))
-        taken = self.first.elements.taken
-        shapes = {
-            at: tuple(
-                jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in _take(described, len(taken[at]))
-            )
-            for at in sorted(taken)
-        }
-        self._add(shapes, signature)
+        elements = self.first.elements
+        offer = Offer(
+            elements.sources, dict(zip(sorted(elements.taken), map(_leaves, json.loads(signature)), strict=True))
+        )
+        try:
+            self._add(offer, signature)
+        except OutOfRangeError as error:
+            while len(self._ends) >= _MAX_SIGNATURES:
+                del self._ends[next(iter(self._ends))]
+            self._ends[signature] = str(error)
+            raise
         return self._programs[signature]
 
-    def _add(self, shapes: Any, signature: str | None = None) -> RemoteClosure:
-        closure = self._trace(shapes)
-        if shapes is not None and closure.returns != self.first.returns:
+    def _add(self, offer: Offer | None, signature: str | None = None) -> RemoteClosure:
+        closure = self._trace(offer)
+        if offer is not None and not offer.is_short and closure.returns != self.first.returns:
             raise UnsupportedError(
                 f"{self.name} returns something else for elements of other shapes ({signature}): {closure.returns} in place of "
                 f"{self.first.returns}. Return arrays whose number does not depend on shapes; for a number of rows "
                 "jnp.int32(x.shape[0])."
             )
-        if shapes is not None and (closure.round_key is None) != (self.first.round_key is None):
+        if offer is not None and (closure.round_key is None) != (self.first.round_key is None):
             raise UnsupportedError(
-                f"{self.name} applies gradients for elements of some shapes only, and not for others ({signature}). Schedule "
-                "another function where none are applied."
+                f"{self.name} applies gradients for some elements only, and not for others ({signature}: shapes and dtypes, null "
+                "after the last element). Schedule another function where none are applied."
             )
         self._session.keep_programs(closure, closure.updates)
         key = signature or closure.elements.signature
@@ -188,5 +199,8 @@ def _where(arrays: Sequence[ServerArray]) -> list[Any]:
     return [(array.pieces, dict(array.copies)) for array in arrays]
 
 
-def _take(items: Any, count: int) -> list[Any]:
-    return [next(items) for _ in range(count)]
+def _leaves(described: Any) -> tuple[jax.ShapeDtypeStruct, ...] | None:
+    """Of one element of a signature; None if it is missing."""
+    if described is None:
+        return None
+    return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in described)

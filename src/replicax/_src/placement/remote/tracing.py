@@ -15,7 +15,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import UnsupportedError
-from replicax._src.placement.remote.elements import Element, Elements, in_parts
+from replicax._src.placement.remote.elements import Element, Elements, Offer, in_parts
 from replicax._src.placement.remote.events import Applied, Event, Events
 from replicax._src.program.capture import Entry, current_capture
 from replicax._src.program.lookups import Lookups, find_lookups, is_looked_up
@@ -67,7 +67,7 @@ def trace_function(
     call: Callable[[list[Any], Elements], Any],
     avals: Sequence[Any],
     slot_of: Callable[[Any], Slot],
-    shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None,
+    offer: Offer | None,
     num_replicas: int = 1,
 ) -> TracedFunction:
     found: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def trace_function(
         capture = current_capture()
         assert capture is not None
         observer = capture.observer = Events()
-        elements = found["elements"] = Elements(shapes, num_replicas)
+        elements = found["elements"] = Elements(offer, num_replicas)
         result = call(tracers, elements)
         result = jax.tree_util.tree_map(
             lambda leaf: leaf.value if is_variable(leaf) else leaf, result, is_leaf=is_variable
