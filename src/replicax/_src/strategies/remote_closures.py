@@ -18,7 +18,7 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.closure import place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
-from replicax._src.placement.remote.tracing import check_can_travel
+from replicax._src.placement.remote.random_keys import as_data, is_key
 from replicax._src.program import key, side_effects
 from replicax._src.program.arguments import ClosureCheck, as_arguments
 from replicax._src.program.cache import (
@@ -134,6 +134,8 @@ class Closures:
             )
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         leaves = as_arguments(leaves, tree)
+        if any(map(is_key, leaves)):
+            leaves, tree = jax.tree_util.tree_flatten(tree.unflatten(map(as_data, leaves)), is_leaf=_is_leaf)
         programs = self._cache.programs_of(fn)
         described, arrays, sources = _describe(leaves, programs)
         signature = (
@@ -223,7 +225,6 @@ def _describe(
             sources.append(leaf)
         elif key.is_array(leaf):
             described.append(array_leaf(leaf))
-            check_can_travel(described[-1].dtype, "is an argument of a function for workers")
             # It may be written before it is sent: itself, or what it is a view of.
             is_theirs = isinstance(leaf, np.ndarray) and (leaf.flags.writeable or leaf.base is not None)
             with np.errstate(over="ignore"):  # what does not fit is found later, if it is used

@@ -19,6 +19,7 @@ from replicax._src.input.arrays import common_num_rows
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.sources import unbatched
 from replicax._src.input.split import split_offsets
+from replicax._src.placement.remote.random_keys import is_key
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.ps.programs import signature_of
@@ -292,7 +293,9 @@ def joined_parts(nest: Any) -> Any:
     """What ``in_parts`` was given, on the host."""
     return jax.tree_util.tree_map(
         lambda leaf: (
-            _per_replica(list(map(np.asarray, leaf.parts))) if isinstance(leaf, ReplicaParts) else leaf
+            _per_replica([part if is_key(part) else np.asarray(part) for part in leaf.parts])
+            if isinstance(leaf, ReplicaParts)
+            else leaf
         ),
         nest,
         is_leaf=lambda leaf: isinstance(leaf, (ReplicaParts, PerReplica)),
