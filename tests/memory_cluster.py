@@ -235,7 +235,9 @@ class Worker(Task):
             elements = [next(self.resources[name], END) for name in iterators]
         signature = signature_of(
             [
-                None if x is END else [(np.shape(leaf), np.asarray(leaf).dtype) for leaf in jax.tree.leaves(x)]
+                None
+                if x is END
+                else [(np.shape(leaf), np.asarray(leaf).dtype) for leaf in jax.tree.leaves(x)]
                 for x in elements
             ]
         )

@@ -97,6 +97,25 @@ def test_an_optional_without_a_value_has_none_to_give(run, iterator_of):
         run(lambda i: i.get_next_as_optional().get_value(), iterator)
 
 
+def test_optionals_are_results_too(run, iterator_of):
+    iterator = iterator_of(numbers(1))
+    first, second = (run(lambda i: {"next": i.get_next_as_optional()}, iterator)["next"] for _ in range(2))
+    assert first.get_value() == 1
+    assert not second.has_value()
+
+
+def test_an_error_at_the_end_only_says_its_line(coordinator, run, iterator_of):
+    def unpacked(iterator):
+        x, y = next(iterator, 0)
+        return x + y
+
+    iterator = iterator_of([(np.float32(1), np.float32(2))])
+    assert run(unpacked, iterator) == 3
+    with pytest.raises(TypeError) as raised:
+        run(unpacked, iterator)
+    assert any(__file__ in note for note in raised.value.__notes__)
+
+
 def test_a_function_may_catch_the_end(run, iterator_of):
     def pair(iterator):
         try:

@@ -14,11 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input import memory
-from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps import pulls as pulls_module
 from replicax._src.ps import runner as runner_module
 from replicax._src.ps import server_stream
-from replicax._src.ps.elements import ElementQueue
+from replicax._src.ps.elements import ElementQueue, End
 from replicax._src.ps.errors import UnavailableError, UnknownProgramError
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.messages import Message
@@ -74,7 +73,7 @@ class Elements:
 
     def next(self):
         if self.num_taken == len(self.leaves):
-            raise OutOfRangeError("no more")
+            return End("no more")
         self.num_taken += 1
         return [self.leaves[self.num_taken - 1]]
 
@@ -353,7 +352,7 @@ def test_at_the_end_of_a_dataset_nothing_is_pushed(links, runner):
         runner.run(call(number, digest, iterators=iterators, signature=signature(())))
     result = runner.run(call(2, digest, iterators=iterators, signature=signature(())))
     assert result.need == signature(None)
-    assert isinstance(result.end, OutOfRangeError)
+    assert result.end == End("no more")
     assert links.read([[counter]])[0] == 3
 
 
@@ -402,7 +401,7 @@ def test_a_program_for_a_missing_element_uses_the_others_or_gives_them_back(runn
         assert result.signature == short
         assert float(result.results[0]) == 2 * len(inputs)
         rest = [runner._elements.take([iterator], [2])[0] for iterator in iterators]
-        rest = [float(x[0].flat[0]) for taken in rest for x in taken if not isinstance(x, OutOfRangeError)]
+        rest = [float(x[0].flat[0]) for taken in rest for x in taken if not isinstance(x, End)]
         assert rest == left
 
 

@@ -5,16 +5,28 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import numpy as np
 
-from replicax._src.input.dataset import OutOfRangeError
+
+@final
+@dataclass(frozen=True)
+class End:
+    """Stands for an element that is missing, because the dataset has ended.
+
+    Attributes:
+      reason: For people.
+    """
+
+    reason: str
+
 
 Leaves = Sequence[np.ndarray]
 """Of one element."""
-Elements = Sequence[Sequence[Leaves | OutOfRangeError]]
-"""For each iterator, for each call of ``next``. An error stands for an element that is missing: the dataset has ended."""
+Elements = Sequence[Sequence[Leaves | End]]
+"""For each iterator, for each call of ``next``."""
 
 
 class LeafIterator(Protocol):
@@ -25,8 +37,8 @@ class LeafIterator(Protocol):
         """Whether ``next`` need not wait."""
         ...
 
-    def next(self) -> Leaves:
-        """The leaves of the next element; after the last one it raises OutOfRangeError."""
+    def next(self) -> Leaves | End:
+        """The leaves of the next element; after the last one the end, each time."""
         ...
 
 
@@ -35,7 +47,7 @@ class ElementQueue:
     """Takes elements in order. Those that it has looked at are taken first."""
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[LeafIterator, deque[Leaves | Exception]]
+        self._seen: weakref.WeakKeyDictionary[LeafIterator, deque[Leaves | End | Exception]]
         self._seen = weakref.WeakKeyDictionary()
 
     def take(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements:
@@ -43,12 +55,10 @@ class ElementQueue:
         pairs = zip(iterators, counts, strict=True)
         return [[self._next(iterator) for _ in range(count)] for iterator, count in pairs]
 
-    def put_back(
-        self, iterators: Sequence[LeafIterator], elements: Elements, counts: Sequence[int]
-    ) -> None:
+    def put_back(self, iterators: Sequence[LeafIterator], elements: Elements, counts: Sequence[int]) -> None:
         """Of what was taken, only so many elements of each iterator were needed: the others are taken next."""
         for iterator, calls, count in zip(iterators, elements, counts, strict=True):
-            unused = [leaves for leaves in calls[count:] if not isinstance(leaves, OutOfRangeError)]
+            unused = [leaves for leaves in calls[count:] if not isinstance(leaves, End)]
             if unused:
                 self._seen.setdefault(iterator, deque()).extendleft(reversed(unused))
 
@@ -64,28 +74,25 @@ class ElementQueue:
                     seen.append(iterator.next())
                 except Exception as error:  # of the closure that takes it
                     seen.append(error)
-            leaves = [each for each in list(seen)[:count] if not isinstance(each, Exception)]
+            leaves = [each for each in list(seen)[:count] if not isinstance(each, End | Exception)]
             if len(leaves) < count:
                 return None
             elements.append(leaves)
         return elements
 
-    def _next(self, iterator: LeafIterator) -> Leaves | OutOfRangeError:
+    def _next(self, iterator: LeafIterator) -> Leaves | End:
         seen = self._seen.get(iterator)
         if not seen:
-            try:
-                return iterator.next()
-            except OutOfRangeError as end:
-                return end
+            return iterator.next()
         leaves = seen.popleft()
-        if isinstance(leaves, Exception) and not isinstance(leaves, OutOfRangeError):
+        if isinstance(leaves, Exception):
             raise leaves
         return leaves
 
 
-def end_of(elements: Elements) -> OutOfRangeError | None:
-    """What the first iterator said that had ended; None if no element is missing."""
-    return next((each for calls in elements for each in calls if isinstance(each, OutOfRangeError)), None)
+def end_of(elements: Elements) -> End | None:
+    """The first of them that is missing; None if none is."""
+    return next((each for calls in elements for each in calls if isinstance(each, End)), None)
 
 
 def are_same(some: Elements, others: Elements) -> bool:
@@ -94,10 +101,4 @@ def are_same(some: Elements, others: Elements) -> bool:
 
 
 def _leaves_of(elements: Elements) -> list[np.ndarray]:
-    return [
-        leaf
-        for calls in elements
-        for leaves in calls
-        if not isinstance(leaves, OutOfRangeError)
-        for leaf in leaves
-    ]
+    return [leaf for calls in elements for leaves in calls if not isinstance(leaves, End) for leaf in leaves]

@@ -13,8 +13,7 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
-from replicax._src.input.dataset import OutOfRangeError
-from replicax._src.ps.elements import ElementQueue, Elements, LeafIterator, are_same, end_of
+from replicax._src.ps.elements import ElementQueue, Elements, End, LeafIterator, are_same, end_of
 from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.executable import Executable, LoadedProgram
 from replicax._src.ps.links import PsLinks
@@ -56,13 +55,13 @@ class ClosureResult:
       results: Its arrays.
       signature: Of its elements, if they are not those of its first program.
       need: The signature of elements for which there is no program: they are held until the closure comes again.
-      end: What the dataset says that has too few of them, if one has.
+      end: Of a dataset that has too few of them, if one has.
     """
 
     results: Sequence[np.ndarray] = ()
     signature: str | None = None
     need: str | None = None
-    end: OutOfRangeError | None = None
+    end: End | None = None
 
 
 @dataclass
@@ -276,7 +275,7 @@ class Runner:
                 return self._pulls.value(run.loaded.program.variables[each.index])
             case "element":
                 leaves = run.elements[each.index][each.call]
-                assert not isinstance(leaves, OutOfRangeError)
+                assert not isinstance(leaves, End)
                 return leaves[each.leaf]
             case "argument":
                 return run.call.arguments[each.index]
@@ -349,7 +348,7 @@ def _signature(elements: Elements) -> str:
         return _NOTHING
     return signature_of(
         [
-            None if isinstance(leaves, OutOfRangeError) else [(leaf.shape, leaf.dtype) for leaf in leaves]
+            None if isinstance(leaves, End) else [(leaf.shape, leaf.dtype) for leaf in leaves]
             for calls in elements
             for leaves in calls
         ]

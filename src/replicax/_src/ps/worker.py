@@ -99,7 +99,7 @@ class Worker:
             )
         )
         if result.need is not None:
-            return Message({"need": result.need, "end": None if result.end is None else str(result.end)})
+            return Message({"need": result.need, "end": result.end and result.end.reason})
         return Message({} if result.signature is None else {"signature": result.signature}, result.results)
 
     def _arguments(self, named: Sequence[tuple[int, str]], arrays: Sequence[np.ndarray]) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from replicax._src.program.arguments import ClosureCheck
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
+from replicax._src.user_code import user_line_of
 
 tracing_lock = threading.RLock()
 """Held while a function for workers is traced: an update is traced with variables that say they have a shard's shape.
@@ -147,7 +148,8 @@ class WorkerFunction:
             )
         elements = self.first.elements
         offer = Offer(
-            elements.sources, dict(zip(sorted(elements.taken), map(_leaves, json.loads(signature)), strict=True))
+            elements.sources,
+            dict(zip(sorted(elements.taken), map(_leaves, json.loads(signature)), strict=True)),
         )
         try:
             self._add(offer, signature)
@@ -155,6 +157,12 @@ class WorkerFunction:
             while len(self._ends) >= _MAX_SIGNATURES:
                 del self._ends[next(iter(self._ends))]
             self._ends[signature] = str(error)
+            raise
+        except Exception as error:
+            error.add_note(
+                f"(At {user_line_of(error)}, when {self.name} was traced once more: for elements of other shapes, or for those "
+                "that are left.)"
+            )
             raise
         return self._programs[signature]
 

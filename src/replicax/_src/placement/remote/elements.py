@@ -184,10 +184,10 @@ class Elements:
         call = self.counts[number] if source.is_iterator else 0
         if call == _MAX_TAKEN:
             raise TraceError(
-                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A `for` loop over an iterator "
-                "has no end in a function for workers, which is traced before anybody knows how many elements there are: take "
-                f"a number that you know, `for _ in range(n): next(iterator)`, at most {_MAX_TAKEN}, and schedule the function "
-                "again for more."
+                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A loop to the end of an "
+                "iterator has no end in a function for workers, which is traced before anybody knows how many elements there are: "
+                f"take a number that you know, `for _ in range(n): x = next(iterator, None)`, at most {_MAX_TAKEN}, leave the loop "
+                "where x is None, and schedule the function again for more."
             )
         spec = source.spec
         leaves = spec.leaves if self._offer is None else self._offered(source, number, call)

@@ -1,4 +1,4 @@
-"""Typed random keys as they travel: their data, arrays of numbers, in a node of a pytree that says what keys they are."""
+"""Typed random keys as they travel: their data, which is numbers, in a node of a pytree that knows their kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replicax._src import jax_compat
 
 @final
 class KeyData:
-    """Typed random keys, in a nest of which only numbers travel. Where the nest is rebuilt of arrays, keys are there.
+    """Stands for typed random keys in a nest whose leaves travel. Rebuilding the nest with arrays gives keys again.
 
     Attributes:
       data: ``[*shape of the keys, ...]``, uint32.
