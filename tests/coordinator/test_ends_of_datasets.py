@@ -12,7 +12,7 @@ import pytest
 import replicax as rx
 from in_memory_servers import in_memory_strategy
 from replicax.coordinator import ClusterCoordinator
-from replicax.errors import EmptyOptionalError, OutOfRangeError, TraceError, UnsupportedError
+from replicax.errors import EmptyOptionalError, NarrowingError, OutOfRangeError, TraceError, UnsupportedError
 from replicax.testing import server_cluster
 
 WAIT_S = 60
@@ -114,6 +114,21 @@ def test_an_error_at_the_end_only_says_its_line(coordinator, run, iterator_of):
     with pytest.raises(TypeError) as raised:
         run(unpacked, iterator)
     assert any(__file__ in note for note in raised.value.__notes__)
+
+
+def test_a_number_that_does_not_fit_is_found_also_if_only_the_end_needs_it(run, iterator_of):
+    def step_with(default):
+        return lambda i: next(i, default)
+
+    default = np.array([2**32 + 1])
+    step = step_with(default)
+    iterator = iterator_of([np.ones(1, np.int32)])
+    assert run(step, iterator) == 1
+    for _ in range(2):
+        with pytest.raises(NarrowingError, match=r"default.* has 4294967297"):
+            run(step, iterator)
+    default[:] = 3
+    assert run(step_with(default), iterator) == 3
 
 
 def test_a_function_may_catch_the_end(run, iterator_of):

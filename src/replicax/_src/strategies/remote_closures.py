@@ -48,12 +48,14 @@ class PreparedClosure:
       arguments: The arrays among the arguments, and those that the function closes over.
       sources: What it takes elements from, in the order of the program's iterators.
       named: Names of those ``arguments`` that travel once, by position.
+      leaves: All arguments, and what the function closes over; none if it closes over no arrays.
     """
 
     traced: WorkerFunction
     arguments: Sequence[np.ndarray]
     sources: Sequence[PerWorkerInput]
     named: Mapping[int, str]
+    leaves: Sequence[Any] = ()
 
     @property
     def name(self) -> str:
@@ -87,7 +89,7 @@ class PreparedClosure:
 
     def make(self, signature: str) -> str:
         """Makes the program for elements of other shapes, or for fewer. Returns its digest."""
-        return self.traced.make(signature)
+        return self.traced.make(signature, self.leaves)
 
     def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
         """What the function returns, of the worker's results for elements of a signature; None: of the first one's."""
@@ -159,7 +161,7 @@ class Closures:
             traced.check_closure(leaves)
             num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(lifted, is_leaf=_is_leaf)))
             named = traced.names_of(arrays, num_lifted)
-        return PreparedClosure(traced, arrays, traced.sources_of(sources), named)
+        return PreparedClosure(traced, arrays, traced.sources_of(sources), named, leaves if lifted else ())
 
     def _traced(
         self,

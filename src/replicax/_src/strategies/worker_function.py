@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +21,7 @@ from replicax._src.program.arguments import ClosureCheck
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
-from replicax._src.user_code import user_line_of
+from replicax._src.user_code import UNKNOWN, user_line_of
 
 tracing_lock = threading.RLock()
 """Held while a function for workers is traced: an update is traced with variables that say they have a shard's shape.
@@ -57,11 +58,13 @@ class WorkerFunction:
         self._lifted: dict[int, tuple[np.ndarray, str | None]] = {}
         self._layout = session.layout
         self.first = self._add(None)
-        self.check_closure = check_closure(self._used_arguments)
+        self._check_of_used = functools.partial(check_closure, self._used_arguments)
+        self.check_closure = self._check_of_used()
 
     def _used_arguments(self) -> set[int]:
-        (program,) = self._of_digest.values()
-        inputs = (*program.inputs, *(given for lookup in program.lookups for given in lookup.inputs))
+        programs = self._of_digest.values()
+        inputs = [given for program in programs for given in program.inputs]
+        inputs += [given for program in programs for lookup in program.lookups for given in lookup.inputs]
         return {given.index for given in inputs if given.kind == "argument"}
 
     @property
@@ -127,18 +130,23 @@ class WorkerFunction:
         """That of elements of a signature; None: the first one."""
         return self.first if signature is None else self._closures[signature]
 
-    def make(self, signature: str) -> str:
+    def make(self, signature: str, leaves: Sequence[Any] = ()) -> str:
         """Traces the function for elements of other shapes, or for fewer. Returns the digest of the worker's program.
+
+        Args:
+          leaves: Of a call whose function closes over arrays. They are checked if this program is the first to use
+            them.
 
         Raises:
           InvalidArgumentError: There have been too many.
+          NarrowingError: See ``check_closure``.
           OutOfRangeError: It needs an element that is missing.
         """
         with tracing_lock:
             self.programs_for(platforms_of_workers(self._session))
-            return self._programs.get(signature) or self._made(signature)
+            return self._programs.get(signature) or self._made(signature, leaves)
 
-    def _made(self, signature: str) -> str:
+    def _made(self, signature: str, leaves: Sequence[Any]) -> str:
         if signature in self._ends:
             raise OutOfRangeError(self._ends[signature])
         if len(self._closures) >= _MAX_SIGNATURES:
@@ -152,21 +160,23 @@ class WorkerFunction:
             dict(zip(sorted(elements.taken), map(_leaves, json.loads(signature)), strict=True)),
         )
         try:
-            self._add(offer, signature)
+            self._add(offer, signature, leaves)
         except OutOfRangeError as error:
             while len(self._ends) >= _MAX_SIGNATURES:
                 del self._ends[next(iter(self._ends))]
             self._ends[signature] = str(error)
             raise
         except Exception as error:
-            error.add_note(
-                f"(At {user_line_of(error)}, when {self.name} was traced once more: for elements of other shapes, or for those "
-                "that are left.)"
-            )
+            if (line := user_line_of(error)) != UNKNOWN:
+                error.add_note(
+                    f"(At {line}, when {self.name} was traced once more: for elements of other shapes, or for those that are left.)"
+                )
             raise
         return self._programs[signature]
 
-    def _add(self, offer: Offer | None, signature: str | None = None) -> RemoteClosure:
+    def _add(
+        self, offer: Offer | None, signature: str | None = None, leaves: Sequence[Any] = ()
+    ) -> RemoteClosure:
         closure = self._trace(offer)
         if offer is not None and not offer.is_short and closure.returns != self.first.returns:
             raise UnsupportedError(
@@ -181,8 +191,12 @@ class WorkerFunction:
             )
         self._session.keep_programs(closure, closure.updates)
         key = signature or closure.elements.signature
+        digest = self._export(closure)
+        if leaves:
+            self.check_closure = self._check_of_used()
+            self.check_closure(leaves)
         self._closures[key] = closure
-        self._programs[key] = self._export(closure)
+        self._programs[key] = digest
         self._found[closure] = _where(closure.arrays)
         self._layout = self._session.layout
         self.constants |= closure.constants
