@@ -461,11 +461,7 @@ def test_each_worker_has_all_of_a_dataset_and_each_iterator_begins_anew(cluster,
 
 
 def test_an_iterator_that_is_exhausted_is_out_of_range(coordinator):
-    def exhausted(worker):
-        yield np.int32(1)
-        raise OutOfRangeError("no more elements")
-
-    iterator = iter(coordinator.create_per_worker_dataset(exhausted))
+    iterator = iter(coordinator.create_per_worker_dataset(three))
 
     def train():
         for _ in range(8):
@@ -543,7 +539,7 @@ def test_a_worker_needs_a_program_for_another_shape(cluster, coordinator):
 
 
 def test_a_shape_that_cannot_be_traced_is_an_error(cluster, coordinator):
-    cluster.unmakable.add('[[[2], "float32"]]')
+    cluster.unmakable.add('[[[[2], "float32"]]]')
 
     def ragged(worker):
         for n in (3, 2):

@@ -60,7 +60,8 @@ class WorkerStream:
       over: Set when the connection has ended.
       reason: Why, if it was not closed on purpose.
       unsent: Closures that ``send`` is to send.
-      needs: Closures, each with the signature of a program that it needs before.
+      needs: Closures, each with the signature of a program that it needs before, and what a dataset says that has too
+        few elements for it; None if none has.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class WorkerStream:
         self.worker, self.client, self.instance = worker, client, instance
         self._link, self._session, self._resources = link, session, resources
         self.unsent: deque[Closure] = deque()
-        self.needs: deque[tuple[Closure, str]] = deque()
+        self.needs: deque[tuple[Closure, str, str | None]] = deque()
         self._awaited: deque[_Awaited] = deque()
         self._came: deque[Message | Exception] = deque()
         self._num_bundles = 0

@@ -4,10 +4,11 @@ again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -288,13 +289,15 @@ class RemoteWorker:
         except Exception as error:
             self.port.failed(closure, error)
 
-    def _make(self, stream: WorkerStream, closure: Closure, signature: str) -> None:
+    def _make(self, stream: WorkerStream, closure: Closure, signature: str, end: str | None) -> None:
         """Traces a closure for the elements that a worker has met."""
         prepared = closure.work.prepared
         if prepared is None:
             return
         try:
             prepared.make(signature)
+        except OutOfRangeError as error:
+            self.port.failed(closure, OutOfRangeError(f"{end} {error}"))
         except Exception as error:
             self.port.failed(closure, error)
         else:
@@ -338,7 +341,7 @@ class RemoteWorker:
             self._finished(stream, finished)
             finished = []
             if isinstance(answer, Message):
-                self._needed(stream, closure, answer.header["need"])
+                self._needed(stream, closure, answer.header)
             else:
                 self._failed(stream, closure, answer)
         self._finished(stream, finished)
@@ -350,15 +353,18 @@ class RemoteWorker:
         for (closure, answer), does_count in zip(finished, counts, strict=True):
             if does_count:
                 work = closure.work
-                work.value.settle(answer.arrays)
+                assemble = None
+                if (signature := answer.header.get("signature")) is not None:
+                    assemble = functools.partial(work.prepared.assemble, signature=signature)
+                work.value.settle(answer.arrays, assemble=assemble)
                 work.prepared = work.keeps = None
         following = self.port.following()
         if following:
             self._send_soon(stream, following)
 
-    def _needed(self, stream: WorkerStream, closure: Closure, signature: str) -> None:
+    def _needed(self, stream: WorkerStream, closure: Closure, header: Mapping[str, Any]) -> None:
         if self._may_ask(closure):
-            stream.needs.append((closure, signature))
+            stream.needs.append((closure, header["need"], header["end"]))
             self.port.poke()
 
     def _may_ask(self, closure: Closure) -> bool:
@@ -393,7 +399,7 @@ class RemoteWorker:
         elif _is(error, ClosureAbortedError):
             self.port.returned(closure)
             return
-        self.port.failed(closure, input_error or _as_raised(error))
+        self.port.failed(closure, input_error or error)
 
     def _is_tried_again(self, closure: Closure, ps: str | None) -> bool:
         """A parameter server is not there, or not what it was."""
@@ -429,8 +435,3 @@ class RemoteWorker:
 
 def _is(error: Exception, kind: type) -> bool:
     return isinstance(error, kind) or (isinstance(error, RemoteError) and error.type == kind.__name__)
-
-
-def _as_raised(error: Exception) -> Exception:
-    """An error of a worker as what it is here too."""
-    return OutOfRangeError(str(error)) if _is(error, OutOfRangeError) else error
