@@ -160,7 +160,9 @@ def test_checksums_are_used_if_one_end_wants_them(echo):
 
 
 def test_after_its_end_nobody_is_accepted_and_peers_go_on(echo):
-    friend, stranger = echo.connect(), echo.raw()
+    friend = echo.connect()
+    assert said(friend) == b"hello"  # it is served, and no stranger any more
+    stranger = echo.raw()
     wait_until(lambda: echo.listener._strangers)
     started = time.monotonic()
     echo.listener.close()
