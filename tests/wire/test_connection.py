@@ -210,8 +210,8 @@ class Reluctant:
     def sendmsg(self, parts, ancillary=(), flags=0):
         return self.connection.send(b"".join(parts)[: self.most], flags)
 
-    def send(self, data):
-        return self.connection.send(data[: self.most])
+    def send(self, data, flags=0):
+        return self.connection.send(data[: self.most], flags)
 
     def __getattr__(self, name):
         return getattr(self.connection, name)
