@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import threading
 import time
 
@@ -185,23 +186,20 @@ def test_a_damaged_frame_ends_the_stream_and_no_other():
 def test_answers_before_a_damaged_one_are_received():
     with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
         link = client.open()
+        connection = link._connection
         link.send_all([Message({"n": n}) for n in range(3)], 30)
-        received = link._connection._taken
+        wait_until(lambda: connection._socket.recv(10_000, socket.MSG_PEEK).count(b"RX") == 3)
+        taken = connection._taken
 
-        def damaged(size, deadline):  # the last header, when it lies in the buffer
-            data = received(size, deadline)
-            buffer, start = link._connection._buffer, link._connection._start
-            at = bytes(buffer[start : link._connection._end]).rfind(b"RX")
-            if at > 0:
-                buffer[start + at + 4] ^= 1
-                link._connection._taken = received
+        def damaged(size, deadline):  # the last header, once all have been read from the socket
+            data = taken(size, deadline)
+            connection._taken = taken
+            coming = connection._buffer[connection._start : connection._end]
+            coming[bytes(coming).rindex(b"RX") + 4] ^= 1
             return data
 
-        link._connection._taken = damaged
-        got = []
-        while len(got) < 2:
-            got += link.receive_all(30)
-        assert [answer.header["n"] for answer in got] == [0, 1]
+        connection._taken = damaged
+        assert [answer.header["n"] for answer in link.receive_all(30)] == [0, 1]
         message(UnavailableError, lambda: link.receive_all(30), "ps 0 at")
 
 
