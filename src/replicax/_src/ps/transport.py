@@ -246,6 +246,11 @@ class Link:
         self._num_answers = 0
 
     @property
+    def is_closed(self) -> bool:
+        """True if it is of no more use: open another one."""
+        return bool(self._why_closed)
+
+    @property
     def counts(self) -> Counts:
         """Answers that have come, and bytes in both directions."""
         connection = self._connection
