@@ -22,7 +22,6 @@ from replicax._src.collectives.meeting import Meeting
 from replicax._src.errors import ReductionError, StructureError, UnsupportedError
 from replicax._src.options import CommunicationOptions
 
-
 # Frameworks (Keras) that keep a replica's state where all threads reach it add a function here. It is called before a
 # replica waits for others, and returns what restores that state.
 kept_states: list[Callable[[], Callable[[], None]]] = []

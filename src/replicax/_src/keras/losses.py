@@ -184,9 +184,9 @@ def wrapped_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             _local.summed = (*_local.summed, loss)
         capture = current_capture()
-        if isinstance(capture, EagerCapture) and capture.num_replicas > 1:  # in a thread of the replica
-            if not any(self is layer for layer in _local.adding):
-                _local.adding = (*_local.adding, self)
+        in_own_thread = isinstance(capture, EagerCapture) and capture.num_replicas > 1
+        if in_own_thread and not any(self is layer for layer in _local.adding):
+            _local.adding = (*_local.adding, self)
         return original(self, loss)
 
     return add_loss

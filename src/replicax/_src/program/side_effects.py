@@ -87,7 +87,7 @@ def reported(fn: Callable[..., Any]) -> Iterator[Attempt]:
         _Seen(function, site)
         for function in _functions(fn)
         for site in _sites(_code(function))
-        if not (site.kind == "reads" and not has_tensorflow or site.kind == "keeps" and _is_call(function))
+        if (site.kind != "reads" or has_tensorflow) and (site.kind != "keeps" or not _is_call(function))
     ]
     found = [seen for seen in found if seen.is_possible()]
     lines: set[tuple[types.CodeType, int]] = set()
