@@ -273,8 +273,10 @@ class TaskServer:
         what = "an ask"
         try:
             fields = decoded_header(head)
-            what = str(fields.get("what"))
-            return header_bytes(self._service.ask(what, fields.get("fields") or {}))
+            what, told = str(fields.get("what")), fields.get("fields")
+            if not isinstance(told, dict):
+                raise MessageError(f"{what!r} was asked with {type(told).__name__} in place of fields.")
+            return header_bytes(self._service.ask(what, told))
         except Exception as error:
             return header_bytes(_failure(error, what))
 
