@@ -8,9 +8,9 @@ import pytest
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
+from replicax._src.coordinator.limits import Limits
 from replicax._src.coordinator.ps_replication import Replication
 from replicax._src.coordinator.ps_watch import PsWatch
-from replicax._src.coordinator.workers import Limits
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.groups import Groups
 from replicax._src.ps.lease import Lease

@@ -13,7 +13,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.coordinator import cluster_coordinator, stream, workers
+from replicax._src.coordinator import cluster_coordinator, limits, pool_worker, worker_connection
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import (
     CancelledError,
@@ -348,14 +348,14 @@ def test_the_counter_is_exact(job, num_kills):
 def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel_together(
     job, num_kills, monkeypatch
 ):
-    monkeypatch.setattr(workers, "_FAST_S", 10.0)  # they are quick, however busy the machine is
-    amid, running = [], stream.WorkerStream.running
+    monkeypatch.setattr(pool_worker, "_FAST_S", 10.0)  # they are quick, however busy the machine is
+    amid, running = [], worker_connection.WorkerConnection.running
 
     def noted(self):
         amid.append(len(running(self)))
         return running(self)
 
-    monkeypatch.setattr(stream.WorkerStream, "running", noted)
+    monkeypatch.setattr(worker_connection.WorkerConnection, "running", noted)
     job.schedule(10)  # what has finished once may travel with others
     job.join()
     scheduled, num_killed = kill_at_random(
@@ -396,7 +396,7 @@ def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
 
 @pytest.mark.rest
 def test_a_parameter_server_that_is_stopped_for_long_is_named_until_it_goes_on(servers, monkeypatch):
-    monkeypatch.setattr(cluster_coordinator, "Limits", functools.partial(workers.Limits, ps_silence_s=8.0))
+    monkeypatch.setattr(cluster_coordinator, "Limits", functools.partial(limits.Limits, ps_silence_s=8.0))
     with contextlib.closing(Job(servers)) as job:
         _is_named_until_it_goes_on(job)
 
@@ -463,7 +463,7 @@ def until_snapshots(job):
 
 def until_in_epoch(job):
     """All that was made is in an epoch: parameter servers take snapshots of their own, too, until they are first asked for one."""
-    epochs = job.coordinator._crew._recovery._epochs
+    epochs = job.coordinator._pool.servers._recovery._epochs
     until(lambda: epochs._num_made == epochs._session.num_made, "all that was made is in an epoch")
 
 

@@ -121,13 +121,13 @@ def test_peers_are_served_each_on_its_own(is_encrypted, tls):
 def test_no_part_of_a_handshake_waits_for_another_one(tls):
     """A system holds small parts back for 40 ms, unless it is told not to."""
     with Echo(tls) as echo:
-        took = []
-        for _ in range(10):
+        took = [1.0]
+        while min(took) > 0.03 and len(took) < 100:  # on a busy machine most take longer
             started = time.monotonic()
             friend = echo.connect(tls)
             took.append(time.monotonic() - started)
             friend.close()
-    assert min(took) < 0.03
+    assert min(took) <= 0.03
 
 
 def test_the_connection_is_closed_when_its_peer_is_served(echo, monkeypatch):

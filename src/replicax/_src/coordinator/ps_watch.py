@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, final
 
+from replicax._src.coordinator.limits import Limits
 from replicax._src.coordinator.prepared import Client, Session
-from replicax._src.coordinator.workers import Limits
 from replicax._src.ps.errors import StaleCoordinatorError, UnavailableError
 
 log = logging.getLogger("replicax")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import select
 import socket
@@ -108,8 +109,12 @@ def wait_for(connection: socket.socket, event: int, deadline: float) -> None:
 
     Raises:
       TimeoutError: The deadline has passed.
+      OSError: The connection was closed here.
     """
     poll = select.poll()
-    poll.register(connection, event)
+    try:
+        poll.register(connection, event)
+    except ValueError:  # its descriptor is -1
+        raise OSError(errno.EBADF, "the connection was closed") from None
     while not poll.poll(math.ceil(1000 * min(seconds_left(deadline), _LONGEST_POLL_S))):
         pass

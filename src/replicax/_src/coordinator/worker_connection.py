@@ -1,4 +1,4 @@
-"""``WorkerStream``: one connection to a worker. What it was sent, and which answer is to what.
+"""``WorkerConnection``: one connection to a worker. What it was sent, and which answer is to what.
 
 Answers come in the order of the messages. Programs and constants are sent once, before the first closure that needs
 them. Small closures that need nothing more travel together, if they may; each is a message of its own, and is answered
@@ -8,6 +8,7 @@ as such. A connection that broke is given up with all that it awaited: what a wo
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from replicax._src.ps.resources import WORKER_INDEX
 Kind = Literal["closure", "program", "constant", "resource", "release"]
 
 # A closure may take as long as it takes: who is silent is found by the beats.
-_FOREVER_S = 10.0 * 365 * 24 * 3600
+_FOREVER_S = math.inf
 _SMALL_BYTES = 4096
 _MOST_UNANSWERED_BYTES = 8 * _SMALL_BYTES  # so much a connection takes without its peer reading
 
@@ -48,7 +49,7 @@ class _Awaited(NamedTuple):
 
 
 @final
-class WorkerStream:
+class WorkerConnection:
     """A connection. Threads may share it; one of them receives.
 
     Args:
