@@ -73,6 +73,11 @@ def name_of(value: Any) -> str:
     return f"tf.{next(iter(names), bases[0].__name__)}"
 
 
+def python_function_of(value: Any) -> Any:
+    """The Python function of a ``tf.function``; anything else as it is."""
+    return value.python_function if is_object(value) and name_of(value) == "tf.function" else value
+
+
 def _exported(value: Any) -> str | None:
     """The shortest of the names under which TensorFlow exports a function or class."""
     while value is not None:

@@ -32,6 +32,7 @@ from replicax._src.ps import resources, structures
 from replicax._src.ps.credentials import Credentials
 from replicax._src.ps.errors import ClosureInputError
 from replicax._src.ps.process import vitals
+from replicax._src.tensorflow_code import python_function_of
 
 if TYPE_CHECKING:
     from replicax._src.coordinator.status_server import StatusServer
@@ -272,6 +273,7 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
+        dataset_fn = python_function_of(dataset_fn)  # a graph of TensorFlow cannot hold a distributed dataset of ours
         recipe = _Recipe(self._crew, "dataset", resources.dump(dataset_fn), _name_of(dataset_fn))
         dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
         weakref.finalize(dataset, recipe.drop_unused).atexit = False

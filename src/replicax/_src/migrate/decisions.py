@@ -14,7 +14,8 @@ from replicax._src.migrate.arguments import BindError
 from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, parts_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
-from replicax._src.migrate.keras_changes import is_optimizer, renamed, suffixed_calls
+from replicax._src.migrate.keras_changes import data_model, is_optimizer, renamed, suffixed_calls
+from replicax._src.migrate.keras_dropped import find_dropped
 from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.table import ROOTS, Row
@@ -69,6 +70,8 @@ class Decisions:
       fillings: Call or attribute -> what it becomes.
       removed: Statements that go.
       texts: Keywords, methods and paths of files -> what Keras 3 calls them.
+      wraps: Expression -> the template around it, in which {self} is what becomes of the expression itself.
+      dropped: Arguments that go.
       freed: Names whose assignment goes.
       used: The imports that are used as they are; those of other modules, too.
       changes: For the report.
@@ -92,15 +95,19 @@ class Decisions:
         for node in (*source.calls, *source.attributes):
             self._decide_method(node)
         self.texts: dict[cst.CSTNode, str] = {}
+        self.wraps: dict[cst.CSTNode, str] = {}
         for found in renamed(source):
             self._write(found.node, found.text)
+        self.dropped: set[cst.CSTNode] = set()
         if uses_keras:
             self._write_suffixes()
+            self._drop()
         Marker(source, reach).mark(self.comments)
 
     def roots(self) -> set[str]:
         """Returns the names of ``ROOTS`` that the new names begin with."""
-        texts = [*self.names.values(), *(filling.template for filling in self.fillings.values())]
+        templates = (filling.template for filling in self.fillings.values())
+        texts = [*self.names.values(), *templates, *self.wraps.values()]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
     def first_random(self) -> cst.CSTNode | None:
@@ -127,6 +134,12 @@ class Decisions:
         call = self._source.parents[chain]
         rows: Sequence[Row] = [row for row in found.rows if not row.is_call]
         if isinstance(call, cst.Call) and call.func is chain:
+            in_data = data_model(self._source, call, self._in_data)
+            if in_data:
+                return self._rename(chain, name, in_data)
+            if in_data is not None:
+                what = "a dataset calls this model, and Keras on JAX runs no model there"
+                self._mark(chain, "both", what, "make an rx.keras.DataModel or a keras.layers.Pipeline for the dataset")
             rows = [row for row in found.rows if row.is_call] or rows
             if rows[0].is_call:
                 return self._decide_call(call, chain, name, rows)
@@ -291,12 +304,24 @@ class Decisions:
         """Gives files of Keras the names that Keras 3 wants."""
         for found in suffixed_calls(self._source):
             suffix = found.suffixes[0]
-            if found.path is not None:
+            if found.text:
                 self._write(found.path, found.text)
-            elif not found.is_known:
-                self._mark(
-                    found.call, "suffix", f"the name of this file must end in {suffix}", "see that it does"
-                )
+            else:
+                self.wraps[found.path] = found.template
+                self.changes.append(Change(self._source.line_of(found.path), "", found.template))
+            for other in found.others:
+                what = f"this file's name ends in {suffix} now, where Keras writes and reads it"
+                self._mark(other, "suffix", what, "write that name here, too")
+
+    def _drop(self) -> None:
+        """Marks what Keras 3 has not, and leaves out arguments that mean nothing."""
+        for found in find_dropped(self._source):
+            if found.argument is None:
+                self._mark(found.node, "keras", found.what, found.write)
+            elif found.node not in self.fillings:
+                self.dropped.add(found.argument)
+                text = self._source.tree.code_for_node(found.argument).rstrip(", \n")
+                self.changes.append(Change(self._source.line_of(found.argument), text, ""))
 
     # Where TensorFlow stays.
 

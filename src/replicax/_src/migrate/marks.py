@@ -27,6 +27,7 @@ RULES: Final = {
     "directory": "replicax writes one checkpoint from all workers, into one directory.",
     "condition": "AutoGraph made graph operations of if and while. JAX traces Python as it is.",
     "suffix": "Keras 3 reads from a file's name what is in it: .keras, or .weights.h5 for weights alone.",
+    "keras": "Keras 3 has left out this name or argument of Keras 2.",
     "star": "The names that import * binds cannot be followed.",
     "standing": "The comment was there before.",
 }

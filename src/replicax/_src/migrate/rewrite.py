@@ -45,6 +45,8 @@ class Rewriter(cst.CSTTransformer):
             *decisions.names,
             *decisions.fillings,
             *decisions.texts,
+            *decisions.wraps,
+            *decisions.dropped,
             *decisions.removed,
             *decisions.comments.statements(),
             *source.statements,
@@ -56,6 +58,13 @@ class Rewriter(cst.CSTTransformer):
         return node in self._visited
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        new = self._replaced(original_node, updated_node)
+        if original_node in self._decisions.wraps:
+            template = self._localized(self._decisions.wraps[original_node])
+            new = cst.parse_expression(fill(template, {"self": self._code(new)}))
+        return new
+
+    def _replaced(self, original_node: Any, updated_node: Any) -> Any:
         if original_node in self._decisions.names:
             name = self._localized(self._decisions.names[original_node])
             return self._placed(original_node, cst.parse_expression(name))
@@ -65,6 +74,8 @@ class Rewriter(cst.CSTTransformer):
             comments = [c.value for c in m.findall(updated_node, m.Comment()) if isinstance(c, cst.Comment)]
             self._lifted += [comment for comment in comments if comment not in code]
             return new
+        if isinstance(original_node, cst.Call) and self._decisions.dropped.intersection(original_node.args):
+            return self._without_dropped(original_node, updated_node)
         if original_node in self._decisions.texts:
             return cst.parse_expression(self._decisions.texts[original_node])
         if original_node in self._decisions.removed:
@@ -79,6 +90,18 @@ class Rewriter(cst.CSTTransformer):
             statements = self._imports.apply(original_node, updated_node)
             return cst.FlattenSentinel(statements) if statements else cst.RemoveFromParent()
         return updated_node
+
+    def _without_dropped(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        pairs = zip(original.args, updated.args, strict=True)
+        stays = [new for old, new in pairs if old not in self._decisions.dropped]
+        gone = [old for old in original.args if old in self._decisions.dropped]
+        self._lifted += [c.value for old in gone for c in m.findall(old, m.Comment()) if isinstance(c, cst.Comment)]
+        if stays:  # what closes the brackets stays as it is
+            last = updated.args[-1]
+            stays[-1] = stays[-1].with_changes(
+                comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
+            )
+        return updated.with_changes(args=stays)
 
     def _localized(self, template: str) -> str:
         """The template with the names that the module has for its roots."""
