@@ -28,8 +28,9 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("seen = []\ndef step(x):\n  seen.append(x)\n" + RUN, "side effect"),
         ("v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN, "scope"),
         ("x = tf.ones((2,), tf.int64)\n", "int64"),
-        ("with tf.GradientTape() as tape:\n  pass\n", "tape"),
-        ("def train(x):\n  with tf.GradientTape() as tape:\n    pass\ntrain(1)\n", "tape"),
+        ("with tf.GradientTape() as tape:\n  y = x * x\nprint(tape.gradient(y, x))\n", "tape"),
+        ("def train(x):\n  with tf.GradientTape() as tape:\n    print(x)\ntrain(1)\n", "tape"),
+        ("def loss(x):\n  print(x)\nwith tf.GradientTape() as tape:\n  loss(x)\n", "side effect"),
         ("path = f'{x}' + 'workertemp_' + str(1)\n", "directory"),
         ("@tf.function\ndef step(x):\n  if tf.reduce_any(x):\n    x = 1\n  return x\n", "condition"),
         ("@tf.function\ndef step(x):\n  y = tf.reduce_sum(x)\n  while y > 0:\n    y = 0\n", "condition"),
@@ -121,7 +122,7 @@ def test_a_mark_of_an_import_stays_with_it_when_others_come(tmp_path):
 
 
 def test_a_mark_that_stands_is_counted_once_and_keeps_its_place():
-    first = becomes("import tensorflow as tf\n\ntf.no_such_name(1)\nwith tf.GradientTape():\n  pass\n")
+    first = becomes("import tensorflow as tf\n\ntf.no_such_name(1)\nwith tf.GradientTape():\n  print(1)\n")
     assert marks(first) == [("unknown", 4), ("standing", 6)]
     assert marks(first.replace("import tensorflow", "x = 1\nimport tensorflow")) == [
         ("unknown", 5),

@@ -72,6 +72,10 @@ class Comments:
             mark = Mark(rule, what, write, line, is_new=False)
         wanted.append(mark)
 
+    def is_ok(self, statement: cst.CSTNode) -> bool:
+        """Returns True if the user has looked at a statement."""
+        return "ok" in self._texts(statement)
+
     def marks(self) -> tuple[Mark, ...]:
         """Returns all marks by line: new ones, and those that stand."""
         wanted = [mark for marks in self._wanted.values() for mark in marks]

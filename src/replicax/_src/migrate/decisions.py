@@ -72,6 +72,7 @@ class Decisions:
       texts: Keywords, methods and paths of files -> what Keras 3 calls them.
       wraps: Expression -> the template around it, in which {self} is what becomes of the expression itself.
       dropped: Arguments that go.
+      taped: Tapes outside of steps, with the function that takes the place of their statements.
       freed: Names whose assignment goes.
       used: The imports that are used as they are; those of other modules, too.
       changes: For the report.
@@ -99,6 +100,10 @@ class Decisions:
         for found in renamed(source):
             self._write(found.node, found.text)
         self.dropped: set[cst.CSTNode] = set()
+        self.taped = [taped for taped in reach.taped_in(source) if not self.comments.is_ok(taped.statements[0])]
+        for taped in self.taped:
+            line = source.line_of(taped.statements[0])
+            self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         if uses_keras:
             self._write_suffixes()
             self._drop()
@@ -107,7 +112,7 @@ class Decisions:
     def roots(self) -> set[str]:
         """Returns the names of ``ROOTS`` that the new names begin with."""
         templates = (filling.template for filling in self.fillings.values())
-        texts = [*self.names.values(), *templates, *self.wraps.values()]
+        texts = [*self.names.values(), *templates, *self.wraps.values(), *["rx."] * bool(self.taped)]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
     def first_random(self) -> cst.CSTNode | None:
@@ -230,7 +235,7 @@ class Decisions:
         self.changes.append(Change(self._source.line_of(node), name, bound.template))
 
     def _in_step(self, node: cst.CSTNode) -> bool:
-        return self._source.owners[node] in self._reach.step
+        return self._reach.is_step(self._source, node)
 
     def _keep(self, chain: Chain) -> None:
         bounds = self._source.bindings(parts_of(chain)[0])

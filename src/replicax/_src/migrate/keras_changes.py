@@ -216,7 +216,23 @@ def is_of_keras(source: Source, node: cst.BaseExpression, depth: int = 5) -> boo
             if isinstance(statement, cst.Return) and made.source.owners[statement] is made.node
         )
         return any(is_of_keras(made.source, value, depth - 1) for value in returned if value is not None)
-    return any(is_of_keras(source, value, depth - 1) for value in source.values(node))
+    return is_of_keras_by_use(source, node) or any(
+        is_of_keras(source, value, depth - 1) for value in source.values(node)
+    )
+
+
+def is_of_keras_by_use(source: Source, node: cst.BaseExpression) -> bool:
+    """Returns True for what a program compiles, or fits for a number of epochs."""
+    text = text_of(node)
+    for call in source.calls:
+        function = call.func
+        if not isinstance(function, cst.Attribute) or not text or text_of(function.value) != text:
+            continue
+        keywords = {argument.keyword.value for argument in call.args if argument.keyword}
+        compiles = function.attr.value == "compile" and keywords & {"loss", "optimizer", "metrics"}
+        if compiles or (function.attr.value == "fit" and "epochs" in keywords):
+            return True
+    return False
 
 
 def _ending(source: Source, path: cst.BaseExpression, depth: int = 5) -> cst.SimpleString | None:

@@ -13,6 +13,7 @@ from replicax._src.migrate.bindings import Function, Source, canonical, text_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import moved_name
 from replicax._src.migrate.reach import Reach
+from replicax._src.migrate.tapes import is_tape
 
 # Why the command does not decide, by rule. Marks of a row of the table have the row's name for a rule.
 RULES: Final = {
@@ -136,7 +137,7 @@ class Marker:
 
     def _side_effect(self) -> Iterator[Found]:
         """Where TensorFlow ran a replica function eagerly: in a tf.function its side effects were once, too."""
-        eager = self._reach.replica - self._reach.traced
+        eager = (self._reach.replica | self._reach.taped) - self._reach.traced
         for call in self._source.calls:
             if self._source.owners[call] not in eager:
                 continue
@@ -193,12 +194,8 @@ class Marker:
 
     def _tape(self) -> Iterator[Found]:
         for statement in self._source.statements:
-            if not isinstance(statement, cst.With):
-                continue
-            calls = [item.item.func for item in statement.items if isinstance(item.item, cst.Call)]
-            is_tape = any(self._source.dotted(function) == "tf.GradientTape" for function in calls)
             owner = self._source.owners[statement]
-            if is_tape and owner not in self._reach.step:
+            if is_tape(self._source, statement) and not self._reach.is_step(self._source, statement):
                 if isinstance(owner, cst.FunctionDef):
                     what, write = (
                         f"a tape in {owner.name.value}, which is not traced",
@@ -226,7 +223,8 @@ class Marker:
             if not isinstance(statement, cst.If | cst.While):
                 continue
             owner = self._source.owners[statement]
-            if owner not in self._reach.step or self._reach.is_data(self._source, statement):
+            is_step = self._reach.is_step(self._source, statement)
+            if not is_step or self._reach.is_data(self._source, statement):
                 continue
             called = self._calls_of_tensorflow(statement.test, owner)
             names = [name for name in called if name and not _PYTHON_VALUES.match(name)]

@@ -11,6 +11,7 @@ from typing import Final, final
 import libcst as cst
 
 from replicax._src.migrate.bindings import Definition, Function, Program, Source, text_of
+from replicax._src.migrate.tapes import Taped, find_taped, is_tape
 
 # Methods of a dataset whose functions run in TensorFlow's graph of it.
 _DATASET_METHODS: Final = frozenset(
@@ -50,6 +51,7 @@ class Reach:
       data: Functions that run in a dataset or make one.
       traced: Those of ``step`` that TensorFlow traced, too; it ran the others eagerly.
       replica: Those of ``step`` that ``strategy.run`` or a coordinator's function runs.
+      taped: Those of ``step`` that a tape outside of steps records.
     """
 
     def __init__(self, program: Program) -> None:
@@ -87,6 +89,30 @@ class Reach:
         self.data = self._closure(data)
         self.traced = self._closure(steps | (decorated - self.data))  # a dataset runs tf.functions, too
         self.step = self.traced | self.replica
+        self._taped = {source: self._find_taped(source) for source in program.sources}
+        self.taped = self._closure({f for source in program.sources for f in self._in_taped(source)}) - self.data
+        self.step |= self.taped
+
+    def taped_in(self, source: Source) -> list[Taped]:
+        """Returns the tapes outside of steps whose statements become a function."""
+        return self._taped[source]
+
+    def is_step(self, source: Source, node: cst.CSTNode) -> bool:
+        """Returns True for a name, call or statement that runs in a step."""
+        return source.owners[node] in self.step or any(node in taped.nodes for taped in self._taped[source])
+
+    def _find_taped(self, source: Source) -> list[Taped]:
+        tapes = [s for s in source.statements if isinstance(s, cst.With) and is_tape(source, s)]
+        outside = [t for t in tapes if source.owners[t] not in self.step and not self.is_data(source, t)]
+        return list(find_taped(source, outside))
+
+    def _in_taped(self, source: Source) -> Iterator[Function]:
+        """The functions that the statements of a tape name."""
+        for taped in self._taped[source]:
+            for chain in source.chains:
+                found = source.definition(chain) if chain in taped.nodes else None
+                if found and not isinstance(found.node, cst.ClassDef):
+                    yield found.node
 
     def is_data(self, source: Source, node: cst.CSTNode) -> bool:
         """Returns True for a name, call or statement in a function that runs in a dataset, or in its decorators."""
