@@ -19,6 +19,8 @@ from replicax._src.migrate.keras_dropped import find_dropped
 from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.table import ROOTS, Row
+from replicax._src.migrate.templates import PLACEHOLDER, simplified
+from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, uses_of
 
 # Names that change in a dataset, too: those of distribution, and Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
@@ -107,6 +109,8 @@ class Decisions:
         if uses_keras:
             self._write_suffixes()
             self._drop()
+        else:
+            self._loop_over_arrays()
         Marker(source, reach).mark(self.comments)
 
     def roots(self) -> set[str]:
@@ -136,6 +140,8 @@ class Decisions:
             if "." in name:
                 self._mark(chain, "unknown", f"the table has no row for {name}")
             return self._keep(chain)
+        if self._is_kept_alias(chain, name):
+            return self._keep(chain)
         call = self._source.parents[chain]
         rows: Sequence[Row] = [row for row in found.rows if not row.is_call]
         if isinstance(call, cst.Call) and call.func is chain:
@@ -149,6 +155,23 @@ class Decisions:
             if rows[0].is_call:
                 return self._decide_call(call, chain, name, rows)
         return self._decide_value(chain, name, rows or found.rows, found.rest)
+
+    def _is_kept_alias(self, chain: Chain, name: str) -> bool:
+        """True for ``square = tf.square`` if a dataset uses ``square``; calls elsewhere change where they stand."""
+        statement = self._source.parents[chain]
+        if not isinstance(statement, cst.Assign) or is_below(name, *_ALSO_IN_DATA):
+            return False
+        uses = list(uses_of(self._source, statement))
+        in_data = [self._in_data(use) for use in uses]
+        others = [
+            use
+            for use, is_there in zip(uses, in_data, strict=True)
+            if not is_there and not isinstance(self._source.parents[use], cst.Call)
+        ]
+        if any(in_data) and others:
+            what = f"a dataset uses this name of {name}, so it stays TensorFlow's"
+            self._mark(chain, "both", what, "give the steps a name of their own")
+        return any(in_data)
 
     def _mark_both(self, chain: Chain) -> None:
         owner = self._source.owners[chain]
@@ -231,8 +254,16 @@ class Decisions:
         return not more and isinstance(first.target, cst.Name) and first.target.value == target
 
     def _fill(self, node: cst.Call | cst.Attribute, row: Row, name: str, bound: table.Bound) -> None:
-        self.fillings[node] = Filling(row, bound.template, bound.arguments)
-        self.changes.append(Change(self._source.line_of(node), name, bound.template))
+        template = bound.template
+        if row.name == "tf.shape" and is_calculated_with(self._source, node):
+            template = f"np.array({template})"
+        elif row.name in OF_SHAPES and isinstance(node, cst.Call):
+            of_shapes = OF_SHAPES[row.name]
+            taken = {match[2] for match in PLACEHOLDER.finditer(of_shapes)}
+            if bound.arguments.keys() <= taken and any(is_shape(self._source, a.value) for a in node.args):
+                template = simplified(of_shapes, bound.arguments)
+        self.fillings[node] = Filling(row, template, bound.arguments)
+        self.changes.append(Change(self._source.line_of(node), name, template))
 
     def _in_step(self, node: cst.CSTNode) -> bool:
         return self._reach.is_step(self._source, node)
@@ -240,9 +271,15 @@ class Decisions:
     def _keep(self, chain: Chain) -> None:
         bounds = self._source.bindings(parts_of(chain)[0])
         self.used.update(bounds)
-        handed_on = self._source.handed_on_by(chain) if len(parts_of(chain)) > 1 else None
+        if len(parts_of(chain)) == 1:
+            return
+        handed_on = self._source.handed_on_by(chain)
         if handed_on is not None:
             self.used.add(handed_on)
+        elif self._source.is_assigned_elsewhere(chain):
+            text = self._source.tree.code_for_node(chain)
+            what = f"a dataset uses {text}, and it is JAX's where it is assigned"
+            self._mark(chain, "both", what, f"write {self._source.dotted(chain)} here")
 
     def _mark(self, node: cst.CSTNode, rule: str, what: str, write: str = "") -> None:
         self.comments.add(node, rule, what, write)
@@ -317,6 +354,17 @@ class Decisions:
             for other in found.others:
                 what = f"this file's name ends in {suffix} now, where Keras writes and reads it"
                 self._mark(other, "suffix", what, "write that name here, too")
+
+    def _loop_over_arrays(self) -> None:
+        """Loops over datasets get arrays of NumPy: jax.numpy takes no tensors of TensorFlow, which keras.ops does."""
+        for loop in self._source.loops:
+            dataset = loop.iter
+            if isinstance(dataset, cst.Call) and self._source.full_name(dataset.func) is None:
+                is_numbered = isinstance(dataset.func, cst.Name) and dataset.func.value == "enumerate"
+                dataset = dataset.args[0].value if is_numbered and dataset.args else dataset
+            if self._reach.is_dataset(self._source, dataset) and not self._in_data(loop) and not self._in_step(loop):
+                self.wraps[dataset] = "{self}.as_numpy_iterator()"
+                self.changes.append(Change(self._source.line_of(loop), "", "{self}.as_numpy_iterator()"))
 
     def _drop(self) -> None:
         """Marks what Keras 3 has not, and leaves out arguments that mean nothing."""

@@ -14,6 +14,7 @@ from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import moved_name
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.tapes import is_tape
+from replicax._src.migrate.values import is_integer
 
 # Why the command does not decide, by rule. Marks of a row of the table have the row's name for a rule.
 RULES: Final = {
@@ -21,6 +22,7 @@ RULES: Final = {
     "argument": "The function that takes its place has no such argument, or the arguments cannot be read.",
     "both": "TensorFlow runs functions of a dataset, and JAX those of a step: one function cannot use both libraries.",
     "mean": "Gradients are summed over replicas, and a replica's mean does not know the global batch.",
+    "integers": "Results of integers have another dtype.",
     "side effect": "run traces a function once and compiles it: Python code in it runs once, not in each step.",
     "scope": "A variable that is made outside of strategy.scope() belongs to no strategy.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
@@ -55,6 +57,7 @@ class Marker:
             self._star,
             self._mean_over_replicas,
             self._mean_of_losses,
+            self._mean_of_integers,
             self._keras_loss,
             self._side_effect,
             self._scope,
@@ -102,18 +105,28 @@ class Marker:
                 )
 
     def _mean_of_losses(self) -> Iterator[Found]:
+        """A mean over the rows of one replica whose gradient is taken, or that a name calls a loss."""
         for call in self._source.calls:
             is_mean = self._source.dotted(call.func) in ("tf.reduce_mean", "tf.math.reduce_mean")
             if not is_mean or self._source.owners[call] not in self._reach.replica or len(call.args) != 1:
                 continue
             statement = next(n for n in self._source.around(call) if isinstance(n, cst.BaseSmallStatement))
-            if "loss" in self._source.tree.code_for_node(statement).lower():
+            is_called_loss = "loss" in self._source.tree.code_for_node(statement).lower()
+            if is_called_loss or call in self._reach.differentiated:
                 yield (
                     call,
                     "mean",
                     "this mean is over the rows of one replica",
                     "for a loss whose gradient is taken, write rx.nn.compute_average_loss(losses)",
                 )
+
+    def _mean_of_integers(self) -> Iterator[Found]:
+        for call in self._source.calls:
+            is_mean = self._source.dotted(call.func) in ("tf.reduce_mean", "tf.math.reduce_mean")
+            is_data = is_mean and self._reach.is_data(self._source, call)
+            if is_mean and not is_data and call.args and is_integer(self._source, call.args[0].value):
+                what = "the mean of integers is an integer in TensorFlow, and a float here"
+                yield call, "integers", what, "write // of the sum and the number of elements for the old value"
 
     def _keras_loss(self) -> Iterator[Found]:
         """A loss object that takes the mean itself, called in a replica function."""
@@ -153,6 +166,19 @@ class Marker:
             elif m.matches(call.func, m.Attribute(m.Name(), m.Name("append"))) and self._is_outer(call):
                 what = f"{text_of(call.func)} runs once here, when the step is traced"
                 yield call, "side effect", what, "return the value from the step, and append it after run"
+        for statement in self._source.statements:
+            if isinstance(statement, cst.AugAssign) and self._source.owners[statement] in eager:
+                target = text_of(statement.target)
+                if target.startswith("self.") or self._is_global(statement):
+                    what = f"{target} changes once here, when the step is traced"
+                    yield statement, "side effect", what, "make it an rx.Variable, or return its new value"
+
+    def _is_global(self, statement: cst.AugAssign) -> bool:
+        """True for a name that ``global`` or ``nonlocal`` declares."""
+        if not isinstance(statement.target, cst.Name):
+            return False
+        scope = self._source.scope_of(statement.target)
+        return all(a.scope is not scope for a in scope[statement.target.value])
 
     def _is_outer(self, call: cst.Call) -> bool:
         """True for a method of a name that the function does not bind itself."""

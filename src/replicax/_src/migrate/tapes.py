@@ -92,7 +92,7 @@ class _Block:
         self._source, self.tape = source, tape
         self.tapes = {text_of(item.asname.name) for item in tape.items if item.asname}
         self.statements = self._statements()
-        self.nodes = frozenset(node for statement in self.statements for node in _below(statement))
+        self.nodes = frozenset(node for statement in self.statements for node in nodes_below(statement))
 
     def taped(self, name: str, others: Sequence[_Block]) -> Taped | None:
         """Returns the function that takes the place of the statements; None if none can."""
@@ -211,16 +211,17 @@ class _Block:
         )
 
 
-def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+def nodes_below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yields a node and all nodes in it."""
     yield node
     for child in node.children:
-        yield from _below(child)
+        yield from nodes_below(child)
 
 
 def _in_order(statements: Sequence[cst.CSTNode]) -> Iterator[cst.CSTNode]:
     """The simple statements and the heads of compound ones, in the order in which they run."""
     for statement in statements:
-        for node in _below(statement):
+        for node in nodes_below(statement):
             if isinstance(node, cst.BaseSmallStatement | cst.With | cst.For):
                 yield node
 
