@@ -47,7 +47,6 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("with tf.GradientTape() as tape:\n  y = x * x\nprint(tape.gradient(y, x))\n", "tape"),
         ("def train(x):\n  with tf.GradientTape() as tape:\n    print(x)\ntrain(1)\n", "tape"),
         ("def loss(x):\n  print(x)\nwith tf.GradientTape() as tape:\n  loss(x)\n", "side effect"),
-        ("path = f'{x}' + 'workertemp_' + str(1)\n", "directory"),
         ("@tf.function\ndef step(x):\n  if tf.reduce_any(x):\n    x = 1\n  return x\n", "condition"),
         ("@tf.function\ndef step(x):\n  y = tf.reduce_sum(x)\n  while y > 0:\n    y = 0\n", "condition"),
         ("from tensorflow.nn import *\n", "star"),

@@ -139,6 +139,7 @@ class Source(cst.CSTVisitor):
       path: Of the file.
       module: Its dotted name, as far as its folders are packages.
       tree: The parsed text.
+      code: The text.
       chains: The outermost ``a.b.c`` that are read, in order.
       attributes: All ``x.y`` that are read or assigned, the inner ones of a chain too.
       calls: All calls, in order.
@@ -156,6 +157,7 @@ class Source(cst.CSTVisitor):
         super().__init__()
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.path, self.module, self.tree = path, module, wrapper.module
+        self.code = text if isinstance(text, str) else self.tree.code
         is_package = path.name == "__init__.py"
         self.package = module if is_package else module.rpartition(".")[0]
         self.chains: list[Chain] = []

@@ -165,7 +165,7 @@ def _take(file: File, part: _Part, result: Rewritten) -> None:
     else:
         ast.parse(result.code)
         file.new, file._encoding = result.code, part.source.tree.encoding
-    file._texts.append((part.offset, part.source.tree.code, new))
+    file._texts.append((part.offset, part.source.code, new))
     file.changes += tuple(replace(change, line=change.line + part.offset) for change in result.changes)
     file.marks += tuple(replace(mark, line=mark.line + part.offset) for mark in result.marks)
 

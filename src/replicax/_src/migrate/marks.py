@@ -27,7 +27,6 @@ RULES: Final = {
     "scope": "A variable that is made outside of strategy.scope() belongs to no strategy.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
     "tape": "A tape records functions that are traced.",
-    "directory": "replicax writes one checkpoint from all workers, into one directory.",
     "condition": "AutoGraph made graph operations of if and while. JAX traces Python as it is.",
     "suffix": "Keras 3 reads from a file's name what is in it: .keras, or .weights.h5 for weights alone.",
     "keras": "Keras 3 has left out this name or argument of Keras 2.",
@@ -63,7 +62,6 @@ class Marker:
             self._scope,
             self._int64,
             self._tape,
-            self._directory,
             self._condition,
         )
         for rule in rules:
@@ -231,18 +229,6 @@ class Marker:
                 else:
                     what = "a tape outside of functions"
                     yield statement, "tape", what, "put these lines into a function with @rx.function"
-
-    def _directory(self) -> Iterator[Found]:
-        """The idiom of TensorFlow's tutorials for several workers."""
-        for string in self._source.strings:
-            if isinstance(string, cst.SimpleString) and "workertemp" in string.value:
-                what = "each worker has a checkpoint directory of its own"
-                yield (
-                    string,
-                    "directory",
-                    what,
-                    "use the chief's directory on all workers, and delete none of them",
-                )
 
     def _condition(self) -> Iterator[Found]:
         for statement in self._source.statements:
