@@ -22,7 +22,8 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("strategy.reduce('MEAN', x, axis=None)\n", "mean"),
         ("def step(x):\n  loss = tf.reduce_mean(x)\n" + RUN, "mean"),
         (
-            "def step(x):\n  with tf.GradientTape() as t:\n    cost = tf.reduce_mean(x)\n    t.gradient(cost, v)\n" + RUN,
+            "def step(x):\n  with tf.GradientTape() as t:\n    cost = tf.reduce_mean(x)\n    t.gradient(cost, v)\n"
+            + RUN,
             "mean",
         ),
         (

@@ -298,7 +298,10 @@ NO_KERAS = "import tensorflow as tf\nds = tf.data.Dataset.range(3).batch(2)\n"
     ("before", "after"),
     [
         ("for x in ds:\n  tf.square(x)", "for x in ds.as_numpy_iterator():\n  jnp.square(x)"),
-        ("for i, x in enumerate(ds.take(1)): pass", "for i, x in enumerate(ds.take(1).as_numpy_iterator()): pass"),
+        (
+            "for i, x in enumerate(ds.take(1)): pass",
+            "for i, x in enumerate(ds.take(1).as_numpy_iterator()): pass",
+        ),
         ("total = [x for x in ds]", "total = [x for x in ds.as_numpy_iterator()]"),
         ("for x in ds.as_numpy_iterator(): pass", "for x in ds.as_numpy_iterator(): pass"),
         ("for x in data: pass", "for x in data: pass"),
@@ -321,7 +324,10 @@ SHAPES = "import tensorflow as tf\n@tf.function\ndef f(x):\n  "
         ("return tf.shape(x)[1:] + 1", "return np.array(jnp.shape(x))[1:] + 1"),
         ("s = tf.shape(x)\n  return -s", "s = np.array(jnp.shape(x))\n  return -s"),
         ("s = tf.shape(x)\n  return s[0]", "s = jnp.shape(x)\n  return s[0]"),
-        ("return tf.concat([tf.shape(x)[:1], [3]], 0)", "return np.concatenate([jnp.shape(x)[:1], [3]], axis=0)"),
+        (
+            "return tf.concat([tf.shape(x)[:1], [3]], 0)",
+            "return np.concatenate([jnp.shape(x)[:1], [3]], axis=0)",
+        ),
         ("s = tf.shape(x)\n  return tf.stack([s[0], 3])", "return np.stack([s[0], 3])"),
         ("return tf.reduce_prod(tf.shape(x)[1:])", "return np.prod(jnp.shape(x)[1:])"),
         ("return tf.concat([x, x], 0)", "return jnp.concatenate([x, x], axis=0)"),
@@ -362,7 +368,10 @@ def test_a_name_of_another_module_that_a_dataset_uses_is_marked():
         ("tf.keras.optimizers.SGD(jit_compile=True)", "keras.optimizers.SGD()"),
         ("model.save('m.keras', options=o)", "model.save('m.keras')"),
         ("other.save('m', options=o)", "other.save('m', options=o)"),
-        ("model.compile('sgd', experimental_steps_per_execution=3)", "model.compile('sgd', steps_per_execution=3)"),
+        (
+            "model.compile('sgd', experimental_steps_per_execution=3)",
+            "model.compile('sgd', steps_per_execution=3)",
+        ),
     ],
 )
 def test_arguments_without_a_meaning_in_keras_3_go(before, after):
@@ -392,14 +401,17 @@ DATA = "def load(x): return stage(x)\nds = tf.data.Dataset.range(3).map(load)\n"
 
 
 def test_a_model_that_only_datasets_call():
-    assert "stage = rx.keras.DataModel(words, keras.layers.StringLookup()(words))" in becomes(HEAD + STAGE + DATA)
+    assert "stage = rx.keras.DataModel(words, keras.layers.StringLookup()(words))" in becomes(
+        HEAD + STAGE + DATA
+    )
     assert "stage = keras.Model(words" in becomes(HEAD + STAGE)
     layers = "stage = tf.keras.Sequential([tf.keras.layers.RandomFlip()])\n"
     assert "stage = keras.layers.Pipeline([keras.layers.RandomFlip()])" in becomes(HEAD + layers + DATA)
 
 
 @pytest.mark.parametrize(
-    "text", [STAGE + DATA + "stage.summary()\n", "stage = tf.keras.Sequential([tf.keras.Input((2,))])\n" + DATA]
+    "text",
+    [STAGE + DATA + "stage.summary()\n", "stage = tf.keras.Sequential([tf.keras.Input((2,))])\n" + DATA],
 )
 def test_a_model_that_datasets_and_others_call_is_marked(text):
     assert [rule for rule, _ in marks(HEAD + text)] == ["both"]

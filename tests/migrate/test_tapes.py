@@ -81,7 +81,10 @@ def test_a_method_and_a_name_that_is_taken():
         """
     )
     assert "def traced_step_2(self, x, optimizer):\n" in code
-    assert "    def train(self, x):\n        loss = traced_step_2(self, x, optimizer)\n        return loss\n" in code
+    assert (
+        "    def train(self, x):\n        loss = traced_step_2(self, x, optimizer)\n        return loss\n"
+        in code
+    )
     assert "    with rx.GradientTape() as tape:\n        loss = self.loss(x)\n" in code
 
 

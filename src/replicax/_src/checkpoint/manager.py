@@ -128,7 +128,11 @@ class CheckpointManager:
         self._directory = processes.shared_directory(self._given_directory)
         self._background = Background(self._directory)
         if self._given_directory != self._directory:
-            log.info("Checkpoints are in the chief's directory %s, not in %s.", self._directory, self._given_directory)
+            log.info(
+                "Checkpoints are in the chief's directory %s, not in %s.",
+                self._directory,
+                self._given_directory,
+            )
             self._make_given_directory()
 
     def _make_given_directory(self) -> None:

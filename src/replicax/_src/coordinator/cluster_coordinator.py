@@ -273,7 +273,9 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
-        dataset_fn = python_function_of(dataset_fn)  # a graph of TensorFlow cannot hold a distributed dataset of ours
+        dataset_fn = python_function_of(
+            dataset_fn
+        )  # a graph of TensorFlow cannot hold a distributed dataset of ours
         recipe = _Recipe(self._crew, "dataset", resources.dump(dataset_fn), _name_of(dataset_fn))
         dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
         weakref.finalize(dataset, recipe.drop_unused).atexit = False

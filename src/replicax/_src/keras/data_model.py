@@ -12,10 +12,10 @@ import keras
 class DataModel(keras.Model):
     """A functional model that functions of ``dataset.map`` call: TensorFlow runs it, on texts too.
 
-    Keras on JAX makes arrays of JAX of what a functional model gets, which neither tensors of a dataset's graph nor
-    texts can become. This one gives its layers TensorFlow's tensors as they are. Its layers are those that Keras runs in
-    tf.data: ``StringLookup``, ``TextVectorization``, ``Normalization`` and other preprocessing. For such layers one
-    after the other Keras has ``keras.layers.Pipeline``.
+    Keras on JAX makes arrays of JAX of what a functional model gets. Tensors of a dataset's graph and texts cannot
+    become such. This model gives its layers TensorFlow's tensors as they are. Its layers are those that Keras runs
+    in tf.data: ``StringLookup``, ``TextVectorization``, ``Normalization`` and other preprocessing. For such layers
+    one after the other Keras has ``keras.layers.Pipeline``.
 
     Args:
       inputs, outputs: Of a functional ``keras.Model``.
@@ -28,11 +28,13 @@ class DataModel(keras.Model):
     """
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Runs the layers on a batch, [rows, ...]; on one row without that axis, which a dataset has before ``batch``."""
+        """Runs the layers on a batch, [rows, ...], or on one row, [...], which a dataset has before ``batch``."""
         del training, mask
         given = keras.tree.flatten(inputs)
         graph = keras.Function(self.inputs, self.output)
-        is_row = all(len(x.shape) + 1 == len(wanted.shape) for x, wanted in zip(given, self.inputs, strict=True))
+        is_row = all(
+            len(x.shape) + 1 == len(wanted.shape) for x, wanted in zip(given, self.inputs, strict=True)
+        )
         if not is_row:
             return graph(given)
         return keras.tree.map_structure(lambda x: x[0], graph([x[None] for x in given]))

@@ -1,10 +1,11 @@
-"""``rx.keras.utils.SidecarEvaluator``: evaluates a model beside its training, from the checkpoints that this writes."""
+"""``rx.keras.SidecarEvaluator``: evaluates a model beside its training, from the checkpoints that this writes."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -21,6 +22,7 @@ from replicax._src.options import path_of
 log = logging.getLogger("replicax")
 
 _PATIENCE_S: Final = 30.0
+_SETTLED_AFTER_S: Final = 1.0  # a file that a process writes has grown by then
 _NUMBER: Final = re.compile(r"(\d+)(?:\.weights\.h5|\.keras)?$")
 
 
@@ -28,7 +30,7 @@ _NUMBER: Final = re.compile(r"(\d+)(?:\.weights\.h5|\.keras)?$")
 class SidecarEvaluator:
     """Evaluates a model on each new checkpoint of a directory, in a process beside the training.
 
-    ``rx.keras.utils.SidecarEvaluator(model, data, "training", max_evaluations=5).start()``. It takes the checkpoints of
+    ``rx.keras.SidecarEvaluator(model, data, "training", max_evaluations=5).start()``. It takes the checkpoints of
     ``rx.Checkpoint(model=model, optimizer=optimizer)`` and its manager, and the files that
     ``keras.callbacks.ModelCheckpoint`` writes. It takes the newest one, so it may skip some that come while it
     evaluates.
@@ -86,7 +88,11 @@ class SidecarEvaluator:
                 log.info("Checkpoint %s cannot be read yet: %s", path, error)
                 continue
             results = self.model.evaluate(
-                self.data, steps=self.steps, callbacks=self.callbacks, verbose=2, return_dict=True
+                self.data,
+                steps=self.steps,
+                callbacks=self.callbacks,
+                verbose=2,  # type: ignore[arg-type]
+                return_dict=True,
             )
             num_evaluations += 1
             log.info("Evaluated %s: %s", path, " ".join(f"{name}={x:.6g}" for name, x in results.items()))
@@ -97,7 +103,7 @@ class SidecarEvaluator:
 
     def _load(self, checkpoint: Checkpoint, path: str) -> None:
         if is_of_keras(path):
-            self.model.load_weights(path)
+            self._load_file(path)
             return
         if not any(key.startswith("model/") for key in load_checkpoint(path).get_variable_to_shape_map()):
             raise InvalidArgumentError(
@@ -105,6 +111,23 @@ class SidecarEvaluator:
                 "rx.Checkpoint(model=model, optimizer=optimizer)."
             )
         checkpoint.restore(path).expect_partial()
+
+    def _load_file(self, path: str) -> None:
+        """Loads a file of Keras, which is written where it stands.
+
+        Raises:
+          OSError: It is being written.
+          ValueError: It is of another model.
+        """
+        before = os.stat(path)
+        try:
+            self.model.load_weights(path)
+        except ValueError as error:
+            time.sleep(_SETTLED_AFTER_S)
+            now = os.stat(path)
+            if (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size):
+                raise
+            raise OSError(f"{path!r} was being written ({error!s:.200}).") from error
 
     def _keep_waiting(self) -> bool:
         log.info(

@@ -102,7 +102,9 @@ class Decisions:
         for found in renamed(source):
             self._write(found.node, found.text)
         self.dropped: set[cst.CSTNode] = set()
-        self.taped = [taped for taped in reach.taped_in(source) if not self.comments.is_ok(taped.statements[0])]
+        self.taped = [
+            taped for taped in reach.taped_in(source) if not self.comments.is_ok(taped.statements[0])
+        ]
         for taped in self.taped:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
@@ -150,7 +152,12 @@ class Decisions:
                 return self._rename(chain, name, in_data)
             if in_data is not None:
                 what = "a dataset calls this model, and Keras on JAX runs no model there"
-                self._mark(chain, "both", what, "make an rx.keras.DataModel or a keras.layers.Pipeline for the dataset")
+                self._mark(
+                    chain,
+                    "both",
+                    what,
+                    "make an rx.keras.DataModel or a keras.layers.Pipeline for the dataset",
+                )
             rows = [row for row in found.rows if row.is_call] or rows
             if rows[0].is_call:
                 return self._decide_call(call, chain, name, rows)
@@ -362,7 +369,11 @@ class Decisions:
             if isinstance(dataset, cst.Call) and self._source.full_name(dataset.func) is None:
                 is_numbered = isinstance(dataset.func, cst.Name) and dataset.func.value == "enumerate"
                 dataset = dataset.args[0].value if is_numbered and dataset.args else dataset
-            if self._reach.is_dataset(self._source, dataset) and not self._in_data(loop) and not self._in_step(loop):
+            if (
+                self._reach.is_dataset(self._source, dataset)
+                and not self._in_data(loop)
+                and not self._in_step(loop)
+            ):
                 self.wraps[dataset] = "{self}.as_numpy_iterator()"
                 self.changes.append(Change(self._source.line_of(loop), "", "{self}.as_numpy_iterator()"))
 

@@ -55,7 +55,12 @@ def renamed(source: Source) -> Iterator[Renamed]:
     """Yields the keywords and the methods of the program's own classes that have another name in Keras 3."""
     for call in source.calls:
         name = source.dotted(call.func)
-        keywords = {old: new for above, names in _KEYWORDS.items() if is_below(name, above) for old, new in names.items()}
+        keywords = {
+            old: new
+            for above, names in _KEYWORDS.items()
+            if is_below(name, above)
+            for old, new in names.items()
+        }
         if isinstance(call.func, cst.Attribute) and name is None:
             keywords |= _KEYWORDS_OF_METHODS.get(call.func.attr.value, {})
         for keyword in (argument.keyword for argument in call.args if argument.keyword):
@@ -108,7 +113,9 @@ def data_model(source: Source, call: cst.Call, is_data: Callable[[cst.CSTNode], 
     layers = call.args[0].value
     elements = [element.value for element in layers.elements] if isinstance(layers, cst.List) else []
     made = [source.dotted(element.func) for element in elements if isinstance(element, cst.Call)]
-    is_plain = elements and len(made) == len(elements) and not any("Input" in (each or "Input") for each in made)
+    is_plain = (
+        elements and len(made) == len(elements) and not any("Input" in (each or "Input") for each in made)
+    )
     return "keras.layers.Pipeline" if is_plain else ""
 
 
@@ -146,7 +153,9 @@ def suffixed_calls(source: Source) -> Iterator[Suffixed]:
     for call, path, suffixes in given:
         ending = _ending(source, path)
         if ending is None:
-            at_run_time = "rx.keras.weights_path({self})" if suffixes is _WEIGHTS else "rx.keras.model_path({self})"
+            at_run_time = (
+                "rx.keras.weights_path({self})" if suffixes is _WEIGHTS else "rx.keras.model_path({self})"
+            )
             yield Suffixed(call, path, "", at_run_time, suffixes, tuple(_other_uses(source, path, paths)))
         elif not ending.raw_value.endswith(suffixes):
             changed = _with_suffix(source, path, ending, suffixes[0])

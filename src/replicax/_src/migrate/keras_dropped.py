@@ -52,7 +52,9 @@ def find_dropped(source: Source) -> Iterator[Dropped]:
         if path is None:
             continue
         if path in dropped_by_keras()["names"]:
-            yield Dropped(chain, f"Keras 3 has no keras.{path}", "write what it does with other layers or functions")
+            yield Dropped(
+                chain, f"Keras 3 has no keras.{path}", "write what it does with other layers or functions"
+            )
         call = source.parents[chain]
         if isinstance(call, cst.Call) and call.func is chain:
             yield from _of_call(call, path)
@@ -83,7 +85,11 @@ def _of_call(call: cst.Call, path: str) -> Iterator[Dropped]:
 
 
 def _of_method(source: Source, call: cst.Call) -> Iterator[Dropped]:
-    if not isinstance(call.func, cst.Attribute) or source.full_name(call.func) or source.definition(call.func):
+    if (
+        not isinstance(call.func, cst.Attribute)
+        or source.full_name(call.func)
+        or source.definition(call.func)
+    ):
         return
     known, method = dropped_by_keras(), call.func.attr.value
     marked, removed = known["methods"].get(method, ()), known["removed"].get(f".{method}", ())
@@ -100,4 +106,6 @@ def _of_keywords(call: cst.Call, marked: tuple[str, ...], removed: tuple[str, ..
         if keyword in removed:
             yield Dropped(call, argument=argument)
         elif keyword in marked:
-            yield Dropped(call, f"Keras 3 has no argument {keyword} here", "leave it out, or write what it did")
+            yield Dropped(
+                call, f"Keras 3 has no argument {keyword} here", "leave it out, or write what it did"
+            )

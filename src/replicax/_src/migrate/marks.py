@@ -124,7 +124,12 @@ class Marker:
             is_data = is_mean and self._reach.is_data(self._source, call)
             if is_mean and not is_data and call.args and is_integer(self._source, call.args[0].value):
                 what = "the mean of integers is an integer in TensorFlow, and a float here"
-                yield call, "integers", what, "write // of the sum and the number of elements for the old value"
+                yield (
+                    call,
+                    "integers",
+                    what,
+                    "write // of the sum and the number of elements for the old value",
+                )
 
     def _keras_loss(self) -> Iterator[Found]:
         """A loss object that takes the mean itself, called in a replica function."""

@@ -20,7 +20,9 @@ _MASKED: Final = re.compile(r"^[ \t]*__replicax_mask_(\d+)__[ \t]*$", re.M)
 _MASKED_BEFORE: Final = re.compile(r"^([ \t]*)__replicax_mask_(\d+)__; ", re.M)
 _FOR_IPYTHON: Final = re.compile(r"[ \t]*([!%?]|[\w, \t]+=[ \t]*[!%]|[\w.]+\?{1,2}[ \t]*$)")
 # Magics of a line whose rest is Python.
-_BEFORE_PYTHON: Final = re.compile(r"([ \t]*)(%(?:time|timeit|prun|memit)(?:[ \t]+-\w+(?:[ \t]+\d+)?)*[ \t]+)(?=\S)")
+_BEFORE_PYTHON: Final = re.compile(
+    r"([ \t]*)(%(?:time|timeit|prun|memit)(?:[ \t]+-\w+(?:[ \t]+\d+)?)*[ \t]+)(?=\S)"
+)
 _WRITES: Final = re.compile(r"%%(?:writefile|file)[ \t]+(?:\./)?([\w./-]+)\.py[ \t]*$")
 # Magics of a whole cell that is Python.
 _PYTHON_CELLS: Final = ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -115,7 +117,9 @@ class Notebook:
     def _split(self, code: str) -> list[str]:
         cells = re.split(rf"(?:\A|\n){_CELL}\n", code.removesuffix("\n"))
         whole = [_MASKED.sub(lambda match: self._masked[int(match[1])], cell) for cell in cells]
-        return [_MASKED_BEFORE.sub(lambda match: match[1] + self._masked[int(match[2])], cell) for cell in whole]
+        return [
+            _MASKED_BEFORE.sub(lambda match: match[1] + self._masked[int(match[2])], cell) for cell in whole
+        ]
 
     def _mask(self, source: str, number: int) -> str:
         """The cell with a name in place of each line that is for IPython, or in place of all of it."""

@@ -91,7 +91,9 @@ class Reach:
         self.traced = self._closure(steps | (decorated - self.data))  # a dataset runs tf.functions, too
         self.step = self.traced | self.replica
         self._taped = {source: self._find_taped(source) for source in program.sources}
-        self.taped = self._closure({f for source in program.sources for f in self._in_taped(source)}) - self.data
+        self.taped = (
+            self._closure({f for source in program.sources for f in self._in_taped(source)}) - self.data
+        )
         self.step |= self.taped
         self.differentiated = {call for source in program.sources for call in self._differentiated(source)}
 
@@ -142,7 +144,11 @@ class Reach:
 
     def _results_of(self, made: Definition) -> Iterator[cst.BaseExpression]:
         for statement in made.source.statements:
-            if isinstance(statement, cst.Return) and made.source.owners[statement] is made.node and statement.value:
+            if (
+                isinstance(statement, cst.Return)
+                and made.source.owners[statement] is made.node
+                and statement.value
+            ):
                 yield statement.value
 
     def is_data(self, source: Source, node: cst.CSTNode) -> bool:

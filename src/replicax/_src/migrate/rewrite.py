@@ -144,7 +144,9 @@ class Rewriter(cst.CSTTransformer):
         pairs = zip(original.args, updated.args, strict=True)
         stays = [new for old, new in pairs if old not in self._decisions.dropped]
         gone = [old for old in original.args if old in self._decisions.dropped]
-        self._lifted += [c.value for old in gone for c in m.findall(old, m.Comment()) if isinstance(c, cst.Comment)]
+        self._lifted += [
+            c.value for old in gone for c in m.findall(old, m.Comment()) if isinstance(c, cst.Comment)
+        ]
         if stays:  # what closes the brackets stays as it is
             last = updated.args[-1]
             stays[-1] = stays[-1].with_changes(

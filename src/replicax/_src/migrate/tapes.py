@@ -21,7 +21,20 @@ _NOT_TRACED: Final = re.compile(
     r"|(print|float|int|bool|open|input|super|locals|globals|eval|exec|next)"
 )
 _METHODS_NOT_TRACED: Final = frozenset(
-    {"append", "extend", "add", "update", "numpy", "item", "tolist", "write", "save", "restore", "result", "pop"}
+    {
+        "append",
+        "extend",
+        "add",
+        "update",
+        "numpy",
+        "item",
+        "tolist",
+        "write",
+        "save",
+        "restore",
+        "result",
+        "pop",
+    }
 )
 _LEAVES: Final = (
     cst.Return | cst.Await | cst.Yield | cst.Break | cst.Continue | cst.While | cst.FunctionDef | cst.ClassDef | cst.Try
@@ -173,7 +186,7 @@ class _Block:
             if isinstance(node, cst.Del):
                 continue
             for name in _read(node):
-                if source.is_bound(name) and source.scope_of(name) is own or name.value not in first_write:
+                if (source.is_bound(name) and source.scope_of(name) is own) or name.value not in first_write:
                     is_before = name.value not in first_write or first_write[name.value] >= place
                     read[name.value] = read.get(name.value, False) or is_before
         given = [name for name, is_before in read.items() if is_before and self._is_variable(name)]
@@ -258,9 +271,7 @@ def _names(node: cst.CSTNode) -> Iterator[cst.Name]:
     """The names that are no attributes and no keywords."""
     if isinstance(node, cst.Name):
         yield node
-    elif isinstance(node, cst.Attribute):
-        yield from _names(node.value)
-    elif isinstance(node, cst.Arg):
+    elif isinstance(node, cst.Attribute | cst.Arg):
         yield from _names(node.value)
     else:
         for child in node.children:

@@ -19,7 +19,15 @@ OF_SHAPES: Final = MappingProxyType(
         "tf.reduce_prod": "np.prod({input_tensor}, axis={axis})",
     }
 )
-_INTEGERS: Final = ("tf.argmax", "tf.argmin", "tf.size", "tf.shape", "tf.rank", "tf.math.argmax", "tf.math.argmin")
+_INTEGERS: Final = (
+    "tf.argmax",
+    "tf.argmin",
+    "tf.size",
+    "tf.shape",
+    "tf.rank",
+    "tf.math.argmax",
+    "tf.math.argmin",
+)
 _INTEGER_TYPES: Final = ("tf.int8", "tf.int16", "tf.int32", "tf.int64", "tf.uint8")
 
 
@@ -41,7 +49,10 @@ def is_shape(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
 def is_calculated_with(source: Source, node: cst.CSTNode) -> bool:
     """Returns True for a shape that stands in arithmetic or a comparison as a whole, by a name too."""
     parent = source.parents[node]
-    if isinstance(parent, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget | cst.AugAssign):
+    if isinstance(
+        parent,
+        cst.BinaryOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget | cst.AugAssign,
+    ):
         return True
     if isinstance(parent, cst.Subscript) and parent.value is node:
         slices = [element.slice for element in parent.slice]
