@@ -225,8 +225,8 @@ def test_changes_are_listed():
         ),
         ("import torch\ntorch.ones(2).numpy()", "import torch\ntorch.ones(2).numpy()"),
         (
-            "class M(tf.keras.metrics.Metric):\n  def reset_states(self): pass",
-            "class M(keras.metrics.Metric):\n  def reset_state(self): pass",
+            "class M(tf.keras.metrics.Metric):\n  def reset_states(self): pass\nm = M()\nm.reset_states()",
+            "class M(keras.metrics.Metric):\n  def reset_state(self): pass\nm = M()\nm.reset_state()",
         ),
         (
             "self.compiled_loss(y, p, regularization_losses=self.losses)",

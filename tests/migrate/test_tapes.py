@@ -103,6 +103,35 @@ def test_tapes_at_once_and_a_tape_that_is_deleted():
     assert "    return one\n\n\none = traced_step()\nuse(one)\n" in code
 
 
+def test_a_return_and_a_tape_in_a_tape():
+    code = migrated(
+        """
+        def second(x):
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    y = x * x
+                first = inner.gradient(y, x)
+            return first, outer.gradient(first, x)
+        """
+    )
+    assert code == textwrap.dedent(
+        """
+
+        @rx.function
+        def traced_step(x):
+            with rx.GradientTape() as outer:
+                with rx.GradientTape() as inner:
+                    y = x * x
+                first = inner.gradient(y, x)
+            return first, outer.gradient(first, x)
+
+
+        def second(x):
+            return traced_step(x)
+        """
+    )
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -112,6 +141,8 @@ def test_tapes_at_once_and_a_tape_that_is_deleted():
         "def f(x):\n  with tf.GradientTape() as tape:\n    return x\n",
         "def f(x):\n  with tf.GradientTape() as tape:\n    y = x\n  return tape\n",
         "def f(x):\n  def g(z): return z\n  with tf.GradientTape() as tape:\n    y = g(x)\n",
+        "class A:\n  with tf.GradientTape() as tape:\n    y = x\n  z = y\n",
+        "def f(x):\n  with tf.GradientTape() as a:\n    with tf.GradientTape() as b:\n      y = x\n    print(y)\n  a.gradient(y, x)\n",
         "class A:\n  def f(self, x):\n    with tf.GradientTape() as tape:\n      self.y = x\n",
         "for x in data:\n  with tf.GradientTape() as tape:\n    if x: break\n",
         "with tf.GradientTape() as tape:\n  seen.append(x)\n",

@@ -66,11 +66,20 @@ def renamed(source: Source) -> Iterator[Renamed]:
         for keyword in (argument.keyword for argument in call.args if argument.keyword):
             if keyword.value in keywords:
                 yield Renamed(keyword, keywords[keyword.value])
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value in _METHODS:
+            own = source.definition(call.func)
+            class_of = own.source.class_around(own.node) if own else None
+            if own and class_of and _is_below_keras(own.source, class_of):
+                yield Renamed(call.func.attr, _METHODS[call.func.attr.value])
     for class_ in source.classes:
-        if any(is_below(base, "tf.keras") for base in source.bases(class_)):
+        if _is_below_keras(source, class_):
             for method in class_.body.body:
                 if isinstance(method, cst.FunctionDef) and method.name.value in _METHODS:
                     yield Renamed(method.name, _METHODS[method.name.value])
+
+
+def _is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
+    return any(is_below(base, "tf.keras") for base in source.bases(class_))
 
 
 def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:

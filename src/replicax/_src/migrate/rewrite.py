@@ -113,7 +113,7 @@ class Rewriter(cst.CSTTransformer):
         if original is not taped.statements[-1]:
             return []
         call = f"{taped.name}({', '.join(taped.parameters)})"
-        line = f"{', '.join(taped.results)} = {call}" if taped.results else call
+        line = f"{', '.join(taped.results)} = {call}" if taped.results else "return " * taped.returns + call
         first = self._moved[taped][0]
         self._moved[taped][0] = first.with_changes(leading_lines=[])
         return [cst.parse_statement(line).with_changes(leading_lines=first.leading_lines)]

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias, final
 
 import libcst as cst
 import libcst.matchers as m
-from libcst.metadata import Assignment, BuiltinAssignment, ImportAssignment
+from libcst.metadata import Assignment, BuiltinAssignment, ClassScope, ImportAssignment
 
 from replicax._src.migrate.bindings import Source, parts_of, text_of
 
@@ -54,6 +54,7 @@ class Taped:
       name: Of the function.
       parameters: What the statements read of the names around them.
       results: What they assign and others read.
+      returns: The last one is a ``return``.
       above: The statement of the module above which the function stands.
       nodes: All nodes of the statements.
     """
@@ -62,6 +63,7 @@ class Taped:
     name: str
     parameters: tuple[str, ...]
     results: tuple[str, ...]
+    returns: bool
     above: cst.CSTNode
     nodes: frozenset[cst.CSTNode] = field(repr=False)
 
@@ -80,8 +82,8 @@ def find_taped(source: Source, tapes: Sequence[cst.With]) -> Iterator[Taped]:
     inside: set[cst.CSTNode] = set()
     blocks = [_Block(source, tape) for tape in tapes]
     for block in blocks:
-        if block.tape in inside:
-            continue
+        if block.tape in inside or any(block.tape in other.nodes for other in blocks if other is not block):
+            continue  # it goes with the one around it, or stays with it
         number, name = 1, _NAME
         while name in taken:
             number += 1
@@ -110,6 +112,8 @@ class _Block:
     def taped(self, name: str, others: Sequence[_Block]) -> Taped | None:
         """Returns the function that takes the place of the statements; None if none can."""
         try:
+            if isinstance(self._source.scope_of(self._first), ClassScope):
+                raise _Cannot  # names are attributes of the class
             self._check()
             parameters, results = self._names()
             self._check_tapes(others)
@@ -118,7 +122,7 @@ class _Block:
         above = next(n for n in (self.tape, *self._source.around(self.tape)) if n in self._source.tree.body)
         if above is self.statements[0]:
             above = self.statements[-1]
-        return Taped(self.statements, name, parameters, results, above, self.nodes)
+        return Taped(self.statements, name, parameters, results, self.returns, above, self.nodes)
 
     def _statements(self) -> tuple[cst.CSTNode, ...]:
         source, around = self._source, self._source.parents[self.tape]
@@ -145,6 +149,11 @@ class _Block:
                 raise _Cannot
 
     @property
+    def returns(self) -> bool:
+        """The last statement is a ``return``, which nothing follows."""
+        return _return_of(self.statements[-1]) is not None
+
+    @property
     def _first(self) -> cst.CSTNode:
         return self.tape.items[0].item
 
@@ -159,10 +168,12 @@ class _Block:
         ):
             raise _Cannot
         for node in self.nodes:
-            if isinstance(node, _LEAVES):
+            if isinstance(node, _LEAVES) and not (self.returns and node is _return_of(self.statements[-1])):
                 raise _Cannot
             if isinstance(node, cst.Name) and node.value.startswith("__replicax_"):
                 raise _Cannot  # a line for IPython
+            if isinstance(node, cst.Name) and node.value in self.tapes and not self._is_used_as_tape(node):
+                raise _Cannot
             if isinstance(node, cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.For) and not all(
                 isinstance(part, cst.Name) for part in _targets(node.target)
             ):
@@ -172,6 +183,13 @@ class _Block:
                 method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
                 if _NOT_TRACED.fullmatch(name) or method in _METHODS_NOT_TRACED:
                     raise _Cannot
+
+    def _is_used_as_tape(self, name: cst.Name) -> bool:
+        """True for ``tape.gradient``, ``as tape`` and ``del tape``; False where the tape itself is passed on."""
+        around = (self._source.parents[name], *self._source.around(self._source.parents[name]))
+        if isinstance(around[0], cst.Attribute | cst.AsName | cst.Del):
+            return True
+        return isinstance(around[0], cst.Element) and isinstance(around[2], cst.Del)
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What the function takes and what it returns."""
@@ -190,7 +208,7 @@ class _Block:
                     is_before = name.value not in first_write or first_write[name.value] >= place
                     read[name.value] = read.get(name.value, False) or is_before
         given = [name for name, is_before in read.items() if is_before and self._is_variable(name)]
-        assigned = [name for name in first_write if name not in self.tapes]
+        assigned = [name for name in first_write if name not in self.tapes and not self.returns]
         return tuple(given), tuple(n for n in assigned if self._is_read_elsewhere(n, own, self.nodes))
 
     def _is_variable(self, name: str) -> bool:
@@ -282,6 +300,13 @@ def _targets(target: cst.BaseExpression) -> list[cst.BaseExpression]:
     if isinstance(target, cst.Tuple | cst.List):
         return [part for element in target.elements for part in _targets(element.value)]
     return [target]
+
+
+def _return_of(statement: cst.CSTNode) -> cst.Return | None:
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return None
+    last = statement.body[-1]
+    return last if isinstance(last, cst.Return) and last.value is not None else None
 
 
 def _applies_gradients(statement: cst.CSTNode) -> bool:
