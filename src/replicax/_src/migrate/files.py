@@ -187,7 +187,7 @@ def _parse(file: File) -> list[_Part]:
             file.notebook = Notebook(file.old.decode("utf-8"))
             file._code = code = file.notebook.code
             if file.notebook.unparsed:
-                file.failure = f"{', '.join(file.notebook.unparsed)} cannot be parsed and stays as it is"
+                file.failure = f"{', '.join(file.notebook.unparsed)} cannot be read as Python of its own, and stays as it is"
         parts = [_Part(Source(file.path, code, _module_name(file)))]
         for written in file.notebook.written if file.notebook else ():
             path = file.path.with_name(f"{written.name}.py")

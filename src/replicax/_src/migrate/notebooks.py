@@ -23,7 +23,7 @@ _FOR_IPYTHON: Final = re.compile(r"[ \t]*([!%?]|[\w, \t]+=[ \t]*[!%]|[\w.]+\?{1,
 _BEFORE_PYTHON: Final = re.compile(
     r"([ \t]*)(%(?:time|timeit|prun|memit)(?:[ \t]+-\w+(?:[ \t]+\d+)?)*[ \t]+)(?=\S)"
 )
-_WRITES: Final = re.compile(r"%%(?:writefile|file)[ \t]+(?:\./)?([\w./-]+)\.py[ \t]*$")
+_WRITES: Final = re.compile(r"%%(?:writefile|file)[ \t]+(-a[ \t]+|--append[ \t]+)?(?:\./)?([\w./-]+)\.py\s*$")
 # Magics of a whole cell that is Python.
 _PYTHON_CELLS: Final = ("%%time", "%%timeit", "%%capture", "%%prun")
 
@@ -59,7 +59,7 @@ class Notebook:
     Attributes:
       code: All code cells, one after the other.
       written: The files that cells write.
-      unparsed: Places of cells that are not Python; they are left alone.
+      unparsed: Places of cells that are not Python, or are no whole module; they are left alone.
     """
 
     def __init__(self, text: str) -> None:
@@ -78,6 +78,7 @@ class Notebook:
         self._masked: list[str] = []
         masked = [self._mask(source, number) for number, source in enumerate(sources, 1)]
         self.code = f"\n{_CELL}\n".join(masked) + "\n"
+        self._leave_earlier_versions("\n".join(sources))
 
     def place(self, line: int, code: str) -> str:
         """Returns where a line of ``code``, as it is now, is in the notebook."""
@@ -128,14 +129,14 @@ class Notebook:
         lines = source.split("\n")
         first = next((line for line in lines if line.strip()), "")
         if writes := _WRITES.match(first):
-            self._add_written(source, writes[1].replace("/", "."), number)
+            self._add_written(source, writes[2].replace("/", "."), number, appends=bool(writes[1]))
         if first.startswith("%%") and not first.startswith(_PYTHON_CELLS):
             return self._masked_as(source, "")
         result: list[str] = []
         while lines:
             line = lines.pop(0)
             before = _BEFORE_PYTHON.match(line)
-            if before and _parses(line[before.end() :] + "\n"):
+            if before and _parses(f"pass; {line[before.end() :]}\n"):
                 line = f"{self._masked_as(before[2], before[1])}; {line[before.end() :]}"
             elif _FOR_IPYTHON.match(line):
                 indent = line[: len(line) - len(line.lstrip())]
@@ -149,15 +150,23 @@ class Notebook:
         self.unparsed.append(f"cell {number}")
         return self._masked_as(source, "")
 
-    def _add_written(self, source: str, name: str, number: int) -> None:
+    def _add_written(self, source: str, name: str, number: int, *, appends: bool) -> None:
         """Adds the file that a cell writes, if it is Python; a magic stands in its first line."""
         code = source.partition("\n")[2]
-        if not source.startswith("%%") or not _parses(code):
+        if appends or not source.startswith("%%") or not _parses(code):
             self.unparsed.append(f"cell {number}")
             return
         last = self.written[-1] if self.written else None
         offset = last.offset + last.code.count("\n") + 1 if last else _BEHIND_CELLS
         self.written.append(Written(name, code, offset, number, len(self._masked)))
+
+    def _leave_earlier_versions(self, text: str) -> None:
+        """Of a module that cells write several times, only the last can be followed where it is imported."""
+        for place, written in reversed(list(enumerate(self.written))):
+            is_written_again = any(later.name == written.name for later in self.written[place + 1 :])
+            if is_written_again and re.search(rf"\b(import|from)\s+{re.escape(written.name)}\b", text):
+                del self.written[place]
+                self.unparsed.append(f"cell {written.number}")
 
     def _masked_as(self, text: str, indent: str) -> str:
         self._masked.append(text)
