@@ -114,9 +114,9 @@ def patch_keras(keras: types.ModuleType) -> None:
     def reporting_evaluate(self, *args, **options):
         result = evaluate(self, *args, **{**options, "verbose": 0})
         if not options.get("_use_cached_eval_dataset"):
-            if isinstance(result, dict):
-                result = [result[name] for name in sorted(result, key=lambda name: (name != "loss", name))]
-            numbers = np.ravel(result)
+            by_name = isinstance(result, dict)
+            names = sorted(result, key=lambda name: (name != "loss", name)) if by_name else ()
+            numbers = [result[name] for name in names] if by_name else np.ravel(result)
             print("evaluate:", [float(number) for number in numbers])
         return result
 

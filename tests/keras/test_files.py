@@ -17,7 +17,7 @@ from replicax.errors import InvalidArgumentError
         ("a.h5", "a.h5", "a.weights.h5"),
         ("a.weights.h5", "a.weights.h5", "a.weights.h5"),
         (Path("b") / "ckpt-{epoch}", "b/ckpt-{epoch}.keras", "b/ckpt-{epoch}.weights.h5"),
-        ("a.hdf5", "a.hdf5", "a.hdf5.weights.h5"),
+        ("a.hdf5", "a.hdf5", "a.weights.h5"),
     ],
 )
 def test_the_ending_is_added_once(path, model, weights):

@@ -154,7 +154,9 @@ def test_what_is_no_whole_module_is_reported(tmp_path, cells):
 def test_versions_of_a_script_and_lines_of_windows(tmp_path):
     script = "%%writefile main.py\r\nimport tensorflow as tf\r\ntf.function\r\n"
     file = migrated(tmp_path, notebook(script, script))
-    assert cells_of(file) == [script.replace("tensorflow as tf", "replicax as rx").replace("tf.f", "rx.f")] * 2
+    assert (
+        cells_of(file) == [script.replace("tensorflow as tf", "replicax as rx").replace("tf.f", "rx.f")] * 2
+    )
     assert not file.failure
 
 

@@ -330,6 +330,7 @@ SHAPES = "import tensorflow as tf\n@tf.function\ndef f(x):\n  "
         ),
         ("s = tf.shape(x)\n  return tf.stack([s[0], 3])", "return np.stack([s[0], 3])"),
         ("return tf.reduce_prod(tf.shape(x)[1:])", "return np.prod(jnp.shape(x)[1:])"),
+        ("return tf.unstack(tf.shape(x))", "return list(jnp.shape(x))"),
         ("return tf.concat([x, x], 0)", "return jnp.concatenate([x, x], axis=0)"),
         ("return tf.equal(tf.shape(x), 2)", "return jnp.equal(jnp.shape(x), 2)"),
     ],

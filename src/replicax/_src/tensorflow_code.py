@@ -308,6 +308,24 @@ def check_not_in_tensorflow(call: str) -> None:
         )
 
 
+def check_no_function_of_tensorflow(call: str, function: Any) -> None:
+    """Raises if a function that is to be traced is TensorFlow's own, or one that a SavedModel holds.
+
+    Raises:
+      UnsupportedError: It is. A ``tf.function`` of Python code is none: its code is traced.
+    """
+    if "tensorflow" not in sys.modules or not is_tensorflow(function):
+        return
+    if is_object(function) and getattr(function, "python_function", None) is not None:
+        return
+    name = name_of(function)
+    raise UnsupportedError(
+        f"{call} was given {name}, which TensorFlow runs: it cannot compute with arrays of JAX. "
+        f"{advice([name], uses_keras=True)} A function of a SavedModel runs outside of steps, on values of tf.data or "
+        "NumPy."
+    )
+
+
 def in_tf_function(what: str) -> UnsupportedError:
     """The error for something that was done in a ``tf.function``, or with one."""
     function = _tf_function_on_the_stack()

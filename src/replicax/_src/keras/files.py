@@ -38,4 +38,6 @@ def weights_path(path: str | os.PathLike[str]) -> str:
     ('ckpt-{epoch}.weights.h5', 'old.weights.h5')
     """
     checked = path_of(path, "path", "model.weights.h5")
-    return checked if checked.endswith(_WEIGHTS) else checked.rstrip("/").removesuffix(".h5") + _WEIGHTS[0]
+    if checked.endswith(_WEIGHTS):
+        return checked
+    return checked.rstrip("/").removesuffix(".h5").removesuffix(".hdf5") + _WEIGHTS[0]

@@ -289,5 +289,5 @@ def _with_suffix(
     if not is_part:
         return path, "", f'{{self}} + "{suffix}"'
     old = ending.raw_value.rstrip("/")
-    stem = old.removesuffix(".h5") if suffix.endswith(".h5") else old
+    stem = old.removesuffix(".h5").removesuffix(".hdf5") if suffix.endswith(".h5") else old
     return ending, f"{ending.prefix}{ending.quote}{stem}{suffix}{ending.quote}", ""

@@ -16,6 +16,7 @@ OF_SHAPES: Final = MappingProxyType(
     {
         "tf.concat": "np.concatenate({values}, axis={axis})",
         "tf.stack": "np.stack({values}, axis={axis})",
+        "tf.unstack": "list({value})",
         "tf.reduce_prod": "np.prod({input_tensor}, axis={axis})",
     }
 )
