@@ -32,6 +32,7 @@ from replicax._src.placement.remote.elements import ElementSpec
 from replicax._src.ps import resources, structures
 from replicax._src.ps.errors import ClosureInputError
 from replicax._src.ps.process import vitals
+from replicax._src.tensorflow_code import python_function_of
 
 if TYPE_CHECKING:
     from replicax._src.coordinator.status_server import StatusServer
@@ -274,6 +275,8 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
+        # A graph of TensorFlow cannot hold a distributed dataset of ours.
+        dataset_fn = python_function_of(dataset_fn)
         recipe = _Recipe(self._pool, "dataset", resources.dump(dataset_fn), _name_of(dataset_fn))
         dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
         weakref.finalize(dataset, recipe.drop_unused).atexit = False
