@@ -159,7 +159,43 @@ def step() -> None:
     picture.save("step.svg")
 
 
+def scheduled_function() -> None:
+    picture = Picture(760, 372, "The path of a scheduled function")
+    for x, name, colour, boxes in (
+        (24, "coordinator", COLOURS[0], ("trace", "ClosureQueue", "WorkerPool")),
+        (284, "worker", COLOURS[1], ("take elements", "compute", "client of servers")),
+        (544, "parameter server", COLOURS[2], ("lease", "store", "log")),
+    ):
+        picture.box(x, 44, 192, 232, colour, opacity=0.08, stroke=colour)
+        picture.text(x + 96, 32, name, anchor="middle", bold=True)
+        for number, words in enumerate(boxes):
+            y = 62 + 70 * number
+            picture.box(x + 16, y, 160, 44, "#ffffff", stroke=colour)
+            picture.text(x + 96, y + 27, words, anchor="middle")
+            if number:
+                picture.line(x + 96, y - 26, x + 96, y, arrow=True)
+    picture.line(200, 218, 300, 96, arrow=True)
+    picture.text(222, 128, "1", bold=True)
+    picture.line(460, 218, 560, 96, arrow=True)
+    picture.text(482, 128, "2", bold=True)
+    picture.line(560, 168, 460, 234, arrow=True, dashed=True)
+    picture.text(506, 236, "3", bold=True)
+    picture.line(300, 252, 200, 252, arrow=True, dashed=True)
+    picture.text(244, 272, "4", bold=True)
+    for number, words in enumerate(
+        (
+            "1  program by its digest, arguments, number of the function; sent once: the program itself",
+            "2  gradients and updates, by the function's number; what the next function will read",
+            "3  new values, once the update is applied and, with replication=2, the backup has it too",
+            "4  the result; the worker takes the next function that has come meanwhile",
+        )
+    ):
+        picture.text(24, 302 + 18 * number, words, size=13, fill=MUTED)
+    picture.save("scheduled_function.svg")
+
+
 if __name__ == "__main__":
     batch()
     variable()
     step()
+    scheduled_function()
