@@ -65,6 +65,22 @@ class FlatProgram:
         self.inputs = [next(self._numbers) for _ in jaxpr.invars]
         self.outputs = self._inline(jaxpr, consts, self.inputs)
 
+    def slice(self, wanted: Sequence[Atom], given: Collection[int] = ()) -> list[Operation]:
+        """As ``needed_for`` of all operations, in the time that the result takes."""
+        chosen: set[int] = set()
+        missing = list(wanted)
+        while missing:
+            atom = missing.pop()
+            if _is_missing(atom, given) and (at := self._producers.get(atom)) is not None and at not in chosen:
+                chosen.add(at)
+                missing += self.operations[at].operands
+        return [self.operations[at] for at in sorted(chosen)]
+
+    @functools.cached_property
+    def _producers(self) -> dict[int, int]:
+        """By number the position of the operation that computes it."""
+        return {number: at for at, each in enumerate(self.operations) for number in each.results}
+
     def _inline(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], called_at: str = UNKNOWN
     ) -> list[Atom]:
