@@ -22,10 +22,12 @@ Y = np.argmax(X[:, :3], 1)
 O = keras.optimizers  # noqa: E741
 OPTIMIZERS = {
     "sgd": lambda: O.SGD(0.1),
+    "momentum": lambda: O.SGD(0.1, momentum=0.9),
     "nesterov": lambda: O.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: O.Adam(0.05),
     "amsgrad": lambda: O.Adam(0.05, amsgrad=True),
     "adamw": lambda: O.AdamW(0.05),
+    "adamw but for biases": lambda: without_decay_of_biases(O.AdamW(0.05, weight_decay=0.5)),
     "adagrad": lambda: O.Adagrad(0.1),
     "adadelta": lambda: O.Adadelta(1.0),
     "rmsprop": lambda: O.RMSprop(0.05, centered=True, momentum=0.9),
@@ -38,22 +40,35 @@ OPTIMIZERS = {
     "schedule free": lambda: O.ScheduleFreeAdamW(0.05),
     "muon": lambda: O.Muon(0.05),
     "clipnorm": lambda: O.SGD(0.1, clipnorm=0.1),
+    "adam with clipnorm": lambda: O.Adam(0.1, clipnorm=0.1),
     "clipvalue": lambda: O.SGD(0.1, clipvalue=0.01),
+    "weight decay": lambda: O.Adagrad(0.1, weight_decay=0.1),
     "global_clipnorm": lambda: O.Adam(0.1, global_clipnorm=0.1),
     "ema": lambda: O.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "all but accumulation": lambda: O.RMSprop(
+        0.05, momentum=0.9, clipnorm=0.1, weight_decay=0.1, use_ema=True, ema_overwrite_frequency=3
+    ),
     "accumulation": lambda: O.Adam(0.1, gradient_accumulation_steps=2),
     "schedule": lambda: O.Adam(O.schedules.ExponentialDecay(0.1, 2, 0.5)),
     "loss scale": lambda: O.LossScaleOptimizer(O.Adam(0.1)),
+    "loss scale with global_clipnorm": lambda: O.LossScaleOptimizer(O.Adam(0.1, global_clipnorm=0.1)),
+    "lamb with clipnorm": lambda: O.Lamb(0.05, clipnorm=0.1, weight_decay=0.1),
 }
-NOT_IN_SHARDS = {
-    "adafactor": "has the shape (8,), which is not cut like it",
-    "lamb": "is in 3 shards, and Lamb 'lamb' updates each row of it from others: reduce_sum",
-    "muon": "is in 3 shards, and Muon 'muon' updates each row of it from others: reduce_sum",
+KEPT_WHOLE = {
+    "adafactor": {"kernel", "bias"},
+    "lamb": {"kernel", "bias"},
+    "lamb with clipnorm": {"kernel", "bias"},
+    "muon": {"kernel"},  # biases are Adam's
 }
 
 
-def trained(strategy, make_optimizer, run, steps=4):
-    """The loss after some steps, and all variables of model and optimizer."""
+def without_decay_of_biases(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def trained(strategy, make_optimizer, run, steps=4, pieces=None):
+    """The loss after some steps, and all variables of model and optimizer; ``pieces`` gets how many each has."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -76,6 +91,8 @@ def trained(strategy, make_optimizer, run, steps=4):
 
     for _ in range(steps):
         loss = run(step, X, Y)
+    if pieces is not None:
+        pieces |= {v.path: len(v._value.pieces) for v in model.trainable_variables}
     return [np.asarray(loss), *(np.asarray(v.value) for v in [*model.variables, *optimizer.variables])]
 
 
@@ -84,6 +101,7 @@ def cases():
         ("global_clipnorm", True),
         ("loss scale", False),
         ("lamb", True),
+        ("all but accumulation", True),
         ("accumulation", True),
     }
     for name in OPTIMIZERS:
@@ -95,19 +113,14 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "is_sharded"), list(cases()))
-def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharded):
-    strategy = servers(2, FixedShardsPartitioner(3) if is_sharded else None)
-    if is_sharded and name in NOT_IN_SHARDS:
-        message(
-            UnsupportedError,
-            lambda: trained(strategy, OPTIMIZERS[name], strategy.run_here),
-            "sequential/dense/kernel",
-            NOT_IN_SHARDS[name],
-            "keep the variable whole",
-        )
-        return
+def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharded, caplog):
+    strategy, pieces = servers(2, FixedShardsPartitioner(3) if is_sharded else None), {}
     expected = trained(rx.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name], lambda fn, *args: fn(*args))
-    found = trained(strategy, OPTIMIZERS[name], strategy.run_here)
+    found = trained(strategy, OPTIMIZERS[name], strategy.run_here, pieces=pieces)
+    kept_whole = KEPT_WHOLE.get(name, ()) if is_sharded else {"kernel", "bias"}
+    assert pieces == {path: 1 if path.split("/")[-1] in kept_whole else 3 for path in pieces}
+    records = [r for r in caplog.records if r.name == "replicax" and name.split()[0] in r.getMessage().lower()]
+    assert len(records) == (is_sharded and name in KEPT_WHOLE), "one line says which variables are not cut"
     for one, other in zip(expected, found, strict=True):
         # The order of a sum differs: a norm of shards, or XLA's choice.
         np.testing.assert_allclose(other, one, rtol=0, atol=5e-7)
@@ -395,11 +408,9 @@ def test_an_optimizer_that_numbers_the_rows_means_those_of_the_whole_variable(na
         strategy.run(lambda: optimizer.apply([gradient], [v]))
 
     run = lambda: strategy.run_here(step, np.full((6, 2), -1, np.float32))  # noqa: E731
-    if name == "scales":
-        message(UnsupportedError, run, "in 2 shards", "'scales'", "mul")
-    else:
-        run()
-        np.testing.assert_array_equal(np.asarray(v.value)[:, 0], np.arange(6))
+    run()
+    np.testing.assert_array_equal(np.asarray(v.value)[:, 0], np.arange(6))
+    assert len(v._value.pieces) == 2
 
 
 def test_an_optimizer_in_a_condition_is_refused():

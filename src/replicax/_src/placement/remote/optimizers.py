@@ -91,7 +91,7 @@ class OptimizerUpdate:
             computable(traced.program, numbers) for numbers in (given, given | self._shared_numbers)
         ]
         self._sent = [self._decide(i) for i in range(len(self._arrays))]
-        self._shared_sent = self._find(Slice(self._new_shared, None, self._at_every_server), {})
+        self._shared_sent = self._find(Slice(self._new_shared, None, self._at_every_server))
         if self._shared_sent is None:
             self._refuse(None)
 
@@ -156,21 +156,21 @@ class OptimizerUpdate:
         wanted, held = [each.new for each in written], {each.old for each in written}
         whole = Slice(wanted, traced.gradients[i], self._at_every_server | held)
         if not (array.shards or i in self._num_rows):
-            return self._find(whole, {}) or self._refuse(i)
+            return self._find(whole) or self._refuse(i)
         by_rows = Slice(wanted, whole.gradient, whole.at_server, held | {traced.gradients[i]})
-        mixed = find_mixed(traced, by_rows)
-        found = self._find(by_rows, mixed)
+        found = self._find(by_rows)
         is_cut_alike = all(self._state[n].shape[:1] == array.shape[:1] for n in self._slots[i])
         if found is not None and (is_cut_alike or not array.shards):
             return found
-        if i not in self._num_rows and (found := self._find(whole, {})) is not None:
+        if i not in self._num_rows and (found := self._find(whole)) is not None:
             self.kept_whole.append(array)
             return found
+        mixed = find_mixed(traced, by_rows, Sent(by_rows.gradient))
         return self._refuse(i, next(iter(mixed.values()), None))
 
-    def _find(self, part: Slice, mixed: Mapping[int, Mixing]) -> Sent | None:
+    def _find(self, part: Slice) -> Sent | None:
         found = (
-            find_sent(self.traced, part, mixed, at_worker, is_averaged=self._is_averaged)
+            find_sent(self.traced, part, at_worker, is_averaged=self._is_averaged)
             for at_worker in self._at_worker
         )
         return next((sent for sent in found if sent is not None), None)

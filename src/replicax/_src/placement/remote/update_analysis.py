@@ -68,32 +68,28 @@ class Sent:
         return [*self.scalars, *(() if self.gradient is None else (self.gradient,))]
 
 
-def find_mixed(traced: TracedUpdate, part: Slice) -> Mapping[int, Mixing]:
-    """The values of a slice that come of several rows."""
+def find_mixed(traced: TracedUpdate, part: Slice, sent: Sent) -> Mapping[int, Mixing]:
+    """The values that come of several rows, in what is left of a slice when the worker has sent something."""
     if not part.with_rows:
         return {}
     wanted = flat.numbers_in([], part.wanted)
-    return mixed_values(traced.program.slice(part.wanted), part.with_rows, wanted)
+    remaining = traced.program.slice(part.wanted, sent.numbers)
+    return mixed_values(remaining, {*part.with_rows, sent.gradient}, wanted)
 
 
 def find_sent(
-    traced: TracedUpdate,
-    part: Slice,
-    mixed: Collection[int],
-    at_worker: Collection[int],
-    *,
-    is_averaged: bool,
+    traced: TracedUpdate, part: Slice, at_worker: Collection[int], *, is_averaged: bool
 ) -> Sent | None:
     """What a server needs of the worker to compute a slice.
 
     Args:
-      mixed: The values that it cannot compute.
       at_worker: The values that the worker can compute.
 
     Returns:
       None: There is nothing that is enough.
     """
     operations = traced.program.slice(part.wanted)
+    mixed = find_mixed(traced, part, Sent(part.gradient))
     inputs = set(traced.program.inputs)
     by_server = set(part.at_server)
     if part.gradient is not None and not is_averaged:
@@ -106,9 +102,8 @@ def find_sent(
             scalars.update(n for n in operation.results if n in at_worker and _may_be_sent(traced, n, is_averaged))
     for gradient in _gradients(traced, part, operations, at_worker):
         sent = Sent(gradient, sorted(scalars))
-        remaining = traced.program.slice(part.wanted, sent.numbers)
-        used = flat.numbers_in(remaining, part.wanted)
-        if used & inputs <= {*sent.numbers, *part.at_server} and not any(o.results[0] in mixed for o in remaining):
+        used = flat.numbers_in(traced.program.slice(part.wanted, sent.numbers), part.wanted)
+        if used & inputs <= {*sent.numbers, *part.at_server} and not find_mixed(traced, part, sent):
             return Sent(gradient, sorted(used & scalars))
     return None
 
