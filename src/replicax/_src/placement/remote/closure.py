@@ -25,7 +25,9 @@ from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import NamedRows, Operand, Piece, Push, UpdateProgram, WorkerProgram
 
 log = logging.getLogger("replicax")
-_KEPT_WHOLE = "%s computes rows of a variable from its other rows. Each of these stays whole on one server: %s."
+_KEPT_WHOLE = (
+    "%s computes rows of a variable from its other rows. Each of these stays whole on one server: %s."
+)
 
 
 class Servers(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from replicax._src.errors import UnsupportedError
-from replicax._src.placement.remote.events import Applied, OptimizerCall, Shapes
+from replicax._src.placement.remote.events import Applied, Shapes
 from replicax._src.placement.remote.traced_update import TracedUpdate, Written, computable, slots_of
 from replicax._src.placement.remote.update_analysis import Sent, Slice, find_mixed, find_sent
 from replicax._src.placement.remote.updates import UpdateBuilder, Values
@@ -37,7 +37,6 @@ class _Held:
     array: ServerArray
     piece: Piece
     written: Written
-    is_shared: bool = False
 
 
 @final
@@ -91,9 +90,8 @@ class OptimizerUpdate:
             computable(traced.program, numbers) for numbers in (given, given | self._shared_numbers)
         ]
         self._sent = [self._decide(i) for i in range(len(self._arrays))]
-        self._shared_sent = self._find(Slice(self._new_shared, None, self._at_every_server))
-        if self._shared_sent is None:
-            self._refuse(None)
+        of_shared = Slice(self._new_shared, None, self._at_every_server)
+        self._shared_sent = self._find(of_shared) or self._refuse(None)
 
     @property
     def slots(self) -> list[tuple[ServerArray, ServerArray]]:
@@ -177,7 +175,8 @@ class OptimizerUpdate:
 
     def _refuse(self, i: int | None, mixing: Mixing | None = None) -> NoReturn:
         if i is not None and i in self._num_rows:
-            how = f"updates each row of it from others: {mixing}" if mixing else "has slots that are not cut like it"
+            mixes = f"updates each row of it from others: {mixing}"
+            how = mixes if mixing else "has slots that are not cut like it"
             raise UnsupportedError(
                 f"Variable {self._arrays[i].name!r} is a table of which some rows are updated, and {self.call.name} {how} (at "
                 f"{self.line}). Use an optimizer that updates rows by themselves (SGD, Adagrad, Adam, RMSprop, Ftrl), or keep the "
@@ -196,67 +195,84 @@ class OptimizerUpdate:
         for i, array in enumerate(self._arrays):
             for number, piece in enumerate(array.pieces):
                 if piece.ps == builder.ps:
-                    traced = self._traced_for(i, piece)
-                    held = [_Held(array, piece, traced.values[i])]
-                    for n in self._slots[i]:
-                        held.append(_Held(self._state[n], self._state[n].pieces[number], traced.state[n]))
-                    gradient = take_gradient(i, piece), (self._shape_at(i, piece), array.dtype)
-                    self._add(builder, traced, self._sent[i], held, take_scalar, gradient, i in self._num_rows)
+                    self._add_piece(builder, i, number, take_gradient(i, piece), take_scalar)
         if self.changes_shared:  # last: all pieces are updated with what it was
-            self._add(builder, self.traced, self._shared_sent, [], take_scalar)
+            self._add(builder, self.traced, self._shared_sent, [], {}, take_scalar)
+
+    def _add_piece(
+        self, builder: UpdateBuilder, i: int, number: int, gradient: Any, take_scalar: TakeScalar
+    ) -> None:
+        """Adds the update of piece ``number`` of a variable, with its slots."""
+        array, sent = self._arrays[i], self._sent[i]
+        piece = array.pieces[number]
+        traced, aval = self._traced_for(i, piece), (self._shape_at(i, piece), array.dtype)
+        held = [_Held(array, piece, traced.values[i])]
+        held += [
+            _Held(self._state[n], self._state[n].pieces[number], traced.state[n]) for n in self._slots[i]
+        ]
+        assert sent.gradient is not None
+        if i in self._num_rows:
+            ids = builder.take(gradient, (aval[0][:1], np.int32), aval)
+            self._add(builder, traced, sent, held, {sent.gradient: ids + 1}, take_scalar, ids)
+        else:
+            self._add(builder, traced, sent, held, {sent.gradient: builder.take(gradient, aval)}, take_scalar)
 
     def _add(
         self,
         builder: UpdateBuilder,
         traced: TracedUpdate,
         sent: Sent,
-        held: list[_Held],
+        held: Sequence[_Held],
+        operands: dict[int, int],
         take_scalar: TakeScalar,
-        gradient: tuple[Any, tuple[tuple[int, ...], Any]] | None = None,
-        has_ids: bool = False,
+        ids: int | None = None,
     ) -> None:
-        """Adds the call of one function: of a piece with its slots, or, without ``held``, of what is shared."""
-        changes_shared = not held
-        for n in self._shared:
-            array, written = self._state[n], traced.state[n]
-            written = written if changes_shared else Written(written.old, written.old)
-            held.append(_Held(array, Piece(builder.ps, array.key_on(builder.ps)), written, is_shared=True))
-        changed = [each for each in held if each.written.is_changed]
-        wanted = [each.written.new for each in changed]
+        """Adds the call of one function.
+
+        Args:
+          held: What it updates; empty: what is shared.
+          operands: The position of the gradient, by its number.
+          ids: The position of the numbers of the rows that it updates; None: it updates all.
+        """
+        shared = [self._shared_on(builder.ps, n, traced.state[n], is_changed=not held) for n in self._shared]
+        wanted = [each.written.new for each in [*held, *shared] if each.written.is_changed]
         used = flat.numbers_in(traced.program.slice(wanted, sent.numbers), wanted)
-        operands: dict[int, int] = {}  # number of a value -> position among the operands
         for number in sent.scalars:
-            if number in used:
-                aval = traced.avals[number]
-                operands[number] = builder.take(take_scalar(number), (aval.shape, aval.dtype))
-        ids: int | None = None
-        if gradient is not None and sent.gradient in used:
-            operand, aval = gradient
-            if has_ids:
-                ids = builder.take(operand, (aval[0][:1], np.int32), aval)
-                operands[sent.gradient] = ids + 1
-            else:
-                operands[sent.gradient] = builder.take(operand, aval)
-        keys: dict[str, _Held] = {}
-        for each in held:
-            if each.written.is_changed or each.written.old in used:
-                rows = None if ids is None or each.is_shared else [NamedRows(ids)]
-                key = builder.use(each.array, each.piece, is_written=each.written.is_changed, rows=rows)
-                keys[key] = each
-        read = {key: each.written.old for key, each in keys.items() if each.written.old in used}
-        written = [key for key, each in keys.items() if each.written.is_changed]
-        of_rows = {key for key, each in keys.items() if ids is not None and not each.is_shared}
+            aval = traced.avals[number]
+            operands[number] = builder.take(take_scalar(number), (aval.shape, aval.dtype))
+        read: dict[str, int] = {}  # numbers of the old values, by key
+        written: list[str] = []
+        ids_of: dict[str, int] = {}
+        for each in [*held, *shared]:
+            old, is_changed = each.written.old, each.written.is_changed
+            if not (is_changed or old in used):
+                continue
+            rows = None if ids is None or each in shared else [NamedRows(ids)]
+            key = builder.use(each.array, each.piece, is_written=is_changed, rows=rows)
+            read |= {key: old} if old in used else {}
+            written += [key] if is_changed else []
+            ids_of |= {} if ids is None or rows is None else {key: ids}
         function = self._function(traced, wanted, [*operands, *read.values()])
 
         def step(values: Values, given: Sequence[Any]) -> None:
             args = [given[position] for position in operands.values()]
-            args += [rows_of(values[key], given[ids]) if key in of_rows else values[key] for key in read]
+            for key in read:
+                at = ids_of.get(key)
+                args.append(values[key] if at is None else rows_of(values[key], given[at]))
             for key, new in zip(written, function(*args), strict=True):
-                values[key] = with_rows(values[key], given[ids], new) if key in of_rows else new
+                at = ids_of.get(key)
+                values[key] = new if at is None else with_rows(values[key], given[at], new)
 
         builder.add(step)
 
-    def _function(self, traced: TracedUpdate, wanted: Sequence[Atom], given: Sequence[int]) -> Callable[..., Any]:
+    def _shared_on(self, ps: int, n: int, written: Written, *, is_changed: bool) -> _Held:
+        array = self._state[n]
+        kept = Written(written.old, written.old)
+        return _Held(array, Piece(ps, array.key_on(ps)), written if is_changed else kept)
+
+    def _function(
+        self, traced: TracedUpdate, wanted: Sequence[Atom], given: Sequence[int]
+    ) -> Callable[..., Any]:
         key, function = traced.function(wanted, given)
         return self._functions.setdefault(key, function)
 

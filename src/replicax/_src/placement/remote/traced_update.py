@@ -118,7 +118,9 @@ def slots_of(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
         if reference is not None and id(reference) in position:
             slots[position[id(reference)]].append(n)
         elif reference is None and math.prod(variable.shape) > 1:
-            users = [i for i, each in enumerate(traced.values) if traced.depends(each.new, traced.state[n].old)]
+            users = [
+                i for i, each in enumerate(traced.values) if traced.depends(each.new, traced.state[n].old)
+            ]
             if len(users) == 1:
                 slots[users[0]].append(n)
     return slots

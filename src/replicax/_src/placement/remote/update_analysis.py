@@ -72,6 +72,7 @@ def find_mixed(traced: TracedUpdate, part: Slice, sent: Sent) -> Mapping[int, Mi
     """The values that come of several rows, in what is left of a slice when the worker has sent something."""
     if not part.with_rows:
         return {}
+    assert sent.gradient is not None
     wanted = flat.numbers_in([], part.wanted)
     remaining = traced.program.slice(part.wanted, sent.numbers)
     return mixed_values(remaining, {*part.with_rows, sent.gradient}, wanted)
@@ -99,7 +100,9 @@ def find_sent(
         if operation.results[0] not in mixed and flat.numbers_in([operation]) <= by_server:
             by_server.update(operation.results)
         else:
-            scalars.update(n for n in operation.results if n in at_worker and _may_be_sent(traced, n, is_averaged))
+            scalars.update(
+                n for n in operation.results if n in at_worker and _may_be_sent(traced, n, is_averaged)
+            )
     for gradient in _gradients(traced, part, operations, at_worker):
         sent = Sent(gradient, sorted(scalars))
         used = flat.numbers_in(traced.program.slice(part.wanted, sent.numbers), part.wanted)

@@ -141,7 +141,7 @@ class WorkerBuilder:
     def build(self, name: str, platforms: Sequence[str], pushes: tuple[Push, ...]) -> WorkerProgram:
         """The program, with all that has been asked for."""
         wanted = self._wanted()
-        operations = flat.needed_for(self.program.operations, wanted)
+        operations = self.program.slice(wanted)
         check_callbacks(self.program.operations, operations, name)
         used = flat.numbers_in(operations, wanted)
         arrays: list[ServerArray] = []
