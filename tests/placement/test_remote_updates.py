@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 
 import replicax as rx
@@ -451,6 +452,34 @@ def test_what_gradients_alone_decide_the_worker_computes_for_shards():
     found = trained(on_servers, on_servers.run_here)
     assert len(found._value.pieces) == 2
     np.testing.assert_allclose(found.value, expected.value, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_an_update_of_optax_is_assignments_and_does_to_shards_what_it_does_on_one_device(name):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), getattr(optax, name)(0.1))
+    gradients = RANDOM.randn(3, 6, 2).astype(np.float32)
+
+    def trained(strategy, run, value_of):
+        leaves, tree = jax.tree.flatten(optimizer.init(jnp.ones((6, 2))))
+        with strategy.scope():
+            w = rx.Variable(np.ones((6, 2), np.float32))
+            state = [rx.Variable(np.asarray(leaf)) for leaf in leaves]
+
+        def step(gradient):
+            held = tree.unflatten([each.value if each.shape == () else value_of(each) for each in state])
+            updates, new = optimizer.update(gradient, held, value_of(w))
+            w.assign_add(updates)
+            for each, value in zip(state, jax.tree.leaves(new), strict=True):
+                each.assign(value)
+
+        for gradient in gradients:
+            run(step, gradient)
+        return w.numpy()
+
+    one_device, on_servers = rx.OneDeviceStrategy("cpu:0"), servers(2, FixedShardsPartitioner(2))
+    expected = trained(one_device, lambda fn, g: one_device.run(fn, (g,)), lambda v: v.value)
+    found = trained(on_servers, on_servers.run_here, lambda v: v.as_array())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 class OfTheFirst(O.SGD):
