@@ -13,8 +13,8 @@ from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.workers import Limits
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.groups import Groups
-from replicax._src.ps.service import TaskService
 from replicax._src.ps.lease import Lease
+from replicax._src.ps.service import TaskService
 from replicax._src.ps.work import PsHost
 
 ME = "me"
