@@ -54,7 +54,7 @@ def find_mixing(update: TableUpdate) -> Mixing | None:
     jaxpr, consts = jax_compat.inner_jaxpr(update.closed)
     program = FlatProgram(jaxpr, consts, is_call)
     inputs = zip(program.inputs, update.has_rows, strict=True)
-    mixed = mixed_values(program, {number for number, has_rows in inputs if has_rows})
+    mixed = mixed_values(program.operations, {number for number, has_rows in inputs if has_rows})
     return next(iter(mixed.values()), None)
 
 

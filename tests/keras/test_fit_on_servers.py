@@ -16,6 +16,7 @@ from replicax._src.coordinator.cluster_coordinator import coordinator_of
 from replicax._src.ps.worker import Worker
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import ContextError, InvalidArgumentError, OutOfRangeError, UnsupportedError
+from replicax.experimental.partitioners import FixedShardsPartitioner
 
 pytestmark = [
     pytest.mark.rest,
@@ -108,6 +109,15 @@ def test_one_worker_trains_as_one_device_does(case):
         again = {"initial_epoch": 2, "epochs": 3, "steps_per_epoch": 2, "validation_data": None}
         same(fitted(expected, **again), fitted(model, **again))
         same_state(expected, model)
+
+
+def test_fit_keeps_variables_whole_for_an_optimizer_that_needs_it():
+    expected = classifier(lambda: keras.optimizers.Lamb(0.05))
+    with in_memory_strategy(workers=1, partitioner=FixedShardsPartitioner(2)) as strategy:
+        model = made_in(strategy, lambda: keras.optimizers.Lamb(0.05))
+        same(fitted(expected), fitted(model))
+        same_state(expected, model)
+        assert {len(v._value.pieces) for v in model.trainable_variables} == {1}
 
 
 @pytest.mark.parametrize(

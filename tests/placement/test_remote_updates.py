@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 
 import replicax as rx
@@ -17,15 +18,18 @@ from servers import servers
 
 pytestmark = pytest.mark.rest
 
-X = np.random.RandomState(0).randn(64, 4).astype("float32")
+RANDOM = np.random.RandomState(0)
+X = RANDOM.randn(64, 4).astype("float32")
 Y = np.argmax(X[:, :3], 1)
 O = keras.optimizers  # noqa: E741
 OPTIMIZERS = {
     "sgd": lambda: O.SGD(0.1),
+    "momentum": lambda: O.SGD(0.1, momentum=0.9),
     "nesterov": lambda: O.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: O.Adam(0.05),
     "amsgrad": lambda: O.Adam(0.05, amsgrad=True),
     "adamw": lambda: O.AdamW(0.05),
+    "adamw but for biases": lambda: without_decay_of_biases(O.AdamW(0.05, weight_decay=0.5)),
     "adagrad": lambda: O.Adagrad(0.1),
     "adadelta": lambda: O.Adadelta(1.0),
     "rmsprop": lambda: O.RMSprop(0.05, centered=True, momentum=0.9),
@@ -38,22 +42,37 @@ OPTIMIZERS = {
     "schedule free": lambda: O.ScheduleFreeAdamW(0.05),
     "muon": lambda: O.Muon(0.05),
     "clipnorm": lambda: O.SGD(0.1, clipnorm=0.1),
+    "adam with clipnorm": lambda: O.Adam(0.1, clipnorm=0.1),
     "clipvalue": lambda: O.SGD(0.1, clipvalue=0.01),
+    "weight decay": lambda: O.Adagrad(0.1, weight_decay=0.1),
     "global_clipnorm": lambda: O.Adam(0.1, global_clipnorm=0.1),
     "ema": lambda: O.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "all but accumulation": lambda: O.RMSprop(
+        0.05, momentum=0.9, clipnorm=0.1, weight_decay=0.1, use_ema=True, ema_overwrite_frequency=3
+    ),
     "accumulation": lambda: O.Adam(0.1, gradient_accumulation_steps=2),
     "schedule": lambda: O.Adam(O.schedules.ExponentialDecay(0.1, 2, 0.5)),
     "loss scale": lambda: O.LossScaleOptimizer(O.Adam(0.1)),
+    "loss scale with global_clipnorm": lambda: O.LossScaleOptimizer(O.Adam(0.1, global_clipnorm=0.1)),
+    "lamb with clipnorm": lambda: O.Lamb(0.05, clipnorm=0.1, weight_decay=0.1),
+    "lamb with loss scale": lambda: O.LossScaleOptimizer(O.Lamb(0.05)),
 }
-NOT_IN_SHARDS = {
-    "adafactor": "has the shape (8,), which is not cut like it",
-    "lamb": "is in 3 shards, and Lamb 'lamb' updates each row of it from others: reduce_sum",
-    "muon": "is in 3 shards, and Muon 'muon' updates each row of it from others: reduce_sum",
+KEPT_WHOLE = {
+    "adafactor": {"kernel", "bias"},
+    "lamb": {"kernel", "bias"},
+    "lamb with clipnorm": {"kernel", "bias"},
+    "lamb with loss scale": {"kernel", "bias"},
+    "muon": {"kernel"},  # biases are Adam's
 }
 
 
-def trained(strategy, make_optimizer, run, steps=4):
-    """The loss after some steps, and all variables of model and optimizer."""
+def without_decay_of_biases(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def trained(strategy, make_optimizer, run, steps=4, pieces=None):
+    """The loss after some steps, and all variables of model and optimizer; ``pieces`` gets how many each has."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -76,6 +95,8 @@ def trained(strategy, make_optimizer, run, steps=4):
 
     for _ in range(steps):
         loss = run(step, X, Y)
+    if pieces is not None:
+        pieces |= {v.path: len(v._value.pieces) for v in model.trainable_variables}
     return [np.asarray(loss), *(np.asarray(v.value) for v in [*model.variables, *optimizer.variables])]
 
 
@@ -84,6 +105,7 @@ def cases():
         ("global_clipnorm", True),
         ("loss scale", False),
         ("lamb", True),
+        ("all but accumulation", True),
         ("accumulation", True),
     }
     for name in OPTIMIZERS:
@@ -95,19 +117,14 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "is_sharded"), list(cases()))
-def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharded):
-    strategy = servers(2, FixedShardsPartitioner(3) if is_sharded else None)
-    if is_sharded and name in NOT_IN_SHARDS:
-        message(
-            UnsupportedError,
-            lambda: trained(strategy, OPTIMIZERS[name], strategy.run_here),
-            "sequential/dense/kernel",
-            NOT_IN_SHARDS[name],
-            "keep the variable whole",
-        )
-        return
+def test_an_optimizer_does_on_servers_what_it_does_on_one_device(name, is_sharded, caplog):
+    strategy, pieces = servers(2, FixedShardsPartitioner(3) if is_sharded else None), {}
     expected = trained(rx.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name], lambda fn, *args: fn(*args))
-    found = trained(strategy, OPTIMIZERS[name], strategy.run_here)
+    found = trained(strategy, OPTIMIZERS[name], strategy.run_here, pieces=pieces)
+    kept_whole = KEPT_WHOLE.get(name, ()) if is_sharded else {"kernel", "bias"}
+    assert pieces == {path: 1 if path.split("/")[-1] in kept_whole else 3 for path in pieces}
+    records = [r for r in caplog.records if "on one server: 'sequential/dense/kernel'" in r.getMessage()]
+    assert len(records) == (is_sharded and name in KEPT_WHOLE), "one line says which variables are not cut"
     for one, other in zip(expected, found, strict=True):
         # The order of a sum differs: a norm of shards, or XLA's choice.
         np.testing.assert_allclose(other, one, rtol=0, atol=5e-7)
@@ -395,11 +412,108 @@ def test_an_optimizer_that_numbers_the_rows_means_those_of_the_whole_variable(na
         strategy.run(lambda: optimizer.apply([gradient], [v]))
 
     run = lambda: strategy.run_here(step, np.full((6, 2), -1, np.float32))  # noqa: E731
-    if name == "scales":
-        message(UnsupportedError, run, "in 2 shards", "'scales'", "mul")
-    else:
-        run()
-        np.testing.assert_array_equal(np.asarray(v.value)[:, 0], np.arange(6))
+    run()
+    np.testing.assert_array_equal(np.asarray(v.value)[:, 0], np.arange(6))
+    assert len(v._value.pieces) == 2
+
+
+def test_a_variable_that_is_in_shards_already_is_not_moved_for_an_optimizer_that_needs_it_whole():
+    strategy = servers(2, FixedShardsPartitioner(2))
+    with strategy.scope():
+        v = keras.Variable(np.ones((6, 2), np.float32), name="read_before")
+        optimizer = O.Lamb(0.1)
+        optimizer.build([v])
+    assert np.sum(v.value) == 12
+    step = lambda: optimizer.apply([jnp.ones((6, 2))], [v])  # noqa: E731
+    message(UnsupportedError, lambda: strategy.run_here(step), "'read_before'", "in 2 shards")
+    assert np.sum(v.value) == 12
+
+
+class Centred(O.SGD):
+    """Gradients without their mean over the rows."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient - jnp.mean(gradient, 0), variable, learning_rate)
+
+
+def test_what_gradients_alone_decide_the_worker_computes_for_shards():
+    gradient = RANDOM.randn(6, 2).astype(np.float32)
+
+    def trained(strategy, run):
+        with strategy.scope():
+            v = keras.Variable(np.ones((6, 2), np.float32))
+            optimizer = Centred(0.1)
+            optimizer.build([v])
+        run(lambda g: optimizer.apply([g], [v]), gradient)
+        return v
+
+    one_device, on_servers = rx.OneDeviceStrategy("cpu:0"), servers(2, FixedShardsPartitioner(2))
+    expected = trained(one_device, lambda fn, g: one_device.run(fn, (g,)))
+    found = trained(on_servers, on_servers.run_here)
+    assert len(found._value.pieces) == 2
+    np.testing.assert_allclose(found.value, expected.value, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_an_update_of_optax_is_assignments_and_does_to_shards_what_it_does_on_one_device(name):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), getattr(optax, name)(0.1))
+    gradients = RANDOM.randn(3, 6, 2).astype(np.float32)
+
+    def trained(strategy, run, value_of):
+        leaves, tree = jax.tree.flatten(optimizer.init(jnp.ones((6, 2))))
+        with strategy.scope():
+            w = rx.Variable(np.ones((6, 2), np.float32))
+            state = [rx.Variable(np.asarray(leaf)) for leaf in leaves]
+
+        def step(gradient):
+            held = tree.unflatten([each.value if each.shape == () else value_of(each) for each in state])
+            updates, new = optimizer.update(gradient, held, value_of(w))
+            w.assign_add(updates)
+            for each, value in zip(state, jax.tree.leaves(new), strict=True):
+                each.assign(value)
+
+        for gradient in gradients:
+            run(step, gradient)
+        return w.numpy()
+
+    one_device, on_servers = rx.OneDeviceStrategy("cpu:0"), servers(2, FixedShardsPartitioner(2))
+    expected = trained(one_device, lambda fn, g: one_device.run(fn, (g,)), lambda v: v.value)
+    found = trained(on_servers, on_servers.run_here, lambda v: v.as_array())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+class OfTheFirst(O.SGD):
+    """Every variable moves by the value of the first."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, gradient * self._trainable_variables[0].value)
+
+
+@pytest.mark.parametrize("shards", [None, FixedShardsPartitioner(2)], ids=["whole", "in shards"])
+def test_an_update_that_needs_the_value_of_another_variable_is_refused(shards):
+    strategy = servers(2, shards)
+    with strategy.scope():
+        kept = [keras.Variable(np.ones((4, 2), np.float32)) for _ in range(2)]
+        optimizer = OfTheFirst(0.1)
+        optimizer.build(kept)
+    step = lambda: optimizer.apply([jnp.ones((4, 2))] * 2, kept)  # noqa: E731
+    message(UnsupportedError, lambda: strategy.run_here(step), "values of other variables")
+
+
+def test_pieces_of_one_shape_share_one_function_of_a_server():
+    strategy = servers(2, FixedShardsPartitioner(2))
+    with strategy.scope():
+        kept = [keras.Variable(np.ones((6, 2), np.float32)) for _ in range(10)]
+        decayed = [keras.Variable(np.ones((6, 2), np.float32), name="decayed") for _ in range(10)]
+        optimizer = O.AdamW(0.1)
+        optimizer.exclude_from_weight_decay(var_list=kept)
+        optimizer.build([*kept, *decayed])
+    prepared = strategy.prepare(
+        lambda g: optimizer.apply([g] * 20, [*kept, *decayed]), [np.ones((6, 2), np.float32)]
+    )
+    for _, update in prepared.traced.first.updates:
+        exported = jax.export.deserialize(bytearray(update.blob)).mlir_module()
+        assert exported.count("func.func private") == 3, "with decay, without, and the count of steps"
 
 
 def test_an_optimizer_in_a_condition_is_refused():

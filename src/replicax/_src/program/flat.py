@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -64,6 +64,25 @@ class FlatProgram:
         self.consts: dict[int, Any] = {}
         self.inputs = [next(self._numbers) for _ in jaxpr.invars]
         self.outputs = self._inline(jaxpr, consts, self.inputs)
+
+    def slice(self, wanted: Iterable[Atom], given: Collection[int] = ()) -> list[Operation]:
+        """The operations that compute the values ``wanted``, in order; values that are ``given`` need none."""
+        chosen: set[int] = set()
+        missing = list(wanted)
+        while missing:
+            atom = missing.pop()
+            if isinstance(atom, jax_compat.Literal) or atom in given or atom not in self._producers:
+                continue
+            at = self._producers[atom]
+            if at not in chosen:
+                chosen.add(at)
+                missing += self.operations[at].operands
+        return [self.operations[at] for at in sorted(chosen)]
+
+    @functools.cached_property
+    def _producers(self) -> dict[int, int]:
+        """By number the position of the operation that computes it."""
+        return {number: at for at, each in enumerate(self.operations) for number in each.results}
 
     def _inline(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], called_at: str = UNKNOWN
@@ -125,27 +144,10 @@ def read(env: Mapping[int, Any], atom: Atom) -> Any:
     return atom.val if isinstance(atom, jax_compat.Literal) else env[atom]
 
 
-def needed_for(
-    operations: Sequence[Operation], wanted: Sequence[Atom], given: Collection[int] = ()
-) -> list[Operation]:
-    """Of ``operations`` those that compute the values ``wanted``, in order; values that are ``given`` need none."""
-    missing = {atom for atom in wanted if _is_missing(atom, given)}
-    chosen = []
-    for operation in reversed(operations):
-        if any(number in missing for number in operation.results):
-            chosen.append(operation)
-            missing.update(atom for atom in operation.operands if _is_missing(atom, given))
-    return chosen[::-1]
-
-
 def numbers_in(operations: Sequence[Operation], atoms: Sequence[Atom] = ()) -> set[int]:
     """The numbers of all values that operations take, and of ``atoms``."""
     every = itertools.chain(atoms, *(operation.operands for operation in operations))
     return {atom for atom in every if not isinstance(atom, jax_compat.Literal)}
-
-
-def _is_missing(atom: Atom, given: Collection[int]) -> bool:
-    return not isinstance(atom, jax_compat.Literal) and atom not in given
 
 
 def run(operations: Sequence[Operation], env: dict[int, Any]) -> None:

@@ -7,13 +7,14 @@ operands, down to variables, arguments, and the bytes of constants.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.program.flat import Operation
 from replicax._src.program.verdict import is_call, is_replica_collective
 
 
@@ -35,6 +36,14 @@ def number_constant(value: Any) -> Any:
         value = jax.random.key_data(value)
     array = np.asarray(value)
     return ("constant", str(array.dtype), array.shape, hash(array.tobytes()))
+
+
+def number_results(operations: Iterable[Operation], numbers: dict[Any, Any]) -> None:
+    """Adds the results of operations to ``numbers``, which has a hashable for each of their inputs."""
+    for each in operations:
+        operands = tuple(number_of(numbers, atom) for atom in each.operands)
+        base = hash((each.eqn.primitive.name, operands, number_params(each.eqn)))
+        numbers.update((number, (base, position)) for position, number in enumerate(each.results))
 
 
 def _number(jaxpr: Any, inputs: Sequence[Any], *, is_nested: bool = False) -> dict[Any, Any]:
@@ -73,4 +82,6 @@ def _number_param(value: Any) -> str:
         return "(" + ",".join(_number_param(v) for v in value) + ")"
     if callable(value):
         return str(id(value))
+    if isinstance(value, np.ndarray):
+        return str(number_constant(value))
     return repr(value)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.program.flat import FlatProgram
+from replicax._src.program.flat import FlatProgram, Operation
 from replicax._src.program.rows.rules import ELEMENTWISE
 from replicax._src.program.verdict import is_call
 
@@ -53,18 +53,17 @@ class _MixesRows(Exception):
 
 
 def mixed_values(
-    program: FlatProgram, with_rows: Collection[int], wanted: Collection[Any] = ()
+    operations: Sequence[Operation], with_rows: Collection[int], wanted: Collection[Any] = ()
 ) -> dict[int, Mixing]:
-    """The values of a program that come of several rows of one, at the operation that mixes them; none further on.
+    """The values that come of several rows of one, at the operation that mixes them; none further on.
 
     Args:
-      with_rows: The numbers of its inputs that have rows.
+      with_rows: The numbers of the inputs that have rows.
       wanted: Results that have rows: those are among them that come of none, and are not the same for all.
     """
-    kinds = {number: _of_shape(np.shape(value)) for number, value in program.consts.items()}
-    kinds.update((number, _Kind.ROWS) for number in with_rows)
+    kinds = dict.fromkeys(with_rows, _Kind.ROWS)
     mixed: dict[int, Mixing] = {}
-    for operation in program.operations:
+    for operation in operations:
         given = [
             _of_shape(var.aval.shape)  # of an input that has no rows
             if isinstance(atom, jax_compat.Literal) or atom not in kinds

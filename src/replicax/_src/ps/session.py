@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from replicax._src.errors import DeviceError
+from replicax._src.errors import DeviceError, UnsupportedError
 from replicax._src.ps.arrays import Balance, ServerArray
 from replicax._src.ps.group_rules import View
 from replicax._src.ps.groups import Groups, tell_view
@@ -279,6 +279,21 @@ class Session:
         value = np.asarray(array.initial(), array.dtype)
         part = value if piece.rows is None else value[piece.rows[0] : piece.rows[1]]
         return np.asarray(part, order="C").reshape(array.shape_of(piece))
+
+    def keep_whole(self, array: ServerArray) -> None:
+        """An array shall not be cut.
+
+        Raises:
+          UnsupportedError: It is on the servers in shards.
+        """
+        with self._lock:
+            if array.is_made and array.shards:
+                raise UnsupportedError(
+                    f"Variable {array.name!r} has to be whole for its optimizer, and is in {len(array.shards)} shards on the "
+                    "parameter servers: something used it before the first training step was traced. Train first, or have the "
+                    "variable_partitioner leave it in one piece."
+                )
+            array.shards = ()
 
     def put_beside(self, array: ServerArray, other: ServerArray) -> None:
         """Sees to it that an array has its pieces where another has them: moves it if it is elsewhere."""

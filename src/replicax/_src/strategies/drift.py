@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.errors import DivergenceError
 from replicax._src.program.cache import Leaf, static_leaf
-from replicax._src.program.flat import FlatProgram, needed_for
+from replicax._src.program.flat import FlatProgram
 from replicax._src.program.program import ReplicaProgram
 from replicax._src.program.verdict import Verdict, is_equalising, is_movement, transfer
 from replicax._src.user_code import user_line
@@ -120,7 +120,7 @@ def _is_accumulated(program: ReplicaProgram, position: int, successor: int) -> b
     products = {
         argument: 0
     }  # with what differs, on the way to each value that is reached; -1: it is flat, as a comparison is
-    for operation in needed_for(flat.operations, flat.outputs):
+    for operation in flat.slice(flat.outputs):
         operands = [atom for atom in operation.operands if not isinstance(atom, jax_compat.Literal)]
         given = [
             Verdict.SAME if isinstance(atom, jax_compat.Literal) else verdicts.get(atom, Verdict.SAME)

@@ -173,12 +173,12 @@ def given_by(reads: Collection[int], program: FlatProgram) -> set[int]:
 def path_to(value: Atom, sources: set[int], program: FlatProgram) -> list[Operation]:
     """The operations by which the value last read leads to the new one."""
     reached = set(sources)
-    depending = []
-    for operation in program.operations:
-        if flat.numbers_in([operation]) & reached and operation.results[0] not in sources:
-            depending.append(operation)
+    path = []
+    for operation in program.slice([value], sources):
+        if flat.numbers_in([operation]) & reached:
+            path.append(operation)
             reached.update(operation.results)
-    return flat.needed_for(depending, [value], sources) if value in reached else []
+    return path if value in reached else []
 
 
 def _is_elementwise(operation: Operation, shape: Sequence[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -13,7 +14,7 @@ from replicax._src.errors import UnsupportedError, VariableError
 from replicax._src.placement.remote.assignments import assignment_program
 from replicax._src.placement.remote.elements import Elements, Offer, joined_parts
 from replicax._src.placement.remote.events import Applied, Assigned
-from replicax._src.placement.remote.optimizers import OptimizerUpdate, Rows
+from replicax._src.placement.remote.optimizers import OptimizerUpdate
 from replicax._src.placement.remote.tracing import trace_function
 from replicax._src.placement.remote.updates import UpdateBuilder
 from replicax._src.placement.remote.worker import WorkerBuilder
@@ -22,6 +23,11 @@ from replicax._src.program.program import Output
 from replicax._src.program.slots import Slot
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import NamedRows, Operand, Piece, Push, UpdateProgram, WorkerProgram
+
+log = logging.getLogger("replicax")
+_KEPT_WHOLE = (
+    "%s computes rows of a variable from its other rows. Each of these stays whole on one server: %s."
+)
 
 
 class Servers(Protocol):
@@ -37,6 +43,13 @@ class Servers(Protocol):
 
     def make(self, arrays: Sequence[ServerArray]) -> None:
         """Puts arrays that are not there yet on the servers."""
+
+    def keep_whole(self, array: ServerArray) -> None:
+        """An array shall not be cut.
+
+        Raises:
+          UnsupportedError: It is on the servers in shards.
+        """
 
     def put_beside(self, array: ServerArray, other: ServerArray) -> None:
         """Sees to it that an array has its pieces where another has them."""
@@ -250,6 +263,12 @@ class _ServerSide:
     def _place(self) -> None:
         """Sees to it that everything is on the servers, and what belongs together on the same ones."""
         for update in self._updates:
+            whole = [array for array in update.kept_whole if array.shards]
+            for array in whole:
+                self._servers.keep_whole(array)
+            if whole:
+                names = ", ".join(repr(array.name) for array in whole)
+                log.warning(_KEPT_WHOLE, update.call.name, names)
             for slot, variable in update.slots:
                 self._servers.put_beside(slot, variable)
         self._servers.make(self._arrays.all)
@@ -296,17 +315,17 @@ class _ServerSide:
         of_lookups = self._worker.lookups_of(gradients)
 
         def take_gradient(i: int, piece: Piece) -> Any:
-            scaled = update.scaled_gradient(i)
+            other = update.replaced_gradient(i)
             result = (
-                self._worker.output(gradients[i]) if scaled is None else self._worker.output(scaled, number)
+                self._worker.output(gradients[i]) if other is None else self._worker.output(other, number)
             )
             return result, piece.rows, of_lookups.get(i)
 
-        def take_cut(atom: Atom, rows: Rows | None) -> Any:
-            return self._worker.output(atom, number), rows
+        def take_scalar(atom: Atom) -> Any:
+            return self._worker.output(atom, number), None
 
         for ps in self._places(update):
-            update.add_to(builders[ps], take_gradient, take_cut)
+            update.add_to(builders[ps], take_gradient, take_scalar)
 
 
 def _check_state_is_as_read(update: OptimizerUpdate, changed: Collection[int]) -> None:

@@ -159,7 +159,7 @@ class PlacedReplicas:
                     mine += each.operands
             at += count
         for each in flats:
-            check_callbacks(each.operations, flat.needed_for(each.operations, each.outputs), self._name)
+            check_callbacks(each.operations, each.slice(each.outputs), self._name)
         variants = [
             _giving(variant, each, self._num_results, wanted, self._topology.num_replicas)
             for variant, each, wanted in zip(program.variants, flats, taken, strict=True)
@@ -274,7 +274,7 @@ def _evaluating(
     num_replicas: int,
 ) -> tuple[Any, list[Any]]:
     """A trace of what computes some values of a variant."""
-    operations = flat.needed_for(program.operations, [atom for atom, _ in wanted])
+    operations = program.slice([atom for atom, _ in wanted])
 
     def evaluate(*args: Any) -> list[Any]:
         env: dict[int, Any] = dict(program.consts) | dict(zip(program.inputs, args, strict=True))

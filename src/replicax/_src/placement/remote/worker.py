@@ -142,7 +142,7 @@ class WorkerBuilder:
     def build(self, name: str, platforms: Sequence[str], pushes: tuple[Push, ...]) -> WorkerProgram:
         """The program, with all that has been asked for."""
         wanted = self._wanted()
-        operations = flat.needed_for(self.program.operations, wanted)
+        operations = self.program.slice(wanted)
         check_callbacks(self.program.operations, operations, name)
         used = flat.numbers_in(operations, wanted)
         arrays: list[ServerArray] = []
@@ -260,7 +260,7 @@ class WorkerBuilder:
         """For the state that the worker needs: its number in the update, and in the function."""
         of_variable = {id(entry.slot.variable): number for number, entry in self._entries.items()}
         state = update.call.state
-        return {update.traced.state[n]: of_variable[id(state[n])] for n in update.needed_state}
+        return {update.traced.state[n].old: of_variable[id(state[n])] for n in update.needed_state}
 
     def _computation(
         self, operations: Sequence[Any], numbers: Sequence[int], small: Mapping[int, Any]
@@ -289,10 +289,10 @@ def _of_update(
 ) -> dict[int, Any]:
     """What the worker computes of an update, from the values of the function."""
     traced = update.traced
-    inner: dict[int, Any] = dict(zip(traced.consts, traced.const_values, strict=True))
+    inner: dict[int, Any] = dict(traced.consts)
     inner.update(zip(traced.gradients, gradients))
     inner.update((number, env[there]) for number, there in state.items())
-    flat.run(flat.needed_for(traced.program.operations, update.cuts), inner)
+    flat.run(traced.program.slice(update.cuts), inner)
     return inner
 
 
