@@ -8,6 +8,8 @@ import pytest
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
+from replicax._src.coordinator.closures import ClosureQueue
+from replicax._src.coordinator.dispatch import Dispatch
 from replicax._src.coordinator.ps_replication import Replication
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.workers import Limits
@@ -63,7 +65,7 @@ class Events:
     """As ``Crew`` tells."""
 
     def __init__(self, session):
-        self.replication = Replication(session, lambda: None)
+        self.replication = Replication(session, Dispatch(ClosureQueue()), lambda: None)
         self.is_lost, self.errors = threading.Event(), []
 
     def on_ps_silent(self, watch):

@@ -47,12 +47,14 @@ class Crew:
             )
             for number in range(session.num_workers)
         ]
+        comes_back = [0.0 if s is None else limits.reconnect_s for s in session.snapshot_intervals_s]
         self.watches = [
-            PsWatch(number, session, limits, self, 0.0 if interval_s is None else limits.reconnect_s)
-            for number, interval_s in enumerate(session.snapshot_intervals_s)
+            PsWatch(number, session, limits, self, comes_back_s if session.groups is None else 0.0)
+            for number, comes_back_s in enumerate(comes_back)
         ]
-
-        self._replication = None if session.groups is None else Replication(session, self._tell_primaries)
+        self._replication = None
+        if session.groups is not None:
+            self._replication = Replication(session, self.dispatch, self._tell_primaries, min(comes_back))
         self._rounds = [RoundKeeper(session, self.dispatch, self._on_ps_trouble)] if queue.rounds else []
 
     def start(self) -> None:
@@ -106,7 +108,7 @@ class Crew:
         any_of = task is None or self._replication is not None
         met = [watch for watch in self.watches if any_of or watch.name == task]
         for watch in met:
-            self.on_ps_silent(watch)  # until it has answered, so that nothing is tried in vain
+            self._pause(watch)  # until it has answered, so that nothing is tried in vain
             watch.look()
         return self._replication is not None or any(watch.comes_back_s for watch in met)
 
@@ -115,6 +117,11 @@ class Crew:
             worker.tell_primaries()
 
     def on_ps_silent(self, watch: PsWatch) -> None:
+        self._pause(watch)
+        if self._replication is not None and (error := self._replication.silent(watch)) is not None:
+            self._broke(watch, error)
+
+    def _pause(self, watch: PsWatch) -> None:
         """Nothing is sent to workers until it is there again, if it will be."""
         if watch.comes_back_s:
             self.dispatch.pause(watch.name)
@@ -132,6 +139,9 @@ class Crew:
             if left is None:
                 return
             error = left
+        self._broke(watch, error)
+
+    def _broke(self, watch: PsWatch, error: BaseException) -> None:
         with self._lock:
             self._lost_ps[watch.name] = error
         self.dispatch.broke(error)

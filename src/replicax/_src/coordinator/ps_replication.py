@@ -10,16 +10,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
+from replicax._src.coordinator.dispatch import Dispatch
 from replicax._src.coordinator.prepared import Client, Session
+from replicax._src.coordinator.ps_recovery import age_of, state_of
 from replicax._src.coordinator.ps_watch import PsWatch
-from replicax._src.errors import ReplicaxError
+from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import Partner, View
+from replicax._src.ps.log import Position
 
 log = logging.getLogger("replicax")
 _TELL_S: Final = 3.0
 _HELLO_S: Final = 10.0
 _JOIN_EVERY_S: Final = 1.0
+_PARTNER_S: Final = 60.0
+"""When the last primary of a group is there again with a snapshot, the other server is waited for so much longer."""
 
 
 @final
@@ -27,20 +32,39 @@ class Replication:
     """Takes what the watches of parameter servers see to ``Groups``, and what that decides to the servers and the
     workers.
 
-    What a server did not hear it is told again with its next beat.
+    What a server did not hear it is told again with its next beat. When both servers of a group are gone, and they
+    write snapshots, no closure is sent to workers until they are started again.
 
     Args:
       session: With groups.
+      dispatch: The closures.
       tell_workers: That other parameter servers serve some groups than before.
+      comes_back_s: For how long a group is waited for of which both servers are gone; 0 if nothing of it would be left.
     """
 
-    def __init__(self, session: Session, tell_workers: Callable[[], None]):
+    def __init__(
+        self,
+        session: Session,
+        dispatch: Dispatch,
+        tell_workers: Callable[[], None],
+        comes_back_s: float = 0.0,
+    ):
         assert session.groups is not None
+        self._dispatch, self._comes_back_s = dispatch, comes_back_s
         self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
         self._lock = threading.RLock()
         self._primaries = session.groups.primaries
         self._unprotected: list[int] = []
         self._last_join: dict[int, float] = {}
+        self._lost_since: dict[int, float] = {}
+        self._returned_at: dict[int, float] = {}
+        self._restored: dict[int, Mapping[str, Any]] = {}
+        self._told_before: dict[int, Mapping[str, Any]] = {}
+        self._num_updates: dict[int, int] = {}
+        self._num_left: dict[int, int] = {}
+        self._parts: dict[int, Mapping[str, Any]] = {}
+        self._unready: dict[int, View] = {}
+        self._failed: UnavailableError | None = None
         self._described = self._now
 
     def lost(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
@@ -48,12 +72,23 @@ class Replication:
         with self._lock:
             self._follow(self._groups.gone(watch.index))
             left = self._without(watch, error)
-            if left is None:
+            if left is None and not self._groups.lost:
                 self._say_moved(watch, "is lost")
             return left
 
+    def silent(self, watch: PsWatch) -> UnavailableError | None:
+        """One does not answer. Returns what the job is told, if it has waited for it for long enough."""
+        with self._lock:
+            now = time.monotonic()
+            over = [
+                group
+                for group, since in self._lost_since.items()
+                if watch.index in self._groups.members(group) and now - since > self._comes_back_s
+            ]
+            return self._nowhere(watch, over) if over else None
+
     def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
-        """One is another process than before, and has nothing.
+        """One is another process than before, and has nothing, or what is in its snapshots.
 
         Returns what the job is told, if it had what nobody else has.
 
@@ -61,18 +96,19 @@ class Replication:
           Exception: It is gone again: to be tried again.
         """
         with self._lock:
-            instance = client.ask("status", {}, _HELLO_S)["instance"]
-            if watch.knows(instance):
+            told = client.ask("status", {}, _HELLO_S)
+            if watch.knows(told["instance"]):
                 return None
             views = self._groups.gone(watch.index)
             self._follow(views)
+            self._return(watch, told)
             left = self._without(
                 watch, UnavailableError(f"{watch.name} is another process than before.", watch.name)
             )
             if left is not None:
                 return left
             watch.accept(client.ask("hello", self._hello, _HELLO_S)["instance"])
-            if views:  # it had not been missed before
+            if views and not self._groups.lost:  # it had not been missed before
                 self._say_moved(watch, "was started again")
             return None
 
@@ -89,10 +125,16 @@ class Replication:
 
     def back(self, watch: PsWatch) -> None:
         """One has answered: it is told what it does not know, and has brought to it what it does not have."""
-        parts: Mapping[str, Any] = watch.statistics()["statistics"].get("groups", {})
         with self._lock:
+            told = watch.statistics()["statistics"]
+            if told == self._told_before.get(watch.index):  # of the process before
+                told = {}
+            parts: Mapping[str, Any] = told.get("groups", {})
             self._groups.back(watch.index)
-            given_up = self._groups.told(watch.index, parts)
+            if told:
+                self._count(watch.index, parts)
+            given_up = self._groups.told(watch.index, parts) if told else []
+            self._restart()
             self._follow(given_up)
             for view in given_up:
                 self._say_given_up(view, parts[str(view.group)])
@@ -102,6 +144,7 @@ class Replication:
                 self._follow(self._groups.join(watch.index))
             for view in self._groups.to_be_told(watch.index, parts):
                 self._tell(watch.index, view)
+            self._end_waiting()
             self._say_protected()
 
     def statistics(self) -> dict[str, Any]:
@@ -136,13 +179,24 @@ class Replication:
     def _tell(self, task: int, view: View) -> None:
         try:
             self._session.tell_view(task, view, _TELL_S)
+        except InvalidArgumentError:
+            self._groups.refused(view)
         except ReplicaxError as error:  # it is told again with its next beat, if there is one
             log.debug("ps %d does not take the view %s: %s", task, view, error)
 
     def _without(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
+        """Has the job wait for groups that are lost now. Returns what it is told, if that is of no use."""
         gone = [group for group in self._groups.lost if watch.index == self._groups.views[group].primary]
-        if not gone:
-            return None
+        if not self._comes_back_s:
+            return self._nowhere(watch, gone, error) if gone else None
+        self._wait_for(gone)
+        if self._failed is None and (hopeless := self._groups.hopeless):
+            self._failed = self._nowhere(watch, hopeless, error)
+        return self._failed
+
+    def _nowhere(
+        self, watch: PsWatch, gone: Sequence[int], error: UnavailableError | None = None
+    ) -> UnavailableError:
         others = sorted(
             {f"ps {task}" for group in gone for task in self._groups.members(group)} - {watch.name}
         )
@@ -153,6 +207,95 @@ class Replication:
         )
         left.__cause__ = error
         return left
+
+    # --- with the lock: both servers of a group are gone --------------------------------------------------
+
+    def _wait_for(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            self._unready.pop(group, None)
+            if group not in self._lost_since:
+                self._lost_since[group] = time.monotonic()
+                self._dispatch.pause(("group", group))
+                log.warning(
+                    "%s are gone, which had the variables of ps %d. They are waited for, for up to %g s: started again, they go on "
+                    "with the newer one of their snapshots.",
+                    _listed(self._groups.members(group)),
+                    group,
+                    self._comes_back_s,
+                )
+
+    def _return(self, watch: PsWatch, told: Mapping[str, Any]) -> None:
+        restored = told["restored"] or {}
+        is_ours = restored.get("incarnation") == self._session.incarnation
+        self._restored[watch.index] = restored.get("groups", {}) if is_ours else {}
+        self._returned_at[watch.index] = time.monotonic()
+        self._told_before[watch.index] = watch.statistics()["statistics"]
+        parts = told["statistics"].get("groups", {}) if is_ours else {}
+        self._parts[watch.index] = parts
+        self._groups.returned(watch.index, parts)
+
+    def _count(self, task: int, parts: Mapping[str, Any]) -> None:
+        """What servers say of how many updates they have."""
+        self._parts[task] = parts
+        for view in self._groups.views:
+            part = parts.get(str(view.group), {})
+            if view.primary == task and part.get("epoch") == view.epoch and view.group not in self._lost_since:
+                self._num_updates[view.group] = part["updates"]
+
+    def _restart(self) -> None:
+        """Has lost groups go on, when it is known which server has more, or that has been waited for."""
+        now = time.monotonic()
+        waiting = [
+            group
+            for group in self._groups.lost
+            if now - self._returned_at.get(self._groups.views[group].primary, now) < _PARTNER_S
+        ]
+        views = self._groups.restart(waiting)
+        for view in views:
+            self._num_left[view.group] = self._parts[view.primary][str(view.group)]["updates"]
+        self._unready.update((view.group, view) for view in views)
+        self._follow(views)
+
+    def _end_waiting(self) -> None:
+        """Goes on with groups that are there again."""
+        for group in [group for group in self._lost_since if group not in self._groups.lost]:
+            if group in self._unready and self._groups.views[group].since is None:  # its primary has taken it
+                self._go_on(self._unready[group])
+            if group not in self._unready:
+                del self._lost_since[group]
+                self._dispatch.resume(("group", group))
+
+    def _go_on(self, view: View) -> None:
+        assert view.since is not None
+        group, snapshot = view.group, self._restored.get(view.primary, {}).get(str(view.group), {})
+        if snapshot.get("position") != list(view.since):
+            snapshot = {}  # it had more in memory
+        try:
+            missing = self._session.restored(group, snapshot.get("keys"))
+        except ReplicaxError as error:  # it is gone again, or has not heard of the view: with the next beat
+            log.debug("ps %d does not go on with group %d: %s", view.primary, group, error)
+            return
+        del self._unready[group]
+        members = _listed(self._groups.members(group))
+        if missing:
+            self._failed = UnavailableError(
+                f"{members} were started again, and the newest snapshot of the variables of ps {group}, that of ps {view.primary}, is "
+                f"from before variables were made, and does not have {', '.join(sorted(missing)[:5])}. Start the program "
+                "again, from a checkpoint.",
+                f"ps {view.primary}",
+            )
+            self._dispatch.broke(self._failed)
+            return
+        log.warning(
+            "%s were gone, which had the variables of ps %d. They go on with the newest snapshot, that of ps %d%s: %d updates "
+            "that had been acknowledged are gone, by the last count. %sThe other variables are as they were.",
+            members,
+            group,
+            view.primary,
+            age_of(snapshot),
+            max(self._num_updates.get(group, 0) - self._num_left[group], 0),
+            state_of(self._session.names_on(group), snapshot, self._dispatch.next_number) if snapshot else "",
+        )
 
     def _say_moved(self, watch: PsWatch, what: str) -> None:
         unprotected = self._groups.unprotected

@@ -280,7 +280,7 @@ class GroupCopy:
         told = self._store.restore(directory, epoch)
         if told is not None and told["incarnation"] == self._incarnation:
             with self._changed:
-                self._rules.applied(Position(*told["position"]))
+                self._rules.restored(Position(*told["position"]))
                 self._lacks = None if told["num_held_gradients"] else told["programs"]
             return told
         self._store = self._new_store()

@@ -127,7 +127,10 @@ class PsHost:
         if restored is not None and restored.incarnation != incarnation:
             restored.close()
             restored = None
-        self._copies = self._new_copies(incarnation) if restored is None else restored
+        if restored is None:
+            self._restored_groups = {}  # that is gone
+            restored = self._new_copies(incarnation)
+        self._copies = restored
         return PsWork(self._store, incarnation, self._copies, self._keeper)
 
     def close(self) -> None:
