@@ -61,6 +61,8 @@ class Groups:
         changed = []
         for view in self._views:
             self._has[view.group].pop(task, None)
+            if view.group in self._lost:
+                continue
             if task == view.backup:
                 changed.append(self._alone(view, view.primary))
             elif task == view.primary and view.backup is not None and self._may_lead[view.group]:
