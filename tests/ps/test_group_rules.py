@@ -535,15 +535,20 @@ def test_lost_group_goes_on_with_the_newer_one_when_the_last_primary_is_another_
     groups.returned(1, has(7))
     groups.back(1)
     assert 0 in groups.lost
+    groups = Groups(2)
+    groups.gone(0)
+    groups.join(0)
+    groups.gone(1)
+    groups.returned(1, has(7))
     assert groups.to_be_told(1, {}) == groups.join(0) == []
     assert groups.gone(0) == []  # nobody leads whom that would leave alone
     groups.returned(0, has(9))
-    assert groups.told(1, {"0": part(2, position=Position(1, 7))}) == []  # as the process before said
-    assert groups.restart([0]) == [View(0, 3, 0, None, since=Position(1, 9))]
+    assert groups.told(1, {"0": part(3, position=Position(1, 7))}) == []  # as the process before said
+    assert groups.restart([0]) == [View(0, 4, 0, None, since=Position(1, 9))]
     assert groups.lost == [1]
     assert groups.join(1) == []  # ps 0 has not said that it leads
-    groups.told(0, {"0": part(3, position=Position(1, 9))})
-    assert groups.join(1) == [View(0, 4, 0, 1, is_joining=True)]
+    groups.told(0, {"0": part(4, position=Position(1, 9))})
+    assert groups.join(1) == [View(0, 5, 0, 1, is_joining=True)]
 
 
 def test_other_server_of_a_lost_group_is_waited_for():
