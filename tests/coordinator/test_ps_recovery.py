@@ -14,6 +14,7 @@ from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.coordinator.workers import Limits
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import RemoteError, UnavailableError
+from replicax._src.ps.groups import Groups
 
 
 class Ps:
@@ -87,6 +88,9 @@ def test_how_it_goes_on(session, dispatch):
     message(
         InvalidArgumentError, lambda: Recovery(session, dispatch, "stop"), "'stop'", "'continue' or 'rewind'"
     )
+    copied = Session()
+    copied.groups = Groups(2)
+    message(InvalidArgumentError, lambda: Recovery(copied, dispatch, "rewind"), "replication=2", "'continue'")
     some = Session((60.0, None))
     Recovery(some, dispatch, "continue")
     message(

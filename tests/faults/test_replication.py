@@ -235,10 +235,10 @@ def test_both_servers_are_killed_and_go_on_with_the_newer_snapshot(tmp_path, cap
         assert job.counts == [0.0, 0.0]
         until(lambda: min(num_snapshots(job)) >= 2, "each server has a snapshot of both groups")
         for _ in range(2):
-            before = num_snapshots(job)
+            wanted = min(num_snapshots(job)) + 2
             job.schedule(20)
             job.join()
-            until(lambda: min(num_snapshots(job)) >= min(before) + 2, "what has changed is in snapshots")
+            until(lambda wanted=wanted: min(num_snapshots(job)) >= wanted, "changes are in snapshots")
         job.schedule(10)
         job.join()
         until(

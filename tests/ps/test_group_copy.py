@@ -15,6 +15,7 @@ from replicax._src.ps import group_copy, group_entries
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import View
 
+
 @pytest.fixture
 def network(request):
     network = Network(**getattr(request, "param", {}))

@@ -12,7 +12,6 @@ from replicax._src.ps.groups import Groups
 from replicax._src.ps.log import START, Position, UpdateLog
 from replicax.errors import InvalidArgumentError
 
-
 MAX_UPDATES = 6
 
 
@@ -129,7 +128,7 @@ class World:
             self.network.pop(n % len(self.network))
 
     def take(self, sent):
-        server, rules = sent.to, sent.to.rules
+        server = sent.to
         if server in self.servers and self.hears(server):
             getattr(self, f"takes_{sent.what}")(server, *sent.content)
 
@@ -164,7 +163,9 @@ class World:
         except InvalidArgumentError:
             self.groups.refused(view)
             # It began with a snapshot after this had been decided; or the coordinator knew less than all of it.
-            assert view.since is not None or (server.is_restored and rules.view is None), f"{view}: it has not all"
+            assert view.since is not None or (server.is_restored and rules.view is None), (
+                f"{view}: it has not all"
+            )
             return
         if not is_new:
             return
@@ -210,7 +211,9 @@ class World:
         if server.joining != epoch:
             return
         server.joining = None
-        if not server.updates.is_on or not server.updates.reaches(position):  # another state was begun meanwhile
+        if not server.updates.is_on or not server.updates.reaches(
+            position
+        ):  # another state was begun meanwhile
             server.rules.lose(epoch)
         elif server.rules.synced(epoch, position.seq):
             other = self.servers[server.rules.view.backup]
@@ -306,7 +309,9 @@ class World:
         for view in views:
             if view.group == 0:
                 for task in view.members:
-                    if self.hears(self.servers[task]):  # at once, or never: the coordinator waits for the answer
+                    if self.hears(
+                        self.servers[task]
+                    ):  # at once, or never: the coordinator waits for the answer
                         self.network.append(Sent(self.servers[task], "view", (view,)))
 
     # --- what has to hold -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -209,7 +208,9 @@ def test_a_backup_that_writes_a_snapshot_may_say_nothing_for_longer(network, add
     network.servers[0]._copies[GROUP].order_snapshot()
     network.step(0, add, 1, [ONE])
     assert waited[0] == ACK_S
-    assert min(waited[1:]) > LONGEST_WAIT_S  # from the ordering on, before it is known whether the backup writes
+    assert (
+        min(waited[1:]) > LONGEST_WAIT_S
+    )  # from the ordering on, before it is known whether the backup writes
     goes_on.set()
     until(lambda: not network.keeper(1).is_writing)
     network.step(0, add, 2, [ONE])

@@ -17,7 +17,6 @@ from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import Partner, View
-from replicax._src.ps.log import Position
 
 log = logging.getLogger("replicax")
 _TELL_S: Final = 3.0
@@ -239,7 +238,11 @@ class Replication:
         self._parts[task] = parts
         for view in self._groups.views:
             part = parts.get(str(view.group), {})
-            if view.primary == task and part.get("epoch") == view.epoch and view.group not in self._lost_since:
+            if (
+                view.primary == task
+                and part.get("epoch") == view.epoch
+                and view.group not in self._lost_since
+            ):
                 self._num_updates[view.group] = part["updates"]
 
     def _restart(self) -> None:

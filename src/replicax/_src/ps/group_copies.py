@@ -81,9 +81,7 @@ class GroupCopies:
     def restored(self) -> dict[str, Any]:
         """By group, what was restored."""
         return {
-            str(group): copy.restored
-            for group, copy in self._copies.items()
-            if copy.restored is not None
+            str(group): copy.restored for group, copy in self._copies.items() if copy.restored is not None
         }
 
     def _add(self, group: int, *, restores: bool = False) -> GroupCopy:

@@ -68,9 +68,8 @@ class View:
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Self:
         """The view that ``described`` came from."""
-        names = ("group", "epoch", "primary", "backup", "is_joining")
         since = described["since"]
-        return cls(*(described[name] for name in names), None if since is None else Position(*since))
+        return cls(**{**described, "since": None if since is None else Position(*since)})
 
 
 class Partner(StrEnum):

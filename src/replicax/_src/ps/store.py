@@ -136,9 +136,7 @@ class Store:
     def position(self) -> None:
         """Updates of a store that is not a copy of a group have no numbers."""
 
-    def snapshot(
-        self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment
-    ) -> dict[str, Any]:
+    def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
         """Writes what has changed since the one before, and which closures have been applied, to a new file.
 
         Updates go on meanwhile. The values are those of one moment. Until a piece is written, the first update of it
