@@ -10,7 +10,7 @@ import pytest
 from checks import message
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
-from replicax._src.coordinator import ps_replication
+from replicax._src.coordinator import lost_groups
 from replicax._src.coordinator.closures import ClosureQueue
 from replicax._src.coordinator.dispatch import Dispatch, Work
 from replicax._src.coordinator.ps_replication import Replication
@@ -252,7 +252,7 @@ def test_one_that_is_there_alone_goes_on_when_it_has_waited(both, monkeypatch):
     both.both_lost()
     both.restarted(1, (1, 5), (1, 7))
     assert both.session.groups.lost == [0, 1]
-    monkeypatch.setattr(ps_replication, "_PARTNER_S", 0.0)
+    monkeypatch.setattr(lost_groups, "_PARTNER_S", 0.0)
     both.beat(1)
     assert both.session.groups.primaries == [1, 1]
     both.beat(1)
@@ -267,6 +267,16 @@ def test_without_a_snapshot_of_this_coordinators_time_the_job_ends(both, is_ours
     left = both.restarted(0, *positions, is_ours=is_ours)
     assert left is both.lost(0)  # so its watch says it again
     assert "ps 1" in str(left)
+
+
+def test_without_snapshots_a_lost_group_ends_the_job():
+    """Even if the other server has a copy that was not in sync: updates would be gone, and nobody would say so."""
+    both = Both(comes_back_s=0.0)
+    both.session.groups.told(0, {"0": {"epoch": 1, "position": (1, 9), "backup": "lost"}})
+    both.session.groups.told(1, {"0": {"epoch": 0, "position": (1, 8), "backup": "none"}})
+    assert isinstance(both.restarted(0), UnavailableError)
+    both.replication.back(both.watches[1])
+    assert both.session.groups.lost == [0]
 
 
 def test_they_are_not_waited_for_for_ever():

@@ -284,6 +284,53 @@ def test_both_servers_are_killed_and_go_on_with_the_newer_snapshot(tmp_path, cap
         assert job.counts == [count + 11.0 for count in expected]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_both_are_killed_at_random_while_they_write_snapshots(tmp_path, caplog):
+    """Nothing counts twice, what is lost is at least what the job says, and the copies are the same afterwards."""
+    chance, over = random.Random(2), threading.Event()
+    with (
+        server_cluster(workers=2, ps=2, server_arguments=snapshots_in(tmp_path, 0.3)) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        assert job.counts == [0.0, 0.0]
+        until(lambda: min(num_snapshots(job)) >= 2, "each server has a snapshot of both groups")
+        failures = []
+        gone = lambda: warnings_of(caplog, "They go on with the newest snapshot")  # noqa: E731
+
+        def go_on():
+            try:
+                while not over.is_set():
+                    job.steps(20)
+                    job.schedule(20)
+                    job.join()
+            except Exception as error:
+                failures.append(error)
+
+        going = threading.Thread(target=go_on)
+        going.start()
+        for number in range(1, 5):
+            time.sleep(chance.uniform(0.5, 2.0))
+            for n in chance.sample(range(2), 2):
+                job.ps(n).kill()
+            for n in chance.sample(range(2), 2):
+                cluster.tasks["ps", n].restart()
+            until(lambda n=2 * number: failures or len(gone()) == n, "both groups go on", 90.0)
+            until(lambda: failures or not job.replication["unprotected"], "all is on two servers again", 90.0)
+        over.set()
+        going.join()
+        assert not failures
+        assert job.coordinator.check_copies() == []
+        for group, count in enumerate(job.counts):
+            texts = [text for text in gone() if f"variables of ps {group}." in text]
+            num_gone = sum(int(text.split(" updates that had")[0].rsplit(" ", 1)[1]) for text in texts)
+            assert count <= job.num_scheduled - num_gone
+        before = job.counts
+        job.schedule(10)
+        job.join()
+        assert job.counts == [count + 10.0 for count in before]
+
+
 def test_too_few_servers_and_snapshots_of_some_are_refused():
     cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
     told = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 from replicax._src.coordinator.dispatch import Dispatch
+from replicax._src.coordinator.lost_groups import LostGroups, listed
 from replicax._src.coordinator.prepared import Client, Session
-from replicax._src.coordinator.ps_recovery import age_of, state_of
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.ps.errors import UnavailableError
@@ -22,8 +22,6 @@ log = logging.getLogger("replicax")
 _TELL_S: Final = 3.0
 _HELLO_S: Final = 10.0
 _JOIN_EVERY_S: Final = 1.0
-_PARTNER_S: Final = 60.0
-"""When the last primary of a group is there again with a snapshot, the other server is waited for so much longer."""
 
 
 @final
@@ -49,21 +47,12 @@ class Replication:
         comes_back_s: float = 0.0,
     ):
         assert session.groups is not None
-        self._dispatch, self._comes_back_s = dispatch, comes_back_s
+        self._lost = LostGroups(session, dispatch, comes_back_s)
         self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
         self._lock = threading.RLock()
         self._primaries = session.groups.primaries
         self._unprotected: list[int] = []
         self._last_join: dict[int, float] = {}
-        self._lost_since: dict[int, float] = {}
-        self._returned_at: dict[int, float] = {}
-        self._restored: dict[int, Mapping[str, Any]] = {}
-        self._told_before: dict[int, Mapping[str, Any]] = {}
-        self._num_updates: dict[int, int] = {}
-        self._num_left: dict[int, int] = {}
-        self._parts: dict[int, Mapping[str, Any]] = {}
-        self._unready: dict[int, View] = {}
-        self._failed: UnavailableError | None = None
         self._described = self._now
 
     def lost(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
@@ -78,12 +67,7 @@ class Replication:
     def silent(self, watch: PsWatch) -> UnavailableError | None:
         """One does not answer. Returns what the job is told, if it has waited for it for long enough."""
         with self._lock:
-            now = time.monotonic()
-            over = [
-                group
-                for group, since in self._lost_since.items()
-                if watch.index in self._groups.members(group) and now - since > self._comes_back_s
-            ]
+            over = self._lost.waited_too_long(watch.index)
             return self._nowhere(watch, over) if over else None
 
     def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
@@ -100,7 +84,7 @@ class Replication:
                 return None
             views = self._groups.gone(watch.index)
             self._follow(views)
-            self._return(watch, told)
+            self._lost.returned(watch, told)
             left = self._without(
                 watch, UnavailableError(f"{watch.name} is another process than before.", watch.name)
             )
@@ -125,15 +109,11 @@ class Replication:
     def back(self, watch: PsWatch) -> None:
         """One has answered: it is told what it does not know, and has brought to it what it does not have."""
         with self._lock:
-            told = watch.statistics()["statistics"]
-            if told == self._told_before.get(watch.index):  # of the process before
-                told = {}
-            parts: Mapping[str, Any] = told.get("groups", {})
+            parts = self._lost.parts_of(watch)
             self._groups.back(watch.index)
-            if told:
-                self._count(watch.index, parts)
-            given_up = self._groups.told(watch.index, parts) if told else []
-            self._restart()
+            given_up = [] if parts is None else self._groups.told(watch.index, parts)
+            parts = parts or {}
+            self._follow(self._lost.restart())
             self._follow(given_up)
             for view in given_up:
                 self._say_given_up(view, parts[str(view.group)])
@@ -143,7 +123,7 @@ class Replication:
                 self._follow(self._groups.join(watch.index))
             for view in self._groups.to_be_told(watch.index, parts):
                 self._tell(watch.index, view)
-            self._end_waiting()
+            self._lost.end_waiting()
             self._say_protected()
 
     def statistics(self) -> dict[str, Any]:
@@ -186,12 +166,12 @@ class Replication:
     def _without(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
         """Has the job wait for groups that are lost now. Returns what it is told, if that is of no use."""
         gone = [group for group in self._groups.lost if watch.index == self._groups.views[group].primary]
-        if not self._comes_back_s:
+        if not self._lost.comes_back_s:
             return self._nowhere(watch, gone, error) if gone else None
-        self._wait_for(gone)
-        if self._failed is None and (hopeless := self._groups.hopeless):
-            self._failed = self._nowhere(watch, hopeless, error)
-        return self._failed
+        self._lost.wait_for(gone)
+        if self._lost.failed is None and (hopeless := self._groups.hopeless):
+            self._lost.failed = self._nowhere(watch, hopeless, error)
+        return self._lost.failed
 
     def _nowhere(
         self, watch: PsWatch, gone: Sequence[int], error: UnavailableError | None = None
@@ -207,99 +187,6 @@ class Replication:
         left.__cause__ = error
         return left
 
-    # --- with the lock: both servers of a group are gone --------------------------------------------------
-
-    def _wait_for(self, groups: Sequence[int]) -> None:
-        for group in groups:
-            self._unready.pop(group, None)
-            if group not in self._lost_since:
-                self._lost_since[group] = time.monotonic()
-                self._dispatch.pause(("group", group))
-                log.warning(
-                    "%s are gone, which had the variables of ps %d. They are waited for, for up to %g s: started again, they go on "
-                    "with the newer one of their snapshots.",
-                    _listed(self._groups.members(group)),
-                    group,
-                    self._comes_back_s,
-                )
-
-    def _return(self, watch: PsWatch, told: Mapping[str, Any]) -> None:
-        restored = told["restored"] or {}
-        is_ours = restored.get("incarnation") == self._session.incarnation
-        self._restored[watch.index] = restored.get("groups", {}) if is_ours else {}
-        self._returned_at[watch.index] = time.monotonic()
-        self._told_before[watch.index] = watch.statistics()["statistics"]
-        parts = told["statistics"].get("groups", {}) if is_ours else {}
-        self._parts[watch.index] = parts
-        self._groups.returned(watch.index, parts)
-
-    def _count(self, task: int, parts: Mapping[str, Any]) -> None:
-        """What servers say of how many updates they have."""
-        self._parts[task] = parts
-        for view in self._groups.views:
-            part = parts.get(str(view.group), {})
-            if (
-                view.primary == task
-                and part.get("epoch") == view.epoch
-                and view.group not in self._lost_since
-            ):
-                self._num_updates[view.group] = part["updates"]
-
-    def _restart(self) -> None:
-        """Has lost groups go on, when it is known which server has more, or that has been waited for."""
-        now = time.monotonic()
-        waiting = [
-            group
-            for group in self._groups.lost
-            if now - self._returned_at.get(self._groups.views[group].primary, now) < _PARTNER_S
-        ]
-        views = self._groups.restart(waiting)
-        for view in views:
-            self._num_left[view.group] = self._parts[view.primary][str(view.group)]["updates"]
-        self._unready.update((view.group, view) for view in views)
-        self._follow(views)
-
-    def _end_waiting(self) -> None:
-        """Goes on with groups that are there again."""
-        for group in [group for group in self._lost_since if group not in self._groups.lost]:
-            if group in self._unready and self._groups.views[group].since is None:  # its primary has taken it
-                self._go_on(self._unready[group])
-            if group not in self._unready:
-                del self._lost_since[group]
-                self._dispatch.resume(("group", group))
-
-    def _go_on(self, view: View) -> None:
-        assert view.since is not None
-        group, snapshot = view.group, self._restored.get(view.primary, {}).get(str(view.group), {})
-        if snapshot.get("position") != list(view.since):
-            snapshot = {}  # it had more in memory
-        try:
-            missing = self._session.restored(group, snapshot.get("keys"))
-        except ReplicaxError as error:  # it is gone again, or has not heard of the view: with the next beat
-            log.debug("ps %d does not go on with group %d: %s", view.primary, group, error)
-            return
-        del self._unready[group]
-        members = _listed(self._groups.members(group))
-        if missing:
-            self._failed = UnavailableError(
-                f"{members} were started again, and the newest snapshot of the variables of ps {group}, that of ps {view.primary}, is "
-                f"from before variables were made, and does not have {', '.join(sorted(missing)[:5])}. Start the program "
-                "again, from a checkpoint.",
-                f"ps {view.primary}",
-            )
-            self._dispatch.broke(self._failed)
-            return
-        log.warning(
-            "%s were gone, which had the variables of ps %d. They go on with the newest snapshot, that of ps %d%s: %d updates "
-            "that had been acknowledged are gone, by the last count. %sThe other variables are as they were.",
-            members,
-            group,
-            view.primary,
-            age_of(snapshot),
-            max(self._num_updates.get(group, 0) - self._num_left[group], 0),
-            state_of(self._session.names_on(group), snapshot, self._dispatch.next_number) if snapshot else "",
-        )
-
     def _say_moved(self, watch: PsWatch, what: str) -> None:
         unprotected = self._groups.unprotected
         log.warning(
@@ -307,8 +194,8 @@ class Replication:
             "parameter server now, until it is there again, and has a copy.",
             watch.name,
             what,
-            _listed(self._groups.views[group].primary for group in unprotected),
-            _listed(unprotected),
+            listed(self._groups.views[group].primary for group in unprotected),
+            listed(unprotected),
         )
         self._unprotected = unprotected
 
@@ -329,7 +216,3 @@ class Replication:
         if self._unprotected and not unprotected:
             log.warning("All variables are on two parameter servers again.")
         self._unprotected = unprotected
-
-
-def _listed(tasks: Any) -> str:
-    return ", ".join(f"ps {task}" for task in sorted(set(tasks)))

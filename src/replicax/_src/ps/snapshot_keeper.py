@@ -15,6 +15,7 @@ from replicax._src.ps.log import Position
 
 _log = logging.getLogger("replicax")
 _TICK_S = 1.0
+_JOIN_S = 1.0
 
 
 class Kept(Protocol):
@@ -135,7 +136,7 @@ class SnapshotKeeper:
         The position is something, too: who comes back lacks only the updates after it.
         """
         self.end()
-        self._thread.join()
+        self._thread.join(_JOIN_S)  # it may wait for the other server; while it writes, ``take`` waits
         if self._has_changed or (self._holds_pieces and self._store.position != self._last_position):
             self._take()
 
