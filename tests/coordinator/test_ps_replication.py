@@ -273,9 +273,9 @@ def test_without_snapshots_a_lost_group_ends_the_job():
     """Even if the other server has a copy that was not in sync: updates would be gone, and nobody would say so."""
     both = Both(comes_back_s=0.0)
     both.session.groups.told(0, {"0": {"epoch": 1, "position": (1, 9), "backup": "lost"}})
-    both.session.groups.told(1, {"0": {"epoch": 0, "position": (1, 8), "backup": "none"}})
+    both.session.ps[1] = Told("first", (1, 8), (1, 8))
     assert isinstance(both.restarted(0), UnavailableError)
-    both.replication.back(both.watches[1])
+    both.beat(1)
     assert both.session.groups.lost == [0]
 
 

@@ -1,4 +1,4 @@
-"""``LostGroups``: groups of pieces of which both servers are gone: they are waited for, and go on with their snapshots."""
+"""``LostGroups``: both servers of a group are gone: the job waits for them, and goes on with their snapshots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _PARTNER_S: Final = 60.0
 
 @final
 class LostGroups:
-    """Pauses the job while a group is lost, and says what of it is gone. ``Groups`` has the rules; its owner has the lock.
+    """Pauses the job while a group is lost, and says what of it is gone.
+
+    ``Groups`` has the rules; its owner has the lock.
 
     Args:
       session: With groups.

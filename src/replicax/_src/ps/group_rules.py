@@ -38,8 +38,8 @@ class View:
       primary: The number of the parameter server that clients talk to.
       backup: Of the one that has the second copy; None if there is none.
       is_joining: The backup has nothing yet.
-      since: The group was lost, and goes on from this position, that of the primary; what came after it is gone. None: it
-        was not.
+      since: The group was lost, and goes on from this position, that of the primary; what came after it is gone. None:
+        it was not.
     """
 
     group: int
