@@ -28,7 +28,7 @@ LEFT_OUT = re.compile(
     r"estimator|SessionRunHook|Session\(|dtensor"
 )  # no TensorFlow that is installed today runs these
 NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d*(?:e[-+]?\d+)?(?![\w.])")
-TIMES = re.compile(r"Time taken.*|^.*(?:Available devices|Learning rate).*$", re.M)
+TIMES = re.compile(r"Time taken.*|^.*(?:Available devices|Learning rate|tasks to start).*$|^I0000.*$", re.M)
 
 # What a page says of sizes and of hardware, and what stands in its place, for both programs.
 EVERYWHERE = [("/gpu:", "/cpu:"), ("/TPU:0", "/CPU:0"), ("/tmp/", "tmp/")]
@@ -142,13 +142,19 @@ def free_port() -> int:
 def run(python: str, notebook: Path, directory: Path, environment: dict[str, str]) -> dict[int, dict]:
     """Runs a notebook in a process of its own; its records by cell."""
     (directory / "tmp").mkdir(parents=True)
-    record = directory / "record.json"
+    record, scripts = directory / "record.json", directory / "scripts.json"
     command = [python, str(Path(__file__).with_name("migrating_cells.py")), str(notebook), str(record)]
     with (directory / "log.txt").open("w") as log:
         process = subprocess.Popen(
             command,
             cwd=directory,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **environment},
+            env={
+                **os.environ,
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "CUDA_VISIBLE_DEVICES": "",
+                "MIGRATING_SCRIPTS": str(scripts),
+                **environment,
+            },
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -158,8 +164,18 @@ def run(python: str, notebook: Path, directory: Path, environment: dict[str, str
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    lines = record.read_text().splitlines() if record.exists() else []
-    return {entry["cell"]: entry for entry in map(json.loads, lines)}
+    found = {entry["cell"]: entry for entry in read(record)}
+    cells = cells_of(notebook)
+    for entry in read(scripts):
+        for cell, source in enumerate(cells):
+            if source.split("\n")[0].split() == ["%%writefile", entry["script"]] and cell in found:
+                found[cell]["error"] = entry["error"]
+    return found
+
+
+def read(record: Path) -> list[dict]:
+    """The entries of a file, one a line."""
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
 def failures(records: dict[int, dict], cells: list[int]) -> dict[int, str]:

@@ -104,14 +104,19 @@ def patch_keras(keras: types.ModuleType) -> None:
     @functools.wraps(fit)
     def reporting_fit(self, *args, **options):
         history = fit(self, *args, **{"shuffle": False, **options, "verbose": 0})
-        print("fit:", {name: [float(v) for v in values] for name, values in sorted(history.history.items())})
+        named = {
+            "learning_rate" if name == "lr" else name: values for name, values in history.history.items()
+        }
+        print("fit:", {name: [float(v) for v in named[name]] for name in sorted(named)})
         return history
 
     @functools.wraps(evaluate)
     def reporting_evaluate(self, *args, **options):
         result = evaluate(self, *args, **{**options, "verbose": 0})
         if not options.get("_use_cached_eval_dataset"):
-            numbers = list(result.values()) if isinstance(result, dict) else np.ravel(result)
+            by_name = isinstance(result, dict)
+            names = sorted(result, key=lambda name: (name != "loss", name)) if by_name else ()
+            numbers = [result[name] for name in names] if by_name else np.ravel(result)
             print("evaluate:", [float(number) for number in numbers])
         return result
 
@@ -229,6 +234,7 @@ def run_notebook(notebook: Path, record: Path) -> None:
     sys.path.insert(0, os.getcwd())
     shell = Shell(Path.cwd())
     names: dict = {"__name__": "__main__", "__builtins__": builtins}
+    np.random.seed(0)
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
 
     def out_of_time(*_args):
@@ -258,13 +264,24 @@ def run_notebook(notebook: Path, record: Path) -> None:
         shell.close()
 
 
+def run_script(path: str) -> None:
+    """Runs a file that a cell has written, and records an error: the cell did not run then."""
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except Exception as error:
+        entry = {"script": Path(path).name, "error": f"{type(error).__name__}: {error}"}
+        with open(os.environ["MIGRATING_SCRIPTS"], "a") as file:
+            file.write(json.dumps(entry) + "\n")
+        raise
+
+
 def main() -> None:
     sys.meta_path.insert(0, Patches())
     sys.modules["tensorflow_datasets"] = tensorflow_datasets()
     if sys.argv[1] == "--script":
         sys.argv = sys.argv[2:]
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run_script(sys.argv[0])
     else:
         run_notebook(Path(sys.argv[1]), Path(sys.argv[2]))
         os._exit(0)  # servers and background threads of a page do not outlive it

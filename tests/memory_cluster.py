@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.input.elements import END
 from replicax._src.placement.remote.elements import PerWorkerInput
 from replicax._src.ps import structures
 from replicax._src.ps.errors import (
@@ -230,12 +232,20 @@ class Worker(Task):
             raise ClosureAbortedError(f"{missing} are gone")
         elements = self.held.pop(closure, None)
         if elements is None:
-            elements = [next(self.resources[name]) for name in iterators]
-        signature = signature_of([(np.shape(x), np.asarray(x).dtype) for x in jax.tree.leaves(elements)])
+            elements = [next(self.resources[name], END) for name in iterators]
+        signature = signature_of(
+            [
+                None
+                if x is END
+                else [(np.shape(leaf), np.asarray(leaf).dtype) for leaf in jax.tree.leaves(x)]
+                for x in elements
+            ]
+        )
+        end = "no more elements" if "null" in signature else None
         digest = header["program"].get(signature)
         if digest is None:
             self.held[closure] = elements
-            return Message({"need": signature})
+            return Message({"need": signature, "end": end})
         if digest not in self.knows:
             self.held[closure] = elements
             raise UnknownProgramError(f"no program {digest}", digest)
@@ -274,8 +284,9 @@ class Prepared:
         self.fn = fn
         self.round_key = None
         self.made = []
-        leaves = [leaf for handle in handles for leaf in handle.spec.leaves]
-        self.make(signature_of([(leaf.shape, leaf.dtype) for leaf in leaves]))
+        self.make(
+            signature_of([[(leaf.shape, leaf.dtype) for leaf in handle.spec.leaves] for handle in handles])
+        )
 
     @property
     def programs(self):
@@ -288,13 +299,15 @@ class Prepared:
         self.made.append(signature)
         if signature in self.strategy.unmakable:
             raise ValueError(f"cannot trace for {signature}")
+        if None in json.loads(signature):
+            raise OutOfRangeError("nothing is left")
         if signature not in self.kinds:
             name = f"{self.name} {id(self.fn)}"
             self.strategy.functions[name] = self.fn
             self.kinds[signature] = WorkerProgram(name, signature.encode(), (), (), 1)
         return self.kinds[signature].digest
 
-    def assemble(self, arrays):
+    def assemble(self, arrays, signature=None):
         return arrays[0] if len(arrays) == 1 else list(arrays)
 
 

@@ -22,6 +22,7 @@ MODULES = [
     "errors",
     "experimental",
     "experimental.partitioners",
+    "experimental.rpc",
     "keras",
     "keras.callbacks",
     "nn",

@@ -11,7 +11,15 @@ from replicax._src.checkpoint.errors import (
     UnsharedDirectoryError,
     UntrackableError,
 )
-from replicax._src.checkpoint.export import export_safetensors, export_weights, list_variables, load_variable
+from replicax._src.checkpoint.export import (
+    CheckpointReader,
+    export_safetensors,
+    export_weights,
+    list_variables,
+    load_checkpoint,
+    load_variable,
+)
+from replicax._src.checkpoint.polling import checkpoints_iterator
 from replicax._src.checkpoint.status import LoadStatus
 from replicax._src.checkpoint.trees import HostRandomState
 from replicax._src.public_names import publish_all
@@ -20,6 +28,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CheckpointReader",
     "CheckpointWriteError",
     "CorruptCheckpointError",
     "HostRandomState",
@@ -27,10 +36,12 @@ __all__ = [
     "UnmatchedCheckpointError",
     "UnsharedDirectoryError",
     "UntrackableError",
+    "checkpoints_iterator",
     "export_safetensors",
     "export_weights",
     "latest_checkpoint",
     "list_variables",
+    "load_checkpoint",
     "load_variable",
 ]
 

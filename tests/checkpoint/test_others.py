@@ -1,5 +1,6 @@
 """Checkpoints read by others: plain orbax, Keras's weights, safetensors; and read by name."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,16 @@ import pytest
 
 import replicax as rx
 from checks import message
+from replicax._src.checkpoint import polling
 from replicax.checkpoint import (
     CheckpointNotFoundError,
     CheckpointWriteError,
+    checkpoints_iterator,
     export_safetensors,
     export_weights,
+    latest_checkpoint,
     list_variables,
+    load_checkpoint,
     load_variable,
 )
 from replicax.errors import InvalidArgumentError
@@ -104,3 +109,46 @@ def test_exports_that_cannot_be_written_are_named_and_leave_what_was_there(model
     assert tensors.read_bytes() == before
     assert not [*tmp_path.rglob("*.part*"), *tmp_path.parent.glob(f"{tmp_path.name}.part*")]
     export_weights(model, tmp_path / "new" / "m.weights.h5")  # its folder is made
+
+
+def test_a_reader_has_shapes_dtypes_and_values(model, saved):
+    path = saved(model=model)
+    reader = load_checkpoint(Path(path).parent)
+    assert reader.get_variable_to_shape_map() == {"model/layers/0/bias": [3], "model/layers/0/kernel": [4, 3]}
+    assert reader.get_variable_to_dtype_map()["model/layers/0/kernel"] == "float32"
+    assert reader.has_tensor("model/layers/0/bias")
+    assert not reader.has_tensor("model")
+    np.testing.assert_array_equal(reader.get_tensor("model/layers/0/kernel"), np.ones((4, 3)))
+    with pytest.raises(CheckpointNotFoundError):
+        load_checkpoint(Path(path).parent / "nothing")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras saves so
+def test_the_latest_of_keras_where_replicax_has_none(model, tmp_path, saved):
+    assert latest_checkpoint(tmp_path) is None
+    for number, name in enumerate(("b.weights.h5", "a.weights.h5", "c.keras")):
+        save = model.save if name.endswith(".keras") else model.save_weights
+        save(tmp_path / name)
+        os.utime(tmp_path / name, (number, number))
+        assert latest_checkpoint(tmp_path) == str(tmp_path / name)
+    model.load_weights(latest_checkpoint(tmp_path))
+    with pytest.raises(CheckpointNotFoundError):
+        list_variables(tmp_path)
+    saved(model=model)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-1")
+
+
+def test_new_checkpoints_are_iterated(model, saved, monkeypatch):
+    monkeypatch.setattr(polling, "_PAUSE_S", 0.01)
+    first = saved(model=model)
+    checkpoint = rx.Checkpoint(model=model)
+    calls = []
+    paths = checkpoints_iterator(
+        os.path.dirname(first), timeout=0.05, timeout_fn=lambda: calls.append(1) or len(calls) > 1
+    )
+    assert next(paths) == first
+    checkpoint.save_counter = 1
+    second = checkpoint.save(os.path.join(os.path.dirname(first), "ckpt"))
+    assert next(paths) == second
+    assert list(paths) == [], "it ends after two waits without a new one"
+    assert list(checkpoints_iterator(os.path.dirname(first), timeout=0.05)) == [second]

@@ -2,7 +2,7 @@ import pytest
 
 from memory_cluster import MemoryCluster
 from replicax._src.coordinator import cluster_coordinator
-from replicax._src.coordinator.workers import Limits
+from replicax._src.coordinator.limits import Limits
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 import replicax as rx
 from memory_cluster import Link, MemoryCluster, eventually
-from replicax._src.coordinator import workers
+from replicax._src.coordinator import pool_worker
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps.errors import (
@@ -167,7 +167,7 @@ def test_workers_go_on_after_errors(coordinator):
 @pytest.fixture
 def quick(cluster, coordinator, monkeypatch):
     """A function that is known to be quick, so that closures of it travel together; and what its first call at -1 waits for."""
-    monkeypatch.setattr(workers, "_FAST_S", 1000.0)
+    monkeypatch.setattr(pool_worker, "_FAST_S", 1000.0)
     go = threading.Event()
 
     def step(call, x):
@@ -283,7 +283,7 @@ def test_ctrl_c_while_it_is_sent_does_not_mix_up_answers(cluster, coordinator, q
 
 
 def test_a_full_queue_blocks_schedule(cluster, coordinator, monkeypatch):
-    queue = coordinator._crew.dispatch._queue
+    queue = coordinator._pool.queue
     monkeypatch.setattr(queue, "_capacity", 3)
     go = threading.Event()
 
@@ -461,11 +461,7 @@ def test_each_worker_has_all_of_a_dataset_and_each_iterator_begins_anew(cluster,
 
 
 def test_an_iterator_that_is_exhausted_is_out_of_range(coordinator):
-    def exhausted(worker):
-        yield np.int32(1)
-        raise OutOfRangeError("no more elements")
-
-    iterator = iter(coordinator.create_per_worker_dataset(exhausted))
+    iterator = iter(coordinator.create_per_worker_dataset(three))
 
     def train():
         for _ in range(8):
@@ -543,7 +539,7 @@ def test_a_worker_needs_a_program_for_another_shape(cluster, coordinator):
 
 
 def test_a_shape_that_cannot_be_traced_is_an_error(cluster, coordinator):
-    cluster.unmakable.add('[[[2], "float32"]]')
+    cluster.unmakable.add('[[[[2], "float32"]]]')
 
     def ragged(worker):
         for n in (3, 2):
@@ -849,7 +845,7 @@ def test_a_parameter_server_that_was_only_stopped_is_used_again(cluster, coordin
         coordinator.join(JOIN_S)
     cluster.ps[0].running.set()
     eventually(lambda: coordinator.statistics()["ps"]["ps 0"]["connected"])
-    eventually(lambda: not coordinator._crew.dispatch._queue.has_error)
+    eventually(lambda: not coordinator._pool.queue.has_error)
     assert coordinator.schedule(add, (1,)).fetch(JOIN_S) == 2
 
 

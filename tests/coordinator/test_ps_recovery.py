@@ -8,10 +8,10 @@ import pytest
 
 from checks import message
 from replicax._src.coordinator.closures import ClosureQueue
-from replicax._src.coordinator.dispatch import Dispatch
+from replicax._src.coordinator.limits import Limits
+from replicax._src.coordinator.pool import WorkerPool
 from replicax._src.coordinator.ps_recovery import Epochs, Recovery
 from replicax._src.coordinator.ps_watch import PsWatch
-from replicax._src.coordinator.workers import Limits
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import RemoteError, UnavailableError
 from replicax._src.ps.groups import Groups
@@ -39,7 +39,7 @@ class Ps:
 
 
 class Session:
-    incarnation, num_made, ps_addresses, groups = "me", 1, ("a", "b"), None
+    incarnation, num_made, num_workers, ps_addresses, groups = "me", 1, 0, ("a", "b"), None
 
     def __init__(self, snapshot_intervals_s=(60.0, 30.0)):
         self.snapshot_intervals_s = snapshot_intervals_s
@@ -63,8 +63,8 @@ def session():
 
 
 @pytest.fixture
-def dispatch():
-    return Dispatch(ClosureQueue())
+def pool(session):
+    return WorkerPool(ClosureQueue(), session, Limits())
 
 
 def watching(session, recovery, comes_back_s=10.0):
@@ -84,22 +84,18 @@ def kept(**what):
     return {"incarnation": "me", "updates": 3, "keys": ["w"], **what}
 
 
-def test_how_it_goes_on(session, dispatch):
-    message(
-        InvalidArgumentError, lambda: Recovery(session, dispatch, "stop"), "'stop'", "'continue' or 'rewind'"
-    )
+def test_how_it_goes_on(session, pool):
+    message(InvalidArgumentError, lambda: Recovery(session, pool, "stop"), "'stop'", "'continue' or 'rewind'")
     copied = Session()
     copied.groups = Groups(2)
-    message(InvalidArgumentError, lambda: Recovery(copied, dispatch, "rewind"), "replication=2", "'continue'")
+    message(InvalidArgumentError, lambda: Recovery(copied, pool, "rewind"), "replication=2", "'continue'")
     some = Session((60.0, None))
-    Recovery(some, dispatch, "continue")
-    message(
-        InvalidArgumentError, lambda: Recovery(some, dispatch, "rewind"), "ps 1 takes none", "--snapshot-dir"
-    )
+    Recovery(some, pool, "continue")
+    message(InvalidArgumentError, lambda: Recovery(some, pool, "rewind"), "ps 1 takes none", "--snapshot-dir")
 
 
-def test_one_goes_on_with_what_it_has(session, dispatch, caplog):
-    recovery = Recovery(session, dispatch, "continue")
+def test_one_goes_on_with_what_it_has(session, pool, caplog):
+    recovery = Recovery(session, pool, "continue")
     watch = watching(session, recovery)
     started_again(session)
     session.ps[0].restored, watch.num_updates = kept(age_s=14.2, applied=[4, 6]), 8
@@ -121,8 +117,8 @@ def test_one_goes_on_with_what_it_has(session, dispatch, caplog):
         (kept(), ["dense/kernel"], "does not have dense/kernel"),
     ],
 )
-def test_who_comes_back_without_the_variables_is_lost(session, dispatch, restored, missing, says):
-    recovery = Recovery(session, dispatch, "continue")
+def test_who_comes_back_without_the_variables_is_lost(session, pool, restored, missing, says):
+    recovery = Recovery(session, pool, "continue")
     watch = watching(session, recovery)
     started_again(session)
     session.ps[0].restored, session.missing = restored, missing
@@ -133,8 +129,8 @@ def test_who_comes_back_without_the_variables_is_lost(session, dispatch, restore
     assert not watch.knows("second")
 
 
-def test_all_go_back_to_the_last_epoch_that_all_have(session, dispatch, caplog):
-    recovery = Recovery(session, dispatch, "rewind")
+def test_all_go_back_to_the_last_epoch_that_all_have(session, pool, caplog):
+    recovery = Recovery(session, pool, "rewind")
     watch = watching(session, recovery)
     for ps in session.ps:
         ps.restored = kept()
@@ -155,16 +151,16 @@ def test_all_go_back_to_the_last_epoch_that_all_have(session, dispatch, caplog):
     assert recovery._epochs.last == 3
 
 
-def test_without_an_epoch_nothing_can_go_back(session, dispatch):
-    recovery = Recovery(session, dispatch, "rewind")
+def test_without_an_epoch_nothing_can_go_back(session, pool):
+    recovery = Recovery(session, pool, "rewind")
     watch = watching(session, recovery)
     started_again(session)
     session.ps[0].restored = kept()
     assert "no snapshot of all parameter servers" in str(recovery.restarted(watch, session.ps[0]))
 
 
-def test_who_cannot_go_back_with_the_others_is_lost(session, dispatch):
-    recovery = Recovery(session, dispatch, "rewind")
+def test_who_cannot_go_back_with_the_others_is_lost(session, pool):
+    recovery = Recovery(session, pool, "rewind")
     watch = watching(session, recovery)
     for ps in session.ps:
         ps.restored = kept()
@@ -176,8 +172,8 @@ def test_who_cannot_go_back_with_the_others_is_lost(session, dispatch):
     assert "epoch 1: No room." in str(error)
 
 
-def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(session, dispatch, caplog):
-    epochs = Epochs(session, dispatch, threading.Lock(), lambda index, instance: True)
+def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(session, pool, caplog):
+    epochs = Epochs(session, pool, threading.Lock(), lambda index, instance: True)
     first, second = session.ps
     second.fails.add("snapshot")
     for _ in range(3):
@@ -192,13 +188,13 @@ def test_an_epoch_that_one_cannot_write_is_not_written_by_the_others_again(sessi
     assert [first.asked[-1], second.asked[-1]] == [("snapshot", 1), ("snapshot", 1)]
 
 
-def test_the_queue_is_dry_when_all_write(session, dispatch):
+def test_the_queue_is_dry_when_all_write(session, pool):
     with contextlib.ExitStack() as stack:
-        assert stack.enter_context(dispatch.drained())
-        dispatch._queue.back("a")
-        dispatch._queue.schedule("step", None)
-        assert dispatch._queue.take("a") is None
-    assert dispatch._queue.finished("a", dispatch._queue.take("a"))
-    dispatch.broke(RuntimeError("all is lost"))
-    with dispatch.drained() as is_so:
+        assert stack.enter_context(pool.drained())
+        pool.queue.back("a")
+        pool.queue.schedule("step", None)
+        assert pool.queue.take("a") is None
+    assert pool.queue.finished("a", pool.queue.take("a"))
+    pool.broke(RuntimeError("all is lost"))
+    with pool.drained() as is_so:
         assert not is_so

@@ -12,10 +12,11 @@ from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
 from replicax._src.coordinator import lost_groups
 from replicax._src.coordinator.closures import ClosureQueue
-from replicax._src.coordinator.dispatch import Dispatch, Work
+from replicax._src.coordinator.limits import Limits
+from replicax._src.coordinator.pool import WorkerPool
 from replicax._src.coordinator.ps_replication import Replication
 from replicax._src.coordinator.ps_watch import PsWatch
-from replicax._src.coordinator.workers import Limits
+from replicax._src.coordinator.scheduled_work import Work
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.groups import Groups
@@ -44,7 +45,8 @@ class Ps:
 
 
 class Session:
-    incarnation, ps_addresses = ME, ("127.0.0.1:1", "127.0.0.1:2")
+    incarnation, ps_addresses, num_workers = ME, ("127.0.0.1:1", "127.0.0.1:2"), 0
+    snapshot_intervals_s = (None, None)
 
     def __init__(self):
         self.groups, self.ps = Groups(2), [Ps(0), Ps(1)]
@@ -65,19 +67,25 @@ class Session:
         pass
 
 
+def pool_of(session):
+    return WorkerPool(ClosureQueue(), session, Limits())
+
+
 class Events:
-    """As ``Crew`` tells."""
+    """As ``ServerMonitor`` tells."""
 
     def __init__(self, session):
-        self.replication = Replication(session, Dispatch(ClosureQueue()), lambda: None)
+        self.replication = Replication(session, pool_of(session), lambda: None)
         self.is_lost, self.errors = threading.Event(), []
 
     def on_ps_silent(self, watch):
         pass
 
-    def on_ps_lost(self, watch, error):
+    def on_ps_lost(self, watch, error, *, may_come_back):
+        assert not may_come_back
         self.errors.append(self.replication.lost(watch, error))
         self.is_lost.set()
+        return True
 
     def on_ps_given_up(self, watch, client):
         self.replication.given_up(client)
@@ -156,7 +164,8 @@ class Told:
 
 
 class SessionWithSnapshots:
-    incarnation, ps_addresses = ME, ("a:1", "b:1")
+    incarnation, ps_addresses, num_workers = ME, ("a:1", "b:1"), 0
+    snapshot_intervals_s = (60.0, 60.0)
 
     def __init__(self):
         self.groups, self.ps = Groups(2), [Told("first"), Told("first")]
@@ -182,10 +191,11 @@ class Both:
     """Two servers that are watched, and the events of their watches."""
 
     def __init__(self, comes_back_s=60.0):
-        self.session, self.queue = SessionWithSnapshots(), ClosureQueue()
+        self.session = SessionWithSnapshots()
+        self.pool = pool_of(self.session)
+        self.queue = self.pool.queue
         self.queue.back("worker 0")
-        self.dispatch = Dispatch(self.queue)
-        self.replication = Replication(self.session, self.dispatch, lambda: None, comes_back_s)
+        self.replication = Replication(self.session, self.pool, lambda: None, comes_back_s)
         self.watches = [PsWatch(n, self.session, Limits(), None) for n in range(2)]
         for watch in self.watches:
             watch.accept("first")
@@ -294,7 +304,7 @@ def test_a_snapshot_that_lacks_variables_ends_the_job(both):
     both.restarted(0, (1, 5), (1, 7))
     both.restarted(1, (1, 5), (1, 7))
     both.beat(1)
-    message(UnavailableError, lambda: both.dispatch.schedule("step", Work(None, None)), "dense/kernel")
+    message(UnavailableError, lambda: both.pool.schedule("step", Work(None, None)), "dense/kernel")
 
 
 def test_one_that_has_other_than_it_said_is_not_the_primary(both):

@@ -9,7 +9,7 @@ import pytest
 
 import replicax as rx
 from replicax._src.coordinator import cluster_coordinator
-from replicax._src.coordinator.workers import Limits
+from replicax._src.coordinator.limits import Limits
 from replicax.coordinator import ClusterCoordinator
 from replicax.testing import server_cluster
 

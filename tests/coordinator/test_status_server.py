@@ -1,5 +1,6 @@
 """The coordinator's status over HTTP: who may see it, what is there, and that it ends with the coordinator."""
 
+import contextlib
 import gc
 import http.client
 import json
@@ -10,6 +11,7 @@ import urllib.parse
 import pytest
 
 from memory_cluster import MemoryCluster, eventually
+from replicax._src.coordinator import status_server
 from replicax._src.coordinator.status_access import StatusAccess, viewing_token
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import UnavailableError
@@ -50,6 +52,30 @@ def get(coordinator, path="/", method="GET", **headers):
 def add(call, x):
     call.push()
     return x
+
+
+# --- strangers ---------------------------------------------------------------------------------------------
+
+
+def test_idle_connections_do_not_keep_others_out(coordinator):
+    idle = [socket.create_connection(("127.0.0.1", port_of(coordinator)), timeout=60) for _ in range(300)]
+    try:
+        assert get(coordinator, "/status.json")[0] == 200
+        idle[0].settimeout(60)
+        assert idle[0].recv(1) == b""  # the oldest was dropped
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.0\r\nX: " + b"x" * 100_000, b"\xff" * 5000, b"GET /"])
+def test_a_request_without_an_end_is_not_waited_for(coordinator, monkeypatch, said):
+    monkeypatch.setattr(status_server, "_REQUEST_S", 0.3)
+    with socket.create_connection(("127.0.0.1", port_of(coordinator)), timeout=60) as connection:
+        connection.sendall(said)
+        with contextlib.suppress(ConnectionError):
+            assert b" 200 " not in connection.recv(100)
+    assert get(coordinator, "/status.json")[0] == 200
 
 
 # --- who may see it ----------------------------------------------------------------------------------------

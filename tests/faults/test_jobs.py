@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from checks import path_of_programs
+from replicax._src.cluster.layout import free_ports
 
 pytestmark = pytest.mark.timeout(250)
 LIMIT_S = 150
@@ -149,13 +150,14 @@ TOTAL = 2.0 * sum(range(30))
 
 
 @contextlib.contextmanager
-def launched(tmp_path, source, *arguments, options=()):
-    """``replicax launch --workers 2`` with a script; gone afterwards, with all that it has started."""
+def launched(tmp_path, source, *arguments, options=(), num_workers=2):
+    """``replicax launch`` with a script, and its output; gone afterwards, with all that it has started."""
     script = tmp_path / "script.py"
     script.write_text(source)
     left_out = ("JAX_", "PJRT_", "TF_CONFIG")
+    workers = [] if num_workers is None else ["--workers", str(num_workers)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "replicax", "launch", "--workers", "2", *options, script, *arguments],
+        [sys.executable, "-m", "replicax", "launch", *workers, *options, script, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -257,7 +259,35 @@ def test_a_task_that_fails_before_it_joins_is_named_at_once(tmp_path, failed, af
         assert time.monotonic() - began < SOON_S
     assert launcher.returncode == 1, output
     (heard,) = re.findall(rf"worker {1 - int(failed)} \| hears: (.*)", output)
-    assert f"worker {failed} ended before it joined: it exited with code 1" in heard
+    assert f"worker {failed} ended before all had joined: it exited with code 1" in heard
+    assert "ImportError: a package is missing here" in heard
+
+
+@pytest.mark.rest
+def test_a_worker_of_another_host_that_comes_after_the_failure_hears_of_it(tmp_path):
+    """Worker 1 fails before it joins, worker 0 hears of that and ends, and worker 2 comes only then."""
+    hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(3))
+
+    def on_host(index):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        options = ["--hosts", hosts, "--task-index", str(index), "--grace", "60", "--plain"]
+        return launched(folder, FAILS_AT_THE_START, "1", "0", options=options, num_workers=None)
+
+    with on_host(0) as first, on_host(1) as failing:
+        for line in first.stdout:  # worker 0 has heard of it and has ended; its launcher says that it waits
+            if "worker 0 exited with code 1" in line:
+                break
+        assert failing.wait(LIMIT_S) == 1
+        began = time.monotonic()
+        with on_host(2) as late:
+            output = late.communicate(timeout=LIMIT_S)[0]
+            assert time.monotonic() - began < SOON_S
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(LIMIT_S) == 128 + signal.SIGTERM
+    (heard,) = re.findall(r"worker 2 \| hears: (.*)", output)
+    assert "worker 0 ended before all had joined" in heard
+    assert "worker 1 ended before all had joined: it exited with code 1" in heard
     assert "ImportError: a package is missing here" in heard
 
 

@@ -1,6 +1,7 @@
 """Workers and parameter servers that die, stop or are slow, in processes of their own; this process is the coordinator."""
 
 import contextlib
+import functools
 import os
 import random
 import resource
@@ -12,7 +13,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.coordinator import stream, workers
+from replicax._src.coordinator import cluster_coordinator, limits, pool_worker, worker_connection
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import (
     CancelledError,
@@ -347,14 +348,14 @@ def test_the_counter_is_exact(job, num_kills):
 def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel_together(
     job, num_kills, monkeypatch
 ):
-    monkeypatch.setattr(workers, "_FAST_S", 10.0)  # they are quick, however busy the machine is
-    amid, running = [], stream.WorkerStream.running
+    monkeypatch.setattr(pool_worker, "_FAST_S", 10.0)  # they are quick, however busy the machine is
+    amid, running = [], worker_connection.WorkerConnection.running
 
     def noted(self):
         amid.append(len(running(self)))
         return running(self)
 
-    monkeypatch.setattr(stream.WorkerStream, "running", noted)
+    monkeypatch.setattr(worker_connection.WorkerConnection, "running", noted)
     job.schedule(10)  # what has finished once may travel with others
     job.join()
     scheduled, num_killed = kill_at_random(
@@ -369,7 +370,38 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 
 
 @pytest.mark.rest
-def test_a_parameter_server_that_is_stopped_is_named_until_it_goes_on(job):
+@pytest.mark.parametrize("what", ["stop", "partition"])
+def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
+    with (
+        server_cluster(workers=2, ps=2, has_proxies=what == "partition") as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        job.until_connected(0, 1)
+        job.schedule(50)
+        job.join()
+        job.schedule(400)
+        for index in range(2):
+            cluster.tasks["ps", index].stop() if what == "stop" else cluster.partition("ps", index)
+        job.schedule(50)
+        time.sleep(20)
+        for index in range(2):
+            cluster.tasks["ps", index].resume() if what == "stop" else None
+        if what == "partition":
+            cluster.heal()
+        job.schedule(50)
+        job.join()
+        assert job.counts == [550.0, 550.0]
+        assert job.coordinator.statistics()["ps"]["ps 0"]["restarts"] == 0
+
+
+@pytest.mark.rest
+def test_a_parameter_server_that_is_stopped_for_long_is_named_until_it_goes_on(servers, monkeypatch):
+    monkeypatch.setattr(cluster_coordinator, "Limits", functools.partial(limits.Limits, ps_silence_s=8.0))
+    with contextlib.closing(Job(servers)) as job:
+        _is_named_until_it_goes_on(job)
+
+
+def _is_named_until_it_goes_on(job):
     job.schedule(1)
     job.join()
     job.cluster.tasks["ps", 1].stop()
@@ -431,7 +463,7 @@ def until_snapshots(job):
 
 def until_in_epoch(job):
     """All that was made is in an epoch: parameter servers take snapshots of their own, too, until they are first asked for one."""
-    epochs = job.coordinator._crew._recovery._epochs
+    epochs = job.coordinator._pool.servers._recovery._epochs
     until(lambda: epochs._num_made == epochs._session.num_made, "all that was made is in an epoch")
 
 

@@ -403,6 +403,28 @@ def test_a_primary_is_stopped_and_says_nothing_when_it_wakes(job):
     job.check()
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("apart_s", [0.0, 6.0])
+def test_training_goes_on_when_both_servers_were_silent_for_20_s(job, apart_s):
+    job.steps(20)
+    job.schedule()  # its program is on the servers then
+    job.join()
+    job.steps(100)
+    job.ps(0).stop()
+    time.sleep(apart_s)
+    job.ps(1).stop()
+    job.schedule(20)
+    time.sleep(20)
+    job.ps(1).resume()
+    time.sleep(apart_s / 2)
+    job.ps(0).resume()
+    job.schedule(20)
+    job.join()
+    job.check()
+    job.until_protected()
+    assert job.coordinator.check_copies() == []
+
+
 @pytest.mark.long
 def test_a_backup_is_stopped(job):
     """It is the primary of others at the same time; with three servers the first of them is neither."""
@@ -429,7 +451,7 @@ def test_two_servers_are_parted_that_all_others_reach(how):
     ):
         job.steps(20)
         job.join()
-        cluster.partition("ps", 1, how=how)
+        cluster.partition("ps", 1, how=how, from_job="ps")
         started = time.monotonic()
         job.steps(20)
         job.join()

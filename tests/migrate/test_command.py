@@ -85,15 +85,15 @@ def test_marks_are_counted_and_asked_for(program, capsys):
 def test_a_report(program, tmp_path, name):
     (program / "train.py").write_text(MARKED)
     assert main(["migrate", str(program), "--report", str(tmp_path / name)]) == 3
-    text = (tmp_path / name).read_text()
+    text = (tmp_path / name).read_text()  # the places are those of the new files
     if name == "report.md":
-        assert f"- `{program / 'train.py'}:9`: the table has no row for tf.no_such_name." in text
+        assert f"- `{program / 'train.py'}:15`: the table has no row for tf.no_such_name." in text
         assert "| `tf.function` | `rx.function` |" in text
         assert "2 of 2 files changed" in text
     else:
         found = json.loads(text)
         (entry,) = found["to_look_at"]
-        assert entry["place"] == f"{program / 'train.py'}:9"
+        assert entry["place"] == f"{program / 'train.py'}:15"
         assert entry["rule"] == "unknown"
         assert entry["why"] == "The table has no row for the name."
         assert found["names_changed"] == 2

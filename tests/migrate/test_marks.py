@@ -21,16 +21,33 @@ RUN = "strategy.run(step, args=(x,))\n"
         ("strategy.reduce(tf.distribute.ReduceOp.MEAN, x, axis=None)\n", "mean"),
         ("strategy.reduce('MEAN', x, axis=None)\n", "mean"),
         ("def step(x):\n  loss = tf.reduce_mean(x)\n" + RUN, "mean"),
+        (
+            "def step(x):\n  with tf.GradientTape() as t:\n    cost = tf.reduce_mean(x)\n    t.gradient(cost, v)\n"
+            + RUN,
+            "mean",
+        ),
+        (
+            "def cost(x):\n  y = tf.reduce_mean(x)\n  return y\ndef step(x):\n  with tf.GradientTape() as t:\n"
+            "    a = cost(x) + 1\n  t.gradient(a, v)\n" + RUN,
+            "mean",
+        ),
         ("bce = tf.keras.losses.BinaryCrossentropy()\ndef step(x):\n  return bce(x, x)\n" + RUN, "mean"),
+        ("tf.reduce_mean(tf.constant([1, 2]))\n", "integers"),
+        ("i = tf.cast(x, tf.int32)\ntf.reduce_mean(i, axis=0)\n", "integers"),
+        ("count = 0\ndef step(x):\n  global count\n  count += 1\n" + RUN, "side effect"),
+        (
+            "class A:\n  def step(self, x):\n    self.n += 1\n  def go(self): strategy.run(self.step, args=(x,))\n",
+            "side effect",
+        ),
         ("def step(x):\n  print(x)\n" + RUN, "side effect"),
         ("def step(x):\n  return x + np.random.normal()\n" + RUN, "side effect"),
         ("def step(x):\n  return time.time()\n" + RUN, "side effect"),
         ("seen = []\ndef step(x):\n  seen.append(x)\n" + RUN, "side effect"),
         ("v = tf.Variable(0.0)\ndef step(x):\n  v.assign_add(x)\n" + RUN, "scope"),
         ("x = tf.ones((2,), tf.int64)\n", "int64"),
-        ("with tf.GradientTape() as tape:\n  pass\n", "tape"),
-        ("def train(x):\n  with tf.GradientTape() as tape:\n    pass\ntrain(1)\n", "tape"),
-        ("path = f'{x}' + 'workertemp_' + str(1)\n", "directory"),
+        ("with tf.GradientTape() as tape:\n  y = x * x\nprint(tape.gradient(y, x))\n", "tape"),
+        ("def train(x):\n  with tf.GradientTape() as tape:\n    print(x)\ntrain(1)\n", "tape"),
+        ("def loss(x):\n  print(x)\nwith tf.GradientTape() as tape:\n  loss(x)\n", "side effect"),
         ("@tf.function\ndef step(x):\n  if tf.reduce_any(x):\n    x = 1\n  return x\n", "condition"),
         ("@tf.function\ndef step(x):\n  y = tf.reduce_sum(x)\n  while y > 0:\n    y = 0\n", "condition"),
         ("from tensorflow.nn import *\n", "star"),
@@ -47,7 +64,8 @@ def test_what_is_marked(text, rule):
     [
         "strategy.reduce(tf.distribute.ReduceOp.SUM, x, axis=None)\n",
         "def step(x):\n  loss = tf.reduce_mean(x, axis=-1)\n" + RUN,
-        "def step(x):\n  accuracy = tf.reduce_mean(x)\n" + RUN,
+        "def step(x):\n  accuracy = tf.reduce_mean(x)\n  t.gradient(x, v)\n" + RUN,
+        "def step(x):\n  n = 0\n  n += 1\n" + RUN,
         "bce = tf.keras.losses.BinaryCrossentropy(reduction='none')\ndef step(x):\n  return bce(x, x)\n"
         + RUN,
         "bce = tf.keras.losses.BinaryCrossentropy()\nbce(1, 1)\n",
@@ -66,7 +84,20 @@ def test_what_is_marked(text, rule):
     ],
 )
 def test_what_is_not_marked(text):
-    assert not {"mean", "side effect", "scope", "int64", "tape", "condition"} & set(rules(text))
+    assert not {"mean", "side effect", "scope", "int64", "tape", "condition", "integers"} & set(rules(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tf.reduce_mean(tf.constant([1.0, 2.0]))\n",
+        "tf.reduce_mean(tf.constant([1, 2], dtype=tf.float32))\n",
+        "tf.reduce_mean(tf.cast(tf.range(3), tf.float32))\n",
+        "tf.data.Dataset.range(3).map(lambda x: tf.reduce_mean(tf.constant([1, 2])))\n",
+    ],
+)
+def test_means_of_floats_are_not_marked(text):
+    assert "integers" not in rules(text)
 
 
 def test_a_mark_stands_above_its_statement_and_wraps():
@@ -121,7 +152,7 @@ def test_a_mark_of_an_import_stays_with_it_when_others_come(tmp_path):
 
 
 def test_a_mark_that_stands_is_counted_once_and_keeps_its_place():
-    first = becomes("import tensorflow as tf\n\ntf.no_such_name(1)\nwith tf.GradientTape():\n  pass\n")
+    first = becomes("import tensorflow as tf\n\ntf.no_such_name(1)\nwith tf.GradientTape():\n  print(1)\n")
     assert marks(first) == [("unknown", 4), ("standing", 6)]
     assert marks(first.replace("import tensorflow", "x = 1\nimport tensorflow")) == [
         ("unknown", 5),

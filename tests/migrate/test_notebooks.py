@@ -101,16 +101,83 @@ def test_a_notebook_without_tensorflow_is_the_same_to_the_byte(tmp_path):
 def test_a_cell_that_is_no_python_is_reported_and_stays(tmp_path):
     file = migrated(tmp_path, notebook("import tensorflow as tf", "def f(:", "tf.function"))
     assert cells_of(file)[1:] == ["def f(:", "rx.function"]
-    assert file.failure == "cell 2 cannot be parsed and stays as it is"
+    assert file.failure == "cell 2 cannot be read as Python of its own, and stays as it is"
 
 
 def test_places_are_cells_and_lines(tmp_path):
     file = migrated(tmp_path, notebook("import tensorflow as tf", "x = 1\n\ntf.no_such_name(1)"))
     (mark,) = file.marks
-    assert file.place(mark.line).endswith("notebook.ipynb: cell 2, line 3")
+    assert file.place(mark.line).endswith("notebook.ipynb: cell 2, line 4"), "below its mark"
     assert [line for line in file.diff() if line.startswith("+++")] == [
         f"+++ b/{str(file.path).lstrip('/')} (cell 2)\n"
     ]
+
+
+def test_files_that_cells_write_are_modules(tmp_path):
+    cells = [
+        "%%writefile setup.py\nimport tensorflow as tf\n\ndef parse(x):\n  return tf.square(x)\n\ndef model():\n"
+        "  return tf.keras.Sequential([])\n",
+        "import tensorflow as tf\nimport setup\ndataset = tf.data.Dataset.range(3).map(setup.parse)",
+        "%%writefile ./main.py\nimport tensorflow as tf\nimport setup\n\nmade = setup.model()\ntf.no_such_name(1)",
+        "%%writefile notes.txt\nimport tensorflow as tf",
+        "!python main.py",
+    ]
+    file = migrated(tmp_path, notebook(*cells))
+    setup, first, main, *others = cells_of(file)
+    assert "tf.square(x)" in setup, "a dataset calls it"
+    assert setup.startswith("%%writefile setup.py\n")
+    assert "return keras.Sequential([])" in setup
+    assert "setup.parse" in first
+    assert 'setdefault("KERAS_BACKEND", "jax")' in main, "it is run first"
+    assert others == cells[3:]
+    (mark,) = file.marks
+    assert file.place(mark.line).endswith("cell 3, line 11")
+    assert main.splitlines()[10] == "tf.no_such_name(1)"
+    again = migrated(tmp_path, file.new.decode())
+    assert again.new == again.old
+    assert not file.failure
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["%%writefile -a more.py\nimport tensorflow as tf\ntf.function"],
+        ["%%writefile a.py\nimport tensorflow as tf\ntf.function", "%%writefile a.py\nx = 1", "import a"],
+    ],
+)
+def test_what_is_no_whole_module_is_reported(tmp_path, cells):
+    file = migrated(tmp_path, notebook(*cells))
+    assert cells_of(file) == cells
+    assert file.failure.startswith("cell 1 ")
+
+
+def test_versions_of_a_script_and_lines_of_windows(tmp_path):
+    script = "%%writefile main.py\r\nimport tensorflow as tf\r\ntf.function\r\n"
+    file = migrated(tmp_path, notebook(script, script))
+    assert (
+        cells_of(file) == [script.replace("tensorflow as tf", "replicax as rx").replace("tf.f", "rx.f")] * 2
+    )
+    assert not file.failure
+
+
+def test_a_written_file_that_is_no_python_is_reported(tmp_path):
+    file = migrated(tmp_path, notebook("%%writefile main.py\ndef f(:"))
+    assert cells_of(file) == ["%%writefile main.py\ndef f(:"]
+    assert file.failure == "cell 1 cannot be read as Python of its own, and stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("%time x = tf.function(f)", "%time x = rx.function(f)"),
+        ("if True:\n  %timeit -n 10 -r2 tf.function(f)", "if True:\n  %timeit -n 10 -r2 rx.function(f)"),
+        ("%timeit -n 10", "%timeit -n 10"),
+        ("%time !ls tf.function", "%time !ls tf.function"),
+        ("%time for i in x: tf.function", "%time for i in x: tf.function"),
+    ],
+)
+def test_the_rest_of_a_timed_line_is_python(tmp_path, before, after):
+    assert cells_of(migrated(tmp_path, notebook("import tensorflow as tf", before)))[1] == after
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"cells": 3}', '{"worksheets": []}', '{"cells": [1]}'])

@@ -225,8 +225,8 @@ def test_changes_are_listed():
         ),
         ("import torch\ntorch.ones(2).numpy()", "import torch\ntorch.ones(2).numpy()"),
         (
-            "class M(tf.keras.metrics.Metric):\n  def reset_states(self): pass",
-            "class M(keras.metrics.Metric):\n  def reset_state(self): pass",
+            "class M(tf.keras.metrics.Metric):\n  def reset_states(self): pass\nm = M()\nm.reset_states()",
+            "class M(keras.metrics.Metric):\n  def reset_state(self): pass\nm = M()\nm.reset_state()",
         ),
         (
             "self.compiled_loss(y, p, regularization_losses=self.losses)",
@@ -286,5 +286,139 @@ def test_names_of_files_of_keras(before, after):
     assert not marks(HEAD + MODEL + before)
 
 
-def test_a_path_that_cannot_be_read_is_marked():
-    assert marks(HEAD + "def f(model, path):\n  model.save_weights(path)\n") == [("suffix", 4)]
+def test_a_path_that_is_known_at_run_time_gets_its_ending_there():
+    text = HEAD + "def f(model, path):\n  model.save_weights(path)\n"
+    assert "model.save_weights(rx.keras.weights_path(path))" in becomes(text)
+
+
+NO_KERAS = "import tensorflow as tf\nds = tf.data.Dataset.range(3).batch(2)\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("for x in ds:\n  tf.square(x)", "for x in ds.as_numpy_iterator():\n  jnp.square(x)"),
+        (
+            "for i, x in enumerate(ds.take(1)): pass",
+            "for i, x in enumerate(ds.take(1).as_numpy_iterator()): pass",
+        ),
+        ("total = [x for x in ds]", "total = [x for x in ds.as_numpy_iterator()]"),
+        ("for x in ds.as_numpy_iterator(): pass", "for x in ds.as_numpy_iterator(): pass"),
+        ("for x in data: pass", "for x in data: pass"),
+        ("for x in ds: tf.keras.Model", "for x in ds: keras.Model"),
+        ("def parse(x):\n  for y in ds: pass\nds.map(parse)", "  for y in ds: pass\nds.map(parse)"),
+    ],
+)
+def test_loops_over_datasets_get_arrays(before, after):
+    assert becomes(NO_KERAS + before).endswith(after)
+
+
+SHAPES = "import tensorflow as tf\n@tf.function\ndef f(x):\n  "
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("return tf.shape(x)[0] * 2", "return jnp.shape(x)[0] * 2"),
+        ("return tf.shape(x) * 2", "return np.array(jnp.shape(x)) * 2"),
+        ("return tf.shape(x)[1:] + 1", "return np.array(jnp.shape(x))[1:] + 1"),
+        ("s = tf.shape(x)\n  return -s", "s = np.array(jnp.shape(x))\n  return -s"),
+        ("s = tf.shape(x)\n  return s[0]", "s = jnp.shape(x)\n  return s[0]"),
+        (
+            "return tf.concat([tf.shape(x)[:1], [3]], 0)",
+            "return np.concatenate([jnp.shape(x)[:1], [3]], axis=0)",
+        ),
+        ("s = tf.shape(x)\n  return tf.stack([s[0], 3])", "return np.stack([s[0], 3])"),
+        ("return tf.reduce_prod(tf.shape(x)[1:])", "return np.prod(jnp.shape(x)[1:])"),
+        ("return tf.unstack(tf.shape(x))", "return list(jnp.shape(x))"),
+        ("return tf.concat([x, x], 0)", "return jnp.concatenate([x, x], axis=0)"),
+        ("return tf.equal(tf.shape(x), 2)", "return jnp.equal(jnp.shape(x), 2)"),
+    ],
+)
+def test_shapes_stay_known_and_are_calculated_with(before, after):
+    assert becomes(SHAPES + before).endswith(after)
+
+
+def test_a_name_that_a_dataset_uses_stays_tensorflows():
+    head = "import tensorflow as tf\nsquare = tf.square\nds = tf.data.Dataset.range(3).map(square)\n"
+    assert "\nsquare = tf.square\n" in becomes(head)
+    assert marks(head) == []
+    assert becomes(head + "square(x)\n").endswith("map(square)\njnp.square(x)\n")
+    assert [rule for rule, _ in marks(head + "map(square, xs)\n")] == ["both"]
+    assert "square = jnp.square" in becomes("import tensorflow as tf\nsquare = tf.square\nmap(square, xs)\n")
+
+
+def test_a_name_of_another_module_that_a_dataset_uses_is_marked():
+    program = sources(
+        ops="import tensorflow as tf\nsquare = tf.square\n",
+        main="import tensorflow as tf\nimport ops\nds = tf.data.Dataset.range(3).map(ops.square)\n",
+    )
+    (_, main) = program.sources
+    found = rewrite(main, decide(main, Reach(program)))
+    assert [mark.rule for mark in found.marks] == ["both"]
+    assert found.code.decode().endswith("map(ops.square)\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("model.fit(x, workers=2, epochs=1)", "model.fit(x, epochs=1)"),
+        ("model.fit(x, workers=2)", "model.fit(x)"),
+        ("model.fit(\n  x,\n  workers=2,\n)", "model.fit(\n  x,\n)"),
+        ("model.fit(x, workers=2)  # fast", "model.fit(x)  # fast"),
+        ("tf.keras.optimizers.SGD(jit_compile=True)", "keras.optimizers.SGD()"),
+        ("model.save('m.keras', options=o)", "model.save('m.keras')"),
+        ("other.save('m', options=o)", "other.save('m', options=o)"),
+        (
+            "model.compile('sgd', experimental_steps_per_execution=3)",
+            "model.compile('sgd', steps_per_execution=3)",
+        ),
+    ],
+)
+def test_arguments_without_a_meaning_in_keras_3_go(before, after):
+    assert becomes(HEAD + MODEL + before).endswith(after)
+    assert not marks(HEAD + MODEL + before)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(m): m.fit(x, workers=2)",
+        "tf.keras.metrics.MeanTensor()",
+        "tf.keras.optimizers.SGD(0.1, decay=1e-4)",
+        "tf.keras.callbacks.ModelCheckpoint('a.keras', period=2)",
+        "tf.keras.layers.LSTM(2, time_major=True)",
+        "tf.keras.Input((2,), 3, 'name')",
+        "model.train_on_batch(x, y, reset_metrics=False)",
+        "model.load_weights('w.weights.h5', by_name=True)",
+    ],
+)
+def test_what_keras_3_has_not_is_marked(text):
+    assert [rule for rule, _ in marks(HEAD + MODEL + text)] == ["keras"]
+
+
+STAGE = "words = keras.Input((3,), dtype='string')\nstage = keras.Model(words, keras.layers.StringLookup()(words))\n"
+DATA = "def load(x): return stage(x)\nds = tf.data.Dataset.range(3).map(load)\n"
+
+
+def test_a_model_that_only_datasets_call():
+    assert "stage = rx.keras.DataModel(words, keras.layers.StringLookup()(words))" in becomes(
+        HEAD + STAGE + DATA
+    )
+    assert "stage = keras.Model(words" in becomes(HEAD + STAGE)
+    layers = "stage = tf.keras.Sequential([tf.keras.layers.RandomFlip()])\n"
+    assert "stage = keras.layers.Pipeline([keras.layers.RandomFlip()])" in becomes(HEAD + layers + DATA)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [STAGE + DATA + "stage.summary()\n", "stage = tf.keras.Sequential([tf.keras.Input((2,))])\n" + DATA],
+)
+def test_a_model_that_datasets_and_others_call_is_marked(text):
+    assert [rule for rule, _ in marks(HEAD + text)] == ["both"]
+
+
+def test_the_program_looks_at_a_file_whose_name_changes():
+    text = "import os\npath = 'w'\nif os.path.exists(path): pass\nmodel.save_weights(path)\n"
+    assert [rule for rule, _ in marks(HEAD + MODEL + text)] == ["suffix"]
+    assert marks(HEAD + MODEL + text.replace("os.path.exists", "os.path.basename")) == []

@@ -88,7 +88,7 @@ def training(folder, num_steps, restores):
         waited.save()
         waited.wait()
         report(after_failure=[os.path.basename(path) for path in waited.checkpoints])
-        before, index = optimizer.iterations.numpy(), strategy.cluster_resolver.task_id
+        before, index = optimizer.iterations.numpy(), min(strategy.cluster_resolver.task_id, 1)
         for name, path in (
             ("another", waited.checkpoints[index]),
             ("none", [None, waited.checkpoints[0]][index]),
@@ -133,3 +133,12 @@ def training(folder, num_steps, restores):
                 checkpoint.write(os.path.join(own, "exact"))
             except UnsharedDirectoryError as error:
                 report(unshared=str(error))
+        with tempfile.TemporaryDirectory() as own:  # as programs of TensorFlow, which remove it
+            given = f"{folder}-shared" if index == 0 else os.path.join(own, "workertemp")
+            second = rx.CheckpointManager(rx.Checkpoint(state={"epoch": 1}), given)
+            for _ in range(2):
+                second.save()
+                second.wait()
+                if index == 1:
+                    os.rmdir(given)
+            report(saved_to=second.directory, latest=second.latest_checkpoint)

@@ -88,6 +88,12 @@ def test_directories_that_are_not_shared_are_found_out(first):
         assert "share (NFS" in worker["unshared"]
 
 
+def test_a_worker_with_a_directory_of_its_own_takes_the_chiefs(folder, first):
+    for worker in first:
+        assert worker["saved_to"] == f"{folder}-shared"
+        assert worker["latest"] == f"{folder}-shared/ckpt-2"
+
+
 def test_all_restore_one_checkpoint_or_none_does(first):
     for number, worker in enumerate(first):
         assert re.search(r"worker 0 '.*ckpt-4', worker 1 '.*ckpt-6'", worker["restoring_another"])

@@ -153,6 +153,18 @@ def test_a_tf_function_around_run(strategy, capfd, autograph):
     assert float(rx.function(compiled)(iter(dataset))) == 8  # its Python function
 
 
+def test_run_of_functions_of_tensorflow(strategy, tmp_path):
+    module = tf.Module()
+    module.double = tf.function(lambda x: 2 * x, input_signature=[tf.TensorSpec([None], tf.float32)])
+    tf.saved_model.save(module, str(tmp_path), signatures=module.double)
+    signature = tf.saved_model.load(str(tmp_path)).signatures["serving_default"]
+    for function, says in (
+        (tf.nn.relu, "Write keras.ops.relu in place of tf.nn.relu"),
+        (signature, "SavedModel"),
+    ):
+        message(UnsupportedError, lambda fn=function: strategy.run(fn, args=(jnp.ones(2),)), says)
+
+
 def test_run_of_a_tf_function(strategy):
     step = tf.function(lambda x: jnp.sum(x))
     assert float(strategy.run(step, args=(jnp.ones(2),)).values[0]) == 2

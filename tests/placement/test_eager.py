@@ -970,6 +970,30 @@ def test_training_with_an_empty_replica(strategy):
     assert_alike(eager, trained(strategy, None, layers, optimizer, batches, num_steps=2))
 
 
+@pytest.mark.parametrize("num_calls", [1, 2])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (1, 0)])
+def test_losses_that_are_read_after_a_collective_are_those_of_the_replica(strategy, sizes, num_calls):
+    """Keras keeps the losses of activities in the layers, where each replica replaces them."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(2, activity_regularizer="l2", kernel_regularizer="l2")]
+        )
+
+    def step(x):
+        context = rx.get_replica_context()
+        for number in range(num_calls):  # a call of the model replaces the losses of the one before
+            model(x * (number + 1))
+            context.all_reduce("SUM", x.sum())
+        before = model.losses
+        context.all_reduce("SUM", x.sum())
+        return before, model.losses
+
+    before, after = run_both(strategy, step, batch(strategy, sizes)[0])
+    assert len(before) == len(after) == 2
+    assert_alike(before, after)
+
+
 @pytest.mark.parametrize("layer", [keras.layers.LSTM, pytest.param(keras.layers.GRU, marks=pytest.mark.long)])
 @pytest.mark.rest
 def test_recurrent_layers(strategy, layer):

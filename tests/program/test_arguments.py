@@ -18,8 +18,8 @@ from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, NarrowingError
 
 
-class Tensor:
-    """As tensors of TensorFlow and torch: a shape, a dtype that NumPy does not know, and a conversion."""
+class Shaped:
+    """A shape, and a dtype that NumPy does not know."""
 
     def __init__(self, array):
         self._array = np.asarray(array)
@@ -32,21 +32,29 @@ class Tensor:
     def dtype(self):
         return f"other.{self._array.dtype}"
 
+
+class Tensor(Shaped):
+    """As tensors of TensorFlow and torch: also a conversion."""
+
     def __array__(self, dtype=None, copy=None):
         return self._array
 
 
-class OnlyDlpack(Tensor):
-    """As tensors of a dtype that NumPy lacks, or on a GPU."""
-
-    def __array__(self, dtype=None, copy=None):
-        raise TypeError("not on this device.")
+class OnlyDlpack(Shaped):
+    """As tensors of a library that knows nothing of NumPy."""
 
     def __dlpack__(self, **options):
         return jnp.asarray(self._array).__dlpack__(**options)
 
     def __dlpack_device__(self):
         return jnp.asarray(self._array).__dlpack_device__()
+
+
+class OutOfReach(OnlyDlpack):
+    """As tensors of a dtype that NumPy lacks, or on a GPU."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("not on this device.")
 
 
 class Recorded(Tensor):
@@ -104,7 +112,7 @@ def call(request, coordinator):
     return CALLS[request.param](coordinator)
 
 
-@pytest.fixture(params=[Tensor, OnlyDlpack])
+@pytest.fixture(params=[Tensor, OnlyDlpack, OutOfReach])
 def kind(request):
     return request.param
 
@@ -155,8 +163,19 @@ def test_a_tensor_beside_donated_state_does_not_take_its_place():
     message(rx.errors.DonatedError, lambda: state.array, "donate")
 
 
-def test_64_bits_of_a_tensor_are_checked(call):
-    ids = Tensor(np.array([1, 2**40]))
+class Wide(OnlyDlpack):
+    """Keeps its 64 bits."""
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [Tensor, Wide])
+def test_64_bits_of_a_tensor_are_checked(call, kind):
+    ids = kind(np.array([1, 2**40]))
     message(NarrowingError, lambda: call(lambda ids: jnp.sum(ids * 1.0), ids), "1099511627776")
 
 

@@ -1,11 +1,13 @@
 """Side effects of traced functions: those that surprise are reported, once, with the user's line; no others."""
 
 import logging
+import random
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
@@ -68,13 +70,22 @@ class Trainer:
         self.totals[len(self.losses)] = x
         return x
 
+    def append_logs(self, x):
+        self.losses.append({"loss": x * 2, "step": 1})
+        return x
+
     def draw(self, x):
         return x + np.random.normal()
+
+    def draw_a_number(self, x):
+        return x + random.random()
 
 
 CASES = {
     "count": "        self.num_steps += 1",
     "append": "        self.losses.append(x * 2)",
+    "append_logs": '        self.losses.append({"loss": x * 2, "step": 1})',
+    "draw_a_number": "        return x + random.random()",
     "assign": "        self.last = x",
     "assign_new": "        self.never_seen = x",
     "assign_item": "        self.totals[len(self.losses)] = x",
@@ -115,6 +126,39 @@ def test_globals_closures_and_helpers_are_watched(strategy, told):
     ]
     assert sorted(messages) == sorted(m for line in lines for m in messages if line in m)
     assert len(messages) == 3
+
+
+class Noise(keras.layers.Layer):
+    num_calls = 0
+
+    def call(self, x):
+        self.num_calls += 1
+        self.last = x  # for the rest of the step
+        return x + np.random.normal()
+
+
+class Called:
+    def __call__(self, x):
+        return x + np.random.normal()
+
+
+def test_layers_and_objects_that_a_step_calls_are_watched(strategy, told):
+    layer, called = Noise(), Called()
+
+    def step(x):
+        return layer(x) + called(x)
+
+    strategy.run(step, args=(jnp.ones(2),))
+    messages = told()
+    lines = [
+        line_of("        self.num_calls += 1", Noise.call),
+        line_of("        return x + np.random.normal()", Noise.call),
+        line_of("        return x + np.random.normal()", Called.__call__),
+    ]
+    assert sorted(messages) == sorted(m for line in lines for m in messages if line in m)
+    assert len(messages) == 3
+    strategy.run(Called(), args=(jnp.ones(2),))  # told already
+    assert len(told()) == 3
 
 
 def test_replicas_with_uneven_batches_and_functions_for_several_steps_are_watched(strategy, told):

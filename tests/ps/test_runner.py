@@ -14,11 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input import memory
-from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps import pulls as pulls_module
 from replicax._src.ps import runner as runner_module
 from replicax._src.ps import server_stream
-from replicax._src.ps.elements import ElementQueue
+from replicax._src.ps.elements import ElementQueue, End
 from replicax._src.ps.errors import UnavailableError, UnknownProgramError
 from replicax._src.ps.links import NewPiece, PsLinks
 from replicax._src.ps.messages import Message
@@ -74,7 +73,7 @@ class Elements:
 
     def next(self):
         if self.num_taken == len(self.leaves):
-            raise OutOfRangeError("no more")
+            return End("no more")
         self.num_taken += 1
         return [self.leaves[self.num_taken - 1]]
 
@@ -291,7 +290,8 @@ def summing(name, size, counts=(2, 1)):
 
 
 def signature(*shapes):
-    return signature_of([(shape, np.dtype(np.float32)) for shape in shapes])
+    """Of elements of one leaf; None for one that is missing."""
+    return signature_of([None if shape is None else [(shape, np.dtype(np.float32))] for shape in shapes])
 
 
 SMALL = signature((2,), (2,), ())
@@ -350,8 +350,9 @@ def test_at_the_end_of_a_dataset_nothing_is_pushed(links, runner):
     iterators = [Elements(1, 2)]
     for number in range(2):
         runner.run(call(number, digest, iterators=iterators, signature=signature(())))
-    with pytest.raises(OutOfRangeError):
-        runner.run(call(2, digest, iterators=iterators, signature=signature(())))
+    result = runner.run(call(2, digest, iterators=iterators, signature=signature(())))
+    assert result.need == signature(None)
+    assert result.end == End("no more")
     assert links.read([[counter]])[0] == 3
 
 
@@ -373,12 +374,35 @@ def test_elements_are_held_when_a_server_lacks_the_program_of_the_push(links, ru
     assert links.read([[counter]])[0] == 1
 
 
-def test_shapes_may_not_decide_how_many_elements_are_taken(runner):
+def test_elements_that_the_program_for_their_shapes_does_not_use_go_back(runner):
     two, one = runner.add_program(summing("two", 2)), runner.add_program(summing("one", 3, (1, 1)))
-    iterators = [Elements([1, 1, 1], [2, 2, 2]), Elements(10)]
-    programs = {SMALL: two, signature((3,), (3,), ()): one}
-    with pytest.raises(InvalidArgumentError, match=r"one takes \(1, 1\) elements .* and \(2, 1\) otherwise"):
-        runner.run(call(0, programs, iterators=iterators))
+    iterators = [Elements([1, 1, 1], [2, 2, 2], [3, 3, 3]), Elements(10, 100)]
+    large = signature((3,), (3,), ())
+    for number, expected in enumerate([(3 + 6) * 10, (6 + 12) * 100]):
+        result = runner.run(call(number, {SMALL: two, large: one}, iterators=iterators))
+        assert result.signature == large
+        assert float(result.results[0]) == expected
+
+
+def test_a_program_for_a_missing_element_uses_the_others_or_gives_them_back(runner):
+    two = runner.add_program(summing("two", 2))
+    short = signature((2,), None, ())
+    first, none = [Input("element", 0)], []
+    for counts, inputs, left in (((2, 0), first, [10]), ((1, 1), first, []), ((0, 0), none, [1, 10])):
+        program = worker_program(
+            lambda *x: jnp.float32(sum(map(jnp.sum, x))),
+            inputs,
+            [np.zeros(2, np.float32)] * len(inputs),
+            element_counts=counts,
+        )
+        iterators = [Elements([1, 1]), Elements(10)]
+        programs = {SMALL: two, short: runner.add_program(program)}
+        result = runner.run(call(0, programs, iterators=iterators))
+        assert result.signature == short
+        assert float(result.results[0]) == 2 * len(inputs)
+        rest = [runner._elements.take([iterator], [2])[0] for iterator in iterators]
+        rest = [float(x[0].flat[0]) for taken in rest for x in taken if not isinstance(x, End)]
+        assert rest == left
 
 
 # --- rows of tables -----------------------------------------------------------------------------------
@@ -701,8 +725,7 @@ def test_rows_for_the_next_elements_come_with_the_push(runner, bagging):
         assert float(result.results[0]) == expected
         assert iterators[0].num_taken == min(number + 2, len(BATCHES))
     assert runner.statistics()["num_pulls"] == 1
-    with pytest.raises(OutOfRangeError):
-        runner.run(call(9, digest, iterators=iterators, signature=PAIR))
+    assert runner.run(call(9, digest, iterators=iterators, signature=PAIR)).need == signature(None)
 
 
 @pytest.mark.rest

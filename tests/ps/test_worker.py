@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from exported import update_program, worker_program
-from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.ps import worker as worker_module
 from replicax._src.ps.errors import ClosureAbortedError, MessageError, UnknownProgramError
 from replicax._src.ps.links import NewPiece, PsLinks
@@ -66,7 +65,7 @@ def ask_of(links, update):
 
 
 def signature(*shape):
-    return signature_of([(shape, np.dtype(np.float32))])
+    return signature_of([[(shape, np.dtype(np.float32))]])
 
 
 def send_program(worker, program):
@@ -102,10 +101,11 @@ def test_a_closure_of_a_dataset_and_a_constant(worker, links):
     ask(worker, "constant", [np.float32(10)], name="c")
     assert [float(run(worker, number, program, 3).arrays[0]) for number in range(2)] == [60, 120]
     needed = run(worker, 2, program)
-    assert needed.header == {"need": signature(3)}
+    assert needed.header == {"need": signature(3), "end": None}
     assert not needed.arrays
-    with pytest.raises(OutOfRangeError):
-        run(worker, 3, program)
+    needed = run(worker, 3, program)
+    assert needed.header["need"] == signature_of([None])
+    assert "it had 3" in needed.header["end"]
     assert links.read([[COUNTER]])[0] == 180
     assert worker.statistics()["num_closures"] == 2
 

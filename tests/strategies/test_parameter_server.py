@@ -322,10 +322,8 @@ def test_conditions_assign_on_the_servers(strategy):
             "RunOptions(check_finite=True)",
         ),
         (lambda s: s.run_steps(lambda x: x, None, 2), "Give each step to ClusterCoordinator.schedule"),
-        (lambda s: s.run_here(lambda k: 1, jax.random.key(0)), "is an argument of a function for workers"),
-        (lambda s: s.run_here(lambda: jax.random.key(0)), "is returned by a function for workers"),
     ],
-    ids=["eager", "same", "finite", "run_steps", "key", "key as result"],
+    ids=["eager", "same", "finite", "run_steps"],
 )
 def test_what_is_not_there_says_so(strategy, call, says):
     message(errors.UnsupportedError, lambda: call(strategy), says)

@@ -73,6 +73,11 @@ def name_of(value: Any) -> str:
     return f"tf.{next(iter(names), bases[0].__name__)}"
 
 
+def python_function_of(value: Any) -> Any:
+    """The Python function of a ``tf.function``; anything else as it is."""
+    return value.python_function if is_object(value) and name_of(value) == "tf.function" else value
+
+
 def _exported(value: Any) -> str | None:
     """The shortest of the names under which TensorFlow exports a function or class."""
     while value is not None:
@@ -301,6 +306,24 @@ def check_not_in_tensorflow(call: str) -> None:
             "rx.GradientTape inside the function that strategy.run or rx.function runs, or use "
             "rx.value_and_grad."
         )
+
+
+def check_no_function_of_tensorflow(call: str, function: Any) -> None:
+    """Raises if a function that is to be traced is TensorFlow's own, or one that a SavedModel holds.
+
+    Raises:
+      UnsupportedError: It is. A ``tf.function`` of Python code is none: its code is traced.
+    """
+    if "tensorflow" not in sys.modules or not is_tensorflow(function):
+        return
+    if is_object(function) and getattr(function, "python_function", None) is not None:
+        return
+    name = name_of(function)
+    raise UnsupportedError(
+        f"{call} was given {name}, which TensorFlow runs: it cannot compute with arrays of JAX. "
+        f"{advice([name], uses_keras=True)} A function of a SavedModel runs outside of steps, on values of tf.data or "
+        "NumPy."
+    )
 
 
 def in_tf_function(what: str) -> UnsupportedError:

@@ -1,8 +1,31 @@
 """What goes with Keras: ``rx.keras``. Importing it does not import Keras."""
 
-from replicax._src.public_names import publish_all
+from typing import TYPE_CHECKING, Any
+
+from replicax._src.keras.files import model_path, weights_path
+from replicax._src.keras_backend import check_keras
+from replicax._src.public_names import publish, publish_all
 from replicax.keras import callbacks
 
-__all__ = ["callbacks"]
+if TYPE_CHECKING:
+    from replicax._src.keras.data_model import DataModel
+    from replicax._src.keras.sidecar_evaluator import SidecarEvaluator
+
+__all__ = ["DataModel", "SidecarEvaluator", "callbacks", "model_path", "weights_path"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("DataModel", "SidecarEvaluator"):
+        check_keras(f"rx.keras.{name}")
+    if name == "DataModel":
+        from replicax._src.keras.data_model import DataModel
+
+        return publish(__name__, name, DataModel)
+    if name == "SidecarEvaluator":
+        from replicax._src.keras.sidecar_evaluator import SidecarEvaluator
+
+        return publish(__name__, name, SidecarEvaluator)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __dir__ = publish_all(globals())

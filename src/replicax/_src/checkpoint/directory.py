@@ -13,6 +13,8 @@ from replicax._src.checkpoint.retention import Record
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.options import path_of
 
+_OF_KERAS = (".weights.h5", ".keras")
+
 
 def paths_in(directory: str, name: str | None = None) -> list[str]:
     """The paths of what is named as a checkpoint, by number.
@@ -53,6 +55,9 @@ def _read(path: str, changed_ns: int, inode: int) -> Record:
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     """The path of the checkpoint of a directory that was saved last, or None. Its files are not verified.
 
+    In a directory without checkpoints of ``rx.Checkpoint``, the newest file that Keras wrote, ``.weights.h5`` or
+    ``.keras``: ``model.load_weights`` takes it.
+
     It waits for a save that this process has started. Any process of a cluster may call it alone.
 
     Raises:
@@ -64,4 +69,17 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     directory = path_of(checkpoint_dir, "checkpoint_dir", "training")
     processes.wait_for_saves(directory)
     records = records_in(directory)
-    return records[-1].path if records else None
+    return records[-1].path if records else _latest_of_keras(directory)
+
+
+def is_of_keras(path: str) -> bool:
+    """True for a file of weights, or of a whole model."""
+    return path.endswith(_OF_KERAS)
+
+
+def _latest_of_keras(directory: str) -> str | None:
+    try:
+        files = [entry for entry in os.scandir(directory) if is_of_keras(entry.name) and entry.is_file()]
+        return max(((entry.stat().st_mtime_ns, entry.path) for entry in files), default=(0, None))[1]
+    except OSError:  # no directory, or a file of it was removed meanwhile
+        return None

@@ -7,12 +7,12 @@ import errno
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from replicax._src.checkpoint import processes
-from replicax._src.checkpoint.directory import latest_checkpoint
+from replicax._src.checkpoint.directory import is_of_keras, latest_checkpoint
 from replicax._src.checkpoint.errors import CheckpointNotFoundError, CheckpointWriteError
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.errors import InvalidArgumentError
@@ -33,7 +33,8 @@ def list_variables(path: str | os.PathLike[str]) -> list[tuple[str, tuple[int, .
 
 def _opened(path: str | os.PathLike[str]) -> SavedCheckpoint:
     checked = path_of(path, "path", "training/ckpt-3")
-    return SavedCheckpoint(latest_checkpoint(checked) or checked)
+    latest = latest_checkpoint(checked)
+    return SavedCheckpoint(latest if latest and not is_of_keras(latest) else checked)
 
 
 def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
@@ -51,6 +52,41 @@ def load_variable(path: str | os.PathLike[str], name: str) -> np.ndarray:
             f"The checkpoint {saved.path!r} has no array {name!r}. It has {', '.join(sorted(saved.contents.arrays)[:20])}."
         )
     return saved.values([name])[name]
+
+
+@final
+class CheckpointReader:
+    """The arrays of one checkpoint by name, as TensorFlow's reader has them; ``load_checkpoint`` makes it."""
+
+    def __init__(self, saved: SavedCheckpoint) -> None:
+        self._saved = saved
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]:
+        """The shapes of all arrays by key."""
+        return {key: list(array.shape) for key, array in self._saved.contents.arrays.items()}
+
+    def get_variable_to_dtype_map(self) -> dict[str, str]:
+        """The dtypes of all arrays by key, by their names in NumPy and JAX."""
+        return {key: array.dtype for key, array in self._saved.contents.arrays.items()}
+
+    def has_tensor(self, name: str) -> bool:
+        """True if the checkpoint has an array of this key."""
+        return name in self._saved.contents.arrays
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """One array, verified; see ``load_variable``."""
+        return load_variable(self._saved.path, name)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+    """A reader of a checkpoint, or of the newest one of a directory.
+
+    Raises:
+      CheckpointNotFoundError: There is none.
+
+    Source: TensorFlow, ``tf.train.load_checkpoint``.
+    """
+    return CheckpointReader(_opened(path))
 
 
 def export_safetensors(

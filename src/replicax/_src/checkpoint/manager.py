@@ -57,7 +57,8 @@ class CheckpointManager:
 
     Args:
       checkpoint: What is saved.
-      directory: Of the checkpoints, which all processes share.
+      directory: Of the checkpoints, which all processes share. A process that is given another one than the chief, as
+        in programs of TensorFlow, takes the chief's, and makes its own as an empty directory.
       max_to_keep: How many of the newest are kept; None: all.
       keep_checkpoint_every_n_hours: One for each so many hours is kept too.
       checkpoint_name: Their names begin with it.
@@ -114,17 +115,30 @@ class CheckpointManager:
             )
         self._retention = Retention(max_to_keep, keep_best, best_fn, best_mode, keep_checkpoint_every_n_hours)
         self._checkpoint, self._name, self._init_fn = checkpoint, checkpoint_name, init_fn
-        self._directory = os.path.abspath(path_of(directory, "directory", "training"))
+        self._given_directory = os.path.abspath(path_of(directory, "directory", "training"))
+        self._directory = self._given_directory  # until all have agreed on the chief's
         self._step_counter, self._interval = step_counter, checkpoint_interval
         self._last_step: int | None = None
         self._is_asynchronous = asynchronous
-        self._background = Background(self._directory)
         self._being_written: str | None = None  # in all processes, until they have waited for it
         self._known: set[str] = set()  # that it has saved or restored
         self._statistics = {"num_saved": 0, "num_bytes": 0, "copy_s": 0.0, "write_s": 0.0}
         processes.wait_for_saves_together(self._directory)  # or cleaning would remove what they have written
         processes.together("opening the directory of checkpoints", self._open)
-        processes.check_shared(self._directory)
+        self._directory = processes.shared_directory(self._given_directory)
+        self._background = Background(self._directory)
+        if self._given_directory != self._directory:
+            log.info(
+                "Checkpoints are in the chief's directory %s, not in %s.",
+                self._directory,
+                self._given_directory,
+            )
+            self._make_given_directory()
+
+    def _make_given_directory(self) -> None:
+        """Programs of TensorFlow remove what a worker that is not the chief has written to a directory of its own."""
+        if self._given_directory != self._directory:
+            os.makedirs(self._given_directory, exist_ok=True)
 
     def _open(self) -> None:
         orbax()  # here, and not in the pause of the first save: importing it takes half a second
@@ -203,6 +217,7 @@ class CheckpointManager:
             Nothing is saved.
         """
         step = self._step()
+        self._make_given_directory()
         if check_interval and self._interval is not None and not self._is_due(step):
             return None
         judged = _judged(metrics, self._retention)

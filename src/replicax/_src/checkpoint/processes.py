@@ -25,7 +25,7 @@ _SHARED_WITHIN_S = 10.0
 _UNCHANGED_WITHIN_S = 300.0
 # How often who writes says that it still does: those who wait give up on somebody who says nothing.
 _TELL_S = 1.0
-_checked: set[str] = set()
+_checked: dict[str, str] = {}  # what a process was given -> what all see
 
 
 def is_chief() -> bool:
@@ -85,25 +85,46 @@ def check_shared(directory: str) -> None:
     Raises:
       UnsharedDirectoryError: They see different ones.
     """
+    shared_directory(directory, takes_chiefs=False)
+
+
+def shared_directory(directory: str, *, takes_chiefs: bool = True) -> str:
+    """The directory that all processes see. All call it; for a directory that is known it costs nothing.
+
+    Programs of TensorFlow give each worker a directory of its own, as all of them write there.
+
+    Args:
+      directory: What this process was given.
+      takes_chiefs: A process that was given another directory than the chief takes the chief's, if it sees that.
+
+    Raises:
+      UnsharedDirectoryError: They see different ones.
+    """
     peers = joined_peers()
-    if peers is None or directory in _checked:
-        return
+    if peers is None:
+        return directory
+    if directory in _checked:
+        return _checked[directory]
     told = gather("the directory", {"directory": directory, "token": uuid.uuid4().hex})[0]
-    marker = os.path.join(directory, f".replicax-{told['token']}")
+    name = f".replicax-{told['token']}"
+    places = dict.fromkeys((directory, told["directory"]) if takes_chiefs else (directory,))
+    marker = os.path.join(directory, name)
     if peers.is_leader:
         _write_marker(marker)
     gather("the directory's mark", True)
-    seen = gather("who sees the directory", _appears(marker))
+    shared = _appears_in(list(places), name)
+    seen = gather("who sees the directory", shared is not None)
     if peers.is_leader:
         os.remove(marker)
     blind = [name for name, sees in zip(peers.names, seen, strict=True) if not sees]
-    if blind:
+    if blind or shared is None:
         raise UnsharedDirectoryError(
             f"The directory {directory!r} is not the same for all: {peers.names[0]} has written a file there that {', '.join(blind)} "
             f"cannot see. {peers.names[0]} writes checkpoints, and all restore them: give a directory on a disk that all machines "
             "share (NFS, Lustre, a bucket that is mounted)."
         )
-    _checked.add(directory)
+    _checked[directory] = shared
+    return shared
 
 
 def check_same_checkpoint(path: str | None, manifest: str) -> None:
@@ -136,14 +157,21 @@ def _write_marker(path: str) -> None:
 
 
 def _appears(path: str) -> bool:
+    return _appears_in([os.path.dirname(path)], os.path.basename(path)) is not None
+
+
+def _appears_in(directories: Sequence[str], name: str) -> str | None:
+    """The first of the directories in which a file appears within some time."""
     deadline = time.monotonic() + _SHARED_WITHIN_S
-    while not os.path.exists(path):
+    while True:
+        for directory in directories:
+            if os.path.exists(os.path.join(directory, name)):
+                return directory
+            if os.path.isdir(directory):
+                os.listdir(directory)  # or NFS goes on saying what it has said
         if time.monotonic() > deadline:
-            return False
-        if os.path.isdir(os.path.dirname(path)):
-            os.listdir(os.path.dirname(path))  # or NFS goes on saying what it has said
+            return None
         time.sleep(0.05)
-    return True
 
 
 def together(what: str, action: Callable[[], Any]) -> Any:

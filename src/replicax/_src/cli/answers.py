@@ -81,7 +81,7 @@ def answering(address: str, security: Security, ask_once: AskOnce) -> Iterator[A
         return
     try:
         socket.getaddrinfo(host, port)
-        listening = listen(host, port, backlog=16)
+        listening = listen(host, port)
     except (socket.gaierror, UnicodeError):
         yield Answer(Outcome.WRONG, _unknown(host))
         return

@@ -1,4 +1,4 @@
-"""Tells the other tasks of a cluster that one has ended before it joined, so that they do not wait for it."""
+"""Tells the other tasks of a cluster that one has ended before all had joined, so that they do not wait for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_CHARACTERS: Final = 8000
 def tell_failed_start(environment: Mapping[str, str], text: str, is_over: threading.Event) -> None:
     """Tells the hub of a task's cluster, as soon as it is there; it knows whether the task had joined.
 
-    Worker 0 would have started the hub: if it has not, a hub that only says so is run here.
+    Worker 0 starts the hub: if it has not, or its hub has ended, a hub that only says so is run here.
 
     Args:
       environment: Of the task.
@@ -48,7 +48,7 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     while not is_over.is_set():
         if me.id_in_cluster == 0:
             with contextlib.suppress(OSError):  # the port is in use: the task's own hub is there
-                listening = listen(*split_address(me.leader_address), backlog=len(names) + 8)
+                listening = listen(*split_address(me.leader_address))
                 hub = Hub(names)
                 hub.fail(0, text)
                 cluster = described(names, me.addresses)

@@ -35,7 +35,8 @@ _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S: Final = 0.05
 _REFRESH_S: Final = 0.5
 _NUM_LAST_LINES: Final = 20
-_NUM_LINES_TOLD: Final = 5
+_NUM_LINES_TOLD: Final = 10  # they may hold what that task was told of another
+_TOLD_AT_ONCE_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -266,10 +267,7 @@ class Supervisor:
             processes = [self._processes[start.task] for start in self._starts if not start.is_server]
             return [process for process in processes if process.is_running]
 
-        # A task that has joined has a status file. Jobs with parameter servers do not use this hub.
-        may_be_awaited = read_status(self._status_files[failed]) is None and not any(
-            start.task.type == "ps" for start in self._starts
-        )
+        may_be_awaited = self._may_be_awaited(failed)
         if others := running():
             self._display.note(
                 f"{failed} {self._processes[failed].ending}. Waiting up to {self._options.grace_s:g} s for {_listed(others)} to end."
@@ -278,11 +276,28 @@ class Supervisor:
                 self._wait(lambda: not running(), self._options.grace_s)
         elif may_be_awaited and len(self._starts) == 1 and not self._options.max_restarts:  # on other hosts
             with self._others_told(failed) as telling:
-                self._wait(lambda: not telling.is_alive(), self._options.grace_s)
+                self._wait(lambda: not telling.is_alive(), _TOLD_AT_ONCE_S)
+                if telling.is_alive():
+                    self._display.note(
+                        f"{failed} {self._processes[failed].ending}. Telling tasks of other hosts that come in the next "
+                        f"{self._options.grace_s:g} s."
+                    )
+                    self._wait(lambda: not telling.is_alive(), self._options.grace_s)
+
+    def _may_be_awaited(self, failed: Task) -> bool:
+        """Returns True if tasks may wait for one that has ended, or will when they come.
+
+        A task that has joined has a status file, and its connection tells those who have joined too. Worker 0 is also
+        awaited by those who have not: all have joined only when the first program has run.
+        """
+        if any(start.task.type == "ps" for start in self._starts):  # these jobs have another channel
+            return False
+        status = read_status(self._status_files[failed])
+        return status is None or (failed == Task("worker", 0) and status.step == 0)
 
     @contextlib.contextmanager
     def _others_told(self, failed: Task) -> Iterator[threading.Thread]:
-        """While in the block, tries to tell those who wait for a task that it has ended, should it not have joined."""
+        """While in the block, tries to tell those who wait for a task that it has ended."""
         process = self._processes[failed]
         environment = next(start.environment for start in self._starts if start.task == failed)
         text = "\n".join([f"it {process.ending}. Its last lines:", *process.lines[-_NUM_LINES_TOLD:]])

@@ -54,7 +54,7 @@ def of_gone(
     if how == "raised":
         return PeerFailureError(f"{name} raised an error ({where}):\n{_indented(text)}\n{again}", (name,))
     if how == "failed":
-        return PeerFailureError(f"{name} ended before it joined: {text}\n{again}", (name,))
+        return PeerFailureError(f"{name} ended before all had joined: {text}\n{again}", (name,))
     if how == "left":
         return PeerFailureError(
             f"{name} has ended its program, and this process still needs it. All tasks must run the same steps: look for "

@@ -8,7 +8,7 @@ Every task of a cluster is a *member* of the channel, numbered as its process is
   somebody is gone nobody joins; who comes then is of the next run, and is told to try again. Who leaves or raises says
   where it is, as in a beat; who leaves also which program it has ended last (``done``), since the others go on up to
   that.
-- The launcher may say that a task has *failed* before it joined. Then nobody joins any more, and all are told.
+- The launcher may say that a task has *failed* before all had joined. Then nobody joins any more, and all are told.
 - A *gathering* is a key for which each member offers a value; when all have, each is told all values. It never
   completes once somebody is gone; whoever waits in it hears of that.
 - Members *beat* once a second, and when their program is another than before: with the number of the program that they
@@ -348,7 +348,7 @@ _HOW = {
     "raised": "raised an error",
     "died": "died",
     "silent": "went silent",
-    "failed": "ended before it joined",
+    "failed": "ended before all had joined",
 }
 
 

@@ -16,7 +16,7 @@ def routed_address(address: str, environment: Mapping[str, str]) -> str:
     """Returns where to connect in order to reach ``address``: itself, unless ``REPLICAX_ROUTES`` says otherwise.
 
     ``REPLICAX_ROUTES`` is JSON, ``{"host:port": "host:port", ...}``. ``TF_CONFIG`` has the true addresses, the same
-    ones for all tasks; routes are one task's. It concerns the control channel, not JAX's own connections.
+    ones for all tasks; routes are one task's. It concerns the connections of replicax, not those of JAX.
 
     Raises:
       ClusterEnvironmentError: It is not JSON of that form.

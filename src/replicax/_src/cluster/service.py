@@ -184,7 +184,7 @@ def main() -> None:
     settings = json.loads(sys.stdin.readline())
     host, own_port = split_address(settings["address"])
     try:
-        listening = listen(host, own_port, backlog=len(settings["names"]) + 8)
+        listening = listen(host, own_port)
     except OSError as error:
         _answer({"error": error.strerror or str(error), "errno": error.errno})
         return

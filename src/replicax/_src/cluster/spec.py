@@ -194,6 +194,23 @@ class ClusterSpec:
         job = self._job(job_name)
         return [job.get(index) for index in range(max(job, default=-1) + 1)]
 
+    def num_tasks_beside(self, task: Task) -> int:
+        """Returns how many tasks have the host of one of them, itself included, as far as the addresses tell.
+
+        >>> spec = ClusterSpec({"chief": ["a:1"], "worker": ["a:2", "b:1"], "ps": ["a:3"]})
+        >>> spec.num_tasks_beside(Task("worker", 0)), spec.num_tasks_beside(Task("worker", 1))
+        (3, 1)
+        >>> spec.num_tasks_beside(Task("evaluator", 0))
+        1
+        """
+        hosts = {
+            (job, index): split_address(address)[0]
+            for job, tasks in self._jobs.items()
+            for index, address in tasks.items()
+        }
+        own = hosts.get((task.type, task.index))
+        return 1 if own is None else list(hosts.values()).count(own)
+
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Returns a list of addresses for each job, or a dict from indices where some tasks are not known."""
         return {

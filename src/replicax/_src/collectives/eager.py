@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,6 +21,10 @@ from replicax._src.collectives.in_replica import Communicator
 from replicax._src.collectives.meeting import Meeting
 from replicax._src.errors import ReductionError, StructureError, UnsupportedError
 from replicax._src.options import CommunicationOptions
+
+# Frameworks (Keras) that keep a replica's state where all threads reach it add a function here. It is called before a
+# replica waits for others, and returns what restores that state.
+kept_states: list[Callable[[], Callable[[], None]]] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +111,11 @@ class EagerCommunicator(Communicator):
 
     def agree(self, what: str, value: Any, is_collective: bool = False) -> list[Any]:
         """All replicas' values of something that is no array."""
-        return self._meeting.exchange(self._replica_id, what, value, is_collective and self._is_counting)
+        restore_all = [keep() for keep in kept_states]
+        values = self._meeting.exchange(self._replica_id, what, value, is_collective and self._is_counting)
+        for restore in restore_all:
+            restore()
+        return values
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

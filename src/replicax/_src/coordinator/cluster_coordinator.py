@@ -18,20 +18,21 @@ import numpy as np
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.coordinator.closures import ClosureQueue
-from replicax._src.coordinator.crew import Crew
-from replicax._src.coordinator.dispatch import Work
+from replicax._src.coordinator.limits import Limits
 from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
+from replicax._src.coordinator.pool import WorkerPool
 from replicax._src.coordinator.prepared import ClosureStrategy
 from replicax._src.coordinator.ps_recovery import OnPsRestart
 from replicax._src.coordinator.remote_value import RemoteValue, check_not_traced, fetched
 from replicax._src.coordinator.resources import Resource
+from replicax._src.coordinator.scheduled_work import Work
 from replicax._src.coordinator.status import STATUS_ADDRESS_VARIABLE, status_of
-from replicax._src.coordinator.workers import Limits
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.placement.remote.elements import ElementSpec
 from replicax._src.ps import resources, structures
 from replicax._src.ps.errors import ClosureInputError
 from replicax._src.ps.process import vitals
+from replicax._src.tensorflow_code import python_function_of
 
 if TYPE_CHECKING:
     from replicax._src.coordinator.status_server import StatusServer
@@ -41,8 +42,10 @@ log = logging.getLogger("replicax")
 _SPEC_S = 600.0
 _EXIT_S = 5.0
 
-_crews_at_work: set[Crew] = set()
-_crews: weakref.WeakKeyDictionary[Any, Crew] = weakref.WeakKeyDictionary()  # the last one of each strategy
+_pools_at_work: set[WorkerPool] = set()
+_pools: weakref.WeakKeyDictionary[Any, WorkerPool] = (
+    weakref.WeakKeyDictionary()
+)  # the last one of each strategy
 _coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
 _construction = threading.Lock()
 _resource_numbers = itertools.count()  # of all coordinators: what one has made is not taken for another's
@@ -85,7 +88,7 @@ class ClusterCoordinator:
     """
 
     _strategy: ClosureStrategy
-    _crew: Crew
+    _pool: WorkerPool
     _options: Mapping[str, Any]
 
     def __new__(
@@ -118,7 +121,7 @@ class ClusterCoordinator:
         }
         with _construction:
             existing = _coordinators.get(strategy, lambda: None)()
-            if existing is None or existing._crew.dispatch.is_closed:
+            if existing is None or existing._pool.is_closed:
                 existing = super().__new__(cls)
                 existing._begin(strategy, options)
                 _coordinators[strategy] = weakref.ref(existing)
@@ -132,9 +135,9 @@ class ClusterCoordinator:
     def _begin(self, strategy: ClosureStrategy, options: Mapping[str, Any]) -> None:
         self._strategy, self._options = strategy, dict(options)
         # A server knows the numbers that it has applied for as long as the strategy's session lasts.
-        before = _crews.get(strategy)
-        first = 0 if before is None else before.dispatch.next_number
-        first_round = 0 if before is None else before.dispatch.next_round_number
+        before = _pools.get(strategy)
+        first = 0 if before is None else before.next_number
+        first_round = 0 if before is None else before.next_round_number
         self._num_averaged: int | None = options["replicas_to_aggregate"]
         self._has_warned = False
         queue = ClosureQueue(
@@ -144,14 +147,14 @@ class ClusterCoordinator:
             first_round=first_round,
         )
         limits = Limits(reconnect_s=options["reconnect_timeout_s"])
-        self._crew = Crew(strategy.session, queue, limits, options["on_ps_restart"])
-        self._status = _status_server(self._crew, options["status_address"])
-        _crews[strategy] = self._crew
-        self._finalizer = weakref.finalize(self, _end, self._crew, self._status)
+        self._pool = WorkerPool(queue, strategy.session, limits, options["on_ps_restart"])
+        self._status = _status_server(self._pool, options["status_address"])
+        _pools[strategy] = self._pool
+        self._finalizer = weakref.finalize(self, _end, self._pool, self._status)
         self._finalizer.atexit = False
-        _crews_at_work.add(self._crew)
-        strategy.session.before_close = self._crew.end  # or tasks that are left would seem lost
-        self._crew.start()
+        _pools_at_work.add(self._pool)
+        strategy.session.before_close = self._pool.end  # or tasks that are left would seem lost
+        self._pool.start()
         if self._status is not None:
             self._status.start()
 
@@ -188,9 +191,9 @@ class ClusterCoordinator:
         check_not_traced("schedule")
         args, kwargs = _arguments(fn, args, kwargs)
         _check(fn, args, kwargs)
-        dispatch = self._crew.dispatch
+        pool = self._pool
         try:
-            dispatch.check()
+            pool.check()
         except BaseException:
             self._strategy.session.renew()
             raise
@@ -199,11 +202,11 @@ class ClusterCoordinator:
             prepared = self._strategy.prepare(fn, args, kwargs, self._num_averaged)
         except ClosureInputError as error:
             value = RemoteValue(_name_of(fn), None)
-            dispatch.refuse(_name_of(fn), Work(None, value, keeps=keeps), error)
+            pool.refuse(_name_of(fn), Work(None, value, keeps=keeps), error)
             return value
         value = RemoteValue(prepared.name, prepared.assemble, self._strategy.session.renew)
         kind = next(iter(prepared.programs.values()), None)
-        dispatch.schedule(prepared.name, Work(prepared, value, kind, keeps))
+        pool.schedule(prepared.name, Work(prepared, value, kind, keeps))
         return value
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -221,14 +224,14 @@ class ClusterCoordinator:
         """
         check_not_traced("join")
         try:
-            self._crew.dispatch.join(timeout_s)
+            self._pool.join(timeout_s)
         finally:
             self._strategy.session.renew()
         if self._num_averaged is not None and not self._has_warned:
             self._warn_of_waiting(self._num_averaged)
 
     def _warn_of_waiting(self, num_averaged: int) -> None:
-        num_waiting = self._crew.dispatch.num_waiting_gradients
+        num_waiting = self._pool.num_waiting_gradients
         if num_waiting:
             self._has_warned = True
             log.warning(
@@ -243,7 +246,7 @@ class ClusterCoordinator:
         """Whether all functions that were scheduled have ended. Raises what ``join`` does."""
         check_not_traced("done")
         try:
-            is_done = self._crew.dispatch.done()
+            is_done = self._pool.done()
         except BaseException:
             self._strategy.session.renew()
             raise
@@ -273,7 +276,9 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
-        recipe = _Recipe(self._crew, "dataset", resources.dump(dataset_fn), _name_of(dataset_fn))
+        # A graph of TensorFlow cannot hold a distributed dataset of ours.
+        dataset_fn = python_function_of(dataset_fn)
+        recipe = _Recipe(self._pool, "dataset", resources.dump(dataset_fn), _name_of(dataset_fn))
         dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
         weakref.finalize(dataset, recipe.drop_unused).atexit = False
         return dataset
@@ -284,7 +289,7 @@ class ClusterCoordinator:
         Args:
           fn: Without arguments; it runs on the workers, as that of ``create_per_worker_dataset``.
         """
-        recipe = _Recipe(self._crew, "value", resources.dump(fn), _name_of(fn))
+        recipe = _Recipe(self._pool, "value", resources.dump(fn), _name_of(fn))
         values = PerWorkerValues(recipe.unused[0], recipe.spec)
         weakref.finalize(values, recipe.drop_unused).atexit = False
         return values
@@ -306,7 +311,7 @@ class ClusterCoordinator:
 
     def statistics(self) -> dict[str, Any]:
         """What there was to do, and how each task is."""
-        return self._crew.statistics()
+        return self._pool.statistics()
 
     @property
     def status_url(self) -> str | None:
@@ -320,9 +325,9 @@ class ClusterCoordinator:
         """
         if self._status is not None:
             self._status.close()
-        self._crew.end()
+        self._pool.end()
         self._finalizer.detach()
-        _crews_at_work.discard(self._crew)
+        _pools_at_work.discard(self._pool)
 
     def __enter__(self) -> ClusterCoordinator:
         return self
@@ -334,7 +339,7 @@ class ClusterCoordinator:
 def coordinator_of(strategy: Any) -> ClusterCoordinator:
     """The coordinator that a strategy has, with whatever options; without one, a new one that the strategy keeps."""
     existing = _coordinators.get(strategy, lambda: None)()
-    if existing is None or existing._crew.dispatch.is_closed:
+    if existing is None or existing._pool.is_closed:
         existing = strategy.own_coordinator = ClusterCoordinator(strategy)
     return existing
 
@@ -342,24 +347,24 @@ def coordinator_of(strategy: Any) -> ClusterCoordinator:
 def coordinators_at_work() -> list[ClusterCoordinator]:
     """Those of this process that have been made and not been closed."""
     made = [reference() for reference in list(_coordinators.values())]
-    return [one for one in made if one is not None and not one._crew.dispatch.is_closed]
+    return [one for one in made if one is not None and not one._pool.is_closed]
 
 
-def _status_server(crew: Crew, address: str | None) -> StatusServer | None:
+def _status_server(pool: WorkerPool, address: str | None) -> StatusServer | None:
     if address is None:
         return None
     from replicax._src.coordinator.status_server import StatusServer
 
     token = Credentials.of_environment(os.environ).token
-    return StatusServer(address, token, lambda: status_of(crew.statistics(), vitals(), time.time()))
+    return StatusServer(address, token, lambda: status_of(pool.statistics(), vitals(), time.time()))
 
 
-def _end(crew: Crew, status: StatusServer | None) -> None:
+def _end(pool: WorkerPool, status: StatusServer | None) -> None:
     def end() -> None:
         if status is not None:
             status.close()
-        crew.end()
-        _crews_at_work.discard(crew)
+        pool.end()
+        _pools_at_work.discard(pool)
 
     # Garbage may be collected while a lock is held that this needs, so another thread does it.
     with contextlib.suppress(RuntimeError):  # no thread begins any more: Python ends
@@ -368,11 +373,11 @@ def _end(crew: Crew, status: StatusServer | None) -> None:
 
 def _end_with_python() -> None:
     """Ends what is at work: a thread that waits for a task when Python is gone would end the process by a signal."""
-    crews = list(_crews_at_work)
-    for crew in crews:
-        crew.close()
-    for crew in crews:
-        crew.join(_EXIT_S)
+    pools = list(_pools_at_work)
+    for pool in pools:
+        pool.close()
+    for pool in pools:
+        pool.join_threads(_EXIT_S)
 
 
 atexit.register(_end_with_python)
@@ -448,8 +453,10 @@ class _Recipe:
       unused: Names of what has been made and has no iterator.
     """
 
-    def __init__(self, crew: Crew, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str):
-        self._crew, self._pickle, self._function = crew, pickle, function
+    def __init__(
+        self, pool: WorkerPool, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str
+    ):
+        self._pool, self._pickle, self._function = pool, pickle, function
         self._kind: Literal["dataset", "value"] = kind
         self._known: ElementSpec | None = None
         self.unused: list[str] = []
@@ -464,7 +471,7 @@ class _Recipe:
     def spec(self) -> ElementSpec:
         """Waits for the first worker that has made one."""
         if self._known is None:
-            said = self._crew.resources.spec(self._last, _SPEC_S)
+            said = self._pool.resources.spec(self._last, _SPEC_S)
             leaves = tuple(
                 jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
             )
@@ -474,15 +481,15 @@ class _Recipe:
 
     def drop(self, name: str) -> None:
         """Workers may release it. For garbage collection: takes no lock."""
-        self._crew.resources.dropped.append(name)
+        self._pool.resources.dropped.append(name)
 
     def drop_unused(self) -> None:
         """As ``drop``, of all that have no iterator."""
-        self._crew.resources.dropped.extend(self.unused)
+        self._pool.resources.dropped.extend(self.unused)
 
     def _make(self) -> str:
         name = f"{self._kind} {next(_resource_numbers)}"
-        self._crew.add(Resource(name, self._kind, self._pickle, self._function))
+        self._pool.add(Resource(name, self._kind, self._pickle, self._function))
         return name
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from replicax._src.coordinator.dispatch import Dispatch
 from replicax._src.coordinator.prepared import Session
 from replicax._src.coordinator.ps_recovery import age_of, state_of
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import View
+
+if TYPE_CHECKING:
+    from replicax._src.coordinator.pool import WorkerPool
 
 log = logging.getLogger("replicax")
 
@@ -29,16 +31,16 @@ class LostGroups:
 
     Args:
       session: With groups.
-      dispatch: The closures.
+      pool: That is paused.
       comes_back_s: For how long a group is waited for; 0 if nothing of it would be left.
 
     Attributes:
       failed: Why waiting is of no use; None if it may be of use.
     """
 
-    def __init__(self, session: Session, dispatch: Dispatch, comes_back_s: float):
+    def __init__(self, session: Session, pool: WorkerPool, comes_back_s: float):
         assert session.groups is not None
-        self._session, self._groups, self._dispatch = session, session.groups, dispatch
+        self._session, self._groups, self._pool = session, session.groups, pool
         self.comes_back_s = comes_back_s
         self.failed: UnavailableError | None = None
         self._since: dict[int, float] = {}
@@ -56,7 +58,7 @@ class LostGroups:
             self._going_on.pop(group, None)
             if group not in self._since:
                 self._since[group] = time.monotonic()
-                self._dispatch.pause(("group", group))
+                self._pool.pause(("group", group))
                 log.warning(
                     "%s are gone, which had the variables of ps %d. They are waited for, for up to %g s: started again, they go on "
                     "with the newer one of their snapshots.",
@@ -116,7 +118,7 @@ class LostGroups:
                 self._go_on(*self._going_on[group])
             if group not in self._going_on:
                 del self._since[group]
-                self._dispatch.resume(("group", group))
+                self._pool.resume(("group", group))
 
     def _go_on(self, view: View, num_updates: int) -> None:
         assert view.since is not None
@@ -137,7 +139,7 @@ class LostGroups:
                 "again, from a checkpoint.",
                 f"ps {view.primary}",
             )
-            self._dispatch.broke(self.failed)
+            self._pool.broke(self.failed)
             return
         log.warning(
             "%s were gone, which had the variables of ps %d. They go on with the newest snapshot, that of ps %d%s: %d updates "
@@ -147,7 +149,7 @@ class LostGroups:
             view.primary,
             age_of(snapshot),
             max(self._num_updates.get(group, 0) - num_updates, 0),
-            state_of(self._session.names_on(group), snapshot, self._dispatch.next_number) if snapshot else "",
+            state_of(self._session.names_on(group), snapshot, self._pool.next_number) if snapshot else "",
         )
 
 

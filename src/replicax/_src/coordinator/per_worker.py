@@ -11,7 +11,13 @@ from typing import Any, Self, final
 import jax
 
 from replicax._src.errors import UnsupportedError
-from replicax._src.placement.remote.elements import ElementSpec, PerWorkerInput, current_elements
+from replicax._src.input.dataset import Optional
+from replicax._src.placement.remote.elements import (
+    ElementSpec,
+    EndOfElements,
+    PerWorkerInput,
+    current_elements,
+)
 from replicax._src.ps.resources import WORKER_INDEX, current_worker_index
 
 SpecOf = Callable[[], ElementSpec]
@@ -34,8 +40,9 @@ def experimental_get_current_worker_index() -> Any:
 class PerWorkerIterator(PerWorkerInput):
     """An iterator on each worker, over its own dataset: an argument of scheduled functions, which call ``next`` on it.
 
-    A worker that comes back after a failure begins its dataset anew. After the last element comes ``OutOfRangeError``,
-    at ``join``.
+    A worker that comes back after a failure begins its dataset anew. After the last element ``next(iterator)`` raises
+    StopIteration in the function; where that leaves the function, ``join`` raises ``OutOfRangeError``.
+    ``next(iterator, default)`` gives the default then.
     """
 
     def __repr__(self) -> str:
@@ -63,7 +70,26 @@ class PerWorkerIterator(PerWorkerInput):
             )
         return elements.take(self)
 
-    get_next = __next__
+    def get_next(self) -> Any:
+        """Returns the next element, in a scheduled function.
+
+        Raises:
+          OutOfRangeError: There is none.
+        """
+        try:
+            return next(self)
+        except EndOfElements as end:
+            raise end.out_of_range() from None
+
+    def get_next_as_optional(self) -> Optional:
+        """Returns the next element, in a scheduled function; at the end an Optional without a value.
+
+        ``has_value()`` is a Python bool, and ``if`` may ask it: at the end the function is traced once more.
+        """
+        try:
+            return Optional(next(self))
+        except StopIteration:
+            return Optional()
 
 
 @final

@@ -157,11 +157,21 @@ class PreparedClosure(Protocol):
         ...
 
     def make(self, signature: str) -> str:
-        """Makes the program for elements of other shapes, which is in ``programs`` from then on. Returns its digest."""
+        """Makes the program for elements of other shapes, or for fewer, which is in ``programs`` from then on.
+
+        Returns its digest.
+
+        Raises:
+          OutOfRangeError: The function needs an element that is missing.
+        """
         ...
 
-    def assemble(self, arrays: Sequence[Any]) -> Any:
-        """Returns what the function returns, made of the arrays that a worker has answered, NumPy's or JAX's."""
+    def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
+        """Returns what the function returns, made of the arrays that a worker has answered, NumPy's or JAX's.
+
+        Args:
+          signature: Of the elements, if they are others than those of the first program.
+        """
         ...
 
 

@@ -7,13 +7,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
-from replicax._src.coordinator.dispatch import Dispatch
 from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import RemoteError, UnavailableError
+
+if TYPE_CHECKING:
+    from replicax._src.coordinator.pool import WorkerPool
 
 log = logging.getLogger("replicax")
 
@@ -35,7 +37,7 @@ class Recovery:
       InvalidArgumentError: "rewind", and some parameter server takes no snapshots.
     """
 
-    def __init__(self, session: Session, dispatch: Dispatch, how: OnPsRestart):
+    def __init__(self, session: Session, pool: WorkerPool, how: OnPsRestart):
         if how not in ("continue", "rewind"):
             raise InvalidArgumentError(f"on_ps_restart={how!r}: it is 'continue' or 'rewind'.")
         without = [n for n, interval in enumerate(session.snapshot_intervals_s) if interval is None]
@@ -49,10 +51,10 @@ class Recovery:
                 f"on_ps_restart='rewind' needs snapshots of all parameter servers, and {', '.join(f'ps {n}' for n in without)} "
                 "takes none. Start it with snapshot_dir in its rx.ServerOptions, or --snapshot-dir."
             )
-        self._session, self._dispatch = session, dispatch
+        self._session, self._pool = session, pool
         self._lock = threading.Lock()
         self._watches: Sequence[PsWatch] = ()
-        self._epochs = Epochs(session, dispatch, self._lock, self._knows) if how == "rewind" else None
+        self._epochs = Epochs(session, pool, self._lock, self._knows) if how == "rewind" else None
 
     def start(self, watches: Sequence[PsWatch]) -> None:
         self._watches = watches
@@ -87,7 +89,7 @@ class Recovery:
                 return _gone(
                     watch, "it has no snapshot of this coordinator's time, and the variables are gone."
                 )
-            self._dispatch.pause(watch.name)
+            self._pool.pause(watch.name)
             if self._epochs is None:
                 return self._go_on(watch, told["instance"], restored)
             return self._rewind(watch, self._epochs)
@@ -102,7 +104,7 @@ class Recovery:
             watch.name,
             age_of(restored),
             max(watch.num_updates - restored["updates"], 0),
-            state_of(self._session.names_on(watch.index), restored, self._dispatch.next_number),
+            state_of(self._session.names_on(watch.index), restored, self._pool.next_number),
         )
         watch.accept(instance)
         return None
@@ -110,7 +112,7 @@ class Recovery:
     def _rewind(self, watch: PsWatch, epochs: Epochs) -> UnavailableError | None:
         if not epochs.last:
             return _gone(watch, "there is no snapshot of all parameter servers to which they could go back.")
-        with self._dispatch.drained() as is_so:
+        with self._pool.drained() as is_so:
             if not is_so:
                 return None
             for each in self._watches:
@@ -159,9 +161,9 @@ class Epochs:
     """
 
     def __init__(
-        self, session: Session, dispatch: Dispatch, lock: threading.Lock, knows: Callable[[int, Any], bool]
+        self, session: Session, pool: WorkerPool, lock: threading.Lock, knows: Callable[[int, Any], bool]
     ):
-        self._session, self._dispatch, self._lock, self._knows = session, dispatch, lock, knows
+        self._session, self._pool, self._lock, self._knows = session, pool, lock, knows
         self._interval_s = min(s for s in session.snapshot_intervals_s if s is not None)
         self.last = 0
         self._num_finished = 0
@@ -182,7 +184,7 @@ class Epochs:
 
     def rewound(self) -> int:
         """All have gone back to the last epoch: returns how many functions have ended since."""
-        finished = self._dispatch.statistics()["finished"]
+        finished = self._pool.closure_statistics()["finished"]
         undone, self._num_finished = finished - self._num_finished, finished
         return undone
 
@@ -192,12 +194,12 @@ class Epochs:
             before, made = made, self._session.num_made
             if made and (made == before != self._num_made or time.monotonic() >= due):
                 due = time.monotonic() + self._interval_s
-                with self._lock, self._dispatch.drained() as is_so:
+                with self._lock, self._pool.drained() as is_so:
                     if is_so:
                         self._take()
 
     def _take(self) -> None:
-        made, finished = self._session.num_made, self._dispatch.statistics()["finished"]
+        made, finished = self._session.num_made, self._pool.closure_statistics()["finished"]
         header = {"incarnation": self._session.incarnation, "epoch": self.last + 1}
         for index in self._order:
             try:

@@ -8,15 +8,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from replicax._src.coordinator.dispatch import Dispatch
 from replicax._src.coordinator.lost_groups import LostGroups, listed
 from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import Partner, View
+
+if TYPE_CHECKING:
+    from replicax._src.coordinator.pool import WorkerPool
 
 log = logging.getLogger("replicax")
 _TELL_S: Final = 3.0
@@ -34,7 +36,7 @@ class Replication:
 
     Args:
       session: With groups.
-      dispatch: The closures.
+      pool: That is paused.
       tell_workers: That other parameter servers serve some groups than before.
       comes_back_s: For how long a group is waited for of which both servers are gone; 0 if nothing of it would be left.
     """
@@ -42,12 +44,12 @@ class Replication:
     def __init__(
         self,
         session: Session,
-        dispatch: Dispatch,
+        pool: WorkerPool,
         tell_workers: Callable[[], None],
         comes_back_s: float = 0.0,
     ):
         assert session.groups is not None
-        self._lost = LostGroups(session, dispatch, comes_back_s)
+        self._lost = LostGroups(session, pool, comes_back_s)
         self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
         self._lock = threading.RLock()
         self._primaries = session.groups.primaries

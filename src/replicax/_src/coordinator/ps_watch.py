@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, final
 
+from replicax._src.coordinator.limits import Limits
 from replicax._src.coordinator.prepared import Client, Session
-from replicax._src.coordinator.workers import Limits
 from replicax._src.ps.errors import StaleCoordinatorError, UnavailableError
 
 log = logging.getLogger("replicax")
@@ -24,8 +24,8 @@ class PsEvents(Protocol):
         """It did not answer once."""
         ...
 
-    def on_ps_lost(self, watch: PsWatch, error: BaseException) -> None:
-        """It is lost; told once, until it is back."""
+    def on_ps_lost(self, watch: PsWatch, error: BaseException, *, may_come_back: bool) -> bool:
+        """It is lost; told once, until it is back. If it may come back, this may be refused: it is told again then."""
         ...
 
     def on_ps_back(self, watch: PsWatch) -> None:
@@ -124,15 +124,16 @@ class PsWatch:
                     missed += 1
                     since = time.monotonic() if missed == 1 else since
                     self._events.on_ps_silent(self)
-                    if missed == _MISSED_BEATS and self.comes_back_s:
-                        log.warning(
-                            "%s does not answer, and is waited for, for up to %g s. Is it started again? %s",
-                            self.name,
-                            self.comes_back_s,
-                            error,
+                    if missed >= _MISSED_BEATS:
+                        limit_s = self._waits_s(error)
+                        may_come_back = time.monotonic() - since < limit_s
+                        is_refused = not self._lose(
+                            self._unavailable(error, limit_s), may_come_back=may_come_back
                         )
-                    if missed >= _MISSED_BEATS and time.monotonic() - since >= self.comes_back_s:
-                        self._lose(self._unavailable(error))
+                        if is_refused and missed == _MISSED_BEATS:
+                            log.warning(
+                                "%s does not answer. Waiting up to %g s for it: %s", self.name, limit_s, error
+                            )
                 if self._hurry.wait(self._limits.beat_s if not missed else self._limits.beat_s / 4):
                     self._hurry.clear()
         finally:
@@ -160,10 +161,15 @@ class PsWatch:
             log.warning("%s goes on without a new snapshot, and tries again: %s", self.name, failure)
         self._beat, self.num_updates = dict(statistics), statistics.get("updates", 0)
 
-    def _unavailable(self, error: Exception) -> UnavailableError:
+    def _waits_s(self, error: Exception) -> float:
+        """For how long it is waited for."""
+        is_silent = isinstance(error, UnavailableError) and error.is_silent
+        return max(self.comes_back_s, self._limits.ps_silence_s if is_silent else 0.0)
+
+    def _unavailable(self, error: Exception, waited_s: float) -> UnavailableError:
         what = "Start it and the program again, from a checkpoint."
-        if self.comes_back_s:
-            what = f"It was waited for, for {self.comes_back_s:g} s. {what}"
+        if waited_s:
+            what = f"The coordinator waited {waited_s:g} s for it. {what}"
         return UnavailableError(f"{self.name} is lost: {error} {what}{self.hint}", self.name)
 
     @property
@@ -176,7 +182,8 @@ class PsWatch:
             "again, and the program need not be."
         )
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, error: BaseException, *, may_come_back: bool = False) -> bool:
         if not self._is_lost and not self._is_closing:
-            self._events.on_ps_lost(self, error)  # first: who sees that it is lost gets the error
-            self._is_lost = True
+            # First: who sees that it is lost gets the error.
+            self._is_lost = self._events.on_ps_lost(self, error, may_come_back=may_come_back)
+        return self._is_lost

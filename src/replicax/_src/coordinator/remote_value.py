@@ -112,9 +112,20 @@ class RemoteValue:
                 _open(latch)  # for others who wait
         return self._is_ready
 
-    def settle(self, arrays: Sequence[np.ndarray], error: BaseException | None = None) -> None:
-        """The function has run, or never will. Once."""
+    def settle(
+        self,
+        arrays: Sequence[np.ndarray],
+        error: BaseException | None = None,
+        assemble: Assemble | None = None,
+    ) -> None:
+        """The function has run, or never will. Once.
+
+        Args:
+          assemble: Makes its result of the arrays, if that has become another one than was to be expected.
+        """
         self._arrays, self._error = arrays, error
+        if assemble is not None:
+            self._assemble = assemble
         self._is_ready = True
         latch = self._latch
         if latch is not None:

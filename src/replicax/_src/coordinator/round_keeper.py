@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from replicax._src.coordinator.dispatch import Dispatch
 from replicax._src.coordinator.prepared import Session
 from replicax._src.coordinator.rounds import Round
 from replicax._src.ps.errors import StaleCoordinatorError, UnavailableError
+
+if TYPE_CHECKING:
+    from replicax._src.coordinator.pool import WorkerPool
+    from replicax._src.coordinator.server_monitor import ServerMonitor
 
 _PAUSE_S = 0.2
 
@@ -22,11 +24,11 @@ class RoundKeeper:
     again, applies the mean of those that it has.
 
     Args:
-      on_ps_trouble: Told which parameter server is not there, None for one of them.
+      monitor: Told which parameter server is not there.
     """
 
-    def __init__(self, session: Session, dispatch: Dispatch, on_ps_trouble: Callable[[str | None], object]):
-        self._session, self._dispatch, self._on_ps_trouble = session, dispatch, on_ps_trouble
+    def __init__(self, session: Session, pool: WorkerPool, monitor: ServerMonitor):
+        self._session, self._pool, self._monitor = session, pool, monitor
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicax-rounds", daemon=True)
 
@@ -34,7 +36,7 @@ class RoundKeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, after the dispatch was closed; does not wait for it."""
+        """Ends the thread, after the pool was closed; does not wait for it."""
         self._is_over.set()
 
     def join(self, timeout_s: float) -> None:
@@ -42,21 +44,21 @@ class RoundKeeper:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (complete := self._dispatch.next_round()) is not None:
+        while (complete := self._pool.next_round()) is not None:
             self._apply(complete)
 
     def _apply(self, complete: Round) -> None:
-        low = self._dispatch.low_round
-        while self._dispatch.is_due(complete):
+        low = self._pool.low_round
+        while self._pool.is_due(complete):
             try:
                 self._session.apply_round(complete.number, low, complete.ended)
             except UnavailableError as error:
-                self._on_ps_trouble(error.task or None)
+                self._monitor.trouble(error.task or None)
                 self._is_over.wait(_PAUSE_S)
             except StaleCoordinatorError as error:
-                self._dispatch.broke(error)
+                self._pool.broke(error)
             except Exception as error:
-                self._dispatch.round_failed(complete, error)
+                self._pool.round_failed(complete, error)
             else:
                 self._session.renew()  # before anything of the next round is sent
-                self._dispatch.round_applied(complete)
+                self._pool.round_applied(complete)

@@ -6,6 +6,7 @@ What is said is ``status.py``'s, to whom ``status_access.py``'s.
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import logging
 import socket
@@ -22,11 +23,14 @@ from replicax._src.coordinator.status import Recent
 from replicax._src.coordinator.status_access import StatusAccess
 from replicax._src.coordinator.status_page import CONTENT_SECURITY_POLICY, page_of
 from replicax._src.ps.errors import UnavailableError
+from replicax._src.wire.sockets import shut_down
 
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.2
 _SAMPLE_S: Final = 1.0
-_REQUEST_S: Final = 10.0
+_REQUEST_S: Final = 5.0
+_LARGEST_REQUEST: Final = 4096
+_MOST_CONNECTIONS: Final = 256
 _JOIN_S: Final = 5.0
 _ANYWHERE: Final = ("0.0.0.0", "::")
 
@@ -96,7 +100,32 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._recent = Recent()
         self._lock = threading.Lock()
         self._next_sample = time.monotonic()
+        self._connections: dict[socket.socket, None] = {}  # in the order in which they came
         super().__init__((host, port), _Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection. It waits a little when the process has no descriptor left, and would ask at once."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_TICK_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers on a thread of its own. When there are too many connections the oldest is dropped."""
+        with self._lock:
+            if len(self._connections) >= _MOST_CONNECTIONS:
+                oldest = next(iter(self._connections))
+                del self._connections[oldest]
+                shut_down(oldest)
+            self._connections[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection."""
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def service_actions(self) -> None:
         """Called at least every 0.2 s."""
@@ -119,9 +148,22 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
 @final
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Listener
-    timeout = _REQUEST_S
     server_version = "replicax"
     sys_version = ""
+
+    def setup(self) -> None:
+        """Reads the request within a limit of time and of bytes, whoever sends it."""
+        super().setup()
+        deadline, data = time.monotonic() + _REQUEST_S, b""
+        while b"\r\n\r\n" not in data and len(data) < _LARGEST_REQUEST:
+            self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+            part = self.connection.recv(_LARGEST_REQUEST - len(data))
+            if not part:
+                break
+            data += part
+        self.connection.settimeout(_REQUEST_S)
+        is_whole = b"\r\n\r\n" in data
+        self.rfile = io.BufferedReader(io.BytesIO(data if is_whole else b""))
 
     def do_GET(self) -> None:
         """Answers."""

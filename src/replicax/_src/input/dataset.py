@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
+import jax
+
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.agreed import agreed
 from replicax._src.input.elements import NotResumableError, Pass
@@ -333,6 +335,11 @@ class Optional:
 
 
 _NO_VALUE: Final = object()
+jax.tree_util.register_pytree_node(
+    Optional,
+    lambda optional: ((optional.get_value(),) if optional.has_value() else (), None),
+    lambda _, value: Optional(*value),
+)
 
 
 def _closed() -> ClosedIteratorError:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import keras
 
 from replicax._src import context, jax_compat
+from replicax._src.collectives.eager import kept_states
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import (
     checkpointing,
@@ -85,8 +86,7 @@ def install() -> None:
         _replace(optimizer, "stateless_apply", divided_state.wrapped_stateless_apply)
     _replace(keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply)
     _replace(keras.losses.Loss, "__call__", losses.wrapped_call)
-    if losses.adds_sums():
-        _replace(keras.Layer, "add_loss", losses.wrapped_add_loss)
+    _replace(keras.Layer, "add_loss", losses.wrapped_add_loss)
     _replace_in_models("__init__", models.wrapped_init)
     _replace_in_models("compile", models.wrapped_compile)
     _replace_in_models("losses", losses.wrapped_losses)
@@ -101,6 +101,7 @@ def install() -> None:
     jax_compat.take_as_arrays(keras.Variable, _value_of)
     trace_scopes.append(_scope)
     thread_states.append(carry_state)
+    kept_states.append(losses.keep_losses)
     checkpointing.install()
 
 
@@ -139,6 +140,7 @@ def uninstall() -> None:
         variable_types.remove(keras.Variable)
         trace_scopes.remove(_scope)
         thread_states.remove(carry_state)
+        kept_states.remove(losses.keep_losses)
 
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:

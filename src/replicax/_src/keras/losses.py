@@ -21,6 +21,7 @@ import keras
 from replicax._src import context
 from replicax._src.errors import KerasLossError
 from replicax._src.nn import SharedLoss, size_of_global_batch
+from replicax._src.placement.eager_capture import EagerCapture
 from replicax._src.program.capture import current_capture, user_line
 
 _MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -82,15 +83,15 @@ class _Local(threading.local):
       rows: Of this replica; None outside of such a step.
       is_in_compute_loss: Whether ``Model.compute_loss`` is running.
       is_gathered: What it was given has the rows of all replicas.
-      losses_of: The model whose loss is computed, with its own losses.
       summed: Losses that are sums over the rows of this replica, not means.
+      adding: Layers that have added losses in this replica of an eager run.
     """
 
     rows: int | None = None
     is_in_compute_loss = False
     is_gathered = False
-    losses_of: tuple[Any, list[Any]] | None = None
     summed: tuple[Any, ...] = ()
+    adding: tuple[Any, ...] = ()
 
 
 _local = _Local()
@@ -127,17 +128,10 @@ def wrapped_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Model.compute_loss``, whose losses are those of the whole batch."""
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _in_compute_loss(self):
+        with _inside(is_in_compute_loss=True):
             return original(self, *args, **kwargs)
 
     return compute_loss
-
-
-def _in_compute_loss(model: Any) -> contextlib.AbstractContextManager[None]:
-    if not _is_shared() or _local.is_in_compute_loss:
-        return _inside(is_in_compute_loss=True)
-    # Keras keeps them in the layers. In an eager run the next replica replaces them where this one waits.
-    return _inside(is_in_compute_loss=True, losses_of=(model, list(_unshared(model))))
 
 
 @contextlib.contextmanager
@@ -155,7 +149,7 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
         if not _is_shared() or _local.is_gathered or given.get("y_pred") is None:
             return own(model, *args, **kwargs)
         y_pred = given["y_pred"]
-        with _in_compute_loss(model):
+        with _inside(is_in_compute_loss=True):
             gather = _Gather(_num_rows(y_pred))
             for name in ("x", "y", "sample_weight"):
                 given[name] = keras.tree.map_structure(gather.fixed, given.get(name))
@@ -171,28 +165,46 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
         del model.__dict__["compute_loss"]
 
 
-def _unshared(model: Any) -> list[Any]:
-    """``model.losses`` as Keras gives them: of this replica's rows."""
-    with _inside(rows=None):
-        return model.losses
-
-
-def adds_sums() -> bool:
+def _adds_sums() -> bool:
     """Whether the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15)."""
     return "divide_no_nan" not in inspect.getsource(keras.Layer.__call__)
 
 
 def wrapped_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Layer.add_loss``, which notes the losses that Keras itself adds for activity regularisers."""
-    source = inspect.getfile(keras.Layer)
+    """``Layer.add_loss``, which notes the layer, and the losses that Keras itself adds for activity regularisers."""
+    source, adds_sums = inspect.getfile(keras.Layer), _adds_sums()
 
     def add_loss(self: Any, loss: Any) -> Any:
         caller = sys._getframe(1).f_code
-        if _local.rows is not None and caller.co_name == "__call__" and caller.co_filename == source:
+        if (
+            adds_sums
+            and _local.rows is not None
+            and caller.co_name == "__call__"
+            and caller.co_filename == source
+        ):
             _local.summed = (*_local.summed, loss)
+        capture = current_capture()
+        in_own_thread = isinstance(capture, EagerCapture) and capture.num_replicas > 1
+        if in_own_thread and not any(self is layer for layer in _local.adding):
+            _local.adding = (*_local.adding, self)
         return original(self, loss)
 
     return add_loss
+
+
+def keep_losses() -> Callable[[], None]:
+    """Notes which losses in layers are of this replica of an eager run; what it returns restores that.
+
+    Keras (3.12 to 3.15) keeps the ids of losses in the layers, where the next replica replaces them.
+    """
+    own = [(layer, set(layer._loss_ids)) for layer in _local.adding]
+
+    def restore() -> None:
+        for layer, ids in own:
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)
+
+    return restore
 
 
 def wrapped_losses(original: property) -> property:
@@ -201,8 +213,7 @@ def wrapped_losses(original: property) -> property:
     def losses(self: Any) -> list[Any]:
         if not _is_shared():
             return original.__get__(self)
-        of = _local.losses_of
-        own = of[1] if of is not None and of[0] is self else original.__get__(self)
+        own = original.__get__(self)
         weight = _weight(_local.rows or 0)
         shared = [
             _shared_value(jnp.asarray(loss), jnp.float32(1) if _is_summed(loss) else weight) for loss in own

@@ -147,6 +147,13 @@ def _sections(text: str) -> str:
     return repr(list(itertools.accumulate(value[:-1])))
 
 
+def _sizes(text: str) -> str:
+    """Sizes, of which none is -1 for all that is left."""
+    if isinstance(parsed(text), ast.List | ast.Tuple) and any(e.strip() == "-1" for e in _elements(text)):
+        raise BindError("JAX takes no size of -1")
+    return text
+
+
 def _count(text: str) -> str:
     """The length of a list."""
     node = parsed(text)
@@ -181,6 +188,7 @@ FORMS: Final[Mapping[str, Callable[[str], str]]] = MappingProxyType(
         "scalar": _scalar,
         "sections": _sections,
         "count": _count,
+        "sizes": _sizes,
         "device": _device,
         "braces": str,  # of *inputs: a text with one {} for each of them
     }

@@ -27,7 +27,9 @@ Import: TypeAlias = cst.Import | cst.ImportFrom
 
 # Below which a plain name is bound, not read.
 _TARGETS: Final = (cst.AssignTarget, cst.FunctionDef, cst.ClassDef, cst.Param, cst.AsName)
-_STATEMENTS: Final = (cst.Import, cst.ImportFrom, cst.With, cst.For, cst.While, cst.If, cst.Return)
+_STATEMENTS: Final = (
+    cst.Import, cst.ImportFrom, cst.With, cst.For, cst.While, cst.If, cst.Return, cst.AugAssign
+)  # fmt: skip
 _WITHOUT_NAMES: Final = frozenset(
     {cst.SimpleWhitespace, cst.ParenthesizedWhitespace, cst.TrailingWhitespace, cst.EmptyLine, cst.Comma}
 )
@@ -137,6 +139,7 @@ class Source(cst.CSTVisitor):
       path: Of the file.
       module: Its dotted name, as far as its folders are packages.
       tree: The parsed text.
+      code: The text.
       chains: The outermost ``a.b.c`` that are read, in order.
       attributes: All ``x.y`` that are read or assigned, the inner ones of a chain too.
       calls: All calls, in order.
@@ -144,7 +147,8 @@ class Source(cst.CSTVisitor):
       classes: All classes.
       strings: All literal strings but f-strings.
       bounds: What imports bind, in any scope.
-      statements: Of these types that passes look at: imports, with, for, while, if, return.
+      loops: ``for``, in comprehensions too.
+      statements: Of these types that passes look at: imports, with, for, while, if, return, augmented assignments.
       parents: Node -> the node around it.
       owners: Chain, call, statement or function -> the innermost function whose body it is in; None for the module's.
     """
@@ -153,6 +157,7 @@ class Source(cst.CSTVisitor):
         super().__init__()
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.path, self.module, self.tree = path, module, wrapper.module
+        self.code = text if isinstance(text, str) else self.tree.code
         is_package = path.name == "__init__.py"
         self.package = module if is_package else module.rpartition(".")[0]
         self.chains: list[Chain] = []
@@ -162,6 +167,7 @@ class Source(cst.CSTVisitor):
         self.strings: list[cst.SimpleString] = []
         self.classes: list[cst.ClassDef] = []
         self.statements: list[cst.CSTNode] = []
+        self.loops: list[cst.For | cst.CompFor] = []
         self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self.owners: dict[cst.CSTNode, Function | None] = {}
         self._lists: dict[type, list[Any]] = {
@@ -237,6 +243,9 @@ class Source(cst.CSTVisitor):
         if kind in _WITHOUT_NAMES:
             return False
         self._around.append(node)
+        if kind is cst.For or kind is cst.CompFor:
+            self.loops.append(node)  # type: ignore[arg-type]
+            self.owners[node] = self._bodies[-1] if self._bodies else None
         if kind in self._lists:
             self._lists[kind].append(node)
             self.owners[node] = self._bodies[-1] if self._bodies else None
@@ -328,10 +337,12 @@ class Source(cst.CSTVisitor):
         return statement.value if isinstance(statement, cst.Assign) else None
 
     def values_of(self, name: cst.Name) -> Iterator[cst.BaseExpression]:
-        """Yields every expression that ``name = …`` assigns to it in its scope."""
+        """Yields every expression that ``name = …`` or ``name += …`` assigns to it in its scope."""
         for assignment in self.scope_of(name)[name.value]:
             target = self.parents.get(assignment.node) if isinstance(assignment, Assignment) else None
-            if isinstance(target, cst.AssignTarget):
+            if isinstance(target, cst.AugAssign):
+                yield target.value
+            elif isinstance(target, cst.AssignTarget):
                 statement = self.parents[target]
                 if isinstance(statement, cst.Assign):
                     yield statement.value
@@ -390,6 +401,14 @@ class Source(cst.CSTVisitor):
         ):  # what is handed on, a module imports itself
             return None
         return self.program.handed_on_by(".".join([bound.dotted, *(part.value for part in parts[1:])]))
+
+    def is_assigned_elsewhere(self, node: cst.BaseExpression) -> bool:
+        """Returns True for ``module.square`` where that module has ``square = tf.square``."""
+        parts = parts_of(node)
+        bound = self.binding(parts[0]) if parts and self.is_bound(parts[0]) else None
+        if bound is None or bound.alias is None:
+            return False
+        return self.program.is_assigned(".".join([bound.dotted, *(part.value for part in parts[1:])]))
 
     def dotted(self, node: cst.BaseExpression) -> str | None:
         """Returns the name of the table that a chain is bound to: ``tf.reduce_mean``; None for everything else."""
@@ -539,6 +558,11 @@ class Program:
         """Returns the import of a module of the program from which another one has a name."""
         module, name, _ = self._through(dotted)
         return module.exported(name) if module else None
+
+    def is_assigned(self, dotted: str) -> bool:
+        """Returns True for a name that a module of the program assigns what TensorFlow has."""
+        module, name, _ = self._through(dotted)
+        return module is not None and module.exported(name) is None and module.assigned(name) is not None
 
     def module(self, dotted: str) -> Source | None:
         """Returns the module that an import names, if it is one of the program's, and the only one of that name."""

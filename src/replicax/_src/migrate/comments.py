@@ -54,7 +54,7 @@ class Comments:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._wanted: dict[cst.CSTNode, list[Mark]] = {}
-        self._earlier = [mark for mark in _standing(source.tree.code) if mark[1] != "ok"]
+        self._earlier = [mark for mark in _standing(source.code) if mark[1] != "ok"]
 
     def add(self, node: cst.CSTNode, rule: str, what: str, write: str = "") -> None:
         """Marks the statement around a node, unless it has the mark or the user has silenced it."""
@@ -71,6 +71,10 @@ class Comments:
             line, _ = self._earlier.pop(place)
             mark = Mark(rule, what, write, line, is_new=False)
         wanted.append(mark)
+
+    def is_ok(self, statement: cst.CSTNode) -> bool:
+        """Returns True if the user has looked at a statement."""
+        return "ok" in self._texts(statement)
 
     def marks(self) -> tuple[Mark, ...]:
         """Returns all marks by line: new ones, and those that stand."""

@@ -14,10 +14,13 @@ from replicax._src.migrate.arguments import BindError
 from replicax._src.migrate.bindings import Bound, Chain, Source, canonical, parts_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import MOVED, is_below, moved_name
-from replicax._src.migrate.keras_changes import is_optimizer, renamed, suffixed_calls
+from replicax._src.migrate.keras_changes import data_model, is_optimizer, renamed, suffixed_calls
+from replicax._src.migrate.keras_dropped import find_dropped
 from replicax._src.migrate.marks import Marker
 from replicax._src.migrate.reach import Reach
 from replicax._src.migrate.table import ROOTS, Row
+from replicax._src.migrate.templates import PLACEHOLDER, simplified
+from replicax._src.migrate.values import OF_SHAPES, is_calculated_with, is_shape, uses_of
 
 # Names that change in a dataset, too: those of distribution, and Keras, whose layers run there with TensorFlow.
 _ALSO_IN_DATA: Final = (*MOVED, "tf.estimator")
@@ -69,6 +72,9 @@ class Decisions:
       fillings: Call or attribute -> what it becomes.
       removed: Statements that go.
       texts: Keywords, methods and paths of files -> what Keras 3 calls them.
+      wraps: Expression -> the template around it, in which {self} is what becomes of the expression itself.
+      dropped: Arguments that go.
+      taped: Tapes outside of steps, with the function that takes the place of their statements.
       freed: Names whose assignment goes.
       used: The imports that are used as they are; those of other modules, too.
       changes: For the report.
@@ -92,15 +98,27 @@ class Decisions:
         for node in (*source.calls, *source.attributes):
             self._decide_method(node)
         self.texts: dict[cst.CSTNode, str] = {}
+        self.wraps: dict[cst.CSTNode, str] = {}
         for found in renamed(source):
             self._write(found.node, found.text)
+        self.dropped: set[cst.CSTNode] = set()
+        self.taped = [
+            taped for taped in reach.taped_in(source) if not self.comments.is_ok(taped.statements[0])
+        ]
+        for taped in self.taped:
+            line = source.line_of(taped.statements[0])
+            self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
         if uses_keras:
             self._write_suffixes()
+            self._drop()
+        else:
+            self._loop_over_arrays()
         Marker(source, reach).mark(self.comments)
 
     def roots(self) -> set[str]:
         """Returns the names of ``ROOTS`` that the new names begin with."""
-        texts = [*self.names.values(), *(filling.template for filling in self.fillings.values())]
+        templates = (filling.template for filling in self.fillings.values())
+        texts = [*self.names.values(), *templates, *self.wraps.values(), *["rx."] * bool(self.taped)]
         return {root for text in texts for root in ROOT.findall(text + ".")}
 
     def first_random(self) -> cst.CSTNode | None:
@@ -124,13 +142,43 @@ class Decisions:
             if "." in name:
                 self._mark(chain, "unknown", f"the table has no row for {name}")
             return self._keep(chain)
+        if self._is_kept_alias(chain, name):
+            return self._keep(chain)
         call = self._source.parents[chain]
         rows: Sequence[Row] = [row for row in found.rows if not row.is_call]
         if isinstance(call, cst.Call) and call.func is chain:
+            in_data = data_model(self._source, call, self._in_data)
+            if in_data:
+                return self._rename(chain, name, in_data)
+            if in_data is not None:
+                what = "a dataset calls this model, and Keras on JAX runs no model there"
+                self._mark(
+                    chain,
+                    "both",
+                    what,
+                    "make an rx.keras.DataModel or a keras.layers.Pipeline for the dataset",
+                )
             rows = [row for row in found.rows if row.is_call] or rows
             if rows[0].is_call:
                 return self._decide_call(call, chain, name, rows)
         return self._decide_value(chain, name, rows or found.rows, found.rest)
+
+    def _is_kept_alias(self, chain: Chain, name: str) -> bool:
+        """True for ``square = tf.square`` if a dataset uses ``square``; calls elsewhere change where they stand."""
+        statement = self._source.parents[chain]
+        if not isinstance(statement, cst.Assign) or is_below(name, *_ALSO_IN_DATA):
+            return False
+        uses = list(uses_of(self._source, statement))
+        in_data = [self._in_data(use) for use in uses]
+        others = [
+            use
+            for use, is_there in zip(uses, in_data, strict=True)
+            if not is_there and not isinstance(self._source.parents[use], cst.Call)
+        ]
+        if any(in_data) and others:
+            what = f"a dataset uses this name of {name}, so it stays TensorFlow's"
+            self._mark(chain, "both", what, "give the steps a name of their own")
+        return any(in_data)
 
     def _mark_both(self, chain: Chain) -> None:
         owner = self._source.owners[chain]
@@ -213,18 +261,32 @@ class Decisions:
         return not more and isinstance(first.target, cst.Name) and first.target.value == target
 
     def _fill(self, node: cst.Call | cst.Attribute, row: Row, name: str, bound: table.Bound) -> None:
-        self.fillings[node] = Filling(row, bound.template, bound.arguments)
-        self.changes.append(Change(self._source.line_of(node), name, bound.template))
+        template = bound.template
+        if row.name == "tf.shape" and is_calculated_with(self._source, node):
+            template = f"np.array({template})"
+        elif row.name in OF_SHAPES and isinstance(node, cst.Call):
+            of_shapes = OF_SHAPES[row.name]
+            taken = {match[2] for match in PLACEHOLDER.finditer(of_shapes)}
+            if bound.arguments.keys() <= taken and any(is_shape(self._source, a.value) for a in node.args):
+                template = simplified(of_shapes, bound.arguments)
+        self.fillings[node] = Filling(row, template, bound.arguments)
+        self.changes.append(Change(self._source.line_of(node), name, template))
 
     def _in_step(self, node: cst.CSTNode) -> bool:
-        return self._source.owners[node] in self._reach.step
+        return self._reach.is_step(self._source, node)
 
     def _keep(self, chain: Chain) -> None:
         bounds = self._source.bindings(parts_of(chain)[0])
         self.used.update(bounds)
-        handed_on = self._source.handed_on_by(chain) if len(parts_of(chain)) > 1 else None
+        if len(parts_of(chain)) == 1:
+            return
+        handed_on = self._source.handed_on_by(chain)
         if handed_on is not None:
             self.used.add(handed_on)
+        elif self._source.is_assigned_elsewhere(chain):
+            text = self._source.tree.code_for_node(chain)
+            what = f"a dataset uses {text}, and it is JAX's where it is assigned"
+            self._mark(chain, "both", what, f"write {self._source.dotted(chain)} here")
 
     def _mark(self, node: cst.CSTNode, rule: str, what: str, write: str = "") -> None:
         self.comments.add(node, rule, what, write)
@@ -291,12 +353,39 @@ class Decisions:
         """Gives files of Keras the names that Keras 3 wants."""
         for found in suffixed_calls(self._source):
             suffix = found.suffixes[0]
-            if found.path is not None:
+            if found.text:
                 self._write(found.path, found.text)
-            elif not found.is_known:
-                self._mark(
-                    found.call, "suffix", f"the name of this file must end in {suffix}", "see that it does"
-                )
+            else:
+                self.wraps[found.path] = found.template
+                self.changes.append(Change(self._source.line_of(found.path), "", found.template))
+            for other in found.others:
+                what = f"this file's name ends in {suffix} now, where Keras writes and reads it"
+                self._mark(other, "suffix", what, "write that name here, too")
+
+    def _loop_over_arrays(self) -> None:
+        """Loops over datasets get arrays of NumPy: jax.numpy takes no tensors of TensorFlow, which keras.ops does."""
+        for loop in self._source.loops:
+            dataset = loop.iter
+            if isinstance(dataset, cst.Call) and self._source.full_name(dataset.func) is None:
+                is_numbered = isinstance(dataset.func, cst.Name) and dataset.func.value == "enumerate"
+                dataset = dataset.args[0].value if is_numbered and dataset.args else dataset
+            if (
+                self._reach.is_dataset(self._source, dataset)
+                and not self._in_data(loop)
+                and not self._in_step(loop)
+            ):
+                self.wraps[dataset] = "{self}.as_numpy_iterator()"
+                self.changes.append(Change(self._source.line_of(loop), "", "{self}.as_numpy_iterator()"))
+
+    def _drop(self) -> None:
+        """Marks what Keras 3 has not, and leaves out arguments that mean nothing."""
+        for found in find_dropped(self._source):
+            if found.argument is None:
+                self._mark(found.node, "keras", found.what, found.write)
+            elif found.node not in self.fillings:
+                self.dropped.add(found.argument)
+                text = self._source.tree.code_for_node(found.argument).rstrip(", \n")
+                self.changes.append(Change(self._source.line_of(found.argument), text, ""))
 
     # Where TensorFlow stays.
 

@@ -8,7 +8,7 @@ import difflib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
 
@@ -17,12 +17,26 @@ import libcst as cst
 from replicax._src.migrate.bindings import Program, Source
 from replicax._src.migrate.comments import Mark
 from replicax._src.migrate.decisions import Change, Decisions, decide
-from replicax._src.migrate.notebooks import Notebook, NotebookError
+from replicax._src.migrate.notebooks import Notebook, NotebookError, Written
 from replicax._src.migrate.reach import Reach
-from replicax._src.migrate.rewrite import rewrite
+from replicax._src.migrate.rewrite import Rewritten, rewrite
 
 SUFFIXES: Final = (".py", ".ipynb")
 _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "venv"})
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One module of a file: the file itself, the cells of a notebook, or a file that a cell writes."""
+
+    source: Source
+    written: Written | None = None
+
+    @property
+    def offset(self) -> int:
+        """From where its lines are counted."""
+        return self.written.offset if self.written else 0
 
 
 @final
@@ -48,10 +62,24 @@ class File:
     notebook: Notebook | None = field(default=None, repr=False)
     _code: str = field(default="", repr=False)
     _encoding: str = field(default="utf-8", repr=False)
+    _texts: list[tuple[int, str, str]] = field(default_factory=list, repr=False)
+    _line_after: dict[int, int] | None = field(default=None, repr=False)
 
     def place(self, line: int) -> str:
-        """Returns where a line is, as the report names it."""
-        return f"{self.path}: {self.notebook.place(line)}" if self.notebook else f"{self.path}:{line}"
+        """Returns where a line of the old file is in the new one, as the report names it."""
+        if self.notebook is None:
+            return f"{self.path}:{self._now(line)}"
+        return f"{self.path}: {self.notebook.place(self._now(line), self._code)}"
+
+    def _now(self, line: int) -> int:
+        """The line in the new text."""
+        if self._line_after is None:
+            self._line_after = {
+                offset + before: offset + after
+                for offset, old, new in self._texts
+                for before, after in _lines_after(old.splitlines(), new.splitlines())
+            }
+        return self._line_after.get(line, line)
 
     def diff(self) -> Iterator[str]:
         """Yields the lines of a unified diff; of a notebook, cell by cell."""
@@ -98,20 +126,17 @@ def _leave_out(folders: list[str]) -> None:
 
 def migrate(files: Sequence[File]) -> None:
     """Fills in what becomes of the files. Nothing is written."""
-    parsed: list[tuple[File, Source]] = []
-    for file in files:
-        source = _parse(file)
-        if source is not None:
-            parsed.append((file, source))
-    program = Program([source for _, source in parsed])
+    parsed = [(file, part) for file in files for part in _parse(file)]
+    program = Program([part.source for _, part in parsed])
     reach = Reach(program)
     imported = {below for source in program.sources for below in program.imported_by(source)}
     decided: dict[Source, Decisions] = {}
-    for file, source in parsed:
+    for file, part in parsed:
         with _told_of(file):
-            decided[source] = decide(source, reach)
+            decided[part.source] = decide(part.source, reach)
     used = {bound for decisions in decided.values() for bound in decisions.used}
-    for file, source in parsed:
+    for file, part in parsed:
+        source = part.source
         if source not in decided:
             continue
         is_entry = source not in imported and file.path.name != "__init__.py"
@@ -122,14 +147,27 @@ def migrate(files: Sequence[File]) -> None:
         )  # tensorflow does
         with _told_of(file):
             result = rewrite(source, decided[source], used, needs_backend=is_entry and imports_keras)
-            new = result.code
-            if file.notebook is not None:
-                file._code = new.decode()
-                new = file.notebook.text(file._code).encode()
-            else:
-                ast.parse(new)
-            file.new, file.changes, file.marks = new, result.changes, result.marks
-            file._encoding = source.tree.encoding
+            _take(file, part, result)
+    for file in files:
+        if file.notebook is not None:
+            file.new = file.notebook.text(file._code).encode()
+
+
+def _take(file: File, part: _Part, result: Rewritten) -> None:
+    """Takes what became of one module of a file."""
+    new = result.code.decode(part.source.tree.encoding)
+    if part.written is not None:
+        assert file.notebook is not None
+        ast.parse(new)
+        file.notebook.write(part.written, new)
+    elif file.notebook is not None:
+        file._code = new
+    else:
+        ast.parse(result.code)
+        file.new, file._encoding = result.code, part.source.tree.encoding
+    file._texts.append((part.offset, part.source.code, new))
+    file.changes += tuple(replace(change, line=change.line + part.offset) for change in result.changes)
+    file.marks += tuple(replace(mark, line=mark.line + part.offset) for mark in result.marks)
 
 
 @contextlib.contextmanager
@@ -141,7 +179,7 @@ def _told_of(file: File) -> Iterator[None]:
         file.failure = f"left alone: it could not be rewritten: {type(error).__name__}: {error}"
 
 
-def _parse(file: File) -> Source | None:
+def _parse(file: File) -> list[_Part]:
     try:
         file.old = file.new = file.path.read_bytes()
         code: bytes | str = file.old
@@ -149,15 +187,19 @@ def _parse(file: File) -> Source | None:
             file.notebook = Notebook(file.old.decode("utf-8"))
             file._code = code = file.notebook.code
             if file.notebook.unparsed:
-                file.failure = f"{', '.join(file.notebook.unparsed)} cannot be parsed and stays as it is"
-        return Source(file.path, code, _module_name(file))
+                file.failure = f"{', '.join(file.notebook.unparsed)} cannot be read as Python of its own, and stays as it is"
+        parts = [_Part(Source(file.path, code, _module_name(file)))]
+        for written in file.notebook.written if file.notebook else ():
+            path = file.path.with_name(f"{written.name}.py")
+            parts.append(_Part(Source(path, written.code, written.name), written))
+        return parts
     except cst.ParserSyntaxError as error:
         file.failure = f"left alone: it cannot be parsed: line {error.raw_line}: {error.message}"
     except (OSError, NotebookError) as error:
         file.failure = f"left alone: {error}"
     except (UnicodeError, SyntaxError) as error:
         file.failure = f"left alone: it is not text: {error}"
-    return None
+    return []
 
 
 def _module_name(file: File) -> str:
@@ -170,6 +212,13 @@ def _module_name(file: File) -> str:
         parts.insert(0, folder.name)
         folder = folder.parent
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _lines_after(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Pairs of a line of the old text and where it is in the new one."""
+    for _, start, end, begin, stop in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for line in range(start, end):
+            yield line + 1, min(begin + line - start, max(begin, stop - 1)) + 1
 
 
 def _diff(name: str, old: str, new: str) -> Iterator[str]:

@@ -98,7 +98,7 @@ class Imports:
         after = [s for s in body if not self._is_first(s)]
         self._anchor = (self._tensorflow or after or body)[0] if body else None
         self._backend_anchor = None
-        if needs_backend and "KERAS_BACKEND" not in source.tree.code:
+        if needs_backend and "KERAS_BACKEND" not in source.code:
             needing = (s for s in body if any(self._needs_backend(bound) for bound in self._below(s)))
             self._backend_anchor = next(needing, None)
 

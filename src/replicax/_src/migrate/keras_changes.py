@@ -5,24 +5,35 @@ Names below ``tf.keras``, and methods of objects such as ``metric.reset_states()
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
 
 import libcst as cst
 
-from replicax._src.migrate.bindings import Source
+from replicax._src.migrate.bindings import Source, parts_of, text_of
 from replicax._src.migrate.imports import is_below
 
 # Names of the table -> keywords of calls of these, and of what is below them.
 _OF_OPTIMIZERS: Final = {"lr": "learning_rate"}
 _KEYWORDS: Final = MappingProxyType({"tf.keras.optimizers": _OF_OPTIMIZERS, "tf.optimizers": _OF_OPTIMIZERS})
+# Methods of any object -> keywords that it has only in Keras 2.
+_KEYWORDS_OF_METHODS: Final = MappingProxyType(
+    {"compile": {"experimental_steps_per_execution": "steps_per_execution"}}
+)
 # Methods that Keras calls -> their names in Keras 3.
 _METHODS: Final = MappingProxyType({"reset_states": "reset_state"})
 _MODELS: Final = (".keras", ".h5", ".hdf5")
 _WEIGHTS: Final = (".weights.h5",)
 _LOADS: Final = ("tf.keras.models.load_model", "tf.keras.saving.load_model")
+_LOOKS_AT_FILES: Final = re.compile(
+    r"os\.(path\.(exists|isfile|isdir|getsize|getmtime)|remove|unlink|rename|replace|listdir|stat)|open"
+    r"|(shutil|glob|pathlib|tensorflow\.io\.gfile)\.\w+"
+)
+_FUNCTIONAL: Final = ("tf.keras.Model", "tf.keras.models.Model")
+_SEQUENTIAL: Final = ("tf.keras.Sequential", "tf.keras.models.Sequential")
 _CHECKPOINT: Final = "tf.keras.callbacks.ModelCheckpoint"
 
 
@@ -44,16 +55,31 @@ def renamed(source: Source) -> Iterator[Renamed]:
     """Yields the keywords and the methods of the program's own classes that have another name in Keras 3."""
     for call in source.calls:
         name = source.dotted(call.func)
-        for above, keywords in _KEYWORDS.items():
-            if is_below(name, above):
-                for keyword in (argument.keyword for argument in call.args if argument.keyword):
-                    if keyword.value in keywords:
-                        yield Renamed(keyword, keywords[keyword.value])
+        keywords = {
+            old: new
+            for above, names in _KEYWORDS.items()
+            if is_below(name, above)
+            for old, new in names.items()
+        }
+        if isinstance(call.func, cst.Attribute) and name is None:
+            keywords |= _KEYWORDS_OF_METHODS.get(call.func.attr.value, {})
+        for keyword in (argument.keyword for argument in call.args if argument.keyword):
+            if keyword.value in keywords:
+                yield Renamed(keyword, keywords[keyword.value])
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value in _METHODS:
+            own = source.definition(call.func)
+            class_of = own.source.class_around(own.node) if own else None
+            if own and class_of and _is_below_keras(own.source, class_of):
+                yield Renamed(call.func.attr, _METHODS[call.func.attr.value])
     for class_ in source.classes:
-        if any(is_below(base, "tf.keras") for base in source.bases(class_)):
+        if _is_below_keras(source, class_):
             for method in class_.body.body:
                 if isinstance(method, cst.FunctionDef) and method.name.value in _METHODS:
                     yield Renamed(method.name, _METHODS[method.name.value])
+
+
+def _is_below_keras(source: Source, class_: cst.ClassDef) -> bool:
+    return any(is_below(base, "tf.keras") for base in source.bases(class_))
 
 
 def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:
@@ -64,6 +90,44 @@ def is_optimizer(source: Source, node: cst.BaseExpression) -> bool:
     return any(is_below(source.dotted(function), "tf.keras.optimizers") for function in made)
 
 
+def data_model(source: Source, call: cst.Call, is_data: Callable[[cst.CSTNode], bool]) -> str | None:
+    """Returns what is made in place of a model of Keras that only functions of datasets call.
+
+    Keras on JAX makes arrays of JAX of what a model gets, and a dataset's graph has none.
+
+    Returns:
+      The name to call; "" where datasets call the model and none takes its place; None of any other call.
+    """
+    name = source.dotted(call.func)
+    statement = source.parents[call]
+    if name not in _FUNCTIONAL + _SEQUENTIAL or not isinstance(statement, cst.Assign):
+        return None
+    (target, *more) = statement.targets
+    if more or not isinstance(target.target, cst.Name) or not call.args:
+        return None
+    is_imported = any(
+        bound.name == target.target.value
+        for other in source.program.sources
+        if other is not source
+        for bound in other.bounds
+    )
+    uses = [chain for chain in source.chains if source.value_of(parts_of(chain)[0]) is call]
+    called = [isinstance(source.parents[use], cst.Call | cst.Arg) and is_data(use) for use in uses]
+    if not any(called):
+        return None
+    if is_imported or not all(called):
+        return ""
+    if name in _FUNCTIONAL:
+        return "rx.keras.DataModel"
+    layers = call.args[0].value
+    elements = [element.value for element in layers.elements] if isinstance(layers, cst.List) else []
+    made = [source.dotted(element.func) for element in elements if isinstance(element, cst.Call)]
+    is_plain = (
+        elements and len(made) == len(elements) and not any("Input" in (each or "Input") for each in made)
+    )
+    return "keras.layers.Pipeline" if is_plain else ""
+
+
 @final
 @dataclass(frozen=True)
 class Suffixed:
@@ -71,31 +135,63 @@ class Suffixed:
 
     Attributes:
       call: It.
-      path: The expression of the path that changes; None if nothing does.
-      text: What it becomes.
-      suffixes: One of these it must end with.
-      is_known: False if it cannot be read how the path ends.
+      path: The literal or the expression that changes.
+      text: What a literal becomes; "" for an expression.
+      template: What an expression becomes, with {self} for what it was.
+      suffixes: One of these the path ends with then.
+      others: Where else the program names the same file.
     """
 
     call: cst.Call
-    path: cst.BaseExpression | None
+    path: cst.BaseExpression
     text: str
+    template: str
     suffixes: tuple[str, ...]
-    is_known: bool
+    others: tuple[cst.CSTNode, ...]
 
 
 def suffixed_calls(source: Source) -> Iterator[Suffixed]:
     """Yields the calls that give a model or weights a file's name, unless the name is right already."""
+    given: list[tuple[cst.Call, cst.BaseExpression, tuple[str, ...]]] = []
     for call in source.calls:
         suffixes = _suffixes(source, call)
         path = _argument(call, "filepath") if suffixes else None
-        if path is None:
-            continue
+        if path is not None and not _is_given_suffix(source, path):
+            given.append((call, path, suffixes))
+    paths = {path for _, path, _ in given}
+    for call, path, suffixes in given:
         ending = _ending(source, path)
         if ending is None:
-            yield Suffixed(call, None, "", suffixes, is_known=False)
+            at_run_time = (
+                "rx.keras.weights_path({self})" if suffixes is _WEIGHTS else "rx.keras.model_path({self})"
+            )
+            yield Suffixed(call, path, "", at_run_time, suffixes, tuple(_other_uses(source, path, paths)))
         elif not ending.raw_value.endswith(suffixes):
-            yield Suffixed(call, *_with_suffix(source, path, ending, suffixes[0]), suffixes, is_known=True)
+            changed = _with_suffix(source, path, ending, suffixes[0])
+            yield Suffixed(call, *changed, suffixes, tuple(_other_uses(source, path, paths)))
+
+
+def _is_given_suffix(source: Source, path: cst.BaseExpression, depth: int = 5) -> bool:
+    """True for what ``rx.keras.model_path`` or ``weights_path`` gives, and names of it."""
+    if isinstance(path, cst.Call):
+        return source.full_name(path.func) in ("replicax.keras.model_path", "replicax.keras.weights_path")
+    if depth == 0 or not isinstance(path, cst.Name) or not source.is_bound(path):
+        return False
+    values = list(source.values_of(path))
+    return bool(values) and all(_is_given_suffix(source, value, depth - 1) for value in values)
+
+
+def _other_uses(
+    source: Source, path: cst.BaseExpression, paths: Set[cst.BaseExpression]
+) -> Iterator[cst.CSTNode]:
+    """Calls that look at files, such as ``os.path.exists``, and get the same name or the same text."""
+    for call in source.calls:
+        function = source.full_name(call.func) or text_of(call.func)
+        if not _LOOKS_AT_FILES.fullmatch(function):
+            continue
+        for argument in (argument.value for argument in call.args):
+            if argument not in paths and argument.deep_equals(path) and call.func is not path:
+                yield call
 
 
 def _suffixes(source: Source, call: cst.Call) -> tuple[str, ...]:
@@ -109,7 +205,7 @@ def _suffixes(source: Source, call: cst.Call) -> tuple[str, ...]:
         return ()
     if call.func.attr.value in ("save_weights", "load_weights"):
         return () if source.definition(call.func) else _WEIGHTS
-    return _MODELS if call.func.attr.value == "save" and _is_of_keras(source, call.func.value) else ()
+    return _MODELS if call.func.attr.value == "save" and is_of_keras(source, call.func.value) else ()
 
 
 def _argument(call: cst.Call, name: str, place: int | None = 0) -> cst.BaseExpression | None:
@@ -120,8 +216,8 @@ def _argument(call: cst.Call, name: str, place: int | None = 0) -> cst.BaseExpre
     return None
 
 
-def _is_of_keras(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
-    """True for what is made by Keras, a class below one of Keras, or a function that returns such."""
+def is_of_keras(source: Source, node: cst.BaseExpression, depth: int = 5) -> bool:
+    """Returns True for what is made by Keras, a class below one of Keras, or a function that returns such."""
     if depth == 0:
         return False
     if isinstance(node, cst.Call):
@@ -137,8 +233,24 @@ def _is_of_keras(source: Source, node: cst.BaseExpression, depth: int = 5) -> bo
             for statement in made.source.statements
             if isinstance(statement, cst.Return) and made.source.owners[statement] is made.node
         )
-        return any(_is_of_keras(made.source, value, depth - 1) for value in returned if value is not None)
-    return any(_is_of_keras(source, value, depth - 1) for value in source.values(node))
+        return any(is_of_keras(made.source, value, depth - 1) for value in returned if value is not None)
+    return is_of_keras_by_use(source, node) or any(
+        is_of_keras(source, value, depth - 1) for value in source.values(node)
+    )
+
+
+def is_of_keras_by_use(source: Source, node: cst.BaseExpression) -> bool:
+    """Returns True for what a program compiles, or fits for a number of epochs."""
+    text = text_of(node)
+    for call in source.calls:
+        function = call.func
+        if not isinstance(function, cst.Attribute) or not text or text_of(function.value) != text:
+            continue
+        keywords = {argument.keyword.value for argument in call.args if argument.keyword}
+        compiles = function.attr.value == "compile" and keywords & {"loss", "optimizer", "metrics"}
+        if compiles or (function.attr.value == "fit" and "epochs" in keywords):
+            return True
+    return False
 
 
 def _ending(source: Source, path: cst.BaseExpression, depth: int = 5) -> cst.SimpleString | None:
@@ -169,13 +281,13 @@ def _ending(source: Source, path: cst.BaseExpression, depth: int = 5) -> cst.Sim
 
 def _with_suffix(
     source: Source, path: cst.BaseExpression, ending: cst.SimpleString, suffix: str
-) -> tuple[cst.BaseExpression, str]:
-    """The expression to replace and its text: the literal, if it is part of the path; else the path, with a suffix
+) -> tuple[cst.BaseExpression, str, str]:
+    """What changes, its text and its template: the literal, if it is part of the path; else the path, with a suffix
     added.
     """
     is_part = ending is path or path in source.around(ending)
     if not is_part:
-        return path, f'{source.tree.code_for_node(path)} + "{suffix}"'
+        return path, "", f'{{self}} + "{suffix}"'
     old = ending.raw_value.rstrip("/")
-    stem = old.removesuffix(".h5") if suffix.endswith(".h5") else old
-    return ending, f"{ending.prefix}{ending.quote}{stem}{suffix}{ending.quote}"
+    stem = old.removesuffix(".h5").removesuffix(".hdf5") if suffix.endswith(".h5") else old
+    return ending, f"{ending.prefix}{ending.quote}{stem}{suffix}{ending.quote}", ""

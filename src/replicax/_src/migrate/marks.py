@@ -13,6 +13,8 @@ from replicax._src.migrate.bindings import Function, Source, canonical, text_of
 from replicax._src.migrate.comments import Comments
 from replicax._src.migrate.imports import moved_name
 from replicax._src.migrate.reach import Reach
+from replicax._src.migrate.tapes import is_tape
+from replicax._src.migrate.values import is_integer
 
 # Why the command does not decide, by rule. Marks of a row of the table have the row's name for a rule.
 RULES: Final = {
@@ -20,13 +22,14 @@ RULES: Final = {
     "argument": "The function that takes its place has no such argument, or the arguments cannot be read.",
     "both": "TensorFlow runs functions of a dataset, and JAX those of a step: one function cannot use both libraries.",
     "mean": "Gradients are summed over replicas, and a replica's mean does not know the global batch.",
+    "integers": "Results of integers have another dtype.",
     "side effect": "run traces a function once and compiles it: Python code in it runs once, not in each step.",
     "scope": "A variable that is made outside of strategy.scope() belongs to no strategy.",
     "int64": "JAX has 32-bit integers unless JAX_ENABLE_X64 is set.",
     "tape": "A tape records functions that are traced.",
-    "directory": "replicax writes one checkpoint from all workers, into one directory.",
     "condition": "AutoGraph made graph operations of if and while. JAX traces Python as it is.",
     "suffix": "Keras 3 reads from a file's name what is in it: .keras, or .weights.h5 for weights alone.",
+    "keras": "Keras 3 has left out this name or argument of Keras 2.",
     "star": "The names that import * binds cannot be followed.",
     "standing": "The comment was there before.",
 }
@@ -53,12 +56,12 @@ class Marker:
             self._star,
             self._mean_over_replicas,
             self._mean_of_losses,
+            self._mean_of_integers,
             self._keras_loss,
             self._side_effect,
             self._scope,
             self._int64,
             self._tape,
-            self._directory,
             self._condition,
         )
         for rule in rules:
@@ -100,17 +103,32 @@ class Marker:
                 )
 
     def _mean_of_losses(self) -> Iterator[Found]:
+        """A mean over the rows of one replica whose gradient is taken, or that a name calls a loss."""
         for call in self._source.calls:
             is_mean = self._source.dotted(call.func) in ("tf.reduce_mean", "tf.math.reduce_mean")
             if not is_mean or self._source.owners[call] not in self._reach.replica or len(call.args) != 1:
                 continue
             statement = next(n for n in self._source.around(call) if isinstance(n, cst.BaseSmallStatement))
-            if "loss" in self._source.tree.code_for_node(statement).lower():
+            is_called_loss = "loss" in self._source.tree.code_for_node(statement).lower()
+            if is_called_loss or call in self._reach.differentiated:
                 yield (
                     call,
                     "mean",
                     "this mean is over the rows of one replica",
                     "for a loss whose gradient is taken, write rx.nn.compute_average_loss(losses)",
+                )
+
+    def _mean_of_integers(self) -> Iterator[Found]:
+        for call in self._source.calls:
+            is_mean = self._source.dotted(call.func) in ("tf.reduce_mean", "tf.math.reduce_mean")
+            is_data = is_mean and self._reach.is_data(self._source, call)
+            if is_mean and not is_data and call.args and is_integer(self._source, call.args[0].value):
+                what = "the mean of integers is an integer in TensorFlow, and a float here"
+                yield (
+                    call,
+                    "integers",
+                    what,
+                    "write // of the sum and the number of elements for the old value",
                 )
 
     def _keras_loss(self) -> Iterator[Found]:
@@ -135,7 +153,7 @@ class Marker:
 
     def _side_effect(self) -> Iterator[Found]:
         """Where TensorFlow ran a replica function eagerly: in a tf.function its side effects were once, too."""
-        eager = self._reach.replica - self._reach.traced
+        eager = (self._reach.replica | self._reach.taped) - self._reach.traced
         for call in self._source.calls:
             if self._source.owners[call] not in eager:
                 continue
@@ -151,6 +169,19 @@ class Marker:
             elif m.matches(call.func, m.Attribute(m.Name(), m.Name("append"))) and self._is_outer(call):
                 what = f"{text_of(call.func)} runs once here, when the step is traced"
                 yield call, "side effect", what, "return the value from the step, and append it after run"
+        for statement in self._source.statements:
+            if isinstance(statement, cst.AugAssign) and self._source.owners[statement] in eager:
+                target = text_of(statement.target)
+                if target.startswith("self.") or self._is_global(statement):
+                    what = f"{target} changes once here, when the step is traced"
+                    yield statement, "side effect", what, "make it an rx.Variable, or return its new value"
+
+    def _is_global(self, statement: cst.AugAssign) -> bool:
+        """True for a name that ``global`` or ``nonlocal`` declares."""
+        if not isinstance(statement.target, cst.Name):
+            return False
+        scope = self._source.scope_of(statement.target)
+        return all(a.scope is not scope for a in scope[statement.target.value])
 
     def _is_outer(self, call: cst.Call) -> bool:
         """True for a method of a name that the function does not bind itself."""
@@ -192,12 +223,8 @@ class Marker:
 
     def _tape(self) -> Iterator[Found]:
         for statement in self._source.statements:
-            if not isinstance(statement, cst.With):
-                continue
-            calls = [item.item.func for item in statement.items if isinstance(item.item, cst.Call)]
-            is_tape = any(self._source.dotted(function) == "tf.GradientTape" for function in calls)
             owner = self._source.owners[statement]
-            if is_tape and owner not in self._reach.step:
+            if is_tape(self._source, statement) and not self._reach.is_step(self._source, statement):
                 if isinstance(owner, cst.FunctionDef):
                     what, write = (
                         f"a tape in {owner.name.value}, which is not traced",
@@ -208,24 +235,13 @@ class Marker:
                     what = "a tape outside of functions"
                     yield statement, "tape", what, "put these lines into a function with @rx.function"
 
-    def _directory(self) -> Iterator[Found]:
-        """The idiom of TensorFlow's tutorials for several workers."""
-        for string in self._source.strings:
-            if isinstance(string, cst.SimpleString) and "workertemp" in string.value:
-                what = "each worker has a checkpoint directory of its own"
-                yield (
-                    string,
-                    "directory",
-                    what,
-                    "use the chief's directory on all workers, and delete none of them",
-                )
-
     def _condition(self) -> Iterator[Found]:
         for statement in self._source.statements:
             if not isinstance(statement, cst.If | cst.While):
                 continue
             owner = self._source.owners[statement]
-            if owner not in self._reach.step or self._reach.is_data(self._source, statement):
+            is_step = self._reach.is_step(self._source, statement)
+            if not is_step or self._reach.is_data(self._source, statement):
                 continue
             called = self._calls_of_tensorflow(statement.test, owner)
             names = [name for name in called if name and not _PYTHON_VALUES.match(name)]

@@ -1,5 +1,6 @@
-"""Notebooks as one module: cells joined, and lines for IPython masked, so that names keep their meaning across
-cells.
+"""Notebooks as modules: cells joined, and lines for IPython masked, so that names keep their meaning across cells.
+
+A cell that writes a Python file, ``%%writefile train.py``, is a module of its own.
 """
 
 from __future__ import annotations
@@ -7,14 +8,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import libcst as cst
 
 _CELL: Final = "__replicax_cell__"
+_BEHIND_CELLS: Final = 1_000_000  # lines: more than the cells of a notebook have
 _MASK: Final = "__replicax_mask_{}__"
 _MASKED: Final = re.compile(r"^[ \t]*__replicax_mask_(\d+)__[ \t]*$", re.M)
+_MASKED_BEFORE: Final = re.compile(r"^([ \t]*)__replicax_mask_(\d+)__; ", re.M)
 _FOR_IPYTHON: Final = re.compile(r"[ \t]*([!%?]|[\w, \t]+=[ \t]*[!%]|[\w.]+\?{1,2}[ \t]*$)")
+# Magics of a line whose rest is Python.
+_BEFORE_PYTHON: Final = re.compile(
+    r"([ \t]*)(%(?:time|timeit|prun|memit)(?:[ \t]+-\w+(?:[ \t]+\d+)?)*[ \t]+)(?=\S)"
+)
+_WRITES: Final = re.compile(r"%%(?:writefile|file)[ \t]+(-a[ \t]+|--append[ \t]+)?(?:\./)?([\w./-]+)\.py\s*$")
 # Magics of a whole cell that is Python.
 _PYTHON_CELLS: Final = ("%%time", "%%timeit", "%%capture", "%%prun")
 
@@ -24,12 +33,33 @@ class NotebookError(ValueError):
 
 
 @final
+@dataclass(frozen=True)
+class Written:
+    """A Python file that a cell writes.
+
+    Attributes:
+      name: Of its module, dotted.
+      code: Its text.
+      offset: Its lines are counted from here on, behind those of the cells.
+      number: Of the cell.
+      mask: Which mask stands for the cell.
+    """
+
+    name: str
+    code: str
+    offset: int
+    number: int
+    mask: int
+
+
+@final
 class Notebook:
-    """A notebook and its code as one module.
+    """A notebook and its code as modules.
 
     Attributes:
       code: All code cells, one after the other.
-      unparsed: Places of cells that are not Python; they are left alone.
+      written: The files that cells write.
+      unparsed: Places of cells that are not Python, or are no whole module; they are left alone.
     """
 
     def __init__(self, text: str) -> None:
@@ -44,17 +74,25 @@ class Notebook:
         if language != "python":
             raise NotebookError(f"its language is {language}")
         self.unparsed: list[str] = []
+        self.written: list[Written] = []
         self._masked: list[str] = []
         masked = [self._mask(source, number) for number, source in enumerate(sources, 1)]
         self.code = f"\n{_CELL}\n".join(masked) + "\n"
-        self._first_lines = [1]
-        for cell in masked:
-            self._first_lines.append(self._first_lines[-1] + cell.count("\n") + 2)
+        self._leave_earlier_versions("\n".join(sources))
 
-    def place(self, line: int) -> str:
-        """Returns where a line of ``code`` is in the notebook."""
-        cell = max(n for n, first in enumerate(self._first_lines) if first <= line)
-        return f"cell {cell + 1}, line {line - self._first_lines[cell] + 1}"
+    def place(self, line: int, code: str) -> str:
+        """Returns where a line of ``code``, as it is now, is in the notebook."""
+        for written in reversed(self.written):
+            if line > written.offset:
+                return f"cell {written.number}, line {line - written.offset + 1}"
+        lines = code.splitlines()[: line - 1]
+        starts = [number for number, text in enumerate(lines, 1) if text == _CELL]
+        return f"cell {len(starts) + 1}, line {line - (starts[-1] if starts else 0)}"
+
+    def write(self, written: Written, code: str) -> None:
+        """Changes the file that a cell writes."""
+        header = self._masked[written.mask].partition("\n")[0]
+        self._masked[written.mask] = f"{header}\n{code}"
 
     def changed(self, code: str) -> Iterator[tuple[int, str, str]]:
         """Yields number, old and new source of the cells that are other ones in ``code``."""
@@ -79,7 +117,10 @@ class Notebook:
 
     def _split(self, code: str) -> list[str]:
         cells = re.split(rf"(?:\A|\n){_CELL}\n", code.removesuffix("\n"))
-        return [_MASKED.sub(lambda match: self._masked[int(match[1])], cell) for cell in cells]
+        whole = [_MASKED.sub(lambda match: self._masked[int(match[1])], cell) for cell in cells]
+        return [
+            _MASKED_BEFORE.sub(lambda match: match[1] + self._masked[int(match[2])], cell) for cell in whole
+        ]
 
     def _mask(self, source: str, number: int) -> str:
         """The cell with a name in place of each line that is for IPython, or in place of all of it."""
@@ -87,12 +128,17 @@ class Notebook:
             return source
         lines = source.split("\n")
         first = next((line for line in lines if line.strip()), "")
+        if writes := _WRITES.match(first):
+            self._add_written(source, writes[2].replace("/", "."), number, appends=bool(writes[1]))
         if first.startswith("%%") and not first.startswith(_PYTHON_CELLS):
             return self._masked_as(source, "")
         result: list[str] = []
         while lines:
             line = lines.pop(0)
-            if _FOR_IPYTHON.match(line):
+            before = _BEFORE_PYTHON.match(line)
+            if before and _parses(f"pass; {line[before.end() :]}\n"):
+                line = f"{self._masked_as(before[2], before[1])}; {line[before.end() :]}"
+            elif _FOR_IPYTHON.match(line):
                 indent = line[: len(line) - len(line.lstrip())]
                 while line.endswith("\\") and lines:
                     line += "\n" + lines.pop(0)
@@ -103,6 +149,24 @@ class Notebook:
             return masked
         self.unparsed.append(f"cell {number}")
         return self._masked_as(source, "")
+
+    def _add_written(self, source: str, name: str, number: int, *, appends: bool) -> None:
+        """Adds the file that a cell writes, if it is Python; a magic stands in its first line."""
+        code = source.partition("\n")[2]
+        if appends or not source.startswith("%%") or not _parses(code):
+            self.unparsed.append(f"cell {number}")
+            return
+        last = self.written[-1] if self.written else None
+        offset = last.offset + last.code.count("\n") + 1 if last else _BEHIND_CELLS
+        self.written.append(Written(name, code, offset, number, len(self._masked)))
+
+    def _leave_earlier_versions(self, text: str) -> None:
+        """Of a module that cells write several times, only the last can be followed where it is imported."""
+        for place, written in reversed(list(enumerate(self.written))):
+            is_written_again = any(later.name == written.name for later in self.written[place + 1 :])
+            if is_written_again and re.search(rf"\b(import|from)\s+{re.escape(written.name)}\b", text):
+                del self.written[place]
+                self.unparsed.append(f"cell {written.number}")
 
     def _masked_as(self, text: str, indent: str) -> str:
         self._masked.append(text)

@@ -11,6 +11,7 @@ from typing import Final, final
 import libcst as cst
 
 from replicax._src.migrate.bindings import Definition, Function, Program, Source, text_of
+from replicax._src.migrate.tapes import Taped, find_taped, is_tape, nodes_below
 
 # Methods of a dataset whose functions run in TensorFlow's graph of it.
 _DATASET_METHODS: Final = frozenset(
@@ -50,6 +51,8 @@ class Reach:
       data: Functions that run in a dataset or make one.
       traced: Those of ``step`` that TensorFlow traced, too; it ran the others eagerly.
       replica: Those of ``step`` that ``strategy.run`` or a coordinator's function runs.
+      differentiated: Calls whose result is part of what a tape takes the gradient of.
+      taped: Those of ``step`` that a tape outside of steps records.
     """
 
     def __init__(self, program: Program) -> None:
@@ -87,6 +90,66 @@ class Reach:
         self.data = self._closure(data)
         self.traced = self._closure(steps | (decorated - self.data))  # a dataset runs tf.functions, too
         self.step = self.traced | self.replica
+        self._taped = {source: self._find_taped(source) for source in program.sources}
+        self.taped = (
+            self._closure({f for source in program.sources for f in self._in_taped(source)}) - self.data
+        )
+        self.step |= self.taped
+        self.differentiated = {call for source in program.sources for call in self._differentiated(source)}
+
+    def taped_in(self, source: Source) -> list[Taped]:
+        """Returns the tapes outside of steps whose statements become a function."""
+        return self._taped[source]
+
+    def is_step(self, source: Source, node: cst.CSTNode) -> bool:
+        """Returns True for a name, call or statement that runs in a step."""
+        return source.owners[node] in self.step or any(node in taped.nodes for taped in self._taped[source])
+
+    def _find_taped(self, source: Source) -> list[Taped]:
+        tapes = [s for s in source.statements if isinstance(s, cst.With) and is_tape(source, s)]
+        outside = [t for t in tapes if source.owners[t] not in self.step and not self.is_data(source, t)]
+        return list(find_taped(source, outside))
+
+    def _in_taped(self, source: Source) -> Iterator[Function]:
+        """The functions that the statements of a tape name."""
+        for taped in self._taped[source]:
+            for chain in source.chains:
+                found = source.definition(chain) if chain in taped.nodes else None
+                if found and not isinstance(found.node, cst.ClassDef):
+                    yield found.node
+
+    def _differentiated(self, source: Source) -> Iterator[cst.Call]:
+        """Follows the target of ``tape.gradient(target, variables)`` through names and functions of the program."""
+        for call in source.calls:
+            is_gradient = isinstance(call.func, cst.Attribute) and call.func.attr.value == "gradient"
+            if is_gradient and call.args and source.owners[call] in self.step:
+                yield from self._calls_in(source, call.args[0].value, source.owners[call], 8)
+
+    def _calls_in(
+        self, source: Source, node: cst.BaseExpression, owner: Function | None, depth: int
+    ) -> Iterator[cst.Call]:
+        """The calls of an expression, and of what its names are assigned in the function."""
+        if depth == 0:
+            return
+        for part in nodes_below(node):
+            if isinstance(part, cst.Call):
+                yield part
+                made = source.definition(part.func)
+                for value in self._results_of(made) if made else ():
+                    yield from self._calls_in(made.source, value, made.node, depth - 1)  # type: ignore[arg-type,union-attr]
+            elif isinstance(part, cst.Name) and source.is_bound(part):
+                for value in source.values_of(part):
+                    if value is not node:
+                        yield from self._calls_in(source, value, owner, depth - 1)
+
+    def _results_of(self, made: Definition) -> Iterator[cst.BaseExpression]:
+        for statement in made.source.statements:
+            if (
+                isinstance(statement, cst.Return)
+                and made.source.owners[statement] is made.node
+                and statement.value
+            ):
+                yield statement.value
 
     def is_data(self, source: Source, node: cst.CSTNode) -> bool:
         """Returns True for a name, call or statement in a function that runs in a dataset, or in its decorators."""
@@ -100,6 +163,8 @@ class Reach:
             return False
         if isinstance(node, cst.Call):
             name = source.full_name(node.func) or ""
+            if isinstance(node.func, cst.Attribute) and node.func.attr.value == "as_numpy_iterator":
+                return False
             if (source.dotted(node.func) or "").startswith("tf.data.") or name == "tensorflow_datasets.load":
                 return True
             return isinstance(node.func, cst.Attribute) and self.is_dataset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from replicax._src.migrate.comments import Mark
 from replicax._src.migrate.decisions import ROOT, Change, Decisions
 from replicax._src.migrate.imports import Imports, moved_name
 from replicax._src.migrate.table import Row
+from replicax._src.migrate.tapes import Taped
 from replicax._src.migrate.templates import fill
 
 # What needs parentheses below these, if it is no atom.
@@ -38,6 +40,8 @@ class Rewriter(cst.CSTTransformer):
         super().__init__()
         self._source, self._decisions, self._imports = source, decisions, imports
         self._top = set(source.tree.body)
+        self._taped = {s: taped for taped in decisions.taped for s in taped.statements}
+        self._moved: dict[Taped, list[Any]] = {}
         self._lifted: list[
             str
         ] = []  # comments in expressions that were replaced: they go above the statement
@@ -45,6 +49,9 @@ class Rewriter(cst.CSTTransformer):
             *decisions.names,
             *decisions.fillings,
             *decisions.texts,
+            *decisions.wraps,
+            *decisions.dropped,
+            *self._taped,
             *decisions.removed,
             *decisions.comments.statements(),
             *source.statements,
@@ -56,6 +63,13 @@ class Rewriter(cst.CSTTransformer):
         return node in self._visited
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        new = self._replaced(original_node, updated_node)
+        if original_node in self._decisions.wraps:
+            template = self._localized(self._decisions.wraps[original_node])
+            new = cst.parse_expression(fill(template, {"self": self._code(new)}))
+        return new
+
+    def _replaced(self, original_node: Any, updated_node: Any) -> Any:
         if original_node in self._decisions.names:
             name = self._localized(self._decisions.names[original_node])
             return self._placed(original_node, cst.parse_expression(name))
@@ -65,6 +79,8 @@ class Rewriter(cst.CSTTransformer):
             comments = [c.value for c in m.findall(updated_node, m.Comment()) if isinstance(c, cst.Comment)]
             self._lifted += [comment for comment in comments if comment not in code]
             return new
+        if isinstance(original_node, cst.Call) and self._decisions.dropped.intersection(original_node.args):
+            return self._without_dropped(original_node, updated_node)
         if original_node in self._decisions.texts:
             return cst.parse_expression(self._decisions.texts[original_node])
         if original_node in self._decisions.removed:
@@ -75,10 +91,68 @@ class Rewriter(cst.CSTTransformer):
             lifted = [cst.EmptyLine(comment=cst.Comment(comment)) for comment in self._lifted]
             updated_node = updated_node.with_changes(leading_lines=[*updated_node.leading_lines, *lifted])
             self._lifted = []
+        statements = [updated_node]
         if original_node in self._top or isinstance(original_node, cst.SimpleStatementLine):
-            statements = self._imports.apply(original_node, updated_node)
-            return cst.FlattenSentinel(statements) if statements else cst.RemoveFromParent()
-        return updated_node
+            if original_node in self._taped:
+                statements = self._moved_out(original_node, updated_node)
+            else:
+                statements = self._imports.apply(original_node, updated_node)
+            above = [t for t in self._decisions.taped if t.above is original_node and t in self._moved]
+            if above:
+                statements = self._with_functions(above, statements)
+        elif original_node in self._taped:
+            statements = self._moved_out(original_node, updated_node)
+        if statements == [updated_node]:
+            return updated_node
+        return cst.FlattenSentinel(statements) if statements else cst.RemoveFromParent()
+
+    def _moved_out(self, original: cst.CSTNode, updated: Any) -> list[Any]:
+        """What stays of a statement that a function takes: its call, in place of the last one."""
+        taped = self._taped[original]
+        self._moved.setdefault(taped, []).append(updated)
+        if original is not taped.statements[-1]:
+            return []
+        call = f"{taped.name}({', '.join(taped.parameters)})"
+        line = f"{', '.join(taped.results)} = {call}" if taped.results else "return " * taped.returns + call
+        first = self._moved[taped][0]
+        self._moved[taped][0] = first.with_changes(leading_lines=[])
+        return [cst.parse_statement(line).with_changes(leading_lines=first.leading_lines)]
+
+    def _with_functions(self, taped: list[Taped], statements: list[Any]) -> list[Any]:
+        """The statements of the module with the functions above them."""
+        blank = [cst.EmptyLine(indent=False)] * 2
+        above = list(itertools.dropwhile(lambda line: line.comment is None, statements[0].leading_lines))
+        functions = []
+        for each in taped:
+            function = cst.parse_statement(
+                f"@{self._imports.local['rx']}.function\ndef {each.name}({', '.join(each.parameters)}):\n    pass\n"
+            )
+            body = self._moved[each]
+            if each.results:
+                body = [*body, cst.parse_statement(f"return {', '.join(each.results)}")]
+            assert isinstance(function, cst.FunctionDef)
+            body_of = cst.IndentedBlock(body, indent=self._indent_of(each))
+            functions.append(function.with_changes(body=body_of, leading_lines=blank))
+        return [*functions, statements[0].with_changes(leading_lines=[*blank, *above]), *statements[1:]]
+
+    def _indent_of(self, taped: Taped) -> str | None:
+        """The indent that the body of its ``with`` has."""
+        body = getattr(taped.statements[0], "body", None)
+        return body.indent if isinstance(body, cst.IndentedBlock) else None
+
+    def _without_dropped(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        pairs = zip(original.args, updated.args, strict=True)
+        stays = [new for old, new in pairs if old not in self._decisions.dropped]
+        gone = [old for old in original.args if old in self._decisions.dropped]
+        self._lifted += [
+            c.value for old in gone for c in m.findall(old, m.Comment()) if isinstance(c, cst.Comment)
+        ]
+        if stays:  # what closes the brackets stays as it is
+            last = updated.args[-1]
+            stays[-1] = stays[-1].with_changes(
+                comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
+            )
+        return updated.with_changes(args=stays)
 
     def _localized(self, template: str) -> str:
         """The template with the names that the module has for its roots."""

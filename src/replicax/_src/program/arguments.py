@@ -147,7 +147,7 @@ def _as_array(value: Any, name: Callable[[], str]) -> Any:
     if not (_has(value, "shape") and _has(value, "dtype")):
         return value
     try:
-        array = np.asarray(value)
+        array = np.asarray(value) if _has(kind, "__array__") else np.from_dlpack(value)
     except Exception as error:  # of a GPU, or of a dtype that NumPy lacks, as torch.bfloat16
         try:
             return jax.dlpack.from_dlpack(value)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import random
 import sys
 import textwrap
 import types
@@ -34,8 +35,8 @@ _LOCAL: Final = object()
 _NUMBERS: Final = (bool, int, float)
 _CONTAINERS: Final = (list, dict, set, collections.deque)
 _ADDING: Final = {"add", "append", "appendleft", "extend", "insert", "setdefault", "update"}
-_GENERATORS: Final = (np.random.Generator, np.random.RandomState)
-_DRAWS_NOTHING: Final = {"seed", "get_state", "set_state", "spawn"}
+_GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random)
+_DRAWS_NOTHING: Final = {"seed", "get_state", "set_state", "getstate", "setstate", "spawn"}
 _DRAWS_OF_TENSORFLOW: Final = {
     "categorical",
     "gamma",
@@ -45,6 +46,7 @@ _DRAWS_OF_TENSORFLOW: Final = {
     "truncated_normal",
     "uniform",
 }
+_CALLS: Final = ("__call__", "call")
 _MOST_ITEMS_LOOKED_AT: Final = 64
 
 
@@ -85,7 +87,7 @@ def reported(fn: Callable[..., Any]) -> Iterator[Attempt]:
         _Seen(function, site)
         for function in _functions(fn)
         for site in _sites(_code(function))
-        if site.kind != "reads" or has_tensorflow
+        if (site.kind != "reads" or has_tensorflow) and (site.kind != "keeps" or not _is_call(function))
     ]
     found = [seen for seen in found if seen.is_possible()]
     lines: set[tuple[types.CodeType, int]] = set()
@@ -202,7 +204,10 @@ def _functions(fn: Any) -> list[Callable[..., Any]]:
         fn = waiting.pop()
         fn = key.unwrap(fn.func if isinstance(fn, functools.partial) else fn)
         function = getattr(fn, "__func__", fn)
-        if not isinstance(function, types.FunctionType) or not is_user_code(function.__code__.co_filename):
+        if not isinstance(function, types.FunctionType):
+            waiting += _calls_of(fn)
+            continue
+        if not is_user_code(function.__code__.co_filename):
             continue
         code = function.__code__
         if code not in found:
@@ -210,6 +215,17 @@ def _functions(fn: Any) -> list[Callable[..., Any]]:
             named = [_named(fn, name) for name in (*key.global_names(code), *code.co_freevars)]
             waiting += [value for value in named if callable(value)]
     return list(found.values())
+
+
+def _calls_of(value: Any) -> list[types.MethodType]:
+    """The methods that run when an object is called; those of Keras's layers and models are in ``call``."""
+    methods = [inspect.getattr_static(type(value), name, None) for name in _CALLS]
+    return [types.MethodType(method, value) for method in methods if isinstance(method, types.FunctionType)]
+
+
+def _is_call(function: Any) -> bool:
+    """Returns True for what runs when an object is called: that may keep values for the rest of the step."""
+    return isinstance(function, types.MethodType) and function.__name__ in _CALLS
 
 
 def _named(fn: Any, name: str) -> Any:
@@ -251,8 +267,9 @@ def _contents(fn: Any, site: _Site) -> Any:
 
 def _tracers(value: Any) -> list[Any]:
     """The traced values among the items of a container, or that a value is."""
-    if isinstance(value, (list, tuple)):
-        return [tracer for item in value for tracer in _tracers(item)]
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return [tracer for item in items for tracer in _tracers(item)]
     return [value] if isinstance(value, jax_compat.Tracer) else []
 
 

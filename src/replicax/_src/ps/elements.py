@@ -5,13 +5,27 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import numpy as np
 
+
+@final
+@dataclass(frozen=True)
+class End:
+    """Stands for an element that is missing, because the dataset has ended.
+
+    Attributes:
+      reason: For people.
+    """
+
+    reason: str
+
+
 Leaves = Sequence[np.ndarray]
 """Of one element."""
-Elements = Sequence[Sequence[Leaves]]
+Elements = Sequence[Sequence[Leaves | End]]
 """For each iterator, for each call of ``next``."""
 
 
@@ -23,8 +37,8 @@ class LeafIterator(Protocol):
         """Whether ``next`` need not wait."""
         ...
 
-    def next(self) -> Leaves:
-        """The leaves of the next element; after the last one it raises OutOfRangeError."""
+    def next(self) -> Leaves | End:
+        """The leaves of the next element; after the last one the end, each time."""
         ...
 
 
@@ -33,20 +47,23 @@ class ElementQueue:
     """Takes elements in order. Those that it has looked at are taken first."""
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[LeafIterator, deque[Leaves | Exception]]
+        self._seen: weakref.WeakKeyDictionary[LeafIterator, deque[Leaves | End | Exception]]
         self._seen = weakref.WeakKeyDictionary()
 
     def take(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements:
-        """Takes so many elements of each iterator, and waits for them.
-
-        Raises:
-          OutOfRangeError: An iterator has no more. What was taken of the others is lost.
-        """
+        """Takes so many elements of each iterator, and waits for them."""
         pairs = zip(iterators, counts, strict=True)
         return [[self._next(iterator) for _ in range(count)] for iterator, count in pairs]
 
+    def put_back(self, iterators: Sequence[LeafIterator], elements: Elements, counts: Sequence[int]) -> None:
+        """Of what was taken, only so many elements of each iterator were needed: the others are taken next."""
+        for iterator, calls, count in zip(iterators, elements, counts, strict=True):
+            unused = [leaves for leaves in calls[count:] if not isinstance(leaves, End)]
+            if unused:
+                self._seen.setdefault(iterator, deque()).extendleft(reversed(unused))
+
     def look_ahead(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements | None:
-        """What ``take`` will give, if that is known without waiting, and is no error."""
+        """What ``take`` will give, if that is known without waiting, and is no error, nor the end."""
         if len(set(iterators)) < len(iterators):
             return None
         elements: list[list[Leaves]] = []
@@ -57,13 +74,13 @@ class ElementQueue:
                     seen.append(iterator.next())
                 except Exception as error:  # of the closure that takes it
                     seen.append(error)
-            leaves = [each for each in list(seen)[:count] if not isinstance(each, Exception)]
+            leaves = [each for each in list(seen)[:count] if not isinstance(each, End | Exception)]
             if len(leaves) < count:
                 return None
             elements.append(leaves)
         return elements
 
-    def _next(self, iterator: LeafIterator) -> Leaves:
+    def _next(self, iterator: LeafIterator) -> Leaves | End:
         seen = self._seen.get(iterator)
         if not seen:
             return iterator.next()
@@ -73,11 +90,15 @@ class ElementQueue:
         return leaves
 
 
+def end_of(elements: Elements) -> End | None:
+    """The first of them that is missing; None if none is."""
+    return next((each for calls in elements for each in calls if isinstance(each, End)), None)
+
+
 def are_same(some: Elements, others: Elements) -> bool:
     """Whether they are the very same arrays."""
-    return list(map(id, leaves_of(some))) == list(map(id, leaves_of(others)))
+    return list(map(id, _leaves_of(some))) == list(map(id, _leaves_of(others)))
 
 
-def leaves_of(elements: Elements) -> list[np.ndarray]:
-    """All leaves, in order."""
-    return [leaf for calls in elements for leaves in calls for leaf in leaves]
+def _leaves_of(elements: Elements) -> list[np.ndarray]:
+    return [leaf for calls in elements for leaves in calls if not isinstance(leaves, End) for leaf in leaves]

@@ -17,11 +17,13 @@ class UnavailableError(ReplicaxError, RuntimeError):
 
     Attributes:
       task: Its name: ``"ps 0"``.
+      is_silent: True if it did not answer in time: it may be stopped or cut off, and go on later.
     """
 
-    def __init__(self, message: str, task: str = ""):
+    def __init__(self, message: str, task: str = "", *, is_silent: bool = False):
         super().__init__(message)
         self.task = task
+        self.is_silent = is_silent
 
 
 class UnauthenticatedError(ReplicaxError, PermissionError):

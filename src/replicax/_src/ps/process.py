@@ -11,7 +11,7 @@ from typing import Any, Final
 import jax
 
 from replicax._src.cluster.processes import resident_bytes
-from replicax._src.cluster.spec import ClusterSpec, Task, split_address
+from replicax._src.cluster.spec import ClusterSpec, Task
 from replicax._src.jax_compat import backend_started
 from replicax._src.topology import prepare_backend
 
@@ -43,25 +43,11 @@ def prepare_process(cluster: ClusterSpec, task: Task) -> None:
     if task.type == "ps":
         # Who runs an update waits for it, under a lock: another thread would only begin later.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    prepare_backend(num_tasks_beside(cluster, task))
+    prepare_backend(cluster.num_tasks_beside(task))
     folder = program_cache(os.environ)
     if folder is not None and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def num_tasks_beside(cluster: ClusterSpec, task: Task) -> int:
-    """How many tasks are on the host of one of them, itself included: those with the same name of a host.
-
-    >>> cluster = ClusterSpec({"chief": ["a:1"], "worker": ["a:2", "b:1"], "ps": ["a:3"]})
-    >>> num_tasks_beside(cluster, Task("worker", 0)), num_tasks_beside(cluster, Task("worker", 1))
-    (3, 1)
-    """
-    addresses = [
-        cluster.task_address(job, index) for job in cluster.jobs for index in cluster.task_indices(job)
-    ]
-    hosts = [split_address(address)[0] for address in addresses]
-    return hosts.count(split_address(cluster.task_address(task.type, task.index))[0])
 
 
 def program_cache(environ: Mapping[str, str]) -> Path | None:

@@ -173,7 +173,8 @@ class WorkerProgram:
       num_results: How many of its first results the closure returns.
       pushes: What is made of the other results; at most one of each kind for each parameter server.
       lookups: Of tables.
-      element_counts: For each iterator how many elements are taken, before anything else is done.
+      element_counts: For each iterator how many elements are taken, before anything else is done: in a closure's first
+        program. Another one uses so many of them; the others go back.
       num_replicas: Devices that the computation runs on.
     """
 
@@ -227,9 +228,18 @@ class WorkerProgram:
         )
 
 
-def signature_of(elements: Sequence[tuple[Sequence[int], Any]]) -> str:
-    """What distinguishes elements for which different computations are needed: their shapes and dtypes, in order."""
-    return json.dumps([[list(shape), str(dtype)] for shape, dtype in elements])
+def signature_of(elements: Sequence[Sequence[tuple[Sequence[int], Any]] | None]) -> str:
+    """What distinguishes elements for which different computations are needed: shapes and dtypes of their leaves.
+
+    Args:
+      elements: In order, each with its leaves; None for one that is missing, because its dataset has ended.
+    """
+    return json.dumps(
+        [
+            None if leaves is None else [[list(shape), str(dtype)] for shape, dtype in leaves]
+            for leaves in elements
+        ]
+    )
 
 
 def _inputs(described: Sequence[Mapping[str, Any]]) -> tuple[Input, ...]:

@@ -23,7 +23,6 @@ from replicax._src import context
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.extras import missing_extra
 from replicax._src.input import memory
-from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import END, EmptyDatasetError, Pass, as_arrays
 from replicax._src.input.narrowing import narrowed
 from replicax._src.input.opening import open_elements
@@ -31,6 +30,7 @@ from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.sources import PerReplicaPulls
 from replicax._src.input.split import InputContext
 from replicax._src.ps import structures
+from replicax._src.ps.elements import End
 from replicax._src.ps.unbuilt import Cut, UnbuiltDataset
 
 _MOST_AHEAD: Final = 16
@@ -87,8 +87,8 @@ class Resource(Protocol):
         """Whether ``next`` need not wait."""
         ...
 
-    def next(self) -> Sequence[np.ndarray]:
-        """The leaves of the next element; after the last one it raises OutOfRangeError."""
+    def next(self) -> Sequence[np.ndarray] | End:
+        """The leaves of the next element; after the last one the end, each time."""
         ...
 
     def close(self) -> None: ...
@@ -195,18 +195,14 @@ class DatasetResource:
         """Whether ``next`` need not wait."""
         return self._first is not None or self._rest.is_ready
 
-    def next(self) -> list[np.ndarray]:
-        """The leaves of the next element.
-
-        Raises:
-          OutOfRangeError: There is none any more.
-        """
+    def next(self) -> list[np.ndarray] | End:
+        """The leaves of the next element; the end, if there is none any more."""
         if self._first is not None:
             leaves, self._first = self._first, None
         else:
             leaves = next(self._rest, None)
         if leaves is None:
-            raise OutOfRangeError(
+            return End(
                 f"The dataset of this worker has no more elements: it had {self._num_taken}. Schedule as many functions as "
                 "it has elements, or let it repeat."
             )

@@ -13,8 +13,7 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
-from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.elements import ElementQueue, Elements, LeafIterator, are_same, leaves_of
+from replicax._src.ps.elements import ElementQueue, Elements, End, LeafIterator, are_same, end_of
 from replicax._src.ps.errors import UnknownProgramError
 from replicax._src.ps.executable import Executable, LoadedProgram
 from replicax._src.ps.links import PsLinks
@@ -32,7 +31,8 @@ class ClosureCall:
       closure: The incarnation of the coordinator, and the closure's number.
       low: All closures with lower numbers have ended.
       epoch: What was pulled in another one is pulled again.
-      programs: By the signature of the elements, the digest of the program for them.
+      programs: By the signature of the elements, the digest of the program for them. The first one says how many
+        elements are taken.
       arguments: The closure's arrays, NumPy's or JAX's.
       iterators: What it takes elements from.
       round_number: Of which its gradients are; None: they are pushed as updates. What it pulls is not of use to others.
@@ -53,11 +53,15 @@ class ClosureResult:
 
     Attributes:
       results: Its arrays.
+      signature: Of its elements, if they are not those of its first program.
       need: The signature of elements for which there is no program: they are held until the closure comes again.
+      end: Of a dataset that has too few of them, if one has.
     """
 
     results: Sequence[np.ndarray] = ()
+    signature: str | None = None
     need: str | None = None
+    end: End | None = None
 
 
 @dataclass
@@ -65,6 +69,7 @@ class _Run:
     """A closure on its way.
 
     Attributes:
+      signature: Of its elements.
       tables: What its lookups need.
       rows: Of its lookups.
       moment: ``Pulls.moment`` at which they, and the variables, were pulled.
@@ -73,6 +78,7 @@ class _Run:
     call: ClosureCall
     loaded: LoadedProgram
     elements: Elements
+    signature: str
     tables: Sequence[RowsWanted] = ()
     rows: Sequence[np.ndarray] = ()
     moment: int = -1
@@ -148,12 +154,11 @@ class Runner:
         Raises:
           UnknownProgramError: A program has to be given first. Nothing has happened, and elements that have been taken
             are kept for this closure.
-          OutOfRangeError: A dataset has no more elements; nothing has been pushed.
           UnavailableError: A parameter server is not there; others may have applied their part, and will not again.
         """
         run = self._taken(call)
-        if isinstance(run, str):
-            return ClosureResult(need=run)
+        if isinstance(run, ClosureResult):
+            return run
         try:
             with contextlib.nullcontext() if self._pulls_ahead else self._links.held():
                 results = self._run(run)
@@ -164,7 +169,11 @@ class Runner:
             raise
         self._num_closures += 1
         self._wanted.clear()
-        return ClosureResult([np.asarray(array) for array in results[: run.loaded.program.num_results]])
+        arrays = [np.asarray(array) for array in results[: run.loaded.program.num_results]]
+        if run.signature == next(iter(call.programs)):
+            return ClosureResult(arrays)
+        self._elements.put_back(call.iterators, run.elements, run.loaded.program.element_counts)
+        return ClosureResult(arrays, run.signature)
 
     def statistics(self) -> dict[str, Any]:
         """How many closures ran, how long compiling took (s), how often variables had to be pulled before one."""
@@ -191,8 +200,8 @@ class Runner:
 
     # --- elements -------------------------------------------------------------------------------------
 
-    def _taken(self, call: ClosureCall) -> _Run | str:
-        """The closure with its elements, or their signature, for which it has no program."""
+    def _taken(self, call: ClosureCall) -> _Run | ClosureResult:
+        """The closure with its elements, or what it needs for them: it has no program."""
         loaded = [self._loaded(digest) for digest in call.programs.values()]
         if self._held:
             self._forget_ended(call)
@@ -203,8 +212,9 @@ class Runner:
         digest = call.programs.get(signature)
         if digest is None:
             self._held[call.closure] = elements
-            return signature
-        return _Run(call, self._checked(digest, elements), elements)
+            return ClosureResult(need=signature, end=end_of(elements))
+        loaded = self._programs[digest] = self._programs.pop(digest)  # the last one that was used
+        return _Run(call, loaded, elements, signature)
 
     def _forget_ended(self, call: ClosureCall) -> None:
         """What is held for closures that have ended, elsewhere."""
@@ -215,16 +225,6 @@ class Runner:
         loaded = self._programs.get(digest)
         if loaded is None:
             raise UnknownProgramError(f"This task does not have the program {digest}: send it.", digest)
-        return loaded
-
-    def _checked(self, digest: str, elements: Elements) -> LoadedProgram:
-        loaded = self._programs[digest] = self._programs.pop(digest)  # the last one that was used
-        counts = tuple(len(calls) for calls in elements)
-        if counts != loaded.program.element_counts:
-            raise InvalidArgumentError(
-                f"{loaded.program.name} takes {loaded.program.element_counts} elements of its iterators when they have "
-                f"these shapes, and {counts} otherwise. Call next(iterator) equally often for all shapes."
-            )
         return loaded
 
     # --- pulling --------------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ class Runner:
         if not self._pulls_for_next(run) or not run.loaded.looks_up_elements:
             return None
         elements = self._elements.look_ahead(run.call.iterators, run.loaded.program.element_counts)
-        if elements is None or _signature(elements) != _signature(run.elements):
+        if elements is None or _signature(elements) != run.signature:
             return None
-        ahead = _Run(run.call, run.loaded, elements)
+        ahead = _Run(run.call, run.loaded, elements, run.signature)
         ahead.tables = self._tables(ahead)
         return ahead
 
@@ -274,7 +274,9 @@ class Runner:
             case "variable":
                 return self._pulls.value(run.loaded.program.variables[each.index])
             case "element":
-                return run.elements[each.index][each.call][each.leaf]
+                leaves = run.elements[each.index][each.call]
+                assert not isinstance(leaves, End)
+                return leaves[each.leaf]
             case "argument":
                 return run.call.arguments[each.index]
             case "constant":
@@ -344,4 +346,10 @@ class Runner:
 def _signature(elements: Elements) -> str:
     if not elements:
         return _NOTHING
-    return signature_of([(leaf.shape, leaf.dtype) for leaf in leaves_of(elements)])
+    return signature_of(
+        [
+            None if isinstance(leaves, End) else [(leaf.shape, leaf.dtype) for leaf in leaves]
+            for calls in elements
+            for leaves in calls
+        ]
+    )

@@ -40,7 +40,6 @@ ASKS: Final = "asks"
 STREAM: Final = "stream"
 """What a client wants a connection for."""
 
-_BACKLOG: Final = 256
 _HELD_S: Final = 0.002
 """For so long an answer waits for those to messages that came with its own."""
 _MOST_HELD_BYTES: Final = 64 * 1024
@@ -176,7 +175,7 @@ class TaskServer:
                 TOKEN_VARIABLE,
             )
         try:
-            listening = listen(*split_address(self._address), _BACKLOG)
+            listening = listen(*split_address(self._address))
         except OSError as error:
             raise UnavailableError(
                 f"The task cannot listen at {self._address}: {error.strerror or error}. Is the port in use, or the host of "
@@ -274,8 +273,10 @@ class TaskServer:
         what = "an ask"
         try:
             fields = decoded_header(head)
-            what = str(fields.get("what"))
-            return header_bytes(self._service.ask(what, fields.get("fields") or {}))
+            what, told = str(fields.get("what")), fields.get("fields")
+            if not isinstance(told, dict):
+                raise MessageError(f"{what!r} was asked with {type(told).__name__} in place of fields.")
+            return header_bytes(self._service.ask(what, told))
         except Exception as error:
             return header_bytes(_failure(error, what))
 

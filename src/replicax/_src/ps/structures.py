@@ -84,8 +84,8 @@ def _class(kind: str, module: str, name: str) -> Any:
         found = getattr(found, part, None)
     if not _is_kind(kind, found):
         raise InvalidArgumentError(
-            f"The elements of a dataset on a worker are of class {module}.{name}, which this process does not have. Import "
-            "its module here, or let the dataset give dicts or tuples."
+            f"What came from another task is of class {module}.{name}, which this process does not have. Import its module here, "
+            "or use dicts or tuples there."
         )
     return found
 
@@ -102,12 +102,12 @@ def _is_kind(kind: str, cls: Any) -> bool:
 def _check_key(key: Any) -> None:
     if not isinstance(key, str | int):
         raise InvalidArgumentError(
-            f"The elements of a dataset on a worker have a dict with the key {key!r}. Keys are str or int there."
+            f"A dict with the key {key!r} does not travel between tasks. Its keys must be str or int."
         )
 
 
 def _unknown(cls: type) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"The elements of a dataset on a worker have a {cls.__module__}.{cls.__qualname__} in them. Allowed are arrays, dicts, "
-        "lists, tuples, None, and named tuples and dataclasses that are defined at the top of a module."
+        f"A {cls.__module__}.{cls.__qualname__} does not travel between tasks. Allowed are arrays, dicts, lists, tuples, None, and "
+        "named tuples and dataclasses that are defined at the top of a module."
     )

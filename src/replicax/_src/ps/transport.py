@@ -8,6 +8,7 @@ opened. So an ask does not wait behind the arrays of a link. ``messages.py`` say
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
 from replicax._src.cluster.credentials import Credentials
+from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import ReplicaxError
 from replicax._src.ps.buffers import Buffers
@@ -61,7 +63,8 @@ class TaskClient:
     ):
         check_installed()
         self._security = credentials.security()
-        self._host, self._port = split_address(address)
+        self._host, _ = split_address(address)
+        self._reached_at = split_address(routed_address(address, os.environ))
         self._name = f"{task} at {address}"
         self._task = task
         self._max_message_bytes = max_message_bytes
@@ -142,7 +145,7 @@ class TaskClient:
         self.close()
 
     def _connected(self, purpose: str, deadline: float) -> Connection:
-        return connect(self._host, self._port, self._security, purpose, deadline)
+        return connect(*self._reached_at, self._security, purpose, deadline, certified_as=self._host)
 
     def _asked(self, head: bytes, deadline: float) -> dict[str, Any]:
         connection = self._for_asks(deadline)
@@ -203,7 +206,9 @@ class TaskClient:
             )
         if isinstance(error, TimeoutError):
             return UnavailableError(
-                f"{self._name} did not {did}: it is stopped, busy, or cannot be reached.", self._task
+                f"{self._name} did not {did}: it is stopped, busy, or cannot be reached.",
+                self._task,
+                is_silent=True,
             )
         if isinstance(error, PeerEndedError) and error.is_refusal:
             return MessageError(f"{self._name}: {error.reason}")
@@ -239,6 +244,11 @@ class Link:
         self._decoder = decoder
         self._why_closed = ""
         self._num_answers = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """True if it is of no more use: open another one."""
+        return bool(self._why_closed)
 
     @property
     def counts(self) -> Counts:
@@ -286,10 +296,7 @@ class Link:
 
     def receive_all(self, timeout_s: float) -> list[Message | ReplicaxError]:
         """Waits as ``receive``, and returns what has come together: at least one answer, or the error that it is."""
-        answers = [self._bounded("answer a message", timeout_s, self._receive)]
-        while self._connection.has_frame():
-            answers.append(self._bounded("answer a message", timeout_s, self._receive))
-        return answers
+        return self._bounded("answer a message", timeout_s, self._receive_all)
 
     def call(self, message: Message, timeout_s: float) -> Message:
         """Sends a message and waits for its answer; see ``send`` and ``receive``."""
@@ -349,6 +356,12 @@ class Link:
                 raise
         except (OSError, MessageError):
             return
+
+    def _receive_all(self, deadline: float) -> list[Message | ReplicaxError]:
+        answers = [self._receive(deadline)]
+        while self._connection.has_frame():
+            answers.append(self._receive(deadline))
+        return answers
 
     def _receive(self, deadline: float) -> Message | ReplicaxError:
         head = self._connection.receive(deadline, self._decoder.room).head

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import uuid
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, final
 
 from replicax._src.cluster.credentials import Credentials
-from replicax._src.cluster.routes import routed_address
 from replicax._src.ps.group_copies import GroupCopies
 from replicax._src.ps.group_copy import GroupCopy
 from replicax._src.ps.group_rules import View
@@ -175,7 +173,7 @@ class PsHost:
         )
 
     def _connect(self, index: int, address: str) -> TaskClient:
-        return TaskClient(routed_address(address, os.environ), self._credentials, f"ps {index}")
+        return TaskClient(address, self._credentials, f"ps {index}")
 
     def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Who has a group of pieces is decided; tells which parts this task has now."""

@@ -98,7 +98,9 @@ class Worker:
                 header.get("round"),
             )
         )
-        return Message({} if result.need is None else {"need": result.need}, result.results)
+        if result.need is not None:
+            return Message({"need": result.need, "end": result.end and result.end.reason})
+        return Message({} if result.signature is None else {"signature": result.signature}, result.results)
 
     def _arguments(self, named: Sequence[tuple[int, str]], arrays: Sequence[np.ndarray]) -> Sequence[Any]:
         """What came with a closure, and in its place what came before."""

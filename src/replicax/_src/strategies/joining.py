@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 
 from replicax._src.cluster.membership import Membership
-from replicax._src.cluster.spec import UNKNOWN_ADDRESS, split_address
 from replicax._src.cluster.start import compare_devices, join_cluster
 from replicax._src.jax_compat import Device
 from replicax._src.topology import prepare_backend
@@ -26,7 +25,7 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
       ClusterStartError: A worker is missing, or they do not fit together.
       BackendStartedError: JAX was used before.
     """
-    prepare_backend(_num_workers_here(membership))
+    prepare_backend(membership.spec.num_tasks_beside(membership.task))
     peers = join_cluster(
         [str(task) for task in membership.workers],
         membership.addresses,
@@ -36,11 +35,3 @@ def join_workers(membership: Membership, timeout_s: float) -> list[Device]:
     compare_devices(peers, jax.local_devices())
     # The ids of devices have gaps between processes.
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-
-
-def _num_workers_here(membership: Membership) -> int:
-    """Returns how many workers have the host of this one, as far as their addresses tell."""
-    if membership.address == UNKNOWN_ADDRESS:
-        return 1
-    hosts = [split_address(address)[0] for address in membership.addresses if address != UNKNOWN_ADDRESS]
-    return hosts.count(split_address(membership.address)[0])

@@ -18,7 +18,7 @@ from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.closure import place_closure
 from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
-from replicax._src.placement.remote.tracing import check_can_travel
+from replicax._src.placement.remote.random_keys import as_data, is_key
 from replicax._src.program import key, side_effects
 from replicax._src.program.arguments import ClosureCheck, as_arguments
 from replicax._src.program.cache import (
@@ -48,12 +48,14 @@ class PreparedClosure:
       arguments: The arrays among the arguments, and those that the function closes over.
       sources: What it takes elements from, in the order of the program's iterators.
       named: Names of those ``arguments`` that travel once, by position.
+      leaves: All arguments, and what the function closes over; none if it closes over no arrays.
     """
 
     traced: WorkerFunction
     arguments: Sequence[np.ndarray]
     sources: Sequence[PerWorkerInput]
     named: Mapping[int, str]
+    leaves: Sequence[Any] = ()
 
     @property
     def name(self) -> str:
@@ -86,12 +88,12 @@ class PreparedClosure:
         return self.traced.program(digest)
 
     def make(self, signature: str) -> str:
-        """Makes the program for elements of other shapes. Returns its digest."""
-        return self.traced.make(signature)
+        """Makes the program for elements of other shapes, or for fewer. Returns its digest."""
+        return self.traced.make(signature, self.leaves)
 
-    def assemble(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns, of the worker's results."""
-        return self.traced.first.assemble(arrays)
+    def assemble(self, arrays: Sequence[Any], signature: str | None = None) -> Any:
+        """What the function returns, of the worker's results for elements of a signature; None: of the first one's."""
+        return self.traced.closure(signature).assemble(arrays)
 
 
 @final
@@ -134,6 +136,8 @@ class Closures:
             )
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         leaves = as_arguments(leaves, tree)
+        if any(map(is_key, leaves)):
+            leaves, tree = jax.tree_util.tree_flatten(tree.unflatten(map(as_data, leaves)), is_leaf=_is_leaf)
         programs = self._cache.programs_of(fn)
         described, arrays, sources = _describe(leaves, programs)
         signature = (
@@ -157,7 +161,7 @@ class Closures:
             traced.check_closure(leaves)
             num_lifted = sum(map(key.is_array, jax.tree_util.tree_leaves(lifted, is_leaf=_is_leaf)))
             named = traced.names_of(arrays, num_lifted)
-        return PreparedClosure(traced, arrays, traced.sources_of(sources), named)
+        return PreparedClosure(traced, arrays, traced.sources_of(sources), named, leaves if lifted else ())
 
     def _traced(
         self,
@@ -194,8 +198,8 @@ class Closures:
             return WorkerFunction(
                 name,
                 self._session,
-                lambda shapes: place_closure(
-                    call, avals, name, self._session, slot_of, shapes, num_averaged, num_replicas
+                lambda offer: place_closure(
+                    call, avals, name, self._session, slot_of, offer, num_averaged, num_replicas
                 ),
                 sources,
                 functools.partial(ClosureCheck, tree, described),
@@ -223,7 +227,6 @@ def _describe(
             sources.append(leaf)
         elif key.is_array(leaf):
             described.append(array_leaf(leaf))
-            check_can_travel(described[-1].dtype, "is an argument of a function for workers")
             # It may be written before it is sent: itself, or what it is a view of.
             is_theirs = isinstance(leaf, np.ndarray) and (leaf.flags.writeable or leaf.base is not None)
             with np.errstate(over="ignore"):  # what does not fit is found later, if it is used

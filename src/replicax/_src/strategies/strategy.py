@@ -45,7 +45,7 @@ from replicax._src.strategies.parts import FunctionRunner, Parts
 from replicax._src.strategies.planning import PlanRequest, plan_of
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
-from replicax._src.tensorflow_code import check_not_in_tensorflow
+from replicax._src.tensorflow_code import check_no_function_of_tensorflow, check_not_in_tensorflow
 from replicax._src.topology import Topology, device_name
 from replicax._src.user_code import user_line
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
@@ -307,6 +307,7 @@ class Strategy:
                 f"{'rx.OneDeviceStrategy' if options.check_finite else 'rx.MirroredStrategy'}."
             )
         check_not_in_tensorflow("strategy.run")
+        check_no_function_of_tensorflow("strategy.run", fn)
         try:
             if options is not None and options.eager:
                 self._check_may_run_eagerly()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -11,14 +12,16 @@ import jax
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.jax_compat import default_platform
 from replicax._src.placement.remote.closure import RemoteClosure
-from replicax._src.placement.remote.elements import PerWorkerInput
+from replicax._src.placement.remote.elements import Offer, PerWorkerInput
 from replicax._src.placement.remote.worker import SMALL_BYTES, name_of
 from replicax._src.program.arguments import ClosureCheck
 from replicax._src.ps.arrays import ServerArray
 from replicax._src.ps.programs import WorkerProgram
 from replicax._src.ps.session import Session
+from replicax._src.user_code import UNKNOWN, user_line_of
 
 tracing_lock = threading.RLock()
 """Held while a function for workers is traced: an update is traced with variables that say they have a shard's shape.
@@ -39,7 +42,7 @@ class WorkerFunction:
         self,
         name: str,
         session: Session,
-        trace: Callable[[Any], RemoteClosure],
+        trace: Callable[[Offer | None], RemoteClosure],
         sources: Sequence[PerWorkerInput],
         check_closure: Callable[[Callable[[], Collection[int]]], ClosureCheck],
     ):
@@ -47,6 +50,7 @@ class WorkerFunction:
         self._programs: dict[str, str] = {}
         self._session, self._trace, self._sources = session, trace, sources
         self._closures: dict[str, RemoteClosure] = {}
+        self._ends: dict[str, str] = {}  # by signature, why the function cannot do with so few elements
         self._of_digest: dict[str, WorkerProgram] = {}
         self._platforms = frozenset(platforms_of_workers(session))
         self.constants: dict[str, np.ndarray] = {}
@@ -54,11 +58,13 @@ class WorkerFunction:
         self._lifted: dict[int, tuple[np.ndarray, str | None]] = {}
         self._layout = session.layout
         self.first = self._add(None)
-        self.check_closure = check_closure(self._used_arguments)
+        self._check_of_used = functools.partial(check_closure, self._used_arguments)
+        self.check_closure = self._check_of_used()
 
     def _used_arguments(self) -> set[int]:
-        (program,) = self._of_digest.values()
-        inputs = (*program.inputs, *(given for lookup in program.lookups for given in lookup.inputs))
+        programs = self._of_digest.values()
+        inputs = [given for program in programs for given in program.inputs]
+        inputs += [given for program in programs for lookup in program.lookups for given in lookup.inputs]
         return {given.index for given in inputs if given.kind == "argument"}
 
     @property
@@ -120,50 +126,77 @@ class WorkerFunction:
             names[position] = name
         return names
 
-    def make(self, signature: str) -> str:
-        """Traces the function for elements of other shapes. Returns the digest of the worker's program.
+    def closure(self, signature: str | None) -> RemoteClosure:
+        """That of elements of a signature; None: the first one."""
+        return self.first if signature is None else self._closures[signature]
+
+    def make(self, signature: str, leaves: Sequence[Any] = ()) -> str:
+        """Traces the function for elements of other shapes, or for fewer. Returns the digest of the worker's program.
+
+        Args:
+          leaves: Of a call whose function closes over arrays. They are checked if this program is the first to use
+            them.
 
         Raises:
           InvalidArgumentError: There have been too many.
+          NarrowingError: See ``check_closure``.
+          OutOfRangeError: It needs an element that is missing.
         """
         with tracing_lock:
             self.programs_for(platforms_of_workers(self._session))
-            return self._programs.get(signature) or self._made(signature)
+            return self._programs.get(signature) or self._made(signature, leaves)
 
-    def _made(self, signature: str) -> str:
+    def _made(self, signature: str, leaves: Sequence[Any]) -> str:
+        if signature in self._ends:
+            raise OutOfRangeError(self._ends[signature])
         if len(self._closures) >= _MAX_SIGNATURES:
             raise InvalidArgumentError(
                 f"{self.name} has met elements of {len(self._closures)} different shapes, and is compiled for each: the next has "
                 f"{signature}. Pad what varies to a few sizes, in the dataset."
             )
-        described = iter(json.loads(signature))
-        taken = self.first.elements.taken
-        shapes = {
-            at: tuple(
-                jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in _take(described, len(taken[at]))
-            )
-            for at in sorted(taken)
-        }
-        self._add(shapes, signature)
+        elements = self.first.elements
+        offer = Offer(
+            elements.sources,
+            dict(zip(sorted(elements.taken), map(_leaves, json.loads(signature)), strict=True)),
+        )
+        try:
+            self._add(offer, signature, leaves)
+        except OutOfRangeError as error:
+            while len(self._ends) >= _MAX_SIGNATURES:
+                del self._ends[next(iter(self._ends))]
+            self._ends[signature] = str(error)
+            raise
+        except Exception as error:
+            if (line := user_line_of(error)) != UNKNOWN:
+                error.add_note(
+                    f"(At {line}, when {self.name} was traced once more: for elements of other shapes, or for those that are left.)"
+                )
+            raise
         return self._programs[signature]
 
-    def _add(self, shapes: Any, signature: str | None = None) -> RemoteClosure:
-        closure = self._trace(shapes)
-        if shapes is not None and closure.returns != self.first.returns:
+    def _add(
+        self, offer: Offer | None, signature: str | None = None, leaves: Sequence[Any] = ()
+    ) -> RemoteClosure:
+        closure = self._trace(offer)
+        if offer is not None and not offer.is_short and closure.returns != self.first.returns:
             raise UnsupportedError(
                 f"{self.name} returns something else for elements of other shapes ({signature}): {closure.returns} in place of "
                 f"{self.first.returns}. Return arrays whose number does not depend on shapes; for a number of rows "
                 "jnp.int32(x.shape[0])."
             )
-        if shapes is not None and (closure.round_key is None) != (self.first.round_key is None):
+        if offer is not None and (closure.round_key is None) != (self.first.round_key is None):
             raise UnsupportedError(
-                f"{self.name} applies gradients for elements of some shapes only, and not for others ({signature}). Schedule "
-                "another function where none are applied."
+                f"{self.name} applies gradients for some elements only, and not for others ({signature}: shapes and dtypes, null "
+                "after the last element). Schedule another function where none are applied."
             )
         self._session.keep_programs(closure, closure.updates)
         key = signature or closure.elements.signature
+        digest = self._export(closure)
+        if leaves:
+            self.check_closure = self._check_of_used()
+            self.check_closure(leaves)
         self._closures[key] = closure
-        self._programs[key] = self._export(closure)
+        self._programs[key] = digest
         self._found[closure] = _where(closure.arrays)
         self._layout = self._session.layout
         self.constants |= closure.constants
@@ -188,5 +221,8 @@ def _where(arrays: Sequence[ServerArray]) -> list[Any]:
     return [(array.pieces, dict(array.copies)) for array in arrays]
 
 
-def _take(items: Any, count: int) -> list[Any]:
-    return [next(items) for _ in range(count)]
+def _leaves(described: Any) -> tuple[jax.ShapeDtypeStruct, ...] | None:
+    """Of one element of a signature; None if it is missing."""
+    if described is None:
+        return None
+    return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in described)

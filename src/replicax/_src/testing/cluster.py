@@ -135,9 +135,17 @@ class LocalCluster:
         told = {"TF_CONFIG": tf_config(self.cluster, task)}
         if self._devices_per_worker > 1:
             told[DEVICES_VARIABLE] = str(self._devices_per_worker)
-        return told | {
-            name: self._environment[name] for name in (TOKEN_VARIABLE,) if name in self._environment
+        return (
+            told
+            | self._routes_of(task)
+            | {name: self._environment[name] for name in (TOKEN_VARIABLE,) if name in self._environment}
+        )
+
+    def _routes_of(self, task: Task) -> dict[str, str]:
+        routes = {
+            self._address_of(to): p.address for (source, to), p in self._proxies.items() if source == task
         }
+        return {ROUTES_VARIABLE: json.dumps(routes)} if routes else {}
 
     @property
     def resolver(self) -> TFConfigClusterResolver:
@@ -212,11 +220,7 @@ class LocalCluster:
         if task.type != "ps":
             own |= device_environment(self._devices_per_worker, self._environment)
             own[DEVICES_VARIABLE] = str(self._devices_per_worker)
-        routes = {
-            self._address_of(to): p.address for (source, to), p in self._proxies.items() if source == task
-        }
-        if routes:
-            own[ROUTES_VARIABLE] = json.dumps(routes)
+        own |= self._routes_of(task)
         return LocalTask(task, command, {**self._environment, **own}, report_file, self._timeout_s)
 
     def _script_of(self, program: str | os.PathLike[str] | Callable[..., Any]) -> Path:
@@ -280,20 +284,26 @@ class LocalCluster:
             ) from None
 
     def partition(
-        self, task_type: str, index: int, *, how: Literal["blackhole", "cut"] = "blackhole"
+        self,
+        task_type: str,
+        index: int,
+        *,
+        how: Literal["blackhole", "cut"] = "blackhole",
+        from_job: str | None = None,
     ) -> None:
-        """Parts a task from all others, on the control channel, until ``heal``.
+        """Parts a task from the others until ``heal``, on the connections of replicax; JAX has its own.
 
         Args:
           task_type: Of the task.
           index: Of the task.
           how: "blackhole": nothing arrives, and nobody is told, as if a cable was pulled. "cut": connections are ended,
             and new ones end at once.
+          from_job: Parts it only from the tasks of this job; by default from all others.
 
         Raises:
           InvalidArgumentError: There is no such task, or the cluster has no proxies.
         """
-        for proxy in self._proxies_of(task_type, index):
+        for proxy in self._proxies_of(task_type, index, from_job):
             proxy.set(how)
 
     def delay(self, task_type: str, index: int, delay_s: float) -> None:
@@ -310,7 +320,7 @@ class LocalCluster:
         for proxy in self._proxies.values():
             proxy.set()
 
-    def _proxies_of(self, task_type: str, index: int) -> list[Proxy]:
+    def _proxies_of(self, task_type: str, index: int, from_job: str | None = None) -> list[Proxy]:
         task = Task(task_type, index)
         if task not in self._layout.tasks:
             there = ", ".join(map(str, self._layout.tasks))
@@ -320,7 +330,11 @@ class LocalCluster:
                 "This cluster has no proxies between its tasks, so that they cannot be parted. Make it with "
                 "LocalCluster(..., has_proxies=True); it needs several tasks with addresses."
             )
-        return [proxy for ends, proxy in self._proxies.items() if task in ends]
+        return [
+            proxy
+            for ends, proxy in self._proxies.items()
+            if task in ends and (from_job is None or any(end.type == from_job for end in ends if end != task))
+        ]
 
     def close(self) -> None:
         """Kills what runs, and waits until all is gone: 10 ms for each task."""

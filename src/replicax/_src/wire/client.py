@@ -11,12 +11,21 @@ from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import seconds_left
 
 
-def connect(host: str, port: int, security: Security, purpose: str, deadline: float) -> Connection:
+def connect(
+    host: str,
+    port: int,
+    security: Security,
+    purpose: str,
+    deadline: float,
+    *,
+    certified_as: str | None = None,
+) -> Connection:
     """Connects to a listener, and authenticates both ends.
 
     Args:
       purpose: What the connection is for; the listener is told. At most 16 ASCII characters.
       deadline: On the clock of ``time.monotonic``.
+      certified_as: The name in the listener's certificate; that of the host by default.
 
     Raises:
       TokenError: One end does not know the token of the other one.
@@ -29,7 +38,7 @@ def connect(host: str, port: int, security: Security, purpose: str, deadline: fl
         is_loopback = is_loopback_peer(connection)
         connection.settimeout(0.0)
         if security.client is not None:
-            connection = encrypted(connection, security.client, deadline, host)
+            connection = encrypted(connection, security.client, deadline, certified_as or host)
         agreed = greet_server(
             connection,
             security.token,

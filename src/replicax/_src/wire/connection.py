@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, final
 
-from replicax._src.wire.errors import ForeignPeerError, PeerEndedError
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, WireError
 from replicax._src.wire.frames import (
     HEADER_BYTES,
     LARGEST_HEAD,
@@ -30,7 +30,7 @@ from replicax._src.wire.frames import (
     frame_parts,
     parsed_header,
 )
-from replicax._src.wire.sockets import prepare, seconds_left, shut_down, wait_for
+from replicax._src.wire.sockets import prepare, shut_down, wait_for
 
 _BUFFER_BYTES: Final = 128 * 1024
 _FIRST_BYTES: Final = 16 * 1024
@@ -101,6 +101,7 @@ class Connection:
         self._is_checked = is_checked
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
+        self._header: Header | None = None  # of the next frame, once it is known
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self.peer = peer
         self.bytes_in = self.bytes_out = 0
@@ -115,8 +116,11 @@ class Connection:
         parts: list[Part] = []
         for kind, head, body in frames:
             parts += frame_parts(kind, head, body, is_checked=self._is_checked)
+        num_bytes = sum(map(len, parts))
+        if len(parts) > 1 and num_bytes <= _FIRST_BYTES:  # many buffers cost more than the copy
+            parts = [b"".join(parts)]
         with self._sending:
-            self.bytes_out += sum(map(len, parts))
+            self.bytes_out += num_bytes
             self._stream.write(parts, deadline)
 
     def receive(self, deadline: float, room: Room = no_room) -> Frame:
@@ -132,29 +136,38 @@ class Connection:
           OSError: The connection has ended.
         """
         with self._receiving:
-            header = parsed_header(self._taken(HEADER_BYTES, deadline))
-            head = self._taken(header.head_bytes, deadline)
+            header = self._header
+            if header is None:
+                if self._end - self._start < HEADER_BYTES:
+                    self._gather(HEADER_BYTES, deadline)
+                header = self._take_header()
+            kind, head_bytes, body_bytes, _ = header
+            head = self._taken(head_bytes, deadline)
+            self._header = None
             check_head(header, head)
-            self.bytes_in += HEADER_BYTES + header.head_bytes + header.body_bytes
-            if header.kind in (Kind.END, Kind.REFUSAL):
-                reason = bytes(head).decode(errors="replace")
-                raise PeerEndedError(reason, is_refusal=header.kind is Kind.REFUSAL)
-            if header.body_bytes:
-                self._receive_body(header, room(head, header.body_bytes), deadline)
-                return Frame(header.kind, None)
-            return Frame(header.kind, head)
+            self.bytes_in += HEADER_BYTES + head_bytes + body_bytes
+            if kind >= Kind.END:
+                raise PeerEndedError(bytes(head).decode(errors="replace"), is_refusal=kind is Kind.REFUSAL)
+            if body_bytes:
+                self._receive_body(header, room(head, body_bytes), deadline)
+                return Frame(kind, None)
+            return Frame(kind, head)
 
     def has_frame(self) -> bool:
         """True if a whole frame without a body has come already. Only for the thread that receives."""
-        buffered = self._end - self._start
-        if buffered < HEADER_BYTES:
-            return False
-        header = parsed_header(self._buffer[self._start : self._start + HEADER_BYTES])
-        return not header.body_bytes and buffered >= HEADER_BYTES + header.head_bytes
+        header = self._header
+        if header is None:
+            if self._end - self._start < HEADER_BYTES:
+                return False
+            try:
+                header = self._take_header()
+            except WireError:  # the next ``receive`` raises it
+                return False
+        return not header.body_bytes and self._end - self._start >= header.head_bytes
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until the peer has sent something, or the connection has ended. False if neither happens in time."""
-        if self._start < self._end or self._stream.has_pending():
+        if self._header is not None or self._start < self._end or self._stream.has_pending():
             return True
         poll = select.poll()
         try:
@@ -198,22 +211,31 @@ class Connection:
         if self._is_checked:
             check_body(memory, self._taken(SUM_BYTES, deadline))
 
+    def _take_header(self) -> Header:
+        self._header = parsed_header(self._buffer, self._start)
+        self._start += HEADER_BYTES
+        return self._header
+
     def _taken(self, size: int, deadline: float) -> memoryview:
         """The next bytes, until the next call."""
-        if size > len(self._buffer):
-            return self._taken_large(size, deadline)
-        buffered = self._end - self._start
-        if buffered < size:
-            if self._start + size > len(self._buffer):
-                self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
-                self._start, self._end = 0, buffered
-            elif not buffered:
-                self._start = self._end = 0
-            while self._end - self._start < size:
-                stop = max(self._start + size, min(self._end + _FIRST_BYTES, len(self._buffer)))
-                self._end += self._received(self._buffer[self._end : stop], deadline, fill=False)
+        if self._end - self._start < size:
+            if size > _BUFFER_BYTES:
+                return self._taken_large(size, deadline)
+            self._gather(size, deadline)
         start, self._start = self._start, self._start + size
         return self._buffer[start : self._start]
+
+    def _gather(self, size: int, deadline: float) -> None:
+        """Receives until the buffer has so many bytes that nobody has taken."""
+        buffered = self._end - self._start
+        if self._start + size > _BUFFER_BYTES:
+            self._buffer[:buffered] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, buffered
+        elif not buffered:
+            self._start = self._end = 0
+        while self._end - self._start < size:
+            stop = max(self._start + size, min(self._end + _FIRST_BYTES, _BUFFER_BYTES))
+            self._end += self._received(self._buffer[self._end : stop], deadline, fill=False)
 
     def _taken_large(self, size: int, deadline: float) -> memoryview:
         assert size <= LARGEST_HEAD
@@ -251,31 +273,38 @@ class _Plain:
     def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
         flags = socket.MSG_WAITALL if fill else 0
         while True:
-            if seconds_left(deadline) < _TICK_S:
+            if deadline - time.monotonic() < _TICK_S:
                 wait_for(self._socket, select.POLLIN, deadline)
                 flags = 0
-            with contextlib.suppress(BlockingIOError):
+            try:
                 return self._socket.recv_into(memory, 0, flags)
+            except BlockingIOError:
+                continue
 
     def has_pending(self) -> bool:
         return False
 
     def write(self, parts: Sequence[Part], deadline: float) -> None:
-        for at in range(0, len(parts), _MOST_PARTS):
-            self._write(list(parts[at : at + _MOST_PARTS]), deadline)
-
-    def _write(self, parts: list[Part], deadline: float) -> None:
-        while parts:
+        left = list(parts)
+        while left:
             flags = 0
-            if seconds_left(deadline) < _TICK_S:
+            if deadline - time.monotonic() < _TICK_S:
                 wait_for(self._socket, select.POLLOUT, deadline)
                 flags = socket.MSG_DONTWAIT
-            with contextlib.suppress(BlockingIOError):
-                sent = self._socket.sendmsg(parts, (), flags)
-                while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
-                if sent:
-                    parts[0] = memoryview(parts[0])[sent:]
+            try:
+                if len(left) == 1:
+                    sent = self._socket.send(left[0], flags)
+                else:
+                    sent = self._socket.sendmsg(left[:_MOST_PARTS], (), flags)
+            except BlockingIOError:
+                continue
+            num_whole = 0
+            while num_whole < len(left) and sent >= len(left[num_whole]):
+                sent -= len(left[num_whole])
+                num_whole += 1
+            del left[:num_whole]
+            if sent:
+                left[0] = memoryview(left[0])[sent:]
 
 
 @final

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 from replicax._src.wire.errors import DamagedFrameError, ForeignPeerError
 
@@ -24,8 +24,9 @@ LARGEST_HEAD: Final = 64 * 2**20
 LARGEST_BODY: Final = 16 * 2**30
 
 _MAGIC: Final = b"RX"
-_HEADER: Final = struct.Struct("<2sBxIQI")
-_SUM: Final = struct.Struct("<I")
+_HEADER: Final = struct.Struct("<2sBxIQII")
+_SUMMED_HEADER: Final = struct.Struct("<2sBxIQI")
+_SUMMED_BYTES: Final = _SUMMED_HEADER.size
 
 
 class Kind(IntEnum):
@@ -57,27 +58,26 @@ def frame_parts(
     kind: Kind, head: bytes, body: Sequence[Part] = (), *, is_checked: bool = False
 ) -> list[Part]:
     """The bytes of a frame, in parts that are sent in order. Nothing of the body is copied."""
-    body_bytes = sum(len(part) for part in body) if body else 0
-    header = _HEADER.pack(_MAGIC, kind, len(head), body_bytes, zlib.crc32(head))
-    parts: list[Part] = [b"".join((header, _SUM.pack(zlib.crc32(header)), head)), *body]
-    if is_checked and body_bytes:
-        parts.append(body_sum(body))
-    return parts
+    body_bytes = sum(map(len, body)) if body else 0
+    header = _SUMMED_HEADER.pack(_MAGIC, kind, len(head), body_bytes, crc32(head))
+    start = header + crc32(header).to_bytes(4, "little") + head
+    if not body_bytes:
+        return [start]
+    return [start, *body, body_sum(body)] if is_checked else [start, *body]
 
 
-def parsed_header(data: Part) -> Header:
-    """What 24 bytes say.
+def parsed_header(data: Part, at: int = 0) -> Header:
+    """What the 24 bytes from ``at`` on say.
 
     Raises:
       DamagedFrameError: They changed on their way.
       ForeignPeerError: They are no header, or announce more than a frame may have.
     """
-    magic, number, head_bytes, body_bytes, head_sum = _HEADER.unpack_from(data)
-    (own_sum,) = _SUM.unpack_from(data, _HEADER.size)
-    if zlib.crc32(data[: _HEADER.size]) != own_sum:  # first: the magic may be what was damaged
+    magic, number, head_bytes, body_bytes, head_sum, own_sum = _HEADER.unpack_from(data, at)
+    if crc32(data[at : at + _SUMMED_BYTES]) != own_sum:  # first: the magic may be what was damaged
         raise DamagedFrameError("the header of a frame was damaged on its way")
     if magic != _MAGIC:
-        raise ForeignPeerError(f"bytes that begin with {bytes(data[:8])!r} are no frame of replicax")
+        raise ForeignPeerError(f"bytes that begin with {bytes(data[at : at + 8])!r} are no frame of replicax")
     kind = _KINDS.get(number)
     if kind is None or head_bytes > LARGEST_HEAD or body_bytes > LARGEST_BODY:
         raise ForeignPeerError(
@@ -93,7 +93,7 @@ def check_head(header: Header, head: Part) -> None:
     Raises:
       DamagedFrameError: It changed on its way.
     """
-    if zlib.crc32(head) != header.head_sum:
+    if crc32(head) != header.head_sum:
         raise DamagedFrameError("the head of a frame was damaged on its way")
 
 

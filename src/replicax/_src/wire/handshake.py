@@ -118,6 +118,9 @@ def encrypted(
       OSError: The peer speaks no TLS, or its certificate is not accepted.
     """
     connection.settimeout(0.0)
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # or its small parts wait 40 ms for each other
     is_server = server_hostname is None
     made = context.wrap_socket(
         connection, server_side=is_server, server_hostname=server_hostname, do_handshake_on_connect=False

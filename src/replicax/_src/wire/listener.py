@@ -69,17 +69,22 @@ class Listener:
                 shut_down(stranger)
 
     def _accept(self) -> None:
+        has_failed = False
         while True:
             try:
                 connection, address = self._listening.accept()
+                has_failed = False
             except OSError:
                 if self._is_closed:
                     return
+                if has_failed:
+                    self._drop_oldest()  # which gives its descriptor back
+                has_failed = True
                 time.sleep(_PAUSE_S)
                 continue
+            if len(self._strangers) >= MOST_STRANGERS:
+                self._drop_oldest()
             with self._lock:
-                if len(self._strangers) >= MOST_STRANGERS:
-                    shut_down(next(iter(self._strangers)))  # its thread sends it away
                 self._strangers[connection] = None
             host = str(address[0]).removeprefix("::ffff:")
             peer = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
@@ -134,6 +139,13 @@ class Listener:
         if connection is not stranger:
             stranger.close()
         return Connection(connection, peer, is_checked=agreed.is_checked), agreed
+
+    def _drop_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._strangers), None)
+            if oldest is not None:
+                del self._strangers[oldest]
+                shut_down(oldest)  # its thread sends it away
 
     def _forget(self, stranger: socket.socket) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import select
 import socket
@@ -23,8 +24,10 @@ def bind_host(host: str) -> str:
     return "::" if ":" in host else _ALL_IPV4
 
 
-def listen(host: str, port: int, backlog: int) -> socket.socket:
+def listen(host: str, port: int, backlog: int = 512) -> socket.socket:
     """A socket that listens; where it listens on all networks, by IPv6 too.
+
+    The backlog is long, so that strangers who connect all at once do not delay others.
 
     Raises:
       OSError: It cannot; the port may be in use.
@@ -106,8 +109,12 @@ def wait_for(connection: socket.socket, event: int, deadline: float) -> None:
 
     Raises:
       TimeoutError: The deadline has passed.
+      OSError: The connection was closed here.
     """
     poll = select.poll()
-    poll.register(connection, event)
+    try:
+        poll.register(connection, event)
+    except ValueError:  # its descriptor is -1
+        raise OSError(errno.EBADF, "the connection was closed") from None
     while not poll.poll(math.ceil(1000 * min(seconds_left(deadline), _LONGEST_POLL_S))):
         pass

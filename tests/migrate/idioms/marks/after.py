@@ -42,6 +42,7 @@ def doubled(x):
 with rx.GradientTape() as tape:
     # replicax migrate: int64 is int32 in JAX, here and below. If a value needs more, set JAX_ENABLE_X64=1.
     y = doubled(jnp.ones((2,), dtype=jnp.int64))
+    history.append(y)
 
 per_replica = strategy.run(replica_step, args=(y,))
 # replicax migrate: this mean counts each replica the same, however many rows it has. If replicas have

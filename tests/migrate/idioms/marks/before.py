@@ -24,6 +24,7 @@ def doubled(x):
 
 with tf.GradientTape() as tape:
     y = doubled(tf.ones((2,), tf.int64))
+    history.append(y)
 
 per_replica = strategy.run(replica_step, args=(y,))
 strategy.reduce(tf.distribute.ReduceOp.MEAN, per_replica, axis=None)

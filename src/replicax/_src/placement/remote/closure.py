@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax._src.errors import UnsupportedError, VariableError
 from replicax._src.placement.remote.assignments import assignment_program
-from replicax._src.placement.remote.elements import Elements, joined_parts
+from replicax._src.placement.remote.elements import Elements, Offer, joined_parts
 from replicax._src.placement.remote.events import Applied, Assigned
 from replicax._src.placement.remote.optimizers import OptimizerUpdate, Rows
 from replicax._src.placement.remote.tracing import trace_function
@@ -88,7 +88,7 @@ def place_closure(
     name: str,
     servers: Servers,
     slot_of: Callable[[Any], Slot],
-    shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None = None,
+    offer: Offer | None = None,
     num_averaged: int | None = None,
     num_replicas: int = 1,
 ) -> RemoteClosure:
@@ -97,14 +97,14 @@ def place_closure(
     Args:
       call: Calls it with tracers of ``avals``, and what its iterators take elements from.
       name: Of the function, for people.
-      shapes: Of the elements, see ``Elements``.
+      offer: The elements that it takes, see ``Elements``.
       num_averaged: Of how many closures the gradients are averaged for an update of an optimizer; None: of none.
       num_replicas: Of a worker.
 
     Raises:
       VariableError: It uses a variable that is not on the parameter servers.
     """
-    traced = trace_function(call, avals, slot_of, shapes, num_replicas)
+    traced = trace_function(call, avals, slot_of, offer, num_replicas)
     arrays = Arrays(slot_of)
     worker = WorkerBuilder(traced, arrays.of)
     server_side = _ServerSide(worker, arrays, servers, num_averaged)

@@ -16,8 +16,10 @@ import numpy as np
 
 from replicax._src.errors import TraceError
 from replicax._src.input.arrays import common_num_rows
+from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.sources import unbatched
 from replicax._src.input.split import split_offsets
+from replicax._src.placement.remote.random_keys import is_key
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import Sharing, Slot
 from replicax._src.ps.programs import signature_of
@@ -87,23 +89,58 @@ class Element:
     is_cut: bool = False
 
 
+class EndOfElements(StopIteration):
+    """In a trace: this call of ``next`` is for an element that is missing, because the dataset has ended.
+
+    Attributes:
+      line: Of the call.
+    """
+
+    def __init__(self, line: str):
+        super().__init__()
+        self.line = line
+
+    def out_of_range(self) -> OutOfRangeError:
+        """What it is for who does not do without the element."""
+        return OutOfRangeError(
+            f"next(iterator) at {self.line} was called after the last element. To go on without it give a default, "
+            "next(iterator, None), or ask iterator.get_next_as_optional().has_value()."
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Offer:
+    """The elements that a worker has for a function, which are others than its iterators said.
+
+    Attributes:
+      sources: The iterators, in the order of the function's first trace.
+      leaves: Of each element, by (number of the iterator, call); None for one that is missing.
+    """
+
+    sources: Sequence[PerWorkerInput]
+    leaves: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct] | None]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether an element is missing."""
+        return None in self.leaves.values()
+
+
 @final
 class Elements:
     """The elements that a function takes while it is traced.
 
     Args:
-      shapes: Of the elements' leaves, where they are others than the iterators say: by (number of the iterator, call).
+      offer: Those that there are; None for as many as it takes, of the shapes that the iterators say.
       num_replicas: Of a worker.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None = None,
-        num_replicas: int = 1,
-    ):
-        self._shapes, self._num_replicas = shapes or {}, num_replicas
-        self.sources: list[PerWorkerInput] = []
-        self.counts: list[int] = []
+    def __init__(self, offer: Offer | None = None, num_replicas: int = 1):
+        self._offer, self._num_replicas = offer, num_replicas
+        # Numbers of iterators are those of the first trace, also where this one takes nothing of some.
+        self.sources: list[PerWorkerInput] = [] if offer is None else list(offer.sources)
+        self.counts: list[int] = [0] * len(self.sources)
         self.taken: dict[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] = {}
         self._slots: dict[int, Slot] = {}
 
@@ -111,8 +148,10 @@ class Elements:
         """The next element, or the value, in the function that is being traced.
 
         Raises:
+          EndOfElements: The element is missing.
           TraceError: An element in a scan, condition or other inner trace, which is traced once for all its turns; or
-            either in a function of several replicas, which each get their part; or elements without end.
+            either in a function of several replicas, which each get their part; or elements without end; or more
+            than the first trace took.
         """
         capture = current_capture()
         assert capture is not None
@@ -145,14 +184,16 @@ class Elements:
         call = self.counts[number] if source.is_iterator else 0
         if call == _MAX_TAKEN:
             raise TraceError(
-                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A `for` loop over an iterator "
-                "has no end in a function for workers, which is traced before anybody knows how many elements there are: take "
-                f"a number that you know, `for _ in range(n): next(iterator)`, at most {_MAX_TAKEN}, and schedule the function "
-                "again for more."
+                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A loop to the end of an "
+                "iterator has no end in a function for workers, which is traced before anybody knows how many elements there are: "
+                f"take a number that you know, `for _ in range(n): x = next(iterator, None)`, at most {_MAX_TAKEN}, leave the loop "
+                "where x is None, and schedule the function again for more."
             )
-        self.counts[number] = call + 1
         spec = source.spec
-        leaves = self._shapes.get((number, call), spec.leaves)
+        leaves = spec.leaves if self._offer is None else self._offered(source, number, call)
+        self.counts[number] = call + 1
+        if leaves is None:
+            raise EndOfElements(user_line())
         self.taken[number, call] = leaves
         values = []
         for position, leaf in enumerate(leaves):
@@ -168,13 +209,26 @@ class Elements:
             return cut_rows(element, self._num_replicas)
         return stacked(element) if spec.cut == "elements" else element
 
+    def _offered(
+        self, source: PerWorkerInput, number: int, call: int
+    ) -> Sequence[jax.ShapeDtypeStruct] | None:
+        assert self._offer is not None
+        if (number, call) not in self._offer.leaves:
+            what = "an element" if source.is_iterator else "a value of the worker's own"
+            raise TraceError(
+                f"At {user_line()} the function takes {what} that it does not take otherwise: only where a dataset has ended, or "
+                "its elements have other shapes. What it takes is decided before it runs. Take it in any case, and use it where "
+                "it is needed."
+            )
+        return self._offer.leaves[number, call]
+
     def slot_of(self, element: Element) -> Slot:
         return self._slots[id(element)]
 
     @property
     def signature(self) -> str:
         """Of all that is taken."""
-        return signature_of([(x.shape, x.dtype) for key in sorted(self.taken) for x in self.taken[key]])
+        return signature_of([[(x.shape, x.dtype) for x in self.taken[key]] for key in sorted(self.taken)])
 
 
 def cut_rows(batch: Any, num_replicas: int) -> Any:
@@ -239,7 +293,9 @@ def joined_parts(nest: Any) -> Any:
     """What ``in_parts`` was given, on the host."""
     return jax.tree_util.tree_map(
         lambda leaf: (
-            _per_replica(list(map(np.asarray, leaf.parts))) if isinstance(leaf, ReplicaParts) else leaf
+            _per_replica([part if is_key(part) else np.asarray(part) for part in leaf.parts])
+            if isinstance(leaf, ReplicaParts)
+            else leaf
         ),
         nest,
         is_leaf=lambda leaf: isinstance(leaf, (ReplicaParts, PerReplica)),
@@ -253,10 +309,20 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def taking_from(elements: Elements) -> Iterator[None]:
-    """Inside, while a function for workers is traced, ``next`` of an iterator is an input of it."""
+    """Inside, while a function for workers is traced, ``next`` of an iterator is an input of it.
+
+    Raises:
+      OutOfRangeError: The function takes an element that is missing, and does not do without it.
+    """
     _local.elements = elements
     try:
         yield
+    except EndOfElements as end:
+        raise end.out_of_range() from None
+    except RuntimeError as error:
+        if isinstance(error.__cause__, EndOfElements):  # it came out of a generator
+            raise error.__cause__.out_of_range() from None
+        raise
     finally:
         _local.elements = None
 

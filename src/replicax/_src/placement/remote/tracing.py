@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.errors import UnsupportedError
-from replicax._src.placement.remote.elements import Element, Elements, in_parts
+from replicax._src.placement.remote.elements import Element, Elements, Offer, in_parts
 from replicax._src.placement.remote.events import Applied, Event, Events
+from replicax._src.placement.remote.random_keys import as_data
 from replicax._src.program.capture import Entry, current_capture
 from replicax._src.program.lookups import Lookups, find_lookups, is_looked_up
 from replicax._src.program.program import Variant, check_no_leaks, trace_variant
@@ -67,7 +67,7 @@ def trace_function(
     call: Callable[[list[Any], Elements], Any],
     avals: Sequence[Any],
     slot_of: Callable[[Any], Slot],
-    shapes: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] | None,
+    offer: Offer | None,
     num_replicas: int = 1,
 ) -> TracedFunction:
     found: dict[str, Any] = {}
@@ -76,18 +76,15 @@ def trace_function(
         capture = current_capture()
         assert capture is not None
         observer = capture.observer = Events()
-        elements = found["elements"] = Elements(shapes, num_replicas)
+        elements = found["elements"] = Elements(offer, num_replicas)
         result = call(tracers, elements)
         result = jax.tree_util.tree_map(
             lambda leaf: leaf.value if is_variable(leaf) else leaf, result, is_leaf=is_variable
         )
-        result = in_parts(result)
+        result = jax.tree_util.tree_map(as_data, in_parts(result))
         found["events"] = [event for event, _ in observer.noted]
         found["note_counts"] = [len(values) for _, values in observer.noted]
         leaves, found["tree"] = jax.tree_util.tree_flatten(result)
-        for leaf in leaves:
-            if isinstance(leaf, jax.Array):
-                check_can_travel(leaf.dtype, "is returned by a function for workers")
         found["num_outputs"] = len(leaves)
         found["num_replicas"] = observer.num_replicas
         return [*leaves, *(value for _, values in observer.noted for value in values)]
@@ -173,16 +170,3 @@ def _say_it_is_needed_whole(name: str, why: str) -> None:
     log.warning(
         "Table %r is sent to the workers whole, for more is done with it than rows looked up: %s.", name, why
     )
-
-
-def check_can_travel(dtype: Any, what: str) -> None:
-    """Raises if arrays of a dtype cannot be sent.
-
-    Raises:
-      UnsupportedError: It is that of a random key.
-    """
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise UnsupportedError(
-            f"A random key {what}, and only arrays of numbers travel. Give jax.random.key_data(key), and use "
-            "jax.random.wrap_key_data(data) in the function; or use keras.random.SeedGenerator."
-        )

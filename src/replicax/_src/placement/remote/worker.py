@@ -16,7 +16,8 @@ from replicax._src.errors import UnsupportedError
 from replicax._src.placement.remote.elements import Element
 from replicax._src.placement.remote.events import Event, assigning
 from replicax._src.placement.remote.optimizers import OptimizerUpdate
-from replicax._src.placement.remote.tracing import TracedFunction, check_can_travel
+from replicax._src.placement.remote.random_keys import is_key, taking_data
+from replicax._src.placement.remote.tracing import TracedFunction
 from replicax._src.program import flat
 from replicax._src.program.capture import Entry
 from replicax._src.program.flat import Atom, FlatProgram, Operation
@@ -192,12 +193,15 @@ class WorkerBuilder:
         small: dict[int, Any] = {}
         inputs: dict[int, Input] = {}
         for number, value in self._consts.items():
-            if number in used:
-                check_can_travel(value.dtype, "is closed over by a function for workers")
-            array = np.asarray(value) if number in used else None
-            if array is not None and array.nbytes <= SMALL_BYTES:
+            if number not in used:
+                continue
+            if is_key(value):
+                small[number] = value
+                continue
+            array = np.asarray(value)
+            if array.nbytes <= SMALL_BYTES:
                 small[number] = array
-            elif array is not None:
+            else:
                 inputs[number] = self._constant(array)
         for number, entry in self._entries.items():
             if number in used:
@@ -211,7 +215,7 @@ class WorkerBuilder:
         return small, inputs
 
     def _constant(self, value: Any) -> Input:
-        array = np.asarray(value)
+        array = np.asarray(jax.random.key_data(value) if is_key(value) else value)
         name = name_of(array)
         self.constants[name] = array
         return Input("constant", name=name)
@@ -243,10 +247,10 @@ class WorkerBuilder:
         for number, lookup in enumerate(rows.lookups.lookups):
             table = self._array_of(variant.entries[lookup.table - rows.num_consts].slot.variable)
             whole, _ = self._shardings
-            avals = [
-                jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=whole) for v in lookup.jaxpr.invars
-            ]
-            ids = functools.partial(_evaluated, lookup.jaxpr)
+            ids, avals = taking_data(
+                functools.partial(_evaluated, lookup.jaxpr), [v.aval for v in lookup.jaxpr.invars]
+            )
+            avals = [aval.update(sharding=whole) for aval in avals]
             blob = jax_compat.export(ids, avals, platforms, f"ids_{number}_of_{name}")
             inputs = tuple(taken(given) for given in lookup.inputs)
             placed.append(Lookup(_number_of(table, arrays), blob, inputs, lookup.num_ids, table.shape[0]))

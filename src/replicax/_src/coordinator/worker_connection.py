@@ -1,4 +1,4 @@
-"""``WorkerStream``: one connection to a worker. What it was sent, and which answer is to what.
+"""``WorkerConnection``: one connection to a worker. What it was sent, and which answer is to what.
 
 Answers come in the order of the messages. Programs and constants are sent once, before the first closure that needs
 them. Small closures that need nothing more travel together, if they may; each is a message of its own, and is answered
@@ -8,6 +8,7 @@ as such. A connection that broke is given up with all that it awaited: what a wo
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from replicax._src.ps.resources import WORKER_INDEX
 Kind = Literal["closure", "program", "constant", "resource", "release"]
 
 # A closure may take as long as it takes: who is silent is found by the beats.
-_FOREVER_S = 10.0 * 365 * 24 * 3600
+_FOREVER_S = math.inf
 _SMALL_BYTES = 4096
 _MOST_UNANSWERED_BYTES = 8 * _SMALL_BYTES  # so much a connection takes without its peer reading
 
@@ -48,7 +49,7 @@ class _Awaited(NamedTuple):
 
 
 @final
-class WorkerStream:
+class WorkerConnection:
     """A connection. Threads may share it; one of them receives.
 
     Args:
@@ -60,7 +61,8 @@ class WorkerStream:
       over: Set when the connection has ended.
       reason: Why, if it was not closed on purpose.
       unsent: Closures that ``send`` is to send.
-      needs: Closures, each with the signature of a program that it needs before.
+      needs: Closures, each with the signature of a program that it needs before, and what a dataset says that has too
+        few elements for it; None if none has.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class WorkerStream:
         self.worker, self.client, self.instance = worker, client, instance
         self._link, self._session, self._resources = link, session, resources
         self.unsent: deque[Closure] = deque()
-        self.needs: deque[tuple[Closure, str]] = deque()
+        self.needs: deque[tuple[Closure, str, str | None]] = deque()
         self._awaited: deque[_Awaited] = deque()
         self._came: deque[Message | Exception] = deque()
         self._num_bundles = 0

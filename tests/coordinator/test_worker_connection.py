@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from replicax._src.coordinator.closures import Closure
-from replicax._src.coordinator.stream import WorkerStream
+from replicax._src.coordinator.worker_connection import WorkerConnection
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.messages import Message
 
@@ -38,7 +38,7 @@ def link():
 @pytest.fixture
 def stream(link):
     session = SimpleNamespace(incarnation="me", epoch=0)
-    return WorkerStream("worker 0", None, link, 1, session, None)
+    return WorkerConnection("worker 0", None, link, 1, session, None)
 
 
 def closure(number, num_bytes=8):

@@ -1,0 +1,60 @@
+"""New checkpoints of a directory, as another program writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from replicax._src.checkpoint.directory import latest_checkpoint
+
+_PAUSE_S: Final = 1.0
+
+
+def checkpoints_iterator(
+    checkpoint_dir: str | os.PathLike[str],
+    min_interval_secs: float = 0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """Yields the path of the newest checkpoint of a directory, each time that there is a new one. It blocks.
+
+    Checkpoints that were replaced by newer ones before the caller came back are skipped.
+
+    Args:
+      checkpoint_dir: Another program may save into it.
+      min_interval_secs: Between two paths, in seconds.
+      timeout: How long to wait for a new one, in seconds; None: for ever.
+      timeout_fn: Called after that time; if it returns True, or is not given, the iteration ends.
+
+    Source: TensorFlow, ``tf.train.checkpoints_iterator``.
+    """
+    seen: tuple[str, int] | None = None
+    while True:
+        new = _newer(checkpoint_dir, seen, timeout)
+        if new is not None:
+            seen, start = new, time.monotonic()
+            yield new[0]
+            time.sleep(max(0.0, start + min_interval_secs - time.monotonic()))
+        elif timeout_fn is None or timeout_fn():
+            return
+
+
+def _newer(
+    directory: str | os.PathLike[str], seen: tuple[str, int] | None, timeout: float | None
+) -> tuple[str, int] | None:
+    """The newest checkpoint and its time, once it is another one; a file that was written further counts as new."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        path = latest_checkpoint(directory)
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                found = (path, os.stat(path).st_mtime_ns)
+                if found != seen:
+                    return found
+        remaining = _PAUSE_S if end is None else end - time.monotonic()
+        if remaining <= 0:
+            return None
+        time.sleep(min(_PAUSE_S, remaining))

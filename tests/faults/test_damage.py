@@ -1,0 +1,180 @@
+"""Networks that damage bytes, and strangers at every port, while jobs run."""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import replicax as rx
+from damaging_proxy import DamagingProxy
+from replicax._src.testing import cluster as cluster_module
+from replicax.coordinator import ClusterCoordinator
+from replicax.testing import LocalCluster, server_cluster
+
+pytestmark = pytest.mark.timeout(280)
+JOIN_S = 120.0
+
+
+class _Proxy(DamagingProxy):
+    """As ``rx.testing``'s, which clusters make."""
+
+    def statistics(self):
+        return {"frames": self.num_frames, "damaged": self.num_damaged}
+
+
+@pytest.fixture
+def damaged(monkeypatch):
+    """Clusters that are made have proxies that damage every 50th frame, and checksums."""
+    monkeypatch.setattr(cluster_module, "Proxy", _Proxy)
+    monkeypatch.setenv("REPLICAX_CHECKSUMS", "1")
+
+
+class Job:
+    """A counter on each of two servers, and a linear model with Adam that all functions train by the same gradients."""
+
+    def __init__(self, cluster):
+        self.strategy = rx.ParameterServerStrategy(cluster.resolver)
+        self.coordinator = ClusterCoordinator(self.strategy)
+        with self.strategy.scope():
+            self.counters = [rx.Variable(0, dtype="int32", name=f"counter_{n}") for n in range(2)]
+            self.weights = rx.Variable(np.zeros((300, 300), np.float32), name="weights")
+        self.step = rx.function(self._step)
+        self.num_scheduled = 0
+
+    def _step(self, x):
+        for counter in self.counters:
+            counter.assign_add(1)
+        self.weights.assign_add(x)  # 360 KB travel as the body of a frame
+        return x.sum()
+
+    def schedule(self, count):
+        x = np.ones((300, 300), np.float32)
+        values = [self.coordinator.schedule(self.step, args=(x,)) for _ in range(count)]
+        self.num_scheduled += count
+        return values
+
+    def check(self, values):
+        self.coordinator.join(JOIN_S)
+        assert [float(value) for value in self.coordinator.fetch(values)] == [90_000.0] * len(values)
+        assert [int(counter.numpy()) for counter in self.counters] == [self.num_scheduled] * 2
+        np.testing.assert_array_equal(
+            self.weights.numpy(), np.full((300, 300), self.num_scheduled, np.float32)
+        )
+
+    def close(self):
+        self.coordinator.close()
+        self.strategy.close()
+
+
+@pytest.mark.rest
+def test_counts_and_values_are_exact_where_every_50th_frame_is_damaged(damaged):
+    with (
+        server_cluster(workers=2, ps=2, has_proxies=True) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        for _ in range(4):
+            job.check(job.schedule(150))
+        proxies = [proxy.statistics() for proxy in cluster._proxies.values()]
+    assert sum(proxy["damaged"] for proxy in proxies) > 30
+
+
+def fit_on_two(pause_s):
+    import time
+
+    import keras
+    import numpy as np
+
+    import replicax as rx
+    from replicax.testing import report
+
+    strategy = rx.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).random((64, 8), np.float32)
+    time.sleep(float(pause_s))  # the attack has its time
+    losses = model.fit(x, x[:, :4], batch_size=8, epochs=3, verbose=0).history["loss"]
+    report(losses=losses)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("num_frames", [100_000])
+def test_strangers_at_every_port_do_not_disturb_a_running_job(num_frames):
+    """300 idle ones, and random frames, at the ports of workers, parameter servers and the status page."""
+    with (
+        server_cluster(workers=1, ps=2) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        addresses = [address for job_ in ("worker", "ps") for address in cluster.cluster[job_]]
+        with strangers(addresses, num_frames=num_frames) as num_sent:
+            started = time.monotonic()
+            while num_sent() < num_frames and time.monotonic() < started + 120:
+                job.check(job.schedule(20))
+        assert num_sent() >= num_frames
+        job.check(job.schedule(20))
+
+
+def connected(address):
+    host, port = address.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+@contextlib.contextmanager
+def strangers(addresses, *, num_frames):
+    """Idle connections, and a thread for each address that sends random bytes, until the block ends."""
+    is_over, counts = threading.Event(), [0] * len(addresses)
+    idle = [connected(address) for address in addresses for _ in range(300)]
+
+    def attack(number, address):
+        chance = random.Random(number)
+        while not is_over.is_set() and sum(counts) < num_frames:
+            with contextlib.suppress(OSError), connected(address) as stranger:
+                start = chance.choice([b"", b"RPLX\x01\x00", b"RX", b"GET / HTTP/1.1\r\n", b"\x16\x03\x01"])
+                frames = b"".join(start + chance.randbytes(chance.randrange(100)) for _ in range(64))
+                counts[number] += 64
+                stranger.sendall(frames)
+                stranger.recv(100)
+
+    threads = [threading.Thread(target=attack, args=each, daemon=True) for each in enumerate(addresses)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield lambda: sum(counts)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(30)
+        for connection in idle:
+            connection.close()
+
+
+@pytest.mark.rest
+def test_strangers_at_the_controller_do_not_disturb_workers():
+    losses = []
+    for is_attacked in (False, True):
+        with LocalCluster(2, timeout_s=JOIN_S) as cluster:
+            address = cluster.cluster["worker"][0]
+            cluster.start(fit_on_two, ("10" if is_attacked else "0",))
+            with contextlib.ExitStack() as attack:
+                if is_attacked:
+                    wait_until_it_listens(address)
+                    num_sent = attack.enter_context(strangers([address], num_frames=20_000))
+                losses.append([result.report for result in cluster.wait().values()])
+                if is_attacked:
+                    assert num_sent() > 1000
+    assert losses[0] == losses[1]
+    assert [len(report["losses"]) for report in losses[0]] == [3, 3]
+
+
+def wait_until_it_listens(address):
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError), connected(address):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

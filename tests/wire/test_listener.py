@@ -1,0 +1,322 @@
+"""The listener: strangers cost little and keep nobody out; peers with the token are served."""
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from replicax._src.wire import listener as listeners
+from replicax._src.wire.client import connect
+from replicax._src.wire.connection import FOREVER
+from replicax._src.wire.errors import PeerEndedError, TokenError, WireError
+from replicax._src.wire.frames import Kind
+from replicax._src.wire.listener import MOST_STRANGERS, Listener
+from replicax._src.wire.security import Security
+from replicax._src.wire.sockets import listen
+
+pytestmark = pytest.mark.timeout(120)
+TOKEN = Security(b"secret")
+MB = 2**20
+
+
+def soon(seconds=30.0):
+    return time.monotonic() + seconds
+
+
+def wait_until(condition, limit_s=30.0):
+    deadline = soon(limit_s)
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come true within {limit_s} s"
+        time.sleep(0.005)
+
+
+class Echo:
+    """A listener that sends back what it is sent, and the purpose in front of it."""
+
+    def __init__(self, security=TOKEN, host="127.0.0.1"):
+        self.num_rejected, self.purposes = 0, []
+        self.listener = Listener(listen(host, 0, 512), security, self.serve, self.rejected)
+        self.host = host
+
+    def serve(self, connection, purpose):
+        self.purposes.append(purpose)
+        while True:
+            kind, head = connection.receive(FOREVER)
+            connection.send([(kind, purpose.encode() + bytes(head), ())], soon())
+
+    def rejected(self):
+        self.num_rejected += 1
+
+    def connect(self, security=TOKEN, purpose="", seconds=10.0):
+        return connect(self.host, self.listener.port, security, purpose, soon(seconds))
+
+    def raw(self):
+        """A stranger."""
+        return socket.create_connection((self.host, self.listener.port))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.listener.close()
+
+
+@pytest.fixture
+def echo():
+    with Echo() as echo:
+        yield echo
+
+
+def said(connection, text=b"hello"):
+    connection.send([(Kind.ASK, text, ())], soon())
+    return bytes(connection.receive(soon()).head)
+
+
+def assert_serves(echo, security=TOKEN, within_s=10.0):
+    started = time.monotonic()
+    friend = echo.connect(security, "a friend")
+    assert said(friend) == b"a friendhello"
+    friend.close()
+    assert time.monotonic() - started < within_s
+
+
+def is_cut(stranger):
+    """True if the listener has ended this connection."""
+    stranger.setblocking(False)
+    try:
+        return stranger.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def num_threads():
+    return sum(thread.name == "replicax peer" for thread in threading.enumerate())
+
+
+# --- peers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_peers_are_served_each_on_its_own(is_encrypted, tls):
+    security = tls if is_encrypted else TOKEN
+    with Echo(security) as echo:
+        friends = [echo.connect(security, f"purpose {n} ") for n in range(5)]
+        for n, friend in reversed(list(enumerate(friends))):
+            assert said(friend, b"x" * n) == f"purpose {n} ".encode() + b"x" * n
+        friends[2].close()
+        assert said(friends[3]) == b"purpose 3 hello"
+        for friend in friends:
+            friend.close()
+        assert sorted(echo.purposes) == [f"purpose {n} " for n in range(5)]
+        assert echo.num_rejected == 0
+    wait_until(lambda: not num_threads())
+
+
+def test_no_part_of_a_handshake_waits_for_another_one(tls):
+    """A system holds small parts back for 40 ms, unless it is told not to."""
+    with Echo(tls) as echo:
+        took = [1.0]
+        while min(took) > 0.03 and len(took) < 100:  # on a busy machine most take longer
+            started = time.monotonic()
+            friend = echo.connect(tls)
+            took.append(time.monotonic() - started)
+            friend.close()
+    assert min(took) <= 0.03
+
+
+def test_the_connection_is_closed_when_its_peer_is_served(echo, monkeypatch):
+    served = []
+    monkeypatch.setattr(echo.listener, "_serve", lambda connection, purpose: served.append(connection))
+    friend = echo.connect()
+    with pytest.raises(PeerEndedError):
+        friend.receive(soon())
+    wait_until(lambda: served and served[0]._socket.fileno() == -1)
+    friend.close()
+
+
+@pytest.mark.parametrize("of_peer", [b"wrong", b""])
+def test_who_does_not_know_the_token_is_told_and_counted(echo, of_peer):
+    for number in range(1, 4):
+        with pytest.raises(TokenError):
+            echo.connect(Security(of_peer))
+        wait_until(lambda number=number: echo.num_rejected == number)
+    assert echo.purposes == []
+    assert_serves(echo)
+    assert echo.num_rejected == 3
+
+
+def test_checksums_are_used_if_one_end_wants_them(echo):
+    """On loopback none are, unless one is told to."""
+    for of_client in (False, True):
+        friend = echo.connect(Security(b"secret", always_checks=of_client))
+        assert friend._is_checked is of_client
+        friend.close()
+
+
+def test_after_its_end_nobody_is_accepted_and_peers_go_on(echo):
+    friend = echo.connect()
+    assert said(friend) == b"hello"  # it is served, and no stranger any more
+    stranger = echo.raw()
+    wait_until(lambda: echo.listener._strangers)
+    started = time.monotonic()
+    echo.listener.close()
+    wait_until(lambda: is_cut(stranger))
+    with pytest.raises(OSError):
+        echo.connect()
+    assert time.monotonic() - started < 2
+    assert said(friend) == b"hello"
+    friend.close()
+    stranger.close()
+    wait_until(lambda: not num_threads())
+
+
+# --- strangers ----------------------------------------------------------------------------------------
+
+
+def memory():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS:"))
+
+
+@pytest.mark.parametrize("is_encrypted", [False, pytest.param(True, marks=pytest.mark.rest)])
+def test_300_idle_strangers_keep_nobody_out(is_encrypted, tls, monkeypatch):
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 4.0)
+    security = tls if is_encrypted else TOKEN
+    with Echo(security) as echo, contextlib.ExitStack() as strangers:
+        assert_serves(echo, security)
+        before, started = memory(), time.monotonic()
+        idle = [strangers.enter_context(echo.raw()) for _ in range(300)]
+        assert_serves(echo, security, within_s=1.0)
+        wait_until(lambda: len(echo.listener._strangers) <= MOST_STRANGERS)
+        assert num_threads() <= MOST_STRANGERS + 10
+        num_cut = sum(map(is_cut, idle))
+        assert num_cut == 301 - MOST_STRANGERS  # the friend takes a place for a moment
+        assert all(map(is_cut, idle[:num_cut]))  # the oldest ones
+        assert memory() < before + 30 * MB
+        assert time.monotonic() - started < 4.0
+        wait_until(lambda: all(map(is_cut, idle)), 10.0)
+        assert 3.9 < time.monotonic() - started < 8.0
+        wait_until(lambda: not echo.listener._strangers and not num_threads())
+        assert echo.num_rejected == 300
+        assert_serves(echo, security)
+
+
+def test_a_flood_of_strangers_does_not_become_more_than_are_kept(echo):
+    most = 0
+    with contextlib.ExitStack() as strangers:
+        for _ in range(600):
+            strangers.enter_context(echo.raw())
+            most = max(most, len(echo.listener._strangers))
+        assert most <= MOST_STRANGERS
+        assert_serves(echo, within_s=1.0)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_stranger_that_says_one_byte_at_a_time_is_cut_in_time(is_encrypted, tls, monkeypatch):
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.4)
+    first = b"\x16\x03\x01\x02\x00" if is_encrypted else b"RPLX"
+    with Echo(tls if is_encrypted else TOKEN) as echo, echo.raw() as slow:
+        started = time.monotonic()
+        for byte in first + bytes(100):
+            if is_cut(slow):
+                break
+            with contextlib.suppress(OSError):
+                slow.send(bytes([byte]))
+            time.sleep(0.05)
+        assert 0.35 < time.monotonic() - started < 2
+        wait_until(lambda: echo.num_rejected == 1)
+
+
+def test_what_a_stranger_says_costs_no_memory(echo):
+    before = memory()
+    for _ in range(20):
+        with echo.raw() as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(b"RPLX" + bytes(MB))
+    wait_until(lambda: echo.num_rejected == 20)
+    assert memory() < before + 10 * MB
+    assert_serves(echo)
+
+
+@pytest.mark.parametrize("direction", ["plain to TLS", "TLS to plain"])
+def test_one_end_with_tls_and_one_without_fail_at_once(direction, tls):
+    plain = Security()
+    of_server, of_client = (tls, plain) if direction == "plain to TLS" else (plain, tls)
+    with Echo(of_server) as echo:
+        started = time.monotonic()
+        with pytest.raises(OSError) as failed:
+            echo.connect(of_client)
+        assert time.monotonic() - started < 1
+        assert not isinstance(failed.value, TimeoutError | TokenError)
+        wait_until(lambda: echo.num_rejected == 1)
+        assert_serves(echo, of_server)
+
+
+def test_a_connection_that_fails_leaves_no_descriptor(tls):
+    held = []
+    with Echo() as plain, Echo(tls) as encrypted:
+        for _ in range(2):
+            for echo, of_client in ((plain, Security(b"wrong")), (plain, tls), (encrypted, TOKEN)):
+                for _ in range(5):
+                    with pytest.raises(OSError):
+                        echo.connect(of_client)
+            with pytest.raises(OSError):
+                connect("127.0.0.1", 1, TOKEN, "", soon())
+            with plain.raw(), encrypted.raw():  # and one that says nothing
+                pass
+            wait_until(lambda: not num_threads())
+            held.append(len(os.listdir("/proc/self/fd")))
+    assert held[1] <= held[0]
+
+
+# --- when the process has nothing left ----------------------------------------------------------------
+
+
+class OutOfDescriptors:
+    """A socket that listens, and cannot accept for a time."""
+
+    def __init__(self, listening):
+        self.listening, self.is_out, self.num_failed = listening, True, 0
+
+    def accept(self):
+        if self.is_out:
+            self.num_failed += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.listening.accept()
+
+    def __getattr__(self, name):
+        return getattr(self.listening, name)
+
+
+def test_a_listener_without_descriptors_waits_and_goes_on(echo):
+    out = echo.listener._listening = OutOfDescriptors(echo.listener._listening)
+    assert_serves(echo)  # by the call that waits already
+    wait_until(lambda: out.num_failed)
+    time.sleep(0.5)
+    assert out.num_failed <= 8  # not as fast as it can
+    out.is_out = False
+    assert_serves(echo)
+    echo.listener._listening = out.listening
+
+
+def test_a_listener_without_threads_turns_a_peer_away_and_goes_on(echo, monkeypatch):
+    start = threading.Thread.start
+
+    def fails(thread):
+        if thread.name == "replicax peer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        started = time.monotonic()
+        with pytest.raises((WireError, ConnectionError)):
+            echo.connect()
+        assert time.monotonic() - started < 2
+    assert not echo.listener._strangers
+    assert_serves(echo)
