@@ -14,6 +14,7 @@ from replicax._src.coordinator.ps_recovery import Epochs, Recovery
 from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import RemoteError, UnavailableError
+from replicax._src.ps.groups import Groups
 
 
 class Ps:
@@ -85,6 +86,9 @@ def kept(**what):
 
 def test_how_it_goes_on(session, pool):
     message(InvalidArgumentError, lambda: Recovery(session, pool, "stop"), "'stop'", "'continue' or 'rewind'")
+    copied = Session()
+    copied.groups = Groups(2)
+    message(InvalidArgumentError, lambda: Recovery(copied, pool, "rewind"), "replication=2", "'continue'")
     some = Session((60.0, None))
     Recovery(some, pool, "continue")
     message(InvalidArgumentError, lambda: Recovery(some, pool, "rewind"), "ps 1 takes none", "--snapshot-dir")

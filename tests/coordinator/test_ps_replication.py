@@ -3,14 +3,21 @@
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from checks import message
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
+from replicax._src.coordinator import lost_groups
+from replicax._src.coordinator.closures import ClosureQueue
 from replicax._src.coordinator.limits import Limits
+from replicax._src.coordinator.pool import WorkerPool
 from replicax._src.coordinator.ps_replication import Replication
 from replicax._src.coordinator.ps_watch import PsWatch
+from replicax._src.coordinator.scheduled_work import Work
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.groups import Groups
 from replicax._src.ps.lease import Lease
@@ -38,7 +45,8 @@ class Ps:
 
 
 class Session:
-    incarnation, ps_addresses = ME, ("127.0.0.1:1", "127.0.0.1:2")
+    incarnation, ps_addresses, num_workers = ME, ("127.0.0.1:1", "127.0.0.1:2"), 0
+    snapshot_intervals_s = (None, None)
 
     def __init__(self):
         self.groups, self.ps = Groups(2), [Ps(0), Ps(1)]
@@ -59,11 +67,15 @@ class Session:
         pass
 
 
+def pool_of(session):
+    return WorkerPool(ClosureQueue(), session, Limits())
+
+
 class Events:
-    """As ``Crew`` tells."""
+    """As ``ServerMonitor`` tells."""
 
     def __init__(self, session):
-        self.replication = Replication(session, lambda: None)
+        self.replication = Replication(session, pool_of(session), lambda: None)
         self.is_lost, self.errors = threading.Event(), []
 
     def on_ps_silent(self, watch):
@@ -125,6 +137,187 @@ def test_who_asks_how_it_is_does_not_wait_for_servers_that_are_told(session, mon
     assert losing.is_alive()
     goes_on.set()
     losing.join()
+
+
+# --- both servers of a group are gone, and write snapshots --------------------------------------------------
+
+
+class Told:
+    """What a parameter server tells. ``positions``: by group, where what it has is."""
+
+    def __init__(self, instance, *positions, is_ours=True):
+        self.instance, self.views, self.refuses = instance, [], False
+        parts = {
+            str(group): {"epoch": 0, "position": position, "backup": "none", "updates": position[1]}
+            for group, position in enumerate(positions)
+        }
+        self.statistics = {"groups": parts} if parts else {}
+        groups = {
+            name: {"position": list(part["position"]), "keys": ["w"], "age_s": 3.0, "applied": [4, 4]}
+            for name, part in parts.items()
+        }
+        self.restored = {"incarnation": ME if is_ours else "another", "groups": groups} if groups else None
+
+    def ask(self, what, header, timeout_s):
+        told = {"instance": self.instance, "restored": self.restored, "statistics": self.statistics}
+        return {"status": told, "hello": told}[what]
+
+
+class SessionWithSnapshots:
+    incarnation, ps_addresses, num_workers = ME, ("a:1", "b:1"), 0
+    snapshot_intervals_s = (60.0, 60.0)
+
+    def __init__(self):
+        self.groups, self.ps = Groups(2), [Told("first"), Told("first")]
+        self.missing, self.went_on = [], []
+
+    def tell_view(self, task, view, timeout_s):
+        if self.ps[task].refuses:
+            raise InvalidArgumentError("It does not have all.")
+        self.ps[task].views.append(view)
+
+    def use_primaries(self):
+        pass
+
+    def restored(self, group, keys):
+        self.went_on.append((group, keys))
+        return self.missing
+
+    def names_on(self, group):
+        return [f"w{group}"]
+
+
+class Both:
+    """Two servers that are watched, and the events of their watches."""
+
+    def __init__(self, comes_back_s=60.0):
+        self.session = SessionWithSnapshots()
+        self.pool = pool_of(self.session)
+        self.queue = self.pool.queue
+        self.queue.back("worker 0")
+        self.replication = Replication(self.session, self.pool, lambda: None, comes_back_s)
+        self.watches = [PsWatch(n, self.session, Limits(), None) for n in range(2)]
+        for watch in self.watches:
+            watch.accept("first")
+
+    def beat(self, task):
+        """It says which views it has taken."""
+        ps = self.session.ps[task]
+        for view in ps.views:
+            ps.statistics["groups"][str(view.group)]["epoch"] = view.epoch
+        self.watches[task]._note(ps.statistics)
+        self.replication.back(self.watches[task])
+
+    def lost(self, task):
+        return self.replication.lost(self.watches[task], UnavailableError("It is gone."))
+
+    def both_lost(self):
+        assert self.lost(0) is None
+        assert not self.is_paused
+        assert self.lost(1) is None
+        assert self.is_paused
+
+    def restarted(self, task, *positions, **how):
+        self.session.ps[task] = Told("second", *positions, **how)
+        left = self.replication.restarted(self.watches[task], self.session.ps[task])
+        if left is None:
+            self.replication.back(self.watches[task])
+        return left
+
+    @property
+    def is_paused(self):
+        self.queue.schedule("step", SimpleNamespace(value=SimpleNamespace(settle=lambda *_: None)))
+        closure = self.queue.take("worker 0")
+        if closure is not None:
+            self.queue.finished("worker 0", closure)
+        return closure is None
+
+
+@pytest.fixture
+def both():
+    return Both()
+
+
+def test_both_are_started_again_and_go_on_with_what_is_newer(both, caplog):
+    for task in range(2):
+        part = {"epoch": 1, "position": (1, 9), "backup": "in sync", "updates": 9}
+        both.session.ps[task].statistics = {"groups": {"0": dict(part), "1": dict(part)}}
+        both.beat(task)
+    both.both_lost()
+    assert both.restarted(1, (1, 5), (1, 7)) is None
+    assert both.is_paused
+    assert both.restarted(0, (1, 6), (1, 6)) is None
+    views = both.session.groups.views
+    assert [(view.primary, view.since) for view in views] == [(0, (1, 6)), (1, (1, 7))]
+    assert both.is_paused  # until both have said that they lead
+    both.beat(0)
+    both.beat(1)
+    assert not both.is_paused
+    assert both.session.went_on == [(0, ["w"]), (1, ["w"])]
+    assert "that of ps 0, taken 3 s before: 3 updates" in caplog.text
+    assert "that of ps 1, taken 3 s before: 2 updates" in caplog.text
+
+
+def test_one_that_is_there_alone_goes_on_when_it_has_waited(both, monkeypatch):
+    both.both_lost()
+    both.restarted(1, (1, 5), (1, 7))
+    assert both.session.groups.lost == [0, 1]
+    monkeypatch.setattr(lost_groups, "_PARTNER_S", 0.0)
+    both.beat(1)
+    assert both.session.groups.primaries == [1, 1]
+    both.beat(1)
+    assert not both.is_paused
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_without_a_snapshot_of_this_coordinators_time_the_job_ends(both, is_ours):
+    both.both_lost()
+    positions = [] if is_ours else [(1, 5), (1, 7)]
+    assert both.restarted(1, *positions, is_ours=is_ours) is None
+    left = both.restarted(0, *positions, is_ours=is_ours)
+    assert left is both.lost(0)  # so its watch says it again
+    assert "ps 1" in str(left)
+
+
+def test_without_snapshots_a_lost_group_ends_the_job():
+    """Even if the other server has a copy that was not in sync: updates would be gone, and nobody would say so."""
+    both = Both(comes_back_s=0.0)
+    both.session.groups.told(0, {"0": {"epoch": 1, "position": (1, 9), "backup": "lost"}})
+    both.session.ps[1] = Told("first", (1, 8), (1, 8))
+    assert isinstance(both.restarted(0), UnavailableError)
+    both.beat(1)
+    assert both.session.groups.lost == [0]
+
+
+def test_they_are_not_waited_for_for_ever():
+    both = Both(comes_back_s=0.2)
+    both.both_lost()
+    assert both.replication.silent(both.watches[1]) is None
+    both.restarted(1, (1, 5), (1, 7))
+    time.sleep(0.3)
+    assert both.replication.silent(both.watches[0]).task == "ps 0"
+
+
+def test_a_snapshot_that_lacks_variables_ends_the_job(both):
+    both.session.missing = ["dense/kernel"]
+    both.both_lost()
+    both.restarted(0, (1, 5), (1, 7))
+    both.restarted(1, (1, 5), (1, 7))
+    both.beat(1)
+    message(UnavailableError, lambda: both.pool.schedule("step", Work(None, None)), "dense/kernel")
+
+
+def test_one_that_has_other_than_it_said_is_not_the_primary(both):
+    both.both_lost()
+    both.restarted(0, (1, 6), (1, 6))
+    both.session.ps[0].refuses = True  # it has dropped what it had since
+    both.restarted(1, (1, 5), (1, 5))
+    assert both.session.groups.lost == [0, 1]
+    both.session.ps[0].refuses = False
+    for part in both.session.ps[0].statistics["groups"].values():
+        part["position"] = (0, 0)
+    both.beat(0)
+    assert both.session.groups.primaries == [1, 1]
 
 
 def until(is_so):

@@ -13,6 +13,7 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
+from replicax._src.ps.snapshots import Snapshot
 from replicax._src.strategies import parameter_server
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, UnavailableError
@@ -203,7 +204,134 @@ def test_one_comes_back_has_all_brought_to_it_and_takes_over(job, caplog):
     assert "ps 1" in error
 
 
-def test_too_few_servers_and_snapshots_are_refused():
+def snapshots_in(folder, interval_s=1000):
+    return ["--snapshot-dir", folder, "--snapshot-interval", interval_s]
+
+
+def num_snapshots(job):
+    """Of each parameter server, of both groups together, as its last beat says."""
+    ps = job.coordinator.statistics()["ps"]
+    return [ps[f"ps {n}"]["statistics"].get("num_snapshots", 0) for n in range(2)]
+
+
+def newest_snapshots(folder, group):
+    """By server: the position and the number of updates of its newest snapshot of a group, and the file."""
+    found = []
+    for ps in range(2):
+        path = max((folder / f"ps-{ps}" / f"group-{group}").glob("*.rxps"))
+        with contextlib.closing(Snapshot.opened(path, int(path.stem[-10:]))) as snapshot:
+            content = snapshot.content
+        found.append((tuple(content["position"]), content["updates"], path))
+    return found
+
+
+@pytest.mark.rest
+def test_both_servers_are_killed_and_go_on_with_the_newer_snapshot(tmp_path, caplog):
+    """Two groups; of one of them each server has the newer snapshot. What the job says is lost is lost, and no more."""
+    with (
+        server_cluster(workers=1, ps=2, server_arguments=snapshots_in(tmp_path, 4)) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        assert job.counts == [0.0, 0.0]
+        until(lambda: min(num_snapshots(job)) >= 2, "each server has a snapshot of both groups")
+        for _ in range(2):
+            wanted = min(num_snapshots(job)) + 2
+            job.schedule(20)
+            job.join()
+            until(lambda wanted=wanted: min(num_snapshots(job)) >= wanted, "changes are in snapshots")
+        job.schedule(10)
+        job.join()
+        until(
+            lambda: (
+                sum(
+                    part["updates"]
+                    for ps in job.coordinator.statistics()["ps"].values()
+                    for part in ps["statistics"]["groups"].values()
+                    if part["role"] == "primary"
+                )
+                == 100
+            ),
+            "the last beats say all updates",
+        )
+        for n in range(2):
+            job.ps(n).kill()
+        for group in range(2):
+            newest_snapshots(tmp_path, group)[group][2].unlink()  # that of the first primary
+        expected = []
+        for group in range(2):
+            found = newest_snapshots(tmp_path, group)
+            assert found[1 - group][0] > found[group][0]
+            expected.append(float(found[1 - group][1]))
+        assert all(20 <= count <= 50 for count in expected)
+        for n in range(2):
+            cluster.restart("ps", n)
+        job.schedule(5)
+        job.join()
+        assert job.counts == [count + 5.0 for count in expected]
+        warnings = warnings_of(caplog, "They go on with the newest snapshot")
+        num_gone = {int(text.split("variables of ps ")[1][0]): text for text in warnings}
+        for group, text in num_gone.items():
+            assert f"that of ps {1 - group}" in text
+            assert f": {50 - int(expected[group])} updates" in text
+        assert len(num_gone) == 2
+        job.until_protected()
+        assert job.coordinator.check_copies() == []
+        job.schedule(5)
+        job.join()
+        assert job.counts == [count + 10.0 for count in expected]
+        job.ps(0).kill()  # copies are what they were before
+        job.goes_on()
+        assert job.counts == [count + 11.0 for count in expected]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_both_are_killed_at_random_while_they_write_snapshots(tmp_path, caplog):
+    """Nothing counts twice, what is lost is at least what the job says, and the copies are the same afterwards."""
+    chance, over = random.Random(2), threading.Event()
+    with (
+        server_cluster(workers=2, ps=2, server_arguments=snapshots_in(tmp_path, 0.3)) as cluster,
+        contextlib.closing(Job(cluster)) as job,
+    ):
+        assert job.counts == [0.0, 0.0]
+        until(lambda: min(num_snapshots(job)) >= 2, "each server has a snapshot of both groups")
+        failures = []
+        gone = lambda: warnings_of(caplog, "They go on with the newest snapshot")  # noqa: E731
+
+        def go_on():
+            try:
+                while not over.is_set():
+                    job.steps(20)
+                    job.schedule(20)
+                    job.join()
+            except Exception as error:
+                failures.append(error)
+
+        going = threading.Thread(target=go_on)
+        going.start()
+        for number in range(1, 5):
+            time.sleep(chance.uniform(0.5, 2.0))
+            for n in chance.sample(range(2), 2):
+                job.ps(n).kill()
+            for n in chance.sample(range(2), 2):
+                cluster.tasks["ps", n].restart()
+            until(lambda n=2 * number: failures or len(gone()) == n, "both groups go on", 90.0)
+            until(lambda: failures or not job.replication["unprotected"], "all is on two servers again", 90.0)
+        over.set()
+        going.join()
+        assert not failures
+        assert job.coordinator.check_copies() == []
+        for group, count in enumerate(job.counts):
+            texts = [text for text in gone() if f"variables of ps {group}." in text]
+            num_gone = sum(int(text.split(" updates that had")[0].rsplit(" ", 1)[1]) for text in texts)
+            assert count <= job.num_scheduled - num_gone
+        before = job.counts
+        job.schedule(10)
+        job.join()
+        assert job.counts == [count + 10.0 for count in before]
+
+
+def test_too_few_servers_and_snapshots_of_some_are_refused():
     cluster = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
     told = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
     resolver = TFConfigClusterResolver(environ={"TF_CONFIG": told})
@@ -214,7 +342,7 @@ def test_too_few_servers_and_snapshots_are_refused():
     message(
         InvalidArgumentError,
         lambda: parameter_server._begin_groups(None, [None, 60.0]),
-        "ps 1 take(s) snapshots",
+        "ps 0 take(s) no snapshots",
         "--snapshot-dir",
     )
 

@@ -92,6 +92,8 @@ def test_all_comes_back(tmp_path):
         "keys": list(values),
         "programs": [ADD.digest],
         "refused": [],
+        "position": None,  # a store that is no copy does not number its updates
+        "num_held_gradients": 0,
         "applied": [1, 6],  # those numbered 0 and 5 have been
     }
     values["w"] = np.full(4, 2.0, np.float32)
@@ -180,7 +182,7 @@ def test_a_snapshot_is_of_one_moment(tmp_path, monkeypatch):
 def test_an_update_waits_where_too_much_would_be_there_twice(tmp_path, monkeypatch, ends):
     store = new_store(w=np.zeros(4, np.float32), v=np.zeros(4, np.float32))
     monkeypatch.setattr(unwritten, "_MIN_TWICE_BYTES", 0)
-    monkeypatch.setattr("replicax._src.ps.store_snapshots._LONGEST_WAIT_S", 0.2 if ends == "late" else 60)
+    monkeypatch.setattr("replicax._src.ps.store_snapshots.LONGEST_WAIT_S", 0.2 if ends == "late" else 60)
     write_entry, threads = snapshots.write_entry, []
 
     def write(file, number, entry):

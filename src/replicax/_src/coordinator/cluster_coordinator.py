@@ -74,8 +74,9 @@ class ClusterCoordinator:
       reconnect_timeout_s: For how long a worker that was lost is tried to be reached again, and a parameter server that
         has snapshots.
       on_ps_restart: What to do when a parameter server was started again and has gone back to its last snapshot.
-        "continue": the others stay as they are. "rewind": all go back, to snapshots that they take together, for which
-        the workers pause.
+        "continue": the others stay as they are; with ``replication=2``, if both servers of a variable are gone, the
+        newer of their snapshots is used. "rewind": all go back, to snapshots that they take together, for which the
+        workers pause; not with ``replication=2``.
       status_address: ``host:port`` where a page shows how all tasks are, and ``replicax top`` finds it; None for what
         ``REPLICAX_STATUS_ADDRESS`` says, which is nowhere if it is not set.
 

@@ -98,7 +98,7 @@ class Session(Protocol):
         """Names of the variables of which a parameter server has something."""
         ...
 
-    def restored(self, ps: int, keys: Collection[str]) -> list[str]:
+    def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
         """A parameter server has gone back to a snapshot, with these pieces. Returns names of variables that it lacks.
 
         Raises:

@@ -41,6 +41,11 @@ class Recovery:
         if how not in ("continue", "rewind"):
             raise InvalidArgumentError(f"on_ps_restart={how!r}: it is 'continue' or 'rewind'.")
         without = [n for n, interval in enumerate(session.snapshot_intervals_s) if interval is None]
+        if how == "rewind" and session.groups is not None:
+            raise InvalidArgumentError(
+                "on_ps_restart='rewind' brings all parameter servers back to snapshots that they took together, and with "
+                "replication=2 each variable has snapshots of its own. Use on_ps_restart='continue', or leave replication out."
+            )
         if how == "rewind" and without:
             raise InvalidArgumentError(
                 f"on_ps_restart='rewind' needs snapshots of all parameter servers, and {', '.join(f'ps {n}' for n in without)} "
@@ -97,9 +102,9 @@ class Recovery:
             "%s was started again and goes on with its last snapshot%s: %d updates that it had acknowledged are gone, by "
             "its last count. %sThe other parameter servers are as they were.",
             watch.name,
-            _age(restored),
+            age_of(restored),
             max(watch.num_updates - restored["updates"], 0),
-            _state(self._session.names_on(watch.index), restored, self._pool.next_number),
+            state_of(self._session.names_on(watch.index), restored, self._pool.next_number),
         )
         watch.accept(instance)
         return None
@@ -223,12 +228,13 @@ class Epochs:
         self._has_failed = True
 
 
-def _age(restored: Mapping[str, Any]) -> str:
+def age_of(restored: Mapping[str, Any]) -> str:
+    """How old a snapshot is, for a message."""
     age_s = restored.get("age_s")
     return "" if age_s is None else f", taken {age_s:.0f} s before"
 
 
-def _state(names: Sequence[str], restored: Mapping[str, Any], num_scheduled: int) -> str:
+def state_of(names: Sequence[str], restored: Mapping[str, Any], num_scheduled: int) -> str:
     """Which variables are older now, and which functions they have seen."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     first, stop = restored.get("applied", (0, 0))

@@ -8,13 +8,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
+from replicax._src.coordinator.lost_groups import LostGroups, listed
 from replicax._src.coordinator.prepared import Client, Session
 from replicax._src.coordinator.ps_watch import PsWatch
-from replicax._src.errors import ReplicaxError
+from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.ps.errors import UnavailableError
 from replicax._src.ps.group_rules import Partner, View
+
+if TYPE_CHECKING:
+    from replicax._src.coordinator.pool import WorkerPool
 
 log = logging.getLogger("replicax")
 _TELL_S: Final = 3.0
@@ -27,15 +31,25 @@ class Replication:
     """Takes what the watches of parameter servers see to ``Groups``, and what that decides to the servers and the
     workers.
 
-    What a server did not hear it is told again with its next beat.
+    What a server did not hear it is told again with its next beat. When both servers of a group are gone, and they
+    write snapshots, no closure is sent to workers until they are started again.
 
     Args:
       session: With groups.
+      pool: That is paused.
       tell_workers: That other parameter servers serve some groups than before.
+      comes_back_s: For how long a group is waited for of which both servers are gone; 0 if nothing of it would be left.
     """
 
-    def __init__(self, session: Session, tell_workers: Callable[[], None]):
+    def __init__(
+        self,
+        session: Session,
+        pool: WorkerPool,
+        tell_workers: Callable[[], None],
+        comes_back_s: float = 0.0,
+    ):
         assert session.groups is not None
+        self._lost = LostGroups(session, pool, comes_back_s)
         self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
         self._lock = threading.RLock()
         self._primaries = session.groups.primaries
@@ -48,12 +62,18 @@ class Replication:
         with self._lock:
             self._follow(self._groups.gone(watch.index))
             left = self._without(watch, error)
-            if left is None:
+            if left is None and not self._groups.lost:
                 self._say_moved(watch, "is lost")
             return left
 
+    def silent(self, watch: PsWatch) -> UnavailableError | None:
+        """One does not answer. Returns what the job is told, if it has waited for it for long enough."""
+        with self._lock:
+            over = self._lost.waited_too_long(watch.index)
+            return self._nowhere(watch, over) if over else None
+
     def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
-        """One is another process than before, and has nothing.
+        """One is another process than before, and has nothing, or what is in its snapshots.
 
         Returns what the job is told, if it had what nobody else has.
 
@@ -61,18 +81,19 @@ class Replication:
           Exception: It is gone again: to be tried again.
         """
         with self._lock:
-            instance = client.ask("status", {}, _HELLO_S)["instance"]
-            if watch.knows(instance):
+            told = client.ask("status", {}, _HELLO_S)
+            if watch.knows(told["instance"]):
                 return None
             views = self._groups.gone(watch.index)
             self._follow(views)
+            self._lost.returned(watch, told)
             left = self._without(
                 watch, UnavailableError(f"{watch.name} is another process than before.", watch.name)
             )
             if left is not None:
                 return left
             watch.accept(client.ask("hello", self._hello, _HELLO_S)["instance"])
-            if views:  # it had not been missed before
+            if views and not self._groups.lost:  # it had not been missed before
                 self._say_moved(watch, "was started again")
             return None
 
@@ -89,10 +110,12 @@ class Replication:
 
     def back(self, watch: PsWatch) -> None:
         """One has answered: it is told what it does not know, and has brought to it what it does not have."""
-        parts: Mapping[str, Any] = watch.statistics()["statistics"].get("groups", {})
         with self._lock:
+            parts = self._lost.parts_of(watch)
             self._groups.back(watch.index)
-            given_up = self._groups.told(watch.index, parts)
+            given_up = [] if parts is None else self._groups.told(watch.index, parts)
+            parts = parts or {}
+            self._follow(self._lost.restart())
             self._follow(given_up)
             for view in given_up:
                 self._say_given_up(view, parts[str(view.group)])
@@ -102,6 +125,7 @@ class Replication:
                 self._follow(self._groups.join(watch.index))
             for view in self._groups.to_be_told(watch.index, parts):
                 self._tell(watch.index, view)
+            self._lost.end_waiting()
             self._say_protected()
 
     def statistics(self) -> dict[str, Any]:
@@ -136,13 +160,24 @@ class Replication:
     def _tell(self, task: int, view: View) -> None:
         try:
             self._session.tell_view(task, view, _TELL_S)
+        except InvalidArgumentError:
+            self._groups.refused(view)
         except ReplicaxError as error:  # it is told again with its next beat, if there is one
             log.debug("ps %d does not take the view %s: %s", task, view, error)
 
     def _without(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
+        """Has the job wait for groups that are lost now. Returns what it is told, if that is of no use."""
         gone = [group for group in self._groups.lost if watch.index == self._groups.views[group].primary]
-        if not gone:
-            return None
+        if not self._lost.comes_back_s:
+            return self._nowhere(watch, gone, error) if gone else None
+        self._lost.wait_for(gone)
+        if self._lost.failed is None and (hopeless := self._groups.hopeless):
+            self._lost.failed = self._nowhere(watch, hopeless, error)
+        return self._lost.failed
+
+    def _nowhere(
+        self, watch: PsWatch, gone: Sequence[int], error: UnavailableError | None = None
+    ) -> UnavailableError:
         others = sorted(
             {f"ps {task}" for group in gone for task in self._groups.members(group)} - {watch.name}
         )
@@ -161,8 +196,8 @@ class Replication:
             "parameter server now, until it is there again, and has a copy.",
             watch.name,
             what,
-            _listed(self._groups.views[group].primary for group in unprotected),
-            _listed(unprotected),
+            listed(self._groups.views[group].primary for group in unprotected),
+            listed(unprotected),
         )
         self._unprotected = unprotected
 
@@ -183,7 +218,3 @@ class Replication:
         if self._unprotected and not unprotected:
             log.warning("All variables are on two parameter servers again.")
         self._unprotected = unprotected
-
-
-def _listed(tasks: Any) -> str:
-    return ", ".join(f"ps {task}" for task in sorted(set(tasks)))

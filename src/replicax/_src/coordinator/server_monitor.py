@@ -31,11 +31,14 @@ class ServerMonitor:
         self._recovery = Recovery(session, pool, on_ps_restart)
         self._lock = threading.Lock()
         self._lost_ps: dict[str, BaseException] = {}
+        comes_back = [0.0 if s is None else limits.reconnect_s for s in session.snapshot_intervals_s]
         self._watches = [
-            PsWatch(number, session, limits, self, 0.0 if interval_s is None else limits.reconnect_s)
-            for number, interval_s in enumerate(session.snapshot_intervals_s)
+            PsWatch(number, session, limits, self, comes_back_s if session.groups is None else 0.0)
+            for number, comes_back_s in enumerate(comes_back)
         ]
-        self._replication = None if session.groups is None else Replication(session, self._tell_primaries)
+        self._replication = None
+        if session.groups is not None:
+            self._replication = Replication(session, pool, self._tell_primaries, min(comes_back))
         self._rounds = [RoundKeeper(session, pool, self)] if pool.has_rounds else []
 
     def start(self) -> None:
@@ -70,7 +73,7 @@ class ServerMonitor:
         any_of = task is None or self._replication is not None
         met = [watch for watch in self._watches if any_of or watch.name == task]
         for watch in met:
-            self.on_ps_silent(watch)  # until it has answered, so that nothing is tried in vain
+            self._pause(watch)  # until it has answered, so that nothing is tried in vain
             watch.look()
         return self._replication is not None or any(watch.comes_back_s for watch in met)
 
@@ -79,6 +82,11 @@ class ServerMonitor:
             worker.tell_primaries()
 
     def on_ps_silent(self, watch: PsWatch) -> None:
+        self._pause(watch)
+        if self._replication is not None and (error := self._replication.silent(watch)) is not None:
+            self._broke(watch, error)
+
+    def _pause(self, watch: PsWatch) -> None:
         """Nothing is sent to workers until it is there again, if it will be."""
         if watch.comes_back_s:
             self._pool.pause(watch.name)
@@ -99,10 +107,13 @@ class ServerMonitor:
         if may_come_back:
             self._pool.pause(watch.name)
             return False
+        self._broke(watch, error)
+        return True
+
+    def _broke(self, watch: PsWatch, error: BaseException) -> None:
         with self._lock:
             self._lost_ps[watch.name] = error
         self._pool.broke(error)
-        return True
 
     def on_ps_back(self, watch: PsWatch) -> None:
         if self._replication is not None:

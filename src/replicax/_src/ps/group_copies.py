@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,9 +15,10 @@ from replicax._src.ps.log import DEFAULT_LOG_BYTES
 from replicax._src.ps.messages import Message
 from replicax._src.ps.requests import field_of
 from replicax._src.ps.server_stream import PsClient
+from replicax._src.ps.snapshot_keeper import SnapshotKeeper
 
 _FROM_PRIMARY = frozenset({"forward", "copy"})
-_HELD = ("pieces", "bytes", "programs", "gradient_bytes")
+_HELD = ("pieces", "bytes", "programs", "gradient_bytes", "num_snapshots")
 
 
 @final
@@ -28,6 +30,10 @@ class GroupCopies:
       incarnation: Of the coordinator.
       connect: Gives a client of a parameter server, by its number and its address.
       log_bytes: The most memory that each group uses for updates that its backup lacks.
+      keep: Makes the keeper of the snapshots of a group's copy, and says whether it restores; None: there are none.
+
+    Attributes:
+      incarnation: Of the coordinator.
     """
 
     def __init__(
@@ -36,9 +42,11 @@ class GroupCopies:
         incarnation: str,
         connect: Callable[[int, str], PsClient],
         log_bytes: int = DEFAULT_LOG_BYTES,
+        keep: Callable[[int, bool, GroupCopy], SnapshotKeeper] | None = None,
     ):
-        self._task, self._incarnation, self._connect = task, incarnation, connect
-        self._log_bytes = log_bytes
+        self.incarnation = incarnation
+        self._task, self._connect = task, connect
+        self._log_bytes, self._keep = log_bytes, keep
         self._lock = threading.Lock()
         self._copies: dict[int, GroupCopy] = {}
         self._addresses: list[str] = []
@@ -57,12 +65,31 @@ class GroupCopies:
         """
         with self._lock:
             self._addresses = addresses
-            copy = self._copies.get(view.group)
-            if copy is None:
-                connect = lambda task: self._connect(task, self._addresses[task])  # noqa: E731
-                copy = GroupCopy(view.group, self._task, self._incarnation, connect, self._log_bytes)
-                self._copies[view.group] = copy
+            copy = self._copies.get(view.group) or self._add(view.group)
         copy.take(view)
+
+    def restore(self, group: int) -> None:
+        """Begins with a group of which there are snapshots of this coordinator.
+
+        Raises:
+          SnapshotError: None can be read.
+        """
+        with self._lock:
+            self._add(group, restores=True)
+
+    @property
+    def restored(self) -> dict[str, Any]:
+        """By group, what was restored."""
+        return {
+            str(group): copy.restored for group, copy in self._copies.items() if copy.restored is not None
+        }
+
+    def _add(self, group: int, *, restores: bool = False) -> GroupCopy:
+        connect = lambda task: self._connect(task, self._addresses[task])  # noqa: E731
+        keep = None if self._keep is None else functools.partial(self._keep, group, restores)
+        copy = GroupCopy(group, self._task, self.incarnation, connect, self._log_bytes, keep)
+        self._copies[group] = copy
+        return copy
 
     def answer(self, message: Message) -> Message:
         """Does what a client, or the primary of a group, asks.
@@ -85,17 +112,25 @@ class GroupCopies:
         """
         counts: Counter[str] = Counter()
         served: list[dict[str, Any]] = []
+        error = ""
         for copy in list(self._copies.values()):
             statistics = copy.statistics()
             names = statistics if copy.is_primary else _HELD
-            counts.update({name: statistics[name] for name in names if type(statistics[name]) is int})
+            counts.update({name: statistics[name] for name in names if type(statistics.get(name)) is int})
             served += [statistics] if copy.is_primary else []
+            error = error or statistics.get("snapshot_error", "")
         staleness = max((each["staleness"] for each in served), key=lambda s: s["num"], default=None)
-        return {"updates": 0, **counts, "staleness": staleness, "groups": self.described()}
+        told = {"updates": 0, **counts, "staleness": staleness, "groups": self.described()}
+        return told if self._keep is None else {**told, "snapshot_error": error}
 
     def described(self) -> Mapping[str, Any]:
         """By group, the part that this server has."""
         return {str(group): copy.described() for group, copy in sorted(self._copies.items())}
+
+    def close_keepers(self) -> None:
+        """Takes the last snapshot of each, while all is still there."""
+        for copy in list(self._copies.values()):
+            copy.close_keeper()
 
     def close(self) -> None:
         """Drops all."""

@@ -4,21 +4,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 from replicax._src.ps.backup_way import ACK_S, BackupWay
-from replicax._src.ps.errors import MessageError, UnavailableError
-from replicax._src.ps.group_entries import Entry, applied, is_change
+from replicax._src.ps.errors import MessageError, SnapshotError, UnavailableError
+from replicax._src.ps.group_entries import Entry, applied, is_change, is_snapshot
 from replicax._src.ps.group_rules import GroupRules, Partner, Place, Refusal, View
 from replicax._src.ps.log import DEFAULT_LOG_BYTES, Position, UpdateLog
 from replicax._src.ps.messages import Message
 from replicax._src.ps.server_stream import PsClient
+from replicax._src.ps.snapshot_keeper import SnapshotKeeper
 from replicax._src.ps.store import Store
-from replicax._src.ps.store_state import StateTaker, state_messages
+from replicax._src.ps.store_snapshots import LONGEST_WAIT_S
+from replicax._src.ps.store_state import StateTaker, program_messages, state_messages
 
 _log = logging.getLogger("replicax")
 
@@ -47,6 +52,10 @@ class GroupCopy:
       incarnation: Of the coordinator.
       connect: Gives a client of another server, by its number.
       log_bytes: The most memory for updates that the backup lacks.
+      keep: Makes the keeper of its snapshots, which may restore one; None: there are none.
+
+    Attributes:
+      restored: What the last snapshot before had, if it began with that.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class GroupCopy:
         incarnation: str,
         connect: Callable[[int], PsClient],
         log_bytes: int = DEFAULT_LOG_BYTES,
+        keep: Callable[[GroupCopy], SnapshotKeeper] | None = None,
     ):
         self._group, self._task, self._incarnation, self._connect = group, task, incarnation, connect
         self._rules = GroupRules(task)
@@ -65,12 +75,16 @@ class GroupCopy:
         self._way: BackupWay | None = None
         self._joining_way: BackupWay | None = None
         self._opened_epoch = 0
-        self._patient_until = 0.0
+        self._patient_until = self._writes_until = 0.0
+        self._snapshot_seq = 0
+        self._lacks: Sequence[str] | None = ()
         self._is_reading = False
         self._is_closed = False
         self._log = UpdateLog[Entry](log_bytes)
         self._taker: StateTaker | None = None
         self._error = ""
+        self._keeper = None if keep is None else keep(self)
+        self.restored = None if self._keeper is None else self._keeper.restored
 
     def take(self, view: View) -> None:
         """The coordinator has decided who has the group.
@@ -92,6 +106,7 @@ class GroupCopy:
                 self._log.end()
             elif not was_primary:
                 self._log.begin(self._rules.position)
+                self._lacks = ()
             self._changed.notify_all()
             brings = self._rules.partner is Partner.JOINING
             if view.backup == self._task and view.is_joining:
@@ -116,10 +131,13 @@ class GroupCopy:
                 entry = Entry(self._rules.position, message if is_update else None)
                 if is_update or partner is Partner.IN_SYNC:
                     self._log.append(entry.position, entry)
+                if is_snapshot(message.header):
+                    self._snapshot_seq = entry.position.seq
+                    self._writes_until = time.monotonic() + LONGEST_WAIT_S
             if partner is Partner.IN_SYNC:
                 self._send(epoch, entry)
             began = time.monotonic()
-            answer, error, outcome = applied(self._store, message)
+            answer, error, outcome = self._apply(message)
             with self._changed:
                 entry.outcome = outcome if is_update else ""  # what only reads is not done there
             self._be_patient(time.monotonic() - began)
@@ -155,17 +173,17 @@ class GroupCopy:
             outcome = ""
             inner = header["message"]
             if verdict and inner is not None:
-                _, _, outcome = applied(self._store, Message(inner, message.arrays))
+                _, _, outcome = self._apply(Message(inner, message.arrays))
             if verdict:
                 with self._changed:
                     self._rules.applied(Position(header["ordered_in"], seq))
                     if self._rules.is_primary:  # since it began to apply this
                         self._log.begin(self._rules.position)
-        return Message({"applied": seq, "outcome": outcome})
+        return Message({"applied": seq, "outcome": outcome, "writes": self._writes})
 
     def statistics(self) -> dict[str, Any]:
-        """The store's."""
-        return self._store.statistics()
+        """The store's, and of its snapshots."""
+        return {**self._store.statistics(), **({} if self._keeper is None else self._keeper.statistics())}
 
     @property
     def is_primary(self) -> bool:
@@ -174,12 +192,20 @@ class GroupCopy:
             return self._rules.is_primary
 
     def described(self) -> dict[str, Any]:
-        """Its part; see ``GroupRules.described``; and what went wrong with the backup last."""
+        """Its part; see ``GroupRules.described``; what went wrong with the backup last; how many updates it has."""
+        updates = self._store.statistics()["updates"]
         with self._changed:
-            return {**self._rules.described(), "error": self._error}
+            return {**self._rules.described(), "error": self._error, "updates": updates}
+
+    def close_keeper(self) -> None:
+        """Takes the last snapshot, while all is still there."""
+        if self._keeper is not None:
+            self._keeper.close()
 
     def close(self) -> None:
         """Drops all; who waits raises UnavailableError."""
+        if self._keeper is not None:
+            self._keeper.end()
         with self._changed:
             self._is_closed = True
             ways = self._take_ways()
@@ -198,6 +224,80 @@ class GroupCopy:
         store.hello(self._incarnation)
         return store
 
+    # --- its snapshots, for the keeper -------------------------------------------------------------------
+
+    @property
+    def instance(self) -> str:
+        """The store's."""
+        return self._store.instance
+
+    @property
+    def num_created(self) -> int:
+        """The store's."""
+        return self._store.num_created
+
+    @property
+    def num_changes(self) -> int:
+        """The store's."""
+        return self._store.num_changes
+
+    @property
+    def position(self) -> Position:
+        """Of the last update that was applied."""
+        with self._changed:
+            return self._rules.position
+
+    def order_snapshot(self) -> None:
+        """The primary has both servers write a snapshot, at the same place in the order.
+
+        So the primary knows that the backup may let an update wait until there is room beside what it writes.
+        """
+        with contextlib.suppress(UnavailableError):  # another server orders, or there is nobody who may
+            self.answer(Message({"op": "snapshot", "incarnation": self._incarnation}))
+
+    def snapshot(self, directory: Path, epoch: int = 0) -> dict[str, Any]:
+        """Writes a snapshot: see ``Store.snapshot``. It has the position of its last update.
+
+        Raises:
+          SnapshotError: It could not be written.
+        """
+        store = self._store
+
+        @contextlib.contextmanager
+        def moment() -> Iterator[Mapping[str, Any]]:
+            with self._order:
+                if self._is_closed or store is not self._store:
+                    raise SnapshotError(f"The copy of group {self._group} is replaced; it is written then.")
+                yield {"position": list(self.position)}
+
+        return store.snapshot(directory, epoch, moment)
+
+    def restore(self, directory: Path, epoch: int | None = None) -> dict[str, Any] | None:
+        """Begins with the newest whole snapshot, if it is of this coordinator: see ``Store.restore``.
+
+        It is all of the state at its position but for programs, and for gradients that waited for their round.
+        """
+        told = self._store.restore(directory, epoch)
+        if told is not None and told["incarnation"] == self._incarnation:
+            with self._changed:
+                self._rules.restored(Position(*told["position"]))
+                self._lacks = None if told["num_held_gradients"] else told["programs"]
+            return told
+        self._store = self._new_store()
+        return None
+
+    def _apply(self, message: Message) -> tuple[Message | None, Exception | None, str]:
+        """Under the order."""
+        if not is_snapshot(message.header):
+            return applied(self._store, message)
+        if self._keeper is not None:
+            self._keeper.ask()
+        return Message({}), None, ""
+
+    @property
+    def _writes(self) -> bool:
+        return self._keeper is not None and self._keeper.is_writing
+
     # --- the primary: sending on -----------------------------------------------------------------------
 
     def _send(self, epoch: int, entry: Entry) -> None:
@@ -205,7 +305,7 @@ class GroupCopy:
         try:
             way = self._way or self._open(epoch)
             if way is not None and way.epoch == epoch:
-                way.send(self._message(epoch, entry))
+                way.send(self._message(epoch, entry), self._ack_s())
         except Exception as error:
             self._lose(epoch, error)
 
@@ -265,7 +365,12 @@ class GroupCopy:
             if way is None:
                 return
             # All of it, though this one may wait no longer: who reads too briefly would lose a backup that is there.
-            self._read(way, max(ACK_S, self._patient_until - time.monotonic()))
+            self._read(way, self._ack_s())
+
+    def _ack_s(self) -> float:
+        """How long the backup may say nothing."""
+        now = time.monotonic()
+        return max(ACK_S, self._patient_until - now, self._writes_until + ACK_S - now)
 
     def _wait_for_room(self) -> None:
         """While what waits to be brought is much: updates that come slower than it is brought are what makes it
@@ -323,6 +428,8 @@ class GroupCopy:
             self._rules.refused(epoch, Refusal(header["refused"]))
             return
         seq, outcome = header["applied"], header["outcome"]
+        if seq >= self._snapshot_seq:
+            self._writes_until = time.monotonic() + LONGEST_WAIT_S if header["writes"] else 0.0
         entry = self._log.get(seq)
         if entry is not None and not entry.agrees(outcome):
             self._differs(epoch, seq, outcome)
@@ -387,16 +494,19 @@ class GroupCopy:
         said = way.bring(Message({**fields, "part": "where"}))
         at, state = Position(*said["position"]), None
         with self._order:
+            programs = self._store.programs(said["lacks"] or ())
             with self._changed:
                 if self._rules.epoch != view.epoch:
                     raise _later_view()
-                is_resumed = self._log.reaches(at)
+                is_resumed = said["lacks"] is not None and len(programs) == len(said["lacks"])
+                is_resumed = is_resumed and self._log.reaches(at)
             if not is_resumed:
                 with self._changed:
                     at = self._rules.position
                     self._log.begin(at)
                 state = self._store.state()
-        parts = [({"part": "resume"}, ())] if state is None else state_messages(state)
+        resuming = itertools.chain(program_messages(programs), [({"part": "resume"}, ())])
+        parts = resuming if state is None else state_messages(state)
         for header, arrays in parts:
             way.bring(Message({**fields, "position": list(at), **header}, arrays))
         return at.seq
@@ -452,11 +562,13 @@ class GroupCopy:
         part = message.header["part"]
         if part == "where":
             with self._order, self._changed:
-                return Message({"applied": 0, "outcome": "", "position": list(self._rules.position)})
+                said = {"position": list(self._rules.position), "lacks": self._lacks}
+                return Message({"applied": 0, "outcome": "", **said})
         at = Position(*message.header["position"])
         if part == "resume":
             with self._order, self._changed:
                 is_one = self._rules.position == at and self._rules.has_copy(epoch, at)
+                self._lacks = ()
             return _brought(is_one, at)
         if part == "state":
             with self._order:
@@ -466,8 +578,11 @@ class GroupCopy:
                     self._rules.dropped()
                 self._store.leave()  # first: there may be no room for both
                 self._store = self._new_store()
+                self._lacks = ()
             self._taker = StateTaker(self._new_store())
         taker = self._taker
+        if taker is None and part == "program":  # of one that goes on from its snapshot
+            taker = StateTaker(self._store)
         if taker is None:
             return _brought(False, at)
         if taker.take(message.header, message.arrays):

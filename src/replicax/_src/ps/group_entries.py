@@ -71,6 +71,11 @@ def is_change(header: Mapping[str, Any]) -> bool:
     return op not in _READS
 
 
+def is_snapshot(header: Mapping[str, Any] | None) -> bool:
+    """Whether a message asks both servers for a snapshot."""
+    return header is not None and header.get("op") == "snapshot"
+
+
 def applied(store: Store, message: Message) -> tuple[Message | None, Exception | None, str]:
     """The answer or the error, and in a word what came of it: the same on both servers, or they are not the same."""
     try:

@@ -38,6 +38,8 @@ class View:
       primary: The number of the parameter server that clients talk to.
       backup: Of the one that has the second copy; None if there is none.
       is_joining: The backup has nothing yet.
+      since: The group was lost, and goes on from this position, that of the primary; what came after it is gone. None:
+        it was not.
     """
 
     group: int
@@ -45,6 +47,7 @@ class View:
     primary: int
     backup: int | None
     is_joining: bool = False
+    since: Position | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -59,13 +62,14 @@ class View:
             "primary": self.primary,
             "backup": self.backup,
             "is_joining": self.is_joining,
+            "since": self.since,
         }
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Self:
         """The view that ``described`` came from."""
-        names = ("group", "epoch", "primary", "backup", "is_joining")
-        return cls(*(described[name] for name in names))
+        since = described["since"]
+        return cls(**{**described, "since": None if since is None else Position(*since)})
 
 
 class Partner(StrEnum):
@@ -157,7 +161,8 @@ class GroupRules:
         Where it is the backup that joins, it may have more than the primary, or less.
 
         Raises:
-          InvalidArgumentError: It would be the primary, or a backup in sync, without having all that was answered.
+          InvalidArgumentError: It would be the primary, or a backup in sync, without having all that was answered; or
+            what the coordinator takes for all.
         """
         if view.epoch <= self.epoch:
             return False
@@ -166,6 +171,8 @@ class GroupRules:
         if self.view is not None and not (was_primary or self.is_backup):
             keeps_all = False
         joins = view.is_joining and view.backup == self._task
+        if view.since is not None and view.primary == self._task:
+            keeps_all = keeps_all or self.position == view.since
         if not keeps_all and not joins and self._task in view.members:
             raise InvalidArgumentError(
                 f"ps {self._task} does not have all of group {view.group}, and cannot be a member of it in epoch {view.epoch} "
@@ -173,6 +180,8 @@ class GroupRules:
             )
         self.view = view
         self._is_deposed = False
+        if view.primary == self._task:
+            self._has_all = True
         if joins:
             self._has_all = False
         if view.primary == self._task:
@@ -275,6 +284,10 @@ class GroupRules:
         self.position, self._has_all = position, True
         return True
 
+    def restored(self, position: Position) -> None:
+        """It begins with a snapshot: it lacks what came after that, if anything did."""
+        self.position, self._has_all = position, False
+
     def dropped(self) -> None:
         """The backup has dropped what it had."""
         self.position = START
@@ -282,12 +295,12 @@ class GroupRules:
     # --- for the coordinator --------------------------------------------------------------------------
 
     def described(self) -> dict[str, Any]:
-        """Its part, as JSON: ``epoch``, ``role``, ``seq``, and of a primary how the ``backup`` is."""
+        """Its part, as JSON: ``epoch``, ``role``, ``position``, and of a primary how the ``backup`` is."""
         role = "primary" if self.is_primary else "backup" if self.is_backup else "none"
         backup = self.partner
         if backup is Partner.IN_SYNC and self._acked < self._synced_at:
             backup = Partner.JOINING  # what was answered while it was not there may not have arrived yet
-        return {"epoch": self.epoch, "role": role, "seq": self.seq, "backup": str(backup)}
+        return {"epoch": self.epoch, "role": role, "position": list(self.position), "backup": str(backup)}
 
     def _check_primary(self) -> None:
         if not self.is_primary:

@@ -115,7 +115,8 @@ class ServerOptions:
       silence_timeout_s: After how long without a word a coordinator is gone.
       wait_timeout_s: For how long it waits for a coordinator, the first or the next, before it ends.
       snapshot_dir: Where a ps writes its values from time to time, into a folder of its own, and when it is ended in
-        order. Started again with the same folder it goes on from there. None: it does not.
+        order. Started again with the same folder it goes on from there; with ``replication=2`` only if the other
+        server of a variable is gone, too. None: it does not.
       snapshot_interval_s: The time between two of them; ``math.inf``: only when the coordinator asks for one.
       log_bytes: With ``replication=2``, the most memory that a ps uses for updates that a backup lacks, for
         each group of variables. A backup that lacks more gets the whole state.

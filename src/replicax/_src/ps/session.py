@@ -334,11 +334,11 @@ class Session:
             self._balance.add(ps, array.num_bytes)
             self.layout += 1
 
-    def restored(self, ps: int, keys: Collection[str]) -> list[str]:
+    def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
         """A parameter server has gone back to a snapshot: gives it its programs, and has all values read again.
 
         Args:
-          keys: Of the pieces that it has.
+          keys: Of the pieces that it has; None: it has all.
 
         Returns:
           Names of the arrays of which it does not have a piece.
@@ -350,7 +350,7 @@ class Session:
         self.renew()
         with self._lock:
             made = list(self._made)
-        return [array.name for array in made if not array.keys_on(ps) <= set(keys)]
+        return [array.name for array in made if keys is not None and not array.keys_on(ps) <= set(keys)]
 
     def names_on(self, ps: int) -> list[str]:
         """Names of the arrays of which a parameter server has a piece or a copy."""

@@ -150,6 +150,14 @@ class SnapshotFolder:
             )
         return None
 
+    def newest_owner(self) -> tuple[float, str] | None:
+        """When the newest snapshot that says so was taken, and the incarnation that it is of. Reads headers only."""
+        for number in sorted(self._numbers(), reverse=True):
+            with contextlib.suppress(SnapshotError, OSError):
+                with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
+                    return snapshot.content.get("time", 0.0), str(snapshot.content["incarnation"])
+        return None
+
     def _numbers(self) -> list[int]:
         """Of the files."""
         if not self.path.is_dir():

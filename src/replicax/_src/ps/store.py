@@ -22,6 +22,7 @@ from replicax._src.ps.held_pieces import (
 )
 from replicax._src.ps.held_values import copied, is_overwritten, overwritten
 from replicax._src.ps.messages import Message
+from replicax._src.ps.programs import UpdateProgram
 from replicax._src.ps.requests import (
     ApplyRound,
     Assign,
@@ -33,7 +34,7 @@ from replicax._src.ps.requests import (
     program_of,
 )
 from replicax._src.ps.store_contents import StoreContents, StoreState
-from replicax._src.ps.store_snapshots import StoreSnapshots
+from replicax._src.ps.store_snapshots import Moment, StoreSnapshots, any_moment
 from replicax._src.ps.updates import CompiledUpdate
 
 _BRIEFLY_S: Final = 0.2
@@ -131,7 +132,11 @@ class Store:
         """Is another one after every change of a value."""
         return self._contents.num_changes
 
-    def snapshot(self, directory: str | Path, epoch: int = 0) -> dict[str, Any]:
+    @property
+    def position(self) -> None:
+        """Updates of a store that is not a copy of a group have no numbers."""
+
+    def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
         """Writes what has changed since the one before, and which closures have been applied, to a new file.
 
         Updates go on meanwhile. The values are those of one moment. Until a piece is written, the first update of it
@@ -142,6 +147,7 @@ class Store:
         Args:
           directory: Of this server alone.
           epoch: A number by which ``restore`` finds it.
+          moment: Entered while it is decided what is written; what it gives is told by ``restore``.
 
         Returns:
           ``file``, ``bytes``, ``epoch``, ``updates``: how many are in the values, and ``is_base``: whether all was
@@ -150,7 +156,7 @@ class Store:
         Raises:
           SnapshotError: It could not be written; the snapshots before are as they were.
         """
-        return self._snapshots.write(Path(directory), epoch)
+        return self._snapshots.write(Path(directory), epoch, moment)
 
     def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
         """Takes what is in the newest whole snapshot, in place of all that is here; with a new ``instance``.
@@ -166,7 +172,8 @@ class Store:
           the
           pieces, ``programs`` (digests: they are to be sent again), ``refused``: newer ones, and what is wrong with
           each;
-          ``age_s``: how long ago it was taken, and ``applied``: of the incarnation's closures, see ``Window.extent``.
+          ``age_s``: how long ago it was taken, ``applied``: of the incarnation's closures, see ``Window.extent``,
+          ``position``, if updates have numbers, and ``num_held_gradients``, which it does not have.
 
         Raises:
           SnapshotError: There are snapshots, and none is whole and of the epoch; nothing has changed.
@@ -177,6 +184,12 @@ class Store:
         """All that is here, at one moment. Until a view is let go, the first update of its piece needs other memory."""
         with self._lock:
             return self._contents.state()
+
+    def programs(self, digests: Sequence[str]) -> list[UpdateProgram]:
+        """Those of these programs that are here."""
+        with self._lock:
+            found = self._contents.programs
+            return [found[digest].program for digest in digests if digest in found]
 
     def begin_with(self, content: Mapping[str, Any]) -> None:
         """Takes the ``content`` of another store's state, in place of all that is here; with a new ``instance``."""

@@ -101,6 +101,7 @@ class StoreContents:
             "updates": self.statistics.updates,
             "highest_number": self._highest_number,
             "windows": self.windows.described(),
+            "num_held_gradients": sum(1 for _ in self.gradients.held()),
             "programs": [
                 {"digest": digest, **compiled.program.described()}
                 for digest, compiled in self.programs.items()

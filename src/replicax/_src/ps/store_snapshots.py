@@ -6,7 +6,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -18,11 +19,20 @@ from replicax._src.ps.snapshots import SnapshotFolder
 from replicax._src.ps.store_contents import StoreContents
 from replicax._src.ps.unwritten import Unwritten
 
-_LONGEST_WAIT_S: Final = 40.0
+LONGEST_WAIT_S: Final = 40.0
 """For a snapshot: a client gives a call up after 60 s.
 
 Who waits no longer needs memory for all that is not written yet.
 """
+
+
+Moment = Callable[[], AbstractContextManager[Mapping[str, Any]]]
+"""A time in which nothing changes, and what a snapshot of it says besides. It is short: nothing is written in it."""
+
+
+def any_moment() -> AbstractContextManager[Mapping[str, Any]]:
+    """Each moment of a store whose updates are not numbered is as good as another one."""
+    return nullcontext({})
 
 
 class _NoRoomForBaseError(Exception):
@@ -45,15 +55,15 @@ class StoreSnapshots:
         self._has_room = threading.Condition(lock)
         self._folder: SnapshotFolder | None = None
 
-    def write(self, directory: Path, epoch: int) -> dict[str, Any]:
+    def write(self, directory: Path, epoch: int, moment: Moment = any_moment) -> dict[str, Any]:
         """See ``Store.snapshot``."""
         with self._turn:
             folder = self._folder_of(directory)
             previous = folder.previous()
             try:
-                return self._write(folder, previous, epoch)
+                return self._write(folder, previous, epoch, moment)
             except _NoRoomForBaseError:  # there may be for what has changed
-                return self._write(folder, previous, epoch, may_be_base=False)
+                return self._write(folder, previous, epoch, moment, may_be_base=False)
 
     def restore(self, directory: Path, epoch: int | None) -> dict[str, Any] | None:
         """See ``Store.restore``."""
@@ -89,6 +99,8 @@ class StoreSnapshots:
             "programs": programs,
             "refused": refused,
             "age_s": None if taken is None else max(0.0, time.time() - taken),
+            "position": snapshot.content.get("position"),
+            "num_held_gradients": snapshot.content.get("num_held_gradients", 0),
             "applied": list(contents.windows.of_client(str(told["incarnation"])).extent),
         }
 
@@ -111,16 +123,22 @@ class StoreSnapshots:
         return self._folder
 
     def _write(
-        self, folder: SnapshotFolder, previous: Manifest | None, epoch: int, *, may_be_base: bool = True
+        self,
+        folder: SnapshotFolder,
+        previous: Manifest | None,
+        epoch: int,
+        moment: Moment,
+        *,
+        may_be_base: bool = True,
     ) -> dict[str, Any]:
         contents = self._contents
-        with self._lock:
+        with moment() as said, self._lock:
             plan = Plan.of(list(contents.pieces.values()), previous, may_be_base=may_be_base)
-            content = contents.described(epoch)
+            content = {**contents.described(epoch), **said}
             before = [(piece, piece.changed.begin()) for piece in contents.pieces.values()]
             shared = {entry.key for entry in plan.entries if entry.value is not None}
             sizes = {piece.key: piece.num_bytes for piece, _ in before}
-            contents.unwritten = Unwritten(sizes, shared, time.monotonic() + _LONGEST_WAIT_S)
+            contents.unwritten = Unwritten(sizes, shared, time.monotonic() + LONGEST_WAIT_S)
         try:
             path, num_bytes = folder.write(content, plan, self._is_written)
         except BaseException as error:

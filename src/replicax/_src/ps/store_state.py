@@ -4,12 +4,13 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from replicax._src.ps.messages import Message
+from replicax._src.ps.programs import UpdateProgram
 from replicax._src.ps.store import Store
 from replicax._src.ps.store_contents import StoreState
 
@@ -23,12 +24,19 @@ def state_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence
     while state.pieces:
         key, number, value = state.pieces.popleft()
         yield {"part": "piece", "key": key, "number": number}, [value]
-    for program in state.programs:
-        blob = np.frombuffer(program.blob, np.uint8)
-        yield {"part": "program", "digest": program.digest, "described": program.described()}, [blob]
+    yield from program_messages(state.programs)
     for number, closure, digest, arrays in state.gradients:
         yield {"part": "gradients", "round": number, "closure": closure, "program": digest}, arrays
     yield {"part": "end"}, ()
+
+
+def program_messages(
+    programs: Iterable[UpdateProgram],
+) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
+    """Headers and arrays of programs."""
+    for program in programs:
+        blob = np.frombuffer(program.blob, np.uint8)
+        yield {"part": "program", "digest": program.digest, "described": program.described()}, [blob]
 
 
 @final

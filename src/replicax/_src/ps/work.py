@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.ps.group_copies import GroupCopies
+from replicax._src.ps.group_copy import GroupCopy
 from replicax._src.ps.group_rules import View
 from replicax._src.ps.links import PsLinks
 from replicax._src.ps.log import DEFAULT_LOG_BYTES
@@ -17,6 +21,7 @@ from replicax._src.ps.resources import WorkerPlace
 from replicax._src.ps.server_def import ServerDef, ServerOptions
 from replicax._src.ps.service import Ask, Host, Work
 from replicax._src.ps.snapshot_keeper import SnapshotKeeper
+from replicax._src.ps.snapshots import SnapshotFolder
 from replicax._src.ps.store import Store
 from replicax._src.ps.transport import TaskClient
 from replicax._src.ps.worker import Worker
@@ -61,7 +66,9 @@ class WorkerHost:
 
 @final
 class PsHost:
-    """A parameter server's: its store, and what keeps it in files.
+    """A parameter server's: its store, and what keeps it in files: the store's own, or those of each group.
+
+    It begins with the snapshots of one coordinator, that of the newest.
 
     Args:
       directory: Of the snapshots of this task; None: there are none.
@@ -84,8 +91,14 @@ class PsHost:
     ):
         self._store, self._interval_s = Store(), interval_s
         self._index, self._credentials, self._log_bytes = index, credentials, log_bytes
-        self._keeper = None if directory is None else SnapshotKeeper(self._store, directory, interval_s)
+        self._directory = directory
+        self._turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._keeper: SnapshotKeeper | None = None
         self._copies: GroupCopies | None = None
+        self._restored: GroupCopies | None = None
+        self._restored_groups: Mapping[str, Any] = {}
+        if directory is not None:
+            self._restore_newest(directory)
         self.asks: Mapping[str, Ask] = {"group": self._take_view}
         if self._keeper is not None:
             self.asks = {**self.asks, "snapshot": self._snapshot, "restore": self._restore}
@@ -100,19 +113,64 @@ class PsHost:
 
     @property
     def restored(self) -> Mapping[str, Any] | None:
-        return None if self._keeper is None else self._keeper.restored
+        if self._keeper is None:
+            return None
+        return self._restored_groups or self._keeper.restored
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
         """What is in the store stays, if it is of that coordinator."""
         if self._keeper is not None:
             self._keeper.begin()
-        self._copies = GroupCopies(self._index, incarnation, self._connect, self._log_bytes)
+        restored, self._restored = self._restored, None
+        if restored is not None and restored.incarnation != incarnation:
+            restored.close()
+            restored = None
+        if restored is None:
+            self._restored_groups = {}  # that is gone
+            restored = self._new_copies(incarnation)
+        self._copies = restored
         return PsWork(self._store, incarnation, self._copies, self._keeper)
 
     def close(self) -> None:
-        """Takes the last snapshot."""
+        """Takes the last snapshots."""
         if self._keeper is not None:
             self._keeper.close()
+        if self._copies is not None:
+            self._copies.close_keepers()
+
+    def _restore_newest(self, directory: Path) -> None:
+        """Begins with the snapshots of one coordinator. Those of others are of no use any more, and may be older."""
+        found = sorted(directory.glob("group-*")) if directory.is_dir() else []
+        groups = {int(path.name[6:]): path for path in found if re.fullmatch(r"group-\d+", path.name)}
+        owners = {path: SnapshotFolder(path).newest_owner() for path in (directory, *groups.values())}
+        _, newest = max((owner for owner in owners.values() if owner is not None), default=(0.0, None))
+        # Where no header can be read, restoring says what is wrong.
+        is_wanted = {path: owner is None or owner[1] == newest for path, owner in owners.items()}
+        self._keeper = SnapshotKeeper(
+            self._store, directory, self._interval_s, restores=is_wanted.pop(directory)
+        )
+        if newest is not None:
+            self._restored = self._new_copies(newest)
+            for group, path in groups.items():
+                if is_wanted[path]:
+                    self._restored.restore(group)
+            if told := self._restored.restored:
+                self._restored_groups = {"incarnation": newest, "groups": told}
+
+    def _new_copies(self, incarnation: str) -> GroupCopies:
+        keep = None if self._keeper is None else self._keep
+        return GroupCopies(self._index, incarnation, self._connect, self._log_bytes, keep)
+
+    def _keep(self, group: int, restores: bool, copy: GroupCopy) -> SnapshotKeeper:
+        assert self._directory is not None
+        return SnapshotKeeper(
+            copy,
+            self._directory / f"group-{group}",
+            self._interval_s,
+            restores=restores,
+            when_due=copy.order_snapshot,
+            turn=self._turns[group],
+        )
 
     def _connect(self, index: int, address: str) -> TaskClient:
         return TaskClient(address, self._credentials, f"ps {index}")
@@ -159,7 +217,8 @@ class PsWork:
     def statistics(self) -> Mapping[str, Any]:
         """The store's, and of its snapshots."""
         held = self._copies if self._copies else self._store
-        return {**held.statistics(), **({} if self._keeper is None else self._keeper.statistics())}
+        of_own = {} if self._keeper is None else self._keeper.statistics()
+        return {**of_own, **held.statistics()}
 
     def close(self) -> None:
         """Drops all pieces."""

@@ -392,15 +392,15 @@ def _begin_groups(tasks: Tasks, intervals_s: Sequence[float | None]) -> Groups:
     """Has each piece on two parameter servers, from the first one on.
 
     Raises:
-      InvalidArgumentError: Some take snapshots, too.
+      InvalidArgumentError: Some take snapshots, and others do not.
       UnavailableError: A parameter server does not answer.
     """
-    with_snapshots = [n for n, interval_s in enumerate(intervals_s) if interval_s is not None]
-    if with_snapshots:
+    without = [f"ps {n}" for n, interval_s in enumerate(intervals_s) if interval_s is None]
+    if without and len(without) < len(intervals_s):
         raise InvalidArgumentError(
-            f"ParameterServerStrategy(replication=2): {', '.join(f'ps {n}' for n in with_snapshots)} take(s) snapshots, which "
-            "would be those of one copy. Start them without snapshot_dir (--snapshot-dir); what is to survive the loss of both "
-            "copies is saved by rx.CheckpointManager."
+            f"ParameterServerStrategy(replication=2): {', '.join(without)} take(s) no snapshots, and other parameter servers do. "
+            "Two servers that have the same variables write them together: start all with snapshot_dir (--snapshot-dir), or "
+            "none."
         )
     groups = Groups(len(intervals_s))
     for view in groups.views:
