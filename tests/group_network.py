@@ -5,11 +5,11 @@ import time
 
 import numpy as np
 
-from replicax._src.ps.errors import UnavailableError
-from replicax._src.ps.group_copies import GroupCopies
-from replicax._src.ps.group_rules import View
-from replicax._src.ps.messages import Message
-from replicax._src.ps.store_link import StoreClient, StoreLink
+from replicax._src.parameter_servers.client.store_link import StoreClient, StoreLink
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.group_copies import GroupCopies
+from replicax._src.parameter_servers.store.group_rules import View
+from replicax._src.parameter_servers.transport.messages import Message
 
 ME = "me"
 ONE = np.float32(1.0)

@@ -4,12 +4,12 @@ import contextlib
 import queue
 import threading
 
-from replicax._src.ps.errors import UnavailableError
-from replicax._src.ps.links import PsLinks
-from replicax._src.ps.resources import WorkerPlace
-from replicax._src.ps.session import Session
-from replicax._src.ps.store import Store
-from replicax._src.ps.worker import Worker
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.worker.resources import WorkerPlace
+from replicax._src.parameter_servers.worker.worker import Worker
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
 
 ME = "a coordinator"
@@ -32,7 +32,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, 
 
 
 class _Tasks:
-    """In place of ``ps/tasks.py``."""
+    """In place of ``parameter_servers/client/tasks.py``."""
 
     def __init__(self, workers, ps, is_so, told):
         self.stores = [Store() for _ in range(ps)]

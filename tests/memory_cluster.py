@@ -18,9 +18,7 @@ import numpy as np
 
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.input.elements import END
-from replicax._src.placement.remote.elements import PerWorkerInput
-from replicax._src.ps import structures
-from replicax._src.ps.errors import (
+from replicax._src.parameter_servers.errors import (
     ClosureAbortedError,
     StaleCoordinatorError,
     UnavailableError,
@@ -28,8 +26,10 @@ from replicax._src.ps.errors import (
     described,
     of_answer,
 )
-from replicax._src.ps.messages import Message
-from replicax._src.ps.programs import WorkerProgram, signature_of
+from replicax._src.parameter_servers.programs.elements import PerWorkerInput
+from replicax._src.parameter_servers.programs.programs import WorkerProgram, signature_of
+from replicax._src.parameter_servers.transport import structures
+from replicax._src.parameter_servers.transport.messages import Message
 
 BROKEN = object()
 

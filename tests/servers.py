@@ -1,8 +1,8 @@
 """Strategies whose parameter servers are in this process: all but the transport is as it is in a cluster."""
 
-from replicax._src.ps.links import PsLinks
-from replicax._src.ps.session import Session
-from replicax._src.ps.store import Store
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.store.store import Store
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
 
 

@@ -63,11 +63,11 @@ if TYPE_CHECKING:
         VariableSynchronization,
         get_loss_reduction,
     )
+    from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
+    from replicax._src.parameter_servers.task.task import Server
     from replicax._src.pictures.visualize import visualize
     from replicax._src.profiling.profile import Profile, profile
     from replicax._src.program.tape import GradientTape
-    from replicax._src.ps.server_def import ServerDef, ServerOptions
-    from replicax._src.ps.task import Server
     from replicax._src.strategies.central_storage import CentralStorageStrategy
     from replicax._src.strategies.extended import StrategyExtended
     from replicax._src.strategies.mirrored import MirroredStrategy
@@ -202,9 +202,9 @@ _PLACES = {
     "Profile": "profiling.profile",
     "profile": "profiling.profile",
     "GradientTape": "program.tape",
-    "ServerDef": "ps.server_def",
-    "ServerOptions": "ps.server_def",
-    "Server": "ps.task",
+    "ServerDef": "parameter_servers.task.server_def",
+    "ServerOptions": "parameter_servers.task.server_def",
+    "Server": "parameter_servers.task.task",
     "CentralStorageStrategy": "strategies.central_storage",
     "StrategyExtended": "strategies.extended",
     "MirroredStrategy": "strategies.mirrored",

@@ -75,7 +75,7 @@ from replicax._src.input.files.paths import MissingFileError
 from replicax._src.input.narrowing import NarrowingError
 from replicax._src.input.opening import UnsupportedSourceError
 from replicax._src.input.sources import UnbatchedDatasetError
-from replicax._src.ps.errors import (
+from replicax._src.parameter_servers.errors import (
     CancelledError,
     ClosureAbortedError,
     ClosureInputError,

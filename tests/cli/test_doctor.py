@@ -16,7 +16,7 @@ from replicax._src.cli.answers import ask_channel, ask_until
 from replicax._src.cluster.channel import Channel
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
-from replicax._src.ps.transport import TaskClient
+from replicax._src.parameter_servers.transport.transport import TaskClient
 from replicax._src.wire.security import Security
 from replicax.errors import ClusterStartError
 

@@ -15,7 +15,7 @@ import replicax
 from replicax.__main__ import main
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.layout import free_ports
-from replicax._src.ps.transport import TaskClient
+from replicax._src.parameter_servers.transport.transport import TaskClient
 
 LIMIT_S = 120
 pytestmark = pytest.mark.timeout(250)
@@ -266,8 +266,8 @@ def test_a_whole_cluster(launch):
     script = """
     import pathlib
     from replicax._src.cluster.credentials import Credentials
-    from replicax._src.ps.errors import UnavailableError
-    from replicax._src.ps.transport import TaskClient
+    from replicax._src.parameter_servers.errors import UnavailableError
+    from replicax._src.parameter_servers.transport.transport import TaskClient
 
     def ask(job, what):
         header = {"incarnation": "a", "ps": config["cluster"]["ps"]}

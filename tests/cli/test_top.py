@@ -11,9 +11,9 @@ import pytest
 from checks import closure_statistics
 from replicax.__main__ import main
 from replicax._src.cli import top
-from replicax._src.coordinator.status import status_of
-from replicax._src.coordinator.status_access import viewing_token
-from replicax._src.coordinator.status_server import StatusServer
+from replicax._src.parameter_servers.coordinator.status import status_of
+from replicax._src.parameter_servers.coordinator.status_access import viewing_token
+from replicax._src.parameter_servers.coordinator.status_server import StatusServer
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -1,8 +1,8 @@
 import pytest
 
 from memory_cluster import MemoryCluster
-from replicax._src.coordinator import cluster_coordinator
-from replicax._src.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator import cluster_coordinator
+from replicax._src.parameter_servers.coordinator.limits import Limits
 
 
 @pytest.fixture

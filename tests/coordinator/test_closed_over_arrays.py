@@ -6,7 +6,7 @@ import pytest
 
 import replicax as rx
 from in_memory_servers import in_memory_strategy
-from replicax._src.ps import runner
+from replicax._src.parameter_servers.worker import runner
 
 JOIN_S = 60.0
 SIZE = 100_000

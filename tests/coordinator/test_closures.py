@@ -13,9 +13,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from replicax._src.coordinator.closures import CAPACITY, ClosureQueue
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.errors import CancelledError, RemoteError, UnavailableError
+from replicax._src.parameter_servers.coordinator.closures import CAPACITY, ClosureQueue
+from replicax._src.parameter_servers.errors import CancelledError, RemoteError, UnavailableError
 
 
 def queue_with(*workers, num=0, **options):

@@ -11,10 +11,10 @@ import pytest
 
 import replicax as rx
 from memory_cluster import Link, MemoryCluster, eventually
-from replicax._src.coordinator import pool_worker
 from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.input.dataset import OutOfRangeError
-from replicax._src.ps.errors import (
+from replicax._src.parameter_servers.coordinator import pool_worker
+from replicax._src.parameter_servers.errors import (
     CancelledError,
     ClosureInputError,
     RemoteError,

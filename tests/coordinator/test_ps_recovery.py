@@ -7,14 +7,14 @@ import threading
 import pytest
 
 from checks import message
-from replicax._src.coordinator.closures import ClosureQueue
-from replicax._src.coordinator.limits import Limits
-from replicax._src.coordinator.pool import WorkerPool
-from replicax._src.coordinator.ps_recovery import Epochs, Recovery
-from replicax._src.coordinator.ps_watch import PsWatch
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.errors import RemoteError, UnavailableError
-from replicax._src.ps.groups import Groups
+from replicax._src.parameter_servers.client.groups import Groups
+from replicax._src.parameter_servers.coordinator.closures import ClosureQueue
+from replicax._src.parameter_servers.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator.pool import WorkerPool
+from replicax._src.parameter_servers.coordinator.ps_recovery import Epochs, Recovery
+from replicax._src.parameter_servers.coordinator.ps_watch import PsWatch
+from replicax._src.parameter_servers.errors import RemoteError, UnavailableError
 
 
 class Ps:

@@ -10,19 +10,19 @@ import pytest
 from checks import message
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.spec import Task
-from replicax._src.coordinator import lost_groups
-from replicax._src.coordinator.closures import ClosureQueue
-from replicax._src.coordinator.limits import Limits
-from replicax._src.coordinator.pool import WorkerPool
-from replicax._src.coordinator.ps_replication import Replication
-from replicax._src.coordinator.ps_watch import PsWatch
-from replicax._src.coordinator.scheduled_work import Work
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.errors import UnavailableError
-from replicax._src.ps.groups import Groups
-from replicax._src.ps.lease import Lease
-from replicax._src.ps.service import TaskService
-from replicax._src.ps.work import PsHost
+from replicax._src.parameter_servers.client.groups import Groups
+from replicax._src.parameter_servers.coordinator import lost_groups
+from replicax._src.parameter_servers.coordinator.closures import ClosureQueue
+from replicax._src.parameter_servers.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator.pool import WorkerPool
+from replicax._src.parameter_servers.coordinator.ps_replication import Replication
+from replicax._src.parameter_servers.coordinator.ps_watch import PsWatch
+from replicax._src.parameter_servers.coordinator.scheduled_work import Work
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.task.lease import Lease
+from replicax._src.parameter_servers.task.service import TaskService
+from replicax._src.parameter_servers.task.work import PsHost
 
 ME = "me"
 

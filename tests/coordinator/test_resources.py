@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from replicax._src.coordinator.resources import Resource, Resources
-from replicax._src.ps.errors import ClosureInputError, WaitTimeoutError
+from replicax._src.parameter_servers.coordinator.resources import Resource, Resources
+from replicax._src.parameter_servers.errors import ClosureInputError, WaitTimeoutError
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src.coordinator import cluster_coordinator
-from replicax._src.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator import cluster_coordinator
+from replicax._src.parameter_servers.coordinator.limits import Limits
 from replicax.coordinator import ClusterCoordinator
 from replicax.testing import server_cluster
 

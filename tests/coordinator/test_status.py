@@ -6,9 +6,16 @@ import re
 
 import pytest
 
-from replicax._src.coordinator.metrics import metrics_of
-from replicax._src.coordinator.status import COLUMNS, Recent, closures_of, rows_of, status_of, with_rates
-from replicax._src.coordinator.status_page import page_of
+from replicax._src.parameter_servers.coordinator.metrics import metrics_of
+from replicax._src.parameter_servers.coordinator.status import (
+    COLUMNS,
+    Recent,
+    closures_of,
+    rows_of,
+    status_of,
+    with_rates,
+)
+from replicax._src.parameter_servers.coordinator.status_page import page_of
 
 CLOSURES = {
     "scheduled": 20,

@@ -8,10 +8,10 @@ import subprocess
 import pytest
 
 from checks import closure_statistics
-from replicax._src.coordinator import status_server
-from replicax._src.coordinator.status import status_of, with_rates
-from replicax._src.coordinator.status_page import page_of
-from replicax._src.coordinator.status_server import StatusServer
+from replicax._src.parameter_servers.coordinator import status_server
+from replicax._src.parameter_servers.coordinator.status import status_of, with_rates
+from replicax._src.parameter_servers.coordinator.status_page import page_of
+from replicax._src.parameter_servers.coordinator.status_server import StatusServer
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LIMIT_S = 60

@@ -11,10 +11,10 @@ import urllib.parse
 import pytest
 
 from memory_cluster import MemoryCluster, eventually
-from replicax._src.coordinator import status_server
-from replicax._src.coordinator.status_access import StatusAccess, viewing_token
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.ps.errors import UnavailableError
+from replicax._src.parameter_servers.coordinator import status_server
+from replicax._src.parameter_servers.coordinator.status_access import StatusAccess, viewing_token
+from replicax._src.parameter_servers.errors import UnavailableError
 from replicax.coordinator import ClusterCoordinator
 
 TOKEN = "a secret"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from replicax._src.coordinator.closures import Closure
-from replicax._src.coordinator.worker_connection import WorkerConnection
-from replicax._src.ps.errors import UnavailableError
-from replicax._src.ps.messages import Message
+from replicax._src.parameter_servers.coordinator.closures import Closure
+from replicax._src.parameter_servers.coordinator.worker_connection import WorkerConnection
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.transport.messages import Message
 
 
 class Link:

@@ -13,7 +13,12 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.coordinator import cluster_coordinator, limits, pool_worker, worker_connection
+from replicax._src.parameter_servers.coordinator import (
+    cluster_coordinator,
+    limits,
+    pool_worker,
+    worker_connection,
+)
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import (
     CancelledError,

@@ -13,7 +13,7 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
-from replicax._src.ps.snapshots import Snapshot
+from replicax._src.parameter_servers.store.snapshots import Snapshot
 from replicax._src.strategies import parameter_server
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import InvalidArgumentError, UnavailableError

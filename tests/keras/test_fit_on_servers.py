@@ -12,8 +12,8 @@ from fit_models import SUBJECTS
 import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
-from replicax._src.coordinator.cluster_coordinator import coordinator_of
-from replicax._src.ps.worker import Worker
+from replicax._src.parameter_servers.coordinator.cluster_coordinator import coordinator_of
+from replicax._src.parameter_servers.worker.worker import Worker
 from replicax.coordinator import ClusterCoordinator
 from replicax.errors import ContextError, InvalidArgumentError, OutOfRangeError, UnsupportedError
 from replicax.experimental.partitioners import FixedShardsPartitioner

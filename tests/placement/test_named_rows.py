@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax._src.ps import changed_rows
-from replicax._src.ps.store import Store
-from replicax._src.ps.store_contents import StoreContents
+from replicax._src.parameter_servers.store import changed_rows
+from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.store.store_contents import StoreContents
 from replicax.experimental.partitioners import FixedShardsPartitioner
 from servers import servers
 

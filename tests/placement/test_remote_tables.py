@@ -9,7 +9,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.ps.store import Store
+from replicax._src.parameter_servers.store.store import Store
 from replicax.errors import UnsupportedError
 from replicax.experimental.partitioners import FixedShardsPartitioner
 from servers import servers

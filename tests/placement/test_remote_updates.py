@@ -11,7 +11,7 @@ import pytest
 
 import replicax as rx
 from checks import message
-from replicax._src.ps.store import Store
+from replicax._src.parameter_servers.store.store import Store
 from replicax._src.variables.partitioners import FixedShardsPartitioner
 from replicax.errors import UnsupportedError
 from servers import servers

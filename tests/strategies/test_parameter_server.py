@@ -11,7 +11,7 @@ import pytest
 import replicax as rx
 from checks import message
 from replicax import errors
-from replicax._src.ps.store import Store
+from replicax._src.parameter_servers.store.store import Store
 from replicax.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from replicax.experimental.partitioners import FixedShardsPartitioner
 from servers import servers

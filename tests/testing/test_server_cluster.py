@@ -10,9 +10,9 @@ import pytest
 
 from checks import catches, message
 from replicax._src.cluster.credentials import Credentials
-from replicax._src.ps.errors import UnauthenticatedError, UnavailableError
-from replicax._src.ps.messages import Message
-from replicax._src.ps.transport import TaskClient
+from replicax._src.parameter_servers.errors import UnauthenticatedError, UnavailableError
+from replicax._src.parameter_servers.transport.messages import Message
+from replicax._src.parameter_servers.transport.transport import TaskClient
 from replicax.cluster_resolver import TFConfigClusterResolver
 from replicax.errors import ClusterError, InvalidArgumentError
 from replicax.testing import LocalCluster, server_cluster
@@ -98,7 +98,7 @@ def test_a_program_for_the_chief(local_cluster):
     from replicax.testing import report
     from replicax.cluster_resolver import TFConfigClusterResolver
     from replicax._src.cluster.credentials import Credentials
-    from replicax._src.ps.transport import TaskClient
+    from replicax._src.parameter_servers.transport.transport import TaskClient
 
     address = TFConfigClusterResolver().cluster_spec().task_address("ps", 0)
     with TaskClient(address, Credentials.of_environment(os.environ), "ps 0") as client:

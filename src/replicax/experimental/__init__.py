@@ -1,13 +1,13 @@
 """TensorFlow's ``tf.distribute.experimental`` names: ``rx.experimental``."""
 
 from replicax import coordinator
-from replicax._src.coordinator.per_worker_variable import PerWorkerVariable
 from replicax._src.options import (
     CommunicationImplementation,
     CommunicationOptions,
     ValueContext,
     collective_hints,
 )
+from replicax._src.parameter_servers.coordinator.per_worker_variable import PerWorkerVariable
 from replicax._src.preemption.handler import PreemptionCheckpointHandler
 from replicax._src.preemption.termination import TerminationConfig
 from replicax._src.preemption.watcher import PreemptionWatcher

@@ -15,8 +15,8 @@ import numpy as np
 from replicax._src import context, jax_compat
 from replicax._src.checkpoint.tracked import Leaf, Parts, walkers
 from replicax._src.options import VariableAggregation
+from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.program.slots import Sharing, Slot, note_unshared, own_copy, slot_makers
-from replicax._src.ps.arrays import ServerArray
 from replicax._src.topology import Topology
 from replicax._src.values import is_variable
 from replicax._src.variables.sharded import ShardedVariable

@@ -16,7 +16,7 @@ from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.frames import ask, receive, send
 from replicax._src.cluster.spec import Task, split_address
 from replicax._src.errors import MissingExtraError
-from replicax._src.ps.errors import MessageError, UnauthenticatedError, UnavailableError
+from replicax._src.parameter_servers.errors import MessageError, UnauthenticatedError, UnavailableError
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, TokenError
 from replicax._src.wire.listener import Listener
@@ -154,7 +154,7 @@ def ask_task(address: str, credentials: Credentials) -> Answer:
     if answer.outcome in (Outcome.ANSWERS, Outcome.UNCHECKED):
         return answer
     try:
-        from replicax._src.ps.transport import TaskClient
+        from replicax._src.parameter_servers.transport.transport import TaskClient
 
         with TaskClient(address, credentials, "task") as client:
             status = client.ask("status", {}, _ATTEMPT_S)

@@ -36,8 +36,8 @@ from replicax._src.cluster.layout import (
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.processes import ProcessStartError
 from replicax._src.cluster.spec import ClusterSpec, Task
-from replicax._src.coordinator.status import STATUS_ADDRESS_VARIABLE
 from replicax._src.keras_backend import chosen_backend, wrong_backend
+from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VARIABLE
 
 _DESCRIPTION: Final = """\
 Runs a script as the tasks of a cluster on this machine. Each task gets TF_CONFIG with free ports, and its output is printed

@@ -20,7 +20,7 @@ from typing import Any, Final, TextIO, final
 from replicax._src.cli.arguments import seconds
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterError
-from replicax._src.coordinator.status import (
+from replicax._src.parameter_servers.coordinator.status import (
     COLUMNS,
     NUM_TEXT_COLUMNS,
     STATUS_ADDRESS_VARIABLE,
@@ -28,7 +28,7 @@ from replicax._src.coordinator.status import (
     rows_of,
     staleness_of,
 )
-from replicax._src.coordinator.status_access import viewing_token
+from replicax._src.parameter_servers.coordinator.status_access import viewing_token
 
 _DESCRIPTION: Final = f"""\
 Shows a live table of the tasks of a cluster with parameter servers. The coordinator serves it at the address that you choose

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.ps.programs import UpdateProgram
+from replicax._src.parameter_servers.programs.programs import UpdateProgram
 
 _BLOCK_BYTES = 16 << 20
 _STDDEV_OF_TRUNCATED = 0.87962566103423978  # of a normal distribution cut at two standard deviations

@@ -7,7 +7,7 @@ from typing import Any
 
 from replicax._src.errors import PerReplicaUseError, VariableError
 from replicax._src.keras import servers
-from replicax._src.placement.remote.events import Events
+from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.program.capture import Capture, current_capture
 from replicax._src.user_code import user_line
 from replicax._src.values import PerReplica

@@ -16,9 +16,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax._src.coordinator.cluster_coordinator import ClusterCoordinator, coordinator_of
-from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
-from replicax._src.coordinator.remote_value import RemoteValue
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.keras import metric_results
 from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered
@@ -30,7 +27,10 @@ from replicax._src.keras.replica_steps import (
     without_nones,
 )
 from replicax._src.keras.steps import Phase, State, StepFunction, joined
-from replicax._src.placement.remote.elements import cut_rows
+from replicax._src.parameter_servers.coordinator.cluster_coordinator import ClusterCoordinator, coordinator_of
+from replicax._src.parameter_servers.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
+from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
+from replicax._src.parameter_servers.programs.elements import cut_rows
 from replicax._src.progress import compiling
 from replicax._src.values import PerReplica, is_value
 

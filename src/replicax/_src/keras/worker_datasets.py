@@ -10,11 +10,15 @@ import jax
 import keras
 import numpy as np
 
-from replicax._src.coordinator.cluster_coordinator import coordinator_of
-from replicax._src.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.datasets import check_alone
-from replicax._src.ps.unbuilt import UnbuiltDataset
+from replicax._src.parameter_servers.coordinator.cluster_coordinator import coordinator_of
+from replicax._src.parameter_servers.coordinator.per_worker import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerValues,
+)
+from replicax._src.parameter_servers.worker.unbuilt import UnbuiltDataset
 
 
 def as_worker_input(

@@ -13,8 +13,8 @@ from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.peers import Peers, joined_peers
 from replicax._src.cluster.resolver import ClusterResolver
-from replicax._src.coordinator.cluster_coordinator import coordinators_at_work
 from replicax._src.errors import ContextError, InvalidArgumentError
+from replicax._src.parameter_servers.coordinator.cluster_coordinator import coordinators_at_work
 from replicax._src.preemption.steps import GuardedSteps
 from replicax._src.preemption.termination import TerminationConfig
 from replicax._src.program.capture import current_capture

@@ -26,16 +26,16 @@ from replicax._src.errors import ContextError, DeviceError, InvalidArgumentError
 from replicax._src.input.split import InputContext, InputOptions
 from replicax._src.jax_compat import default_platform
 from replicax._src.options import whole_number
+from replicax._src.parameter_servers.client.groups import Groups, tell_view
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.session import Session, warn_of_unused_devices
+from replicax._src.parameter_servers.client.tasks import Tasks
+from replicax._src.parameter_servers.errors import UnknownProgramError
+from replicax._src.parameter_servers.worker.resources import WORKER_INDEX, ValueResource, WorkerPlace
+from replicax._src.parameter_servers.worker.runner import ClosureCall, Runner
+from replicax._src.parameter_servers.worker.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.pictures import html
 from replicax._src.program.slots import SlotTable
-from replicax._src.ps.errors import UnknownProgramError
-from replicax._src.ps.groups import Groups, tell_view
-from replicax._src.ps.links import PsLinks
-from replicax._src.ps.resources import WORKER_INDEX, ValueResource, WorkerPlace
-from replicax._src.ps.runner import ClosureCall, Runner
-from replicax._src.ps.session import Session, warn_of_unused_devices
-from replicax._src.ps.tasks import Tasks
-from replicax._src.ps.unbuilt import StrategyOnWorker, UnbuiltDataset
 from replicax._src.strategies import datasets
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.remote_closures import Closures, PreparedClosure

@@ -16,9 +16,11 @@ import numpy as np
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import UnsupportedError
-from replicax._src.placement.remote.closure import place_closure
-from replicax._src.placement.remote.elements import Elements, PerWorkerInput, taking_from
-from replicax._src.placement.remote.random_keys import as_data, is_key
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.programs.closure import place_closure
+from replicax._src.parameter_servers.programs.elements import Elements, PerWorkerInput, taking_from
+from replicax._src.parameter_servers.programs.programs import WorkerProgram
+from replicax._src.parameter_servers.programs.random_keys import as_data, is_key
 from replicax._src.program import key, side_effects
 from replicax._src.program.arguments import ClosureCheck, as_arguments
 from replicax._src.program.cache import (
@@ -32,8 +34,6 @@ from replicax._src.program.cache import (
 from replicax._src.program.modules import open_modules
 from replicax._src.program.slots import SlotTable
 from replicax._src.progress import compiling
-from replicax._src.ps.programs import WorkerProgram
-from replicax._src.ps.session import Session
 from replicax._src.strategies.remote_running import run_on_replicas
 from replicax._src.strategies.worker_function import WorkerFunction, tracing_lock
 from replicax._src.values import is_variable

@@ -14,8 +14,8 @@ from replicax._src.collectives.in_replica import OneReplica
 from replicax._src.context import ReplicaContext
 from replicax._src.errors import CrossReplicaContextError
 from replicax._src.options import RunOptions
-from replicax._src.placement.remote.events import Events
-from replicax._src.placement.remote.replicas import Observers, PlacedReplicas
+from replicax._src.parameter_servers.programs.events import Events
+from replicax._src.parameter_servers.programs.replicas import Observers, PlacedReplicas
 from replicax._src.program import key
 from replicax._src.program.arguments import ClosureCheck, as_arguments, used_by
 from replicax._src.program.cache import array_leaf, static_leaf

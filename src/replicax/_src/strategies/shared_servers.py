@@ -11,11 +11,11 @@ from replicax._src.cluster.errors import TaskError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
-from replicax._src.ps.links import PsLinks
-from replicax._src.ps.session import Session
-from replicax._src.ps.shared_arrays import SharedArrays
-from replicax._src.ps.shared_job import join_shared
-from replicax._src.ps.tasks import Share, Tasks
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.client.shared_arrays import SharedArrays
+from replicax._src.parameter_servers.client.shared_job import join_shared
+from replicax._src.parameter_servers.client.tasks import Share, Tasks
 
 
 def worker_of_own(resolver: ClusterResolver) -> Membership:

@@ -14,13 +14,13 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.jax_compat import default_platform
-from replicax._src.placement.remote.closure import RemoteClosure
-from replicax._src.placement.remote.elements import Offer, PerWorkerInput
-from replicax._src.placement.remote.worker import SMALL_BYTES, name_of
+from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.programs.closure import RemoteClosure
+from replicax._src.parameter_servers.programs.elements import Offer, PerWorkerInput
+from replicax._src.parameter_servers.programs.programs import WorkerProgram
+from replicax._src.parameter_servers.programs.worker import SMALL_BYTES, name_of
 from replicax._src.program.arguments import ClosureCheck
-from replicax._src.ps.arrays import ServerArray
-from replicax._src.ps.programs import WorkerProgram
-from replicax._src.ps.session import Session
 from replicax._src.user_code import UNKNOWN, user_line_of
 
 tracing_lock = threading.RLock()

@@ -16,9 +16,9 @@ import numpy as np
 from replicax._src.cluster.detect import choose_resolver
 from replicax._src.cluster.peers import joined_peers
 from replicax._src.context import get_strategy, has_strategy
-from replicax._src.coordinator.remote_value import RemoteValue
 from replicax._src.errors import InvalidArgumentError, SummaryError
 from replicax._src.options import path_of, whole_number
+from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 from replicax._src.summaries import current, events
 from replicax._src.summaries.taking import check_place, fetching, taken
 from replicax._src.summaries.thread import Check, Entry, Make, WritingThread

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from replicax._src import context
-from replicax._src.ps.arrays import Initial, ServerArray
-from replicax._src.ps.session import Session
+from replicax._src.parameter_servers.client.arrays import Initial, ServerArray
+from replicax._src.parameter_servers.client.session import Session
 from replicax._src.topology import Topology
 from replicax._src.values import is_variable
 from replicax._src.variables.partitioners import num_shards_of, shard_rows

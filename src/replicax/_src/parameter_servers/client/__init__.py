@@ -1,0 +1,1 @@
+"""What coordinators and workers say to parameter servers."""

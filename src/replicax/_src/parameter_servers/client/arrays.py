@@ -1,0 +1,170 @@
+"""``ServerArray``: the value of a variable that parameter servers hold, whole or in shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import jax
+import numpy as np
+
+from replicax._src.parameter_servers.programs.programs import Piece
+
+_TABLE_BYTES = 1 << 20
+
+Initial = Callable[[], Any]
+"""Gives the first value."""
+
+
+class Holder(Protocol):
+    """What keeps arrays on parameter servers: ``parameter_servers/client/session.py``."""
+
+    @property
+    def num_ps(self) -> int:
+        """How many there are."""
+        ...
+
+    def make(self, arrays: Sequence[ServerArray]) -> None:
+        """Puts arrays that are not there yet on the servers, with their first values."""
+
+    def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
+        """Their values, each whole."""
+        ...
+
+    def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
+        """The rows of one at ``ids`` [n], all of which it has."""
+        ...
+
+    def assign(self, array: ServerArray, value: np.ndarray) -> None:
+        """Replaces a value, on every server that has a piece or a copy of it."""
+
+
+@final
+class Balance:
+    """Which parameter server gets the next piece: the one with the fewest bytes, the first of several."""
+
+    def __init__(self, num_ps: int):
+        self.bytes_on = [0] * num_ps
+
+    def take(self, num_bytes: int) -> int:
+        """The index of the server for a piece of this size."""
+        ps = min(range(len(self.bytes_on)), key=lambda index: (self.bytes_on[index], index))
+        self.add(ps, num_bytes)
+        return ps
+
+    def add(self, ps: int, num_bytes: int) -> None:
+        """A piece is on server ``ps``; one of no bytes counts as one, so that they too go round."""
+        self.bytes_on[ps] += max(num_bytes, 1)
+
+    def remove(self, ps: int, num_bytes: int) -> None:
+        """A piece that was added is no more."""
+        self.bytes_on[ps] -= max(num_bytes, 1)
+
+
+@final
+class ServerArray:
+    """A value on parameter servers. It has no pieces before it is first used, so that it can be put beside another.
+
+    Attributes:
+      name: For people.
+      key: What the keys of its pieces begin with; its holder gives it.
+      shape, dtype: Of the whole.
+      shards: (start, stop) of each shard's rows; empty if it is one piece.
+      initial: Gives the first value, until it has been made.
+      beside: The array whose servers and shards it shall have; None if it has its own.
+      pieces: Where it is; empty before it is made.
+      copies: Keys of further copies, by parameter server: of what every server needs that updates variables of one
+        optimizer. Each server updates its own.
+    """
+
+    def __init__(
+        self,
+        holder: Holder,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any,
+        initial: Initial,
+        shards: Sequence[tuple[int, int]] = (),
+    ):
+        self.holder, self.name, self.key = holder, name, ""
+        self.initial: Initial | None = initial
+        self.beside: ServerArray | None = None
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.shards = tuple(shards)
+        self.pieces: tuple[Piece, ...] = ()
+        self.copies: dict[int, str] = {}
+
+    @property
+    def is_made(self) -> bool:
+        return bool(self.pieces)
+
+    @property
+    def is_table(self) -> bool:
+        """Only the rows of it that are looked up travel: it is in shards, or large."""
+        return len(self.shape) > 1 and (bool(self.shards) or self.num_bytes >= _TABLE_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def key_on(self, ps: int) -> str:
+        """The key of the copy on one server, of an array that has copies."""
+        return self.pieces[0].key if self.pieces[0].ps == ps else self.copies[ps]
+
+    def keys_on(self, ps: int) -> set[str]:
+        """The keys of all its pieces on one server, and of its copy there."""
+        keys = {piece.key for piece in self.pieces if piece.ps == ps}
+        return keys | {self.copies[ps]} if ps in self.copies else keys
+
+    def shape_of(self, piece: Piece) -> tuple[int, ...]:
+        """The shape of a piece."""
+        if piece.rows is None:
+            return self.shape
+        return (piece.rows[1] - piece.rows[0], *self.shape[1:])
+
+    def bytes_of(self, piece: Piece) -> int:
+        """How large a piece is."""
+        return math.prod(self.shape_of(piece)) * self.dtype.itemsize
+
+    def place(self, balance: Balance) -> None:
+        """Decides where the pieces go: each to the server that has the fewest bytes."""
+        ranges: Sequence[tuple[int, int] | None] = self.shards or (None,)
+        pieces = []
+        for number, rows in enumerate(ranges):
+            part = f"{self.key}/part_{number}" if rows is not None else self.key
+            piece = Piece(0, part, rows)
+            pieces.append(Piece(balance.take(self.bytes_of(piece)), part, rows))
+        self.pieces = tuple(pieces)
+
+    def place_beside(self, other: ServerArray, balance: Balance) -> None:
+        """Puts the pieces where those of ``other`` are, cut at the same rows."""
+        self.shards = other.shards
+        self.pieces = tuple(
+            Piece(piece.ps, f"{self.key}/part_{number}" if piece.rows is not None else self.key, piece.rows)
+            for number, piece in enumerate(other.pieces)
+        )
+        for piece in self.pieces:
+            balance.add(piece.ps, self.bytes_of(piece))
+
+    def read(self) -> Any:
+        """The value now, as an array of JAX. Communicates, and waits."""
+        # device_put takes over memory that is aligned, and nobody else's.
+        return jax.device_put(self.holder.read([self])[0])
+
+    def read_rows(self, ids: np.ndarray) -> np.ndarray:
+        """[*ids.shape, ...]: rows that it has, as they are now; only they travel. Waits."""
+        return self.holder.read_rows(self, ids.reshape(-1)).reshape(*ids.shape, *self.shape[1:])
+
+    def assign(self, value: Any) -> None:
+        """Replaces the value, and waits until every server has it."""
+        array = np.asarray(value, self.dtype)
+        assert array.shape == self.shape
+        self.holder.assign(self, array)
+
+    def __jax_array__(self) -> Any:
+        return self.read()
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"ps {piece.ps}" for piece in self.pieces) or "nowhere yet"
+        return f"ServerArray({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, on {where})"

@@ -1,0 +1,186 @@
+"""``Groups``: who serves each group of pieces, as the coordinator decides it: events in, views out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, final
+
+from replicax._src.parameter_servers.client.tasks import Tasks
+from replicax._src.parameter_servers.store.group_rules import Partner, View
+from replicax._src.parameter_servers.store.log import START, Position
+
+
+@final
+class Groups:
+    """The views of all groups. Not for several threads at once.
+
+    Group g is on parameter server g, and on the next one, the first after the last. It is *lost* when the only server
+    that has all of it is gone. Then it goes on with what its servers have: what was in their snapshots, or a copy that
+    was not in sync any more. The newer one is used, once the last primary is known to be another process: until then it
+    may still answer clients.
+
+    Args:
+      num_ps: At least 2.
+    """
+
+    def __init__(self, num_ps: int):
+        self._views = [View(group, 1, group, (group + 1) % num_ps) for group in range(num_ps)]
+        self._lost: set[int] = set()
+        self._may_lead = [True] * num_ps
+        self._ended: set[int] = set()
+        self._has: list[dict[int, Position]] = [{} for _ in range(num_ps)]
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The last one of each group."""
+        return tuple(self._views)
+
+    @property
+    def primaries(self) -> list[int]:
+        """By group, the parameter server that clients talk to."""
+        return [view.primary for view in self._views]
+
+    @property
+    def unprotected(self) -> list[int]:
+        """Groups of which there is one copy."""
+        return [view.group for view in self._views if not self._may_lead[view.group]]
+
+    @property
+    def lost(self) -> list[int]:
+        """Groups of which there is none."""
+        return sorted(self._lost)
+
+    def members(self, group: int) -> tuple[int, int]:
+        """The two parameter servers that a group may be on."""
+        return group, (group + 1) % len(self._views)
+
+    def gone(self, task: int) -> list[View]:
+        """A parameter server died, or does not answer. Returns the views that follow; ``lost`` may grow."""
+        changed = []
+        for view in self._views:
+            self._has[view.group].pop(task, None)
+            if view.group in self._lost:
+                continue
+            if task == view.backup:
+                changed.append(self._alone(view, view.primary))
+            elif task == view.primary and view.backup is not None and self._may_lead[view.group]:
+                changed.append(self._alone(view, view.backup))
+            elif task == view.primary:
+                self._lost.add(view.group)
+        return changed
+
+    def back(self, task: int) -> None:
+        """It answers again; what the same process had before, it has."""
+        self._lost -= {view.group for view in self._views if view.primary == task} - self._ended
+
+    def returned(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Another process has followed one that is gone, and has said what its parts are."""
+        self._ended |= {group for group in self._lost if self._views[group].primary == task}
+        self._note(task, parts)
+
+    def restart(self, waiting: Collection[int] = ()) -> list[View]:
+        """Has lost groups go on with what is there. Returns the views that follow.
+
+        Args:
+          waiting: Groups of which both servers have to be there before: the other one may have more.
+        """
+        changed = []
+        for group in sorted(self._lost & self._ended):
+            view, has = self._views[group], self._has[group]
+            best = max(has, key=lambda task: (has[task], task == view.primary), default=None)
+            if best is not None and has[best] > START and not (group in waiting and len(has) < 2):
+                self._lost.discard(group)
+                changed.append(self._change(View(group, view.epoch + 1, best, None, since=has[best])))
+        return changed
+
+    def refused(self, view: View) -> None:
+        """The primary of a view does not have what it was taken for any more."""
+        if view.since is not None and view.epoch == self._views[view.group].epoch:
+            self._lost.add(view.group)
+            self._ended.add(view.group)
+
+    @property
+    def hopeless(self) -> list[int]:
+        """Lost groups of which nothing is left: both servers are there, and have nothing."""
+        return [
+            group
+            for group in sorted(self._lost & self._ended)
+            if len(self._has[group]) == 2 and max(self._has[group].values()) == START
+        ]
+
+    def told(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
+        """A parameter server has said what its parts are, as ``GroupRules.described``.
+
+        Returns the views that follow.
+        """
+        self._note(task, parts)
+        changed = []
+        for view in self._views:
+            part = parts.get(str(view.group))
+            if part is None or task != view.primary or part["epoch"] != view.epoch:
+                continue
+            if view.group in self._lost:  # another process has followed the one that said so
+                continue
+            self._views[view.group] = dataclasses.replace(view, since=None)  # it has taken that
+            if view.backup is None:
+                continue
+            if part["backup"] in (Partner.LOST, Partner.FAILED):
+                changed.append(self._alone(view, view.primary))
+            elif part["backup"] == Partner.IN_SYNC:
+                self._may_lead[view.group] = True
+        return changed
+
+    def join(self, task: int) -> list[View]:
+        """A parameter server is there: it is to have what it may have, and does not. Returns the views that follow."""
+        joined = []
+        for view in self._views:
+            is_member = task in self.members(view.group) and task != view.primary
+            is_settled = view.group not in self._lost and view.since is None
+            if is_member and view.backup is None and is_settled:
+                joined.append(
+                    self._change(View(view.group, view.epoch + 1, view.primary, task, is_joining=True))
+                )
+        return joined
+
+    def to_be_told(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
+        """Views that a parameter server has to know, and, by what it says, does not."""
+        return [
+            view
+            for view in self._views
+            if task in view.members
+            and view.group not in self._lost
+            and parts.get(str(view.group), {"epoch": 0})["epoch"] < view.epoch
+        ]
+
+    def _note(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> None:
+        for group, has in enumerate(self._has):
+            if task in self.members(group):
+                part = parts.get(str(group))
+                has[task] = START if part is None else Position(*part["position"])
+
+    def _alone(self, view: View, primary: int) -> View:
+        return self._change(View(view.group, view.epoch + 1, primary, None))
+
+    def _change(self, view: View) -> View:
+        self._views[view.group] = view
+        self._ended.discard(view.group)
+        self._may_lead[view.group] = False
+        return view
+
+
+def tell_view(tasks: Tasks, task: int, view: View, timeout_s: float) -> None:
+    """Tells a parameter server, by its number, who has a group.
+
+    Raises:
+      UnavailableError: It does not answer.
+      InvalidArgumentError: It does not have what it would need.
+    """
+    header = {
+        "incarnation": tasks.incarnation,
+        "view": view.described(),
+        "ps": list(tasks.addresses("ps")),
+    }
+    with contextlib.closing(tasks.connect("ps", task)) as client:
+        client.ask("group", header, timeout_s)

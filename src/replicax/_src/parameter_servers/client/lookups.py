@@ -1,0 +1,101 @@
+"""Rows of tables that are in pieces: which a lookup needs, where they are, and what is sent back. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from replicax._src.parameter_servers.programs.programs import Piece
+
+
+@dataclass(frozen=True)
+class RowsWanted:
+    """What one lookup of a table asks for.
+
+    Attributes:
+      num_ids: Of the lookup, equal ones included; the unique ones are padded to as many.
+      positions: int32, of the ids' shape: where among the unique ones each is. ``num_ids`` for an id that the table
+        does not have: out of the range of the rows, as it was out of that of the table.
+      parts: For each piece that has some of them: its server, its key, and their numbers from its first row (int32,
+        increasing). One after the other these are the unique ids, in order.
+      has_all: Whether the table has all of the ids.
+    """
+
+    num_ids: int
+    positions: np.ndarray
+    parts: Sequence[tuple[int, str, np.ndarray]]
+    has_all: bool
+
+    @classmethod
+    def of(cls, ids: np.ndarray, pieces: Sequence[Piece], num_rows: int) -> Self:
+        """What a lookup of ``ids`` needs of a table of ``num_rows`` rows in ``pieces``."""
+        ids = np.asarray(ids)
+        unique, inverse = np.unique(ids, return_inverse=True)
+        positions = inverse.reshape(ids.shape).astype(np.int32)
+        first, end = np.searchsorted(unique, [0, num_rows])
+        has_all = end - first == len(unique)
+        if not has_all:
+            positions = np.where((positions >= first) & (positions < end), positions - first, ids.size)
+            positions, unique = positions.astype(np.int32), unique[first:end]
+        return cls(ids.size, positions, _parts(unique, pieces), bool(has_all))
+
+
+def _parts(unique: np.ndarray, pieces: Sequence[Piece]) -> list[tuple[int, str, np.ndarray]]:
+    if len(pieces) == 1:
+        cuts = [0, len(unique)]
+    else:
+        cuts = np.searchsorted(unique, [*(_start(piece) for piece in pieces), _stop(pieces[-1])])
+    parts = [
+        (piece.ps, piece.key, (unique[low:high] - _start(piece)).astype(np.int32))
+        for piece, low, high in zip(pieces, cuts[:-1], cuts[1:], strict=True)
+    ]
+    # One of them says which dtype and shape rows have, where there are none.
+    return [part for part in parts if part[2].size] or parts[:1]
+
+
+def _start(piece: Piece) -> int:
+    return 0 if piece.rows is None else piece.rows[0]
+
+
+def _stop(piece: Piece) -> int:
+    assert piece.rows is not None  # one of several
+    return piece.rows[1]
+
+
+def padded(parts: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
+    """The rows of ``parts``, one after the other, then zeros, ``num_rows`` in all."""
+    if len(parts) == 1 and len(parts[0]) == num_rows:
+        return parts[0]
+    rows = np.zeros((num_rows, *parts[0].shape[1:]), parts[0].dtype)
+    start = 0
+    for part in parts:
+        rows[start : start + len(part)] = part
+        start += len(part)
+    return rows
+
+
+def gradient_operands(
+    wanted: RowsWanted, gradients: np.ndarray, key: str, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What one piece is sent of the gradients of a lookup's rows: the numbers of its rows, and their gradients.
+
+    Both are padded to ``num_ids``, so that one program does for all; the filler is ``num_rows``, which the piece does
+    not have.
+
+    Args:
+      gradients: [num_ids, ...], of the unique ids in order; what comes after them is padding.
+      num_rows: Of the piece.
+    """
+    numbers = np.full(wanted.num_ids, num_rows, np.int32)
+    start = 0
+    for _, part_key, ours in wanted.parts:
+        if part_key == key:
+            numbers[: len(ours)] = ours
+            if start:
+                gradients = padded([gradients[start : start + len(ours)]], wanted.num_ids)
+            return numbers, gradients
+        start += len(ours)
+    return numbers, gradients

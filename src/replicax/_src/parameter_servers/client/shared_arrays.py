@@ -1,0 +1,195 @@
+"""``SharedArrays``: arrays on parameter servers that several programs have in common.
+
+One makes them, the others find them.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+from replicax._src.cluster.failures import ProgramMismatchError
+from replicax._src.parameter_servers.client.arrays import Balance, ServerArray
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.tasks import Share
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.programs.programs import Piece
+
+log = logging.getLogger("replicax")
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.5
+_SAY_EVERY_S: Final = 10.0
+
+Found = list[dict[str, tuple[tuple[int, ...], str]]]
+
+
+@final
+class SharedArrays:
+    """Finds arrays by their names: the first "w" of one program is the first "w" of the others.
+
+    Where an array is the chief decides, and the servers tell: programs may use theirs in another order.
+
+    Args:
+      links: To the servers.
+      share: Who this program is.
+      limit_s: How long it waits for the chief to make an array.
+    """
+
+    def __init__(self, links: PsLinks, share: Share, limit_s: float):
+        self._links, self._share, self._limit_s = links, share, limit_s
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this program makes what is not there."""
+        return self._share.is_chief
+
+    def name(self, array: ServerArray) -> None:
+        """Gives a new array its key: call it in the order in which they are made."""
+        array.key = f"{self._counts[array.name]}:{array.name}:"
+        self._counts[array.name] += 1
+
+    def place(self, arrays: Sequence[ServerArray], balance: Balance) -> list[tuple[ServerArray, Piece]]:
+        """Finds out where arrays are, those that others stand beside first; of the chief's, where they shall be.
+
+        Returns:
+          The pieces that are not there yet, and the chief is to make now.
+
+        Raises:
+          ProgramMismatchError: What is there is another array.
+          UnavailableError: The chief has not made them in time.
+        """
+        absent: list[tuple[ServerArray, Piece]] = []
+
+        def not_placed() -> list[str]:
+            waiting = [array for array in arrays if not array.is_made]
+            found = self._links.find([key for array in waiting for key in _keys(array)])
+            for array in waiting:
+                absent.extend((array, piece) for piece in self._place(array, found, balance))
+            return [array.name for array in waiting if not array.is_made]
+
+        self._until(not_placed)
+        return absent
+
+    def wait_beside(self, array: ServerArray, other: ServerArray) -> None:
+        """Until the chief has moved an array to where another one is."""
+        wanted = tuple(
+            Piece(p.ps, key, p.rows) for p, key in zip(other.pieces, _keys_of(array, other.shards))
+        )
+
+        def is_moved() -> list[str]:
+            found = self._links.find([piece.key for piece in wanted])
+            return [] if all(piece.key in found[piece.ps] for piece in wanted) else [array.name]
+
+        self._until(is_moved)
+        array.shards, array.pieces, array.beside = other.shards, wanted, other
+
+    def has_copy(self, array: ServerArray, ps: int) -> bool:
+        """Whether a server has a copy of an array; of others than the chief's: waits until it has."""
+        key = copy_key(array, ps)
+        if self.is_chief:
+            return key in self._links.find([key])[ps]
+        self._until(lambda: [] if key in self._links.find([key])[ps] else [array.name])
+        return True
+
+    def find_copies(self, array: ServerArray) -> None:
+        """Finds the copies that others have made."""
+        found = self._links.find([copy_key(array, ps) for ps in range(self._links.num_servers)])
+        array.copies |= {
+            ps: copy_key(array, ps) for ps, there in enumerate(found) if copy_key(array, ps) in there
+        }
+
+    def _place(self, array: ServerArray, found: Found, balance: Balance) -> list[Piece]:
+        """Sets the pieces of an array, if they are there or this is the chief; returns those that are not there."""
+        beside = array.beside
+        if beside is not None:
+            if not beside.is_made:
+                return []
+            array.shards = beside.shards
+        self._check_is_cut_alike(array, found)
+        keys = _keys_of(array, array.shards)
+        wanted = [None] * len(keys) if beside is None else [piece.ps for piece in beside.pieces]
+        there = [self._server_with(key, found, ps) for key, ps in zip(keys, wanted, strict=True)]
+        if None in there and not self.is_chief:
+            return []
+        pieces, absent = [], []
+        for key, rows, is_at, shall_be_at in zip(keys, array.shards or (None,), there, wanted, strict=True):
+            size = array.bytes_of(Piece(0, key, rows))
+            at = shall_be_at if is_at is None else is_at
+            if at is None:
+                at = balance.take(size)
+            else:
+                balance.add(at, size)
+            piece = Piece(at, key, rows)
+            if is_at is None:
+                absent.append(piece)
+            else:
+                self._check(array, piece, found[at][key], at)
+            pieces.append(piece)
+        array.pieces = tuple(pieces)
+        return absent
+
+    def _server_with(self, key: str, found: Found, wanted: int | None) -> int | None:
+        return next((ps for ps, has in enumerate(found) if key in has and wanted in (None, ps)), None)
+
+    def _check_is_cut_alike(self, array: ServerArray, found: Found) -> None:
+        other = next(iter(_keys_of(array, () if array.shards else ((0, 0),))))
+        if any(other in there for there in found):
+            here, at_chief = ("in shards", "whole") if array.shards else ("whole", "in shards")
+            raise ProgramMismatchError(
+                f"Variable {array.name!r} is {here} in {self._share.member}, and {at_chief} on the parameter servers, where "
+                f"{self._share.chief} has made it. All have to run the same program, with the same variable_partitioner."
+            )
+
+    def _check(self, array: ServerArray, piece: Piece, spec: tuple[tuple[int, ...], str], ps: int) -> None:
+        expected = array.shape_of(piece), str(array.dtype)
+        if spec != expected:
+            part = "" if piece.rows is None else f" (rows {piece.rows[0]} to {piece.rows[1]})"
+            raise ProgramMismatchError(
+                f"Variable {array.name!r}{part} has the shape {expected[0]} and dtype {expected[1]} in "
+                f"{self._share.member}, and the shape {spec[0]} and dtype {spec[1]} on ps {ps}, where {self._share.chief} has "
+                "made it. All have to run the same program; end the parameter servers to begin with another one."
+            )
+
+    def _until(self, missing: Callable[[], list[str]]) -> None:
+        start = said = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        while names := missing():
+            what = ", ".join(map(repr, names[:5])) + (" and others" if len(names) > 5 else "")
+            now = time.monotonic()
+            if now - start > self._limit_s:
+                raise UnavailableError(
+                    f"{self._share.member} waited {self._limit_s:g} s for {self._share.chief} to make the variable {what} on the "
+                    f"parameter servers. Does it run the same program, and use this variable? REPLICAX_START_TIMEOUT_S sets how "
+                    "long to wait.",
+                    self._share.chief,
+                )
+            if now - said > _SAY_EVERY_S:
+                said = now
+                log.warning(
+                    "%s has waited %.0f s for %s to make the variable %s.",
+                    self._share.member,
+                    now - start,
+                    self._share.chief,
+                    what,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def copy_key(array: ServerArray, ps: int) -> str:
+    """Of the copy of an array on a server."""
+    return f"{array.key}@{ps}"
+
+
+def _keys(array: ServerArray) -> list[str]:
+    """What is to be asked for: its keys, and those that show that it is cut otherwise."""
+    shards = array.shards if array.beside is None else array.beside.shards
+    return [*_keys_of(array, shards), *_keys_of(array, () if shards else ((0, 0),))]
+
+
+def _keys_of(array: ServerArray, shards: Sequence[Any]) -> list[str]:
+    return [f"{array.key}/part_{number}" for number in range(len(shards))] if shards else [array.key]

@@ -1,0 +1,84 @@
+"""One step of a parameter server, as its client sees it: what is asked, and what is given. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.parameter_servers.client.lookups import RowsWanted, padded
+from replicax._src.parameter_servers.transport.messages import Message
+
+Closure = tuple[Any, int]
+"""The incarnation of its coordinator, and its number."""
+Version = tuple[Any, int]
+"""The instance of the server, and a number."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one step asks of one parameter server: it applies a program, then reads.
+
+    Attributes:
+      program: Its digest.
+      operands: Of the program.
+      pull: Keys of pieces, each with the version that is known, or None.
+      rows: Keys of pieces, each with the numbers of the rows that are pulled (int32, from the piece's first).
+      used: Keys of pieces, and the versions that the operands were computed from: the server measures staleness.
+      gradients: For a round: the digest of its program, and this closure's operands.
+    """
+
+    program: str | None = None
+    operands: Sequence[np.ndarray] = ()
+    pull: Sequence[tuple[str, Version | None]] = ()
+    rows: Sequence[tuple[str, np.ndarray]] = ()
+    used: Sequence[tuple[str, Version]] = ()
+    gradients: tuple[str, Sequence[np.ndarray]] | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a parameter server gave. Arrays that came over the transport stay as they are for as long as somebody has
+    them; a store of this process may change its own with the next message.
+
+    Attributes:
+      values: By the key of each piece that was pulled: its version, and its value or None if the known one holds.
+      rows: In the order in which they were asked for.
+      is_duplicate: The closure had been applied before, and was not again.
+    """
+
+    values: Mapping[str, tuple[Version, np.ndarray | None]]
+    rows: Sequence[np.ndarray]
+    is_duplicate: bool
+
+
+def answered_of(ask: Ask, answer: Message) -> Answered:
+    """What the answer to ``ask`` gives."""
+    versions = [(instance, number) for instance, number in answer.header["versions"]]
+    arrays = iter(answer.arrays)
+    values = {
+        key: (version, None if known is not None and tuple(known) == version else next(arrays))
+        for (key, known), version in zip(ask.pull, versions, strict=True)
+    }
+    rows = list(arrays)
+    if len(rows) != len(ask.rows):
+        raise InvalidArgumentError(f"Rows of {len(ask.rows)} pieces were asked for, and {len(rows)} came.")
+    return Answered(values, rows, bool(answer.header["duplicate"]))
+
+
+def row_asks(tables: Sequence[RowsWanted]) -> dict[int, Ask]:
+    """What is asked of each server for the rows of several lookups."""
+    rows: dict[int, list[tuple[str, np.ndarray]]] = {}
+    for wanted in tables:
+        for ps, key, numbers in wanted.parts:
+            rows.setdefault(ps, []).append((key, numbers))
+    return {ps: Ask(rows=ours) for ps, ours in rows.items()}
+
+
+def rows_of(tables: Sequence[RowsWanted], answers: Mapping[int, Answered]) -> list[np.ndarray]:
+    """For each lookup the rows of its unique ids, padded, of what the servers gave for ``row_asks``."""
+    rows = {ps: iter(answer.rows) for ps, answer in answers.items()}
+    return [padded([next(rows[ps]) for ps, _, _ in wanted.parts], wanted.num_ids) for wanted in tables]

@@ -1,0 +1,158 @@
+"""``LostGroups``: both servers of a group are gone: the job waits for them, and goes on with their snapshots."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+from replicax._src.errors import ReplicaxError
+from replicax._src.parameter_servers.coordinator.prepared import Session
+from replicax._src.parameter_servers.coordinator.ps_recovery import age_of, state_of
+from replicax._src.parameter_servers.coordinator.ps_watch import PsWatch
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.group_rules import View
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.coordinator.pool import WorkerPool
+
+log = logging.getLogger("replicax")
+
+_PARTNER_S: Final = 60.0
+"""When the last primary of a group is there again with a snapshot, the other server is waited for so much longer."""
+
+
+@final
+class LostGroups:
+    """Pauses the job while a group is lost, and says what of it is gone.
+
+    ``Groups`` has the rules; its owner has the lock.
+
+    Args:
+      session: With groups.
+      pool: That is paused.
+      comes_back_s: For how long a group is waited for; 0 if nothing of it would be left.
+
+    Attributes:
+      failed: Why waiting is of no use; None if it may be of use.
+    """
+
+    def __init__(self, session: Session, pool: WorkerPool, comes_back_s: float):
+        assert session.groups is not None
+        self._session, self._groups, self._pool = session, session.groups, pool
+        self.comes_back_s = comes_back_s
+        self.failed: UnavailableError | None = None
+        self._since: dict[int, float] = {}
+        self._num_updates: dict[int, int] = {}
+        self._going_on: dict[int, tuple[View, int]] = {}
+        # By parameter server.
+        self._returned_at: dict[int, float] = {}
+        self._restored: dict[int, Mapping[str, Any]] = {}
+        self._told_before: dict[int, Mapping[str, Any]] = {}
+        self._parts: dict[int, Mapping[str, Any]] = {}
+
+    def wait_for(self, groups: Sequence[int]) -> None:
+        """These are lost now."""
+        for group in groups:
+            self._going_on.pop(group, None)
+            if group not in self._since:
+                self._since[group] = time.monotonic()
+                self._pool.pause(("group", group))
+                log.warning(
+                    "%s are gone, which had the variables of ps %d. They are waited for, for up to %g s: started again, they go on "
+                    "with the newer one of their snapshots.",
+                    listed(self._groups.members(group)),
+                    group,
+                    self.comes_back_s,
+                )
+
+    def waited_too_long(self, task: int) -> list[int]:
+        """Groups that a parameter server may have, and that have been waited for for long enough."""
+        until = time.monotonic() - self.comes_back_s
+        return [g for g, since in self._since.items() if since < until and task in self._groups.members(g)]
+
+    def returned(self, watch: PsWatch, told: Mapping[str, Any]) -> None:
+        """A parameter server is another process than before, and has answered ``status``."""
+        restored = told["restored"] or {}
+        is_ours = restored.get("incarnation") == self._session.incarnation
+        parts = told["statistics"].get("groups", {}) if is_ours else {}
+        self._restored[watch.index] = restored.get("groups", {}) if is_ours else {}
+        self._returned_at[watch.index] = time.monotonic()
+        self._told_before[watch.index] = watch.statistics()["statistics"]
+        self._parts[watch.index] = parts
+        self._groups.returned(watch.index, parts)
+
+    def parts_of(self, watch: PsWatch) -> Mapping[str, Any] | None:
+        """What a parameter server said with its last beat of its parts; None: that was the process before."""
+        told = watch.statistics()["statistics"]
+        if told == self._told_before.get(watch.index):
+            return None
+        self._parts[watch.index] = parts = told.get("groups", {})
+        for view in self._groups.views:
+            part = parts.get(str(view.group), {})
+            is_primary = view.primary == watch.index and part.get("epoch") == view.epoch
+            if is_primary and view.group not in self._since:
+                self._num_updates[view.group] = part["updates"]
+        return parts
+
+    def restart(self) -> Sequence[View]:
+        """The views of groups of which it is known who has more, or that have been waited for."""
+        if not self.comes_back_s or self.failed is not None:
+            return []
+        now = time.monotonic()
+        primaries = self._groups.primaries
+        waiting = [g for g in self._since if now - self._returned_at.get(primaries[g], now) < _PARTNER_S]
+        views = self._groups.restart(waiting)
+        for view in views:
+            updates = self._parts[view.primary][str(view.group)]["updates"]
+            self._going_on[view.group] = view, updates
+        return views
+
+    def end_waiting(self) -> None:
+        """Goes on with groups that are there again."""
+        for group in [group for group in self._since if group not in self._groups.lost]:
+            if (
+                group in self._going_on and self._groups.views[group].since is None
+            ):  # its primary has taken it
+                self._go_on(*self._going_on[group])
+            if group not in self._going_on:
+                del self._since[group]
+                self._pool.resume(("group", group))
+
+    def _go_on(self, view: View, num_updates: int) -> None:
+        assert view.since is not None
+        group, snapshot = view.group, self._restored.get(view.primary, {}).get(str(view.group), {})
+        if snapshot.get("position") != list(view.since):
+            snapshot = {}  # it had more in memory
+        try:
+            missing = self._session.restored(group, snapshot.get("keys"))
+        except ReplicaxError as error:  # it is gone again: with the next beat
+            log.debug("ps %d does not go on with group %d: %s", view.primary, group, error)
+            return
+        del self._going_on[group]
+        members = listed(self._groups.members(group))
+        if missing:
+            self.failed = UnavailableError(
+                f"{members} were started again, and the newest snapshot of the variables of ps {group}, that of ps {view.primary}, is "
+                f"from before variables were made, and does not have {', '.join(sorted(missing)[:5])}. Start the program "
+                "again, from a checkpoint.",
+                f"ps {view.primary}",
+            )
+            self._pool.broke(self.failed)
+            return
+        log.warning(
+            "%s were gone, which had the variables of ps %d. They go on with the newest snapshot, that of ps %d%s: %d updates "
+            "that had been acknowledged are gone, by the last count. %sThe other variables are as they were.",
+            members,
+            group,
+            view.primary,
+            age_of(snapshot),
+            max(self._num_updates.get(group, 0) - num_updates, 0),
+            state_of(self._session.names_on(group), snapshot, self._pool.next_number) if snapshot else "",
+        )
+
+
+def listed(tasks: Iterable[int]) -> str:
+    """Names of parameter servers, for a message."""
+    return ", ".join(f"ps {task}" for task in sorted(set(tasks)))

@@ -1,0 +1,132 @@
+"""What each worker has its own of: a dataset, its iterators, a value.
+
+The coordinator has only these handles of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self, final
+
+import jax
+
+from replicax._src.errors import UnsupportedError
+from replicax._src.input.dataset import Optional
+from replicax._src.parameter_servers.programs.elements import (
+    ElementSpec,
+    EndOfElements,
+    PerWorkerInput,
+    current_elements,
+)
+from replicax._src.parameter_servers.worker.resources import WORKER_INDEX, current_worker_index
+
+SpecOf = Callable[[], ElementSpec]
+
+
+def experimental_get_current_worker_index() -> Any:
+    """The index of the worker that runs the function in which this is called.
+
+    In scheduled functions it is an array (int32), known when the function runs. In functions for per-worker datasets
+    and values, and in what such a dataset calls while it is read, it is a number. It does not communicate.
+
+    Raises:
+      ContextError: Called elsewhere.
+    """
+    elements = current_elements()
+    return current_worker_index() if elements is None else elements.take(_worker_index)
+
+
+@final
+class PerWorkerIterator(PerWorkerInput):
+    """An iterator on each worker, over its own dataset: an argument of scheduled functions, which call ``next`` on it.
+
+    A worker that comes back after a failure begins its dataset anew. After the last element ``next(iterator)`` raises
+    StopIteration in the function; where that leaves the function, ``join`` raises ``OutOfRangeError``.
+    ``next(iterator, default)`` gives the default then.
+    """
+
+    def __repr__(self) -> str:
+        return f"<PerWorkerIterator of {self.resource!r} on each worker>"
+
+    @property
+    def element_spec(self) -> Any:
+        """The same, as a nest of ``jax.ShapeDtypeStruct``."""
+        return _nest_of(self._spec())
+
+    @property
+    def is_iterator(self) -> bool:
+        return True
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        elements = current_elements()
+        if elements is None:
+            # The beginning is TensorFlow's.
+            raise UnsupportedError(
+                "Iterating over an `AsyncDistributedIterator` is not supported right now: its elements are on the workers. Pass "
+                "it to a function that coordinator.schedule() runs, and call next(iterator) there."
+            )
+        return elements.take(self)
+
+    def get_next(self) -> Any:
+        """Returns the next element, in a scheduled function.
+
+        Raises:
+          OutOfRangeError: There is none.
+        """
+        try:
+            return next(self)
+        except EndOfElements as end:
+            raise end.out_of_range() from None
+
+    def get_next_as_optional(self) -> Optional:
+        """Returns the next element, in a scheduled function; at the end an Optional without a value.
+
+        ``has_value()`` is a Python bool, and ``if`` may ask it: at the end the function is traced once more.
+        """
+        try:
+            return Optional(next(self))
+        except StopIteration:
+            return Optional()
+
+
+@final
+class PerWorkerDataset:
+    """A dataset of each worker. ``iter`` of it is an argument of scheduled functions."""
+
+    def __init__(self, spec: SpecOf, make_iterator: Callable[[], PerWorkerIterator]):
+        self._spec, self._make_iterator = spec, make_iterator
+
+    @property
+    def element_spec(self) -> Any:
+        """What an element is, as a nest of ``jax.ShapeDtypeStruct``.
+
+        Waits for the first worker that has made its dataset.
+        """
+        return _nest_of(self._spec())
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self._make_iterator()
+
+
+@final
+class PerWorkerValues(PerWorkerInput):
+    """A value of each worker: an argument of scheduled functions, in which it is the worker's own."""
+
+    def __repr__(self) -> str:
+        return f"<PerWorkerValues: {self.resource!r} of each worker>"
+
+    @property
+    def is_iterator(self) -> bool:
+        return False
+
+
+def _nest_of(spec: ElementSpec) -> Any:
+    return jax.tree.unflatten(spec.tree, spec.leaves)
+
+
+_worker_index = PerWorkerValues(
+    WORKER_INDEX, lambda: ElementSpec(jax.tree.structure(0), (jax.ShapeDtypeStruct((), jax.numpy.int32),))
+)

@@ -1,0 +1,122 @@
+"""``PerWorkerVariable``: a variable of which each worker has a value of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import context
+from replicax._src.dtypes import as_dtype
+from replicax._src.errors import VariableError
+from replicax._src.parameter_servers.coordinator.per_worker import experimental_get_current_worker_index
+from replicax._src.parameter_servers.programs.elements import current_elements
+from replicax._src.values import ArrayLike
+from replicax._src.variables.variable import Variable
+
+
+@final
+class PerWorkerVariable(ArrayLike):
+    """A variable of which each worker has a value of its own: a counter, or a running mean, of what that worker has
+    done.
+
+    Make it in the scope of a ``ParameterServerStrategy``, in the coordinator. In scheduled functions it acts as the
+    array of the worker that runs the function, and assignments change that one. Its values are on the parameter
+    servers, as one variable ``[num_workers, ...]``: a worker that comes back after a failure finds its own, and what is
+    added counts once. It is not trained.
+
+    Args:
+      initial_value: Of each worker: an array, a number, or a function of no arguments that returns one. Evaluated once.
+      name: For messages and checkpoints.
+      dtype: Default: of ``initial_value``, as JAX has it.
+
+    Attributes:
+      name: As given.
+      shape: Of one worker's value.
+
+    Raises:
+      VariableError: Made in another scope; or read outside of a scheduled function.
+
+    Source: TensorFlow, ``tf.Variable(..., per_worker_variable=True)``.
+    """
+
+    def __init__(self, initial_value: Any, name: str | None = None, dtype: Any = None):
+        strategy = context.strategy_for_new_variable()
+        if not strategy.has_servers or strategy.worker_of_own is not None:
+            raise VariableError(
+                f"A PerWorkerVariable is made in the scope of a ParameterServerStrategy that has workers, not of {strategy!r}. "
+                "Elsewhere use rx.Variable; ON_READ variables have a value on each replica."
+            )
+        value = initial_value() if callable(initial_value) else initial_value
+        value = np.asarray(jnp.asarray(value, None if dtype is None else as_dtype(dtype)))
+        self.name = name if name is not None else "PerWorkerVariable"
+        self.shape = value.shape
+        # One row, which no partitioner cuts.
+        all_values = np.broadcast_to(value, (1, strategy.session.num_workers, *value.shape))
+        self._all = Variable(all_values, trainable=False, name=self.name)
+
+    @property
+    def dtype(self) -> Any:
+        return self._all.dtype
+
+    def __repr__(self) -> str:
+        return (
+            f"PerWorkerVariable({self.name!r}, shape={self.shape}, dtype={jnp.dtype(self.dtype).name}, "
+            f"num_workers={self._all.shape[1]})"
+        )
+
+    @property
+    def value(self) -> Any:
+        """In a scheduled function the worker's own."""
+        return self.as_array()
+
+    def read_value(self) -> Any:
+        """As ``value``."""
+        return self.as_array()
+
+    def as_array(self) -> Any:
+        if current_elements() is None:
+            raise VariableError(
+                f"{self!r} has a value on each worker, and is read outside of a scheduled function: read_all() gives a list of "
+                "all of them."
+            )
+        return self._all[0, experimental_get_current_worker_index()]
+
+    def read_all(self) -> list[Any]:
+        """The values of all workers, by index. Communicates, and waits."""
+        return list(self._all[0])
+
+    def assign(self, value: Any, read_value: bool = True) -> PerWorkerVariable:
+        """Replaces the worker's value; outside of scheduled functions that of every worker."""
+        return self._update(self._all.assign, value, lambda at, x: at.set(x))
+
+    def assign_add(self, delta: Any, read_value: bool = True) -> PerWorkerVariable:
+        """Adds to the worker's value; outside of scheduled functions to that of every worker."""
+        return self._update(self._all.assign_add, delta, lambda at, x: at.add(x))
+
+    def assign_sub(self, delta: Any, read_value: bool = True) -> PerWorkerVariable:
+        """Subtracts from the worker's value; outside of scheduled functions from that of every worker."""
+        return self._update(self._all.assign_sub, delta, lambda at, x: at.subtract(x))
+
+    def _update(
+        self, of_all: Callable[[Any], Any], value: Any, put: Callable[[Any, Any], Any]
+    ) -> PerWorkerVariable:
+        if not _broadcasts(np.shape(value), self.shape):
+            raise VariableError(
+                f"{self!r} was assigned a value of shape {np.shape(value)}. Shapes cannot change."
+            )
+        if current_elements() is None:
+            of_all(np.broadcast_to(np.asarray(value, self.dtype), self._all.shape))
+        else:
+            at = self._all.read_value().at[0, experimental_get_current_worker_index()]
+            self._all.assign(put(at, jnp.asarray(value, self.dtype)))
+        return self
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False

@@ -1,0 +1,501 @@
+"""``PoolWorker``: keeps one worker busy: takes closures from the queue, sends them and takes answers.
+
+It connects again when the worker was lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.parameter_servers.coordinator.closures import Closure, Ended
+from replicax._src.parameter_servers.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator.prepared import Client, Session
+from replicax._src.parameter_servers.coordinator.scheduled_work import settle
+from replicax._src.parameter_servers.coordinator.worker_connection import WorkerConnection
+from replicax._src.parameter_servers.errors import (
+    ClosureAbortedError,
+    RemoteError,
+    StaleCoordinatorError,
+    UnavailableError,
+    UnknownProgramError,
+)
+from replicax._src.parameter_servers.transport.messages import Message
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.coordinator.pool import WorkerPool
+
+log = logging.getLogger("replicax")
+
+_DEPTH = 2  # closures in flight; 1 if they are slow
+_FAST_DEPTHS = 8, 32  # the more the faster they are, so many that they are done within a time
+_FAST_S, _SLOW_S, _FLIGHT_S = 0.001, 0.1, 0.008
+_WEIGHT, _MOST_WEIGHT = 0.1, 0.5
+_HELLO_S = 5.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+_JOIN_S = 10.0
+_MAX_ASKS = 16
+
+
+@final
+class PoolWorker:
+    """One worker of the pool. Two threads: one connects and sends, the other one receives.
+
+    Args:
+      index: Of the worker.
+      pool: That it belongs to.
+
+    Attributes:
+      wake: Notified when there is something to send.
+      is_hungry: True if it has asked for closures, and did not get as many as it could have.
+      depth: How many closures it may have at a time.
+    """
+
+    def __init__(self, index: int, session: Session, pool: WorkerPool, limits: Limits):
+        self.name = f"worker {index}"
+        self._index, self._session, self._limits = index, session, limits
+        self._pool, self._queue, self._resources = pool, pool.queue, pool.resources
+        self.wake = threading.Condition(pool.lock)
+        self.is_hungry = self._is_poked = False
+        self.depth = 1
+        self._low = 0  # when it took some last, all closures below this number had ended
+        with pool.lock:
+            self._queue.lost(self.name)  # it is not here yet
+        self._closing = threading.Event()
+        self._stream: WorkerConnection | None = None
+        self._num_connections = self._num_restarts = 0
+        self._told: dict[str, Any] = {}
+        self._beat: dict[str, Any] = {}
+        self._took_s = _SLOW_S
+        self._thread = threading.Thread(target=self._live, name=f"replicax-{self.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the threads; does not wait for them."""
+        self._closing.set()
+        if (stream := self._stream) is not None:
+            stream.end(None)
+        self.poke()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads to end."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the connection, and what the worker last said of itself."""
+        stream = self._stream
+        return {
+            "connected": stream is not None and not stream.over.is_set(),
+            "connections": self._num_connections,
+            "restarts": self._num_restarts,
+            "function": self._function,
+            "in_flight": self.num_in_flight,
+            "depth": self.depth,
+            "task": dict(self._told),
+            "statistics": dict(self._beat),
+        }
+
+    def tell_primaries(self) -> None:
+        """Other parameter servers than before serve some variables: the worker, if it is there, need not find out.
+
+        Does not wait.
+        """
+        if (stream := self._stream) is not None and not stream.over.is_set():
+            self._started(self._say_new_primaries, stream)
+
+    def _say_new_primaries(self, stream: WorkerConnection) -> None:
+        try:
+            self._say_primaries(stream.client)
+        except Exception as error:
+            log.debug("%s: %s", self.name, error)  # who is no primary says so itself
+
+    def _say_primaries(self, client: Client) -> None:
+        groups = self._session.groups
+        if groups is not None:
+            views = [view.described() for view in groups.views]
+            header = {"incarnation": self._session.incarnation, "views": views}
+            client.ask("primaries", header, _HELLO_S)
+
+    # --- its share of the queue ------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._queue.in_flight(self.name)
+
+    @property
+    def _num_together(self) -> int:
+        """How many closures travel together at most: it runs those while it is sent as many others."""
+        return max(1, self.depth // 2)
+
+    @property
+    def _function(self) -> str | None:
+        """The name of what the worker is at."""
+        with self._pool.lock:
+            closure = self._queue.oldest(self.name)
+        return None if closure is None else closure.name
+
+    def _wait(self) -> list[Closure]:
+        """Returns closures to be sent; none if it was poked, or the pool was closed."""
+        with self._pool.lock:
+            while not self._is_poked and not self._queue.is_closed:
+                closures = self.take()
+                if closures:
+                    self._pool.tell_waiting()
+                    return closures
+                self.wake.wait()
+            self._is_poked = False
+            return []
+
+    def poke(self) -> None:
+        """Ends a ``wait``, or the next one."""
+        with self._pool.lock:
+            self._is_poked = True
+            self.wake.notify_all()
+
+    def _failed_here(self, closure: Closure, error: BaseException) -> None:
+        """A closure raised."""
+        self._ended(lambda: self._queue.failed(self.name, closure, error))
+
+    def _returned(self, closure: Closure) -> None:
+        """A closure could not be run, and is to be tried again."""
+        self._ended(lambda: self._queue.returned(self.name, closure))
+
+    def _ended(self, event: Callable[[], Ended], is_hungry: bool = True) -> None:
+        with self._pool.lock:
+            ended = event()
+            self.is_hungry = is_hungry
+            self._pool.tell_waiting()
+            self._pool.wake_hungry()
+        settle(ended)
+
+    def take(self) -> list[Closure]:
+        """What the worker is to be sent now; with the lock held.
+
+        One that has some gets as many as travel together, or none.
+        """
+        queue, worker = self._queue, self.name
+        taken: list[Closure] = []
+        most = self._num_wanted()
+        while len(taken) < most and (closure := queue.take(worker)) is not None:
+            taken.append(closure)
+        self.is_hungry = self._num_wanted() > 0
+        self._low = queue.low
+        return taken
+
+    def _num_wanted(self) -> int:
+        has = self.num_in_flight
+        if not has:
+            return self.depth
+        return self._num_together if has + self._num_together <= self.depth else 0
+
+    # --- one connection after the other ----------------------------------------------------------------
+
+    def _live(self) -> None:
+        while not self._closing.is_set():
+            stream = self._connect()
+            if stream is None:
+                return
+            try:
+                self._serve(stream)
+            except Exception as error:
+                log.exception("What keeps %s busy has failed: this is a bug of replicax.", self.name)
+                self._pool.broke(error)
+                return
+            finally:
+                stream.end(None)
+                stream.client.close()
+
+    def _connect(self) -> WorkerConnection | None:
+        """Tries until the worker is there; None if it is given up, or all is closed."""
+        until = time.monotonic() + self._limits.reconnect_s
+        pause_s = _PAUSE_S
+        while not self._closing.is_set():
+            try:
+                return self._open()
+            except UnavailableError as error:
+                if time.monotonic() > until:
+                    self._pool.given_up(self.name, self._unreachable(error))
+                    return None
+            except Exception as error:
+                self._pool.given_up(self.name, error)
+                return None
+            self._closing.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return None
+
+    def _unreachable(self, error: UnavailableError) -> UnavailableError:
+        return UnavailableError(
+            f"{self.name} could not be reached for {self._limits.reconnect_s:g} s, and is given up: {error}",
+            self.name,
+        )
+
+    def _open(self) -> WorkerConnection:
+        client = self._session.connect("worker", self._index)
+        try:
+            header = {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
+            told = dict(client.ask("hello", header, _HELLO_S))
+            if self._told and self._told.get("instance") != told.get("instance"):
+                self._num_restarts += 1
+                self._beat = {}
+            self._told = told
+            self._session.meet_worker(self.name, told)
+            self._say_primaries(client)
+            link = client.open()
+        except BaseException:
+            client.close()
+            raise
+        instance = self._told.get("instance")
+        return WorkerConnection(self.name, client, link, instance, self._session, self._resources)
+
+    def _serve(self, stream: WorkerConnection) -> None:
+        self._num_connections += 1
+        self._stream = stream
+        if self._closing.is_set():
+            return
+        self._took_s, self.depth = _SLOW_S, 1
+        self._resources.back(self.name)
+        with self._pool.lock:
+            self._queue.back(self.name)
+        others = [self._started(self._receive, stream), self._started(self._watch, stream)]
+        try:
+            self._send(stream)
+        except UnavailableError as error:
+            stream.end(error)
+        finally:
+            stream.end(None)
+            for thread in others:
+                thread.join(_JOIN_S)
+            self._resources.lost(self.name)
+            making = stream.making()
+            if making is not None and stream.reason is not None:
+                self._resources.killed(making.name, self.name)
+            running = stream.running() if stream.reason is not None else ()
+            self._ended(lambda: self._queue.lost(self.name, running), is_hungry=False)
+        if stream.reason is not None and not self._closing.is_set():
+            log.warning(
+                "%s is lost: %s What it was at is run again. It is waited for, for up to %g s.",
+                self.name,
+                stream.reason,
+                self._limits.reconnect_s,
+            )
+
+    def _started(
+        self, target: Callable[[WorkerConnection], None], stream: WorkerConnection
+    ) -> threading.Thread:
+        thread = threading.Thread(
+            target=target, args=(stream,), name=f"replicax-{self.name}-{target.__name__}", daemon=True
+        )
+        thread.start()
+        return thread
+
+    # --- sending ---------------------------------------------------------------------------------------
+
+    def _send(self, stream: WorkerConnection) -> None:
+        while not stream.over.is_set() and not self._pool.is_closed:
+            stream.send_resources(self._resources.all())
+            while stream.needs:
+                self._make(stream, *stream.needs.popleft())
+            while stream.unsent:
+                self._send_closure(stream, stream.unsent.popleft())
+            left = self._wait()
+            while left:
+                left = stream.try_send(left, self._low, self._num_together)
+                if left:
+                    self._send_closure(stream, left[0])
+                    left = left[1:]
+
+    def send_soon(self, closures: Sequence[Closure]) -> None:
+        """Sends closures that were taken: at once if that is quick, else by the thread that sends. From any thread.
+
+        Nobody else may wait for a peer that takes nothing.
+        """
+        stream = self._stream
+        if stream is None:
+            return
+        try:
+            left = stream.try_send(closures, self._low, self._num_together)
+        except UnavailableError as error:
+            stream.end(error)
+            return
+        if left:
+            stream.unsent.extend(left)
+            self.poke()
+
+    def interrupt(self, error: BaseException) -> None:
+        """Gives up the connection: a thread that sent closures was interrupted, and nobody knows how far it was."""
+        if (stream := self._stream) is not None:
+            stream.interrupt(error)
+
+    def _send_closure(self, stream: WorkerConnection, closure: Closure) -> None:
+        try:
+            prepared = closure.work.prepared
+            error = None if prepared is None else stream.input_error(prepared)
+            if prepared is None:  # it has ended meanwhile
+                return
+            if error is not None:
+                self._failed_here(closure, error)
+                return
+            stream.send(closure, self._low)
+        except UnavailableError:
+            raise
+        except Exception as error:
+            self._failed_here(closure, error)
+
+    def _make(self, stream: WorkerConnection, closure: Closure, signature: str, end: str | None) -> None:
+        """Traces a closure for the elements that a worker has met."""
+        prepared = closure.work.prepared
+        if prepared is None:
+            return
+        try:
+            prepared.make(signature)
+        except OutOfRangeError as error:
+            self._failed_here(closure, OutOfRangeError(f"{end} {error}"))
+        except Exception as error:
+            self._failed_here(closure, error)
+        else:
+            self._send_closure(stream, closure)
+
+    # --- receiving -------------------------------------------------------------------------------------
+
+    def _receive(self, stream: WorkerConnection) -> None:
+        try:
+            last = time.monotonic()
+            while not stream.over.is_set():
+                answers, sent_at = stream.receive()
+                now = time.monotonic()
+                self._measure(now - max(last, sent_at), len(answers))
+                last = now
+                self._take_answers(stream, answers)
+        except BaseException as error:
+            stream.end(error)
+        finally:
+            self.poke()
+
+    def _measure(self, took_s: float, count: int) -> None:
+        """Fast ones are sent ahead, so that a worker does not wait; behind a slow one nothing waits that others could
+        run.
+        """
+        self._took_s += min(count * _WEIGHT, _MOST_WEIGHT) * (took_s / count - self._took_s)
+        least, most = _FAST_DEPTHS
+        if self._took_s < _FAST_S:
+            self.depth = min(max(least, int(_FLIGHT_S / max(self._took_s, 1e-6))), most)
+        else:
+            self.depth = 1 if self._took_s > _SLOW_S else _DEPTH
+
+    def _take_answers(
+        self, stream: WorkerConnection, answers: Sequence[tuple[Closure, Message | Exception]]
+    ) -> None:
+        finished: list[tuple[Closure, Message]] = []
+        for closure, answer in answers:
+            if isinstance(answer, Message) and "need" not in answer.header:
+                finished.append((closure, answer))
+                continue
+            self._finished(stream, finished)
+            finished = []
+            if isinstance(answer, Message):
+                self._needed(stream, closure, answer.header)
+            else:
+                self._failed(stream, closure, answer)
+        self._finished(stream, finished)
+
+    def _finished(self, stream: WorkerConnection, finished: Sequence[tuple[Closure, Message]]) -> None:
+        if not finished:
+            return
+        with self._pool.lock:
+            counts = [self._queue.finished(self.name, closure) for closure, _ in finished]
+        for (closure, answer), does_count in zip(finished, counts, strict=True):
+            if does_count:
+                work = closure.work
+                assemble = None
+                if (signature := answer.header.get("signature")) is not None:
+                    assemble = functools.partial(work.prepared.assemble, signature=signature)
+                work.value.settle(answer.arrays, assemble=assemble)
+                work.prepared = work.keeps = None
+        with self._pool.lock:
+            following = self.take()
+            self._pool.tell_waiting()
+            self._pool.wake_hungry(self)
+        if following:
+            self.send_soon(following)
+
+    def _needed(self, stream: WorkerConnection, closure: Closure, header: Mapping[str, Any]) -> None:
+        if self._may_ask(closure):
+            stream.needs.append((closure, header["need"], header["end"]))
+            self.poke()
+
+    def _may_ask(self, closure: Closure) -> bool:
+        """Whether a worker may ask for more of a closure; one that never has enough is broken."""
+        closure.num_asks += 1
+        if closure.num_asks <= _MAX_ASKS:
+            return True
+        text = f"{self.name} asked for a program of '{closure.name}' {closure.num_asks} times, and was sent it each time."
+        self._failed_here(closure, RemoteError(text, "", self.name))
+        return False
+
+    def _failed(self, stream: WorkerConnection, closure: Closure, error: Exception) -> None:
+        prepared = closure.work.prepared
+        input_error = None if prepared is None else stream.input_error(prepared)
+        if isinstance(error, UnknownProgramError) and self._session.has_update(error.digest):
+            if self._is_tried_again(closure, None):
+                return
+        elif isinstance(error, UnknownProgramError):
+            refusal = stream.forget(error.digest)
+            if refusal is None:
+                if self._may_ask(closure):
+                    stream.unsent.append(closure)
+                    self.poke()
+                return
+            error = refusal
+        elif isinstance(error, StaleCoordinatorError):
+            self._pool.broke(error)
+            return
+        elif isinstance(error, UnavailableError):
+            if self._is_tried_again(closure, error.task):
+                return
+        elif _is(error, ClosureAbortedError):
+            self._returned(closure)
+            return
+        self._failed_here(closure, input_error or error)
+
+    def _is_tried_again(self, closure: Closure, ps: str | None) -> bool:
+        """A parameter server is not there, or not what it was."""
+        limits = self._limits
+        most = limits.ps_restart_retries if self._pool.servers.trouble(ps) else limits.ps_retries
+        if closure.num_returns < most:
+            self._returned(closure)
+            return True
+        return False
+
+    # --- watching --------------------------------------------------------------------------------------
+
+    def _watch(self, stream: WorkerConnection) -> None:
+        """Asks whether the worker is alive; a closure, or its compilation, may take as long as it takes."""
+        limits, missed = self._limits, 0
+        header = {"incarnation": self._session.incarnation}
+        while not stream.over.wait(limits.beat_s):
+            try:
+                answer = stream.client.ask("beat", header, limits.beat_timeout_s)
+            except StaleCoordinatorError as error:
+                self._pool.broke(error)
+                stream.end(error)
+            except Exception as error:
+                missed += 1
+                if missed >= limits.missed_beats:
+                    stream.end(error)
+            else:
+                missed = 0
+                self._beat = dict(answer.get("statistics") or {})
+                if answer.get("instance") != stream.instance:
+                    stream.end(UnavailableError(f"{self.name} is another process than before.", self.name))
+
+
+def _is(error: Exception, kind: type) -> bool:
+    return isinstance(error, kind) or (isinstance(error, RemoteError) and error.type == kind.__name__)

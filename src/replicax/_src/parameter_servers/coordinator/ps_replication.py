@@ -1,0 +1,220 @@
+"""``Replication``: has each group of pieces served by a parameter server that is there, and copied to one that comes
+back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.parameter_servers.coordinator.lost_groups import LostGroups, listed
+from replicax._src.parameter_servers.coordinator.prepared import Client, Session
+from replicax._src.parameter_servers.coordinator.ps_watch import PsWatch
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.group_rules import Partner, View
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.coordinator.pool import WorkerPool
+
+log = logging.getLogger("replicax")
+_TELL_S: Final = 3.0
+_HELLO_S: Final = 10.0
+_JOIN_EVERY_S: Final = 1.0
+
+
+@final
+class Replication:
+    """Takes what the watches of parameter servers see to ``Groups``, and what that decides to the servers and the
+    workers.
+
+    What a server did not hear it is told again with its next beat. When both servers of a group are gone, and they
+    write snapshots, no closure is sent to workers until they are started again.
+
+    Args:
+      session: With groups.
+      pool: That is paused.
+      tell_workers: That other parameter servers serve some groups than before.
+      comes_back_s: For how long a group is waited for of which both servers are gone; 0 if nothing of it would be left.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        pool: WorkerPool,
+        tell_workers: Callable[[], None],
+        comes_back_s: float = 0.0,
+    ):
+        assert session.groups is not None
+        self._lost = LostGroups(session, pool, comes_back_s)
+        self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
+        self._lock = threading.RLock()
+        self._primaries = session.groups.primaries
+        self._unprotected: list[int] = []
+        self._last_join: dict[int, float] = {}
+        self._described = self._now
+
+    def lost(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
+        """One does not answer any more. Returns what the job is told, if some variables are nowhere now."""
+        with self._lock:
+            self._follow(self._groups.gone(watch.index))
+            left = self._without(watch, error)
+            if left is None and not self._groups.lost:
+                self._say_moved(watch, "is lost")
+            return left
+
+    def silent(self, watch: PsWatch) -> UnavailableError | None:
+        """One does not answer. Returns what the job is told, if it has waited for it for long enough."""
+        with self._lock:
+            over = self._lost.waited_too_long(watch.index)
+            return self._nowhere(watch, over) if over else None
+
+    def restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
+        """One is another process than before, and has nothing, or what is in its snapshots.
+
+        Returns what the job is told, if it had what nobody else has.
+
+        Raises:
+          Exception: It is gone again: to be tried again.
+        """
+        with self._lock:
+            told = client.ask("status", {}, _HELLO_S)
+            if watch.knows(told["instance"]):
+                return None
+            views = self._groups.gone(watch.index)
+            self._follow(views)
+            self._lost.returned(watch, told)
+            left = self._without(
+                watch, UnavailableError(f"{watch.name} is another process than before.", watch.name)
+            )
+            if left is not None:
+                return left
+            watch.accept(client.ask("hello", self._hello, _HELLO_S)["instance"])
+            if views and not self._groups.lost:  # it had not been missed before
+                self._say_moved(watch, "was started again")
+            return None
+
+    def given_up(self, client: Client) -> None:
+        """One that was out of reach for long has given this coordinator up, and has nothing any more: it may be used
+        again.
+
+        It is another one with its next beat, as if it had been started again. Not if it works for another coordinator.
+        """
+        try:
+            client.ask("hello", {**self._hello, "again": True}, _HELLO_S)
+        except ReplicaxError as error:
+            log.debug("%s", error)
+
+    def back(self, watch: PsWatch) -> None:
+        """One has answered: it is told what it does not know, and has brought to it what it does not have."""
+        with self._lock:
+            parts = self._lost.parts_of(watch)
+            self._groups.back(watch.index)
+            given_up = [] if parts is None else self._groups.told(watch.index, parts)
+            parts = parts or {}
+            self._follow(self._lost.restart())
+            self._follow(given_up)
+            for view in given_up:
+                self._say_given_up(view, parts[str(view.group)])
+            now = time.monotonic()
+            if now >= self._last_join.get(watch.index, 0.0) + _JOIN_EVERY_S:
+                self._last_join[watch.index] = now
+                self._follow(self._groups.join(watch.index))
+            for view in self._groups.to_be_told(watch.index, parts):
+                self._tell(watch.index, view)
+            self._lost.end_waiting()
+            self._say_protected()
+
+    def statistics(self) -> dict[str, Any]:
+        """By parameter server: which one serves what is its own, ``primaries``; of which there is one copy,
+        ``unprotected``.
+        """
+        return dict(
+            self._described
+        )  # not with the lock: it is held while servers are told, which may not answer
+
+    @property
+    def _now(self) -> dict[str, Any]:
+        groups = self._groups
+        return {"primaries": groups.primaries, "unprotected": groups.unprotected, "lost": groups.lost}
+
+    @property
+    def _hello(self) -> dict[str, Any]:
+        return {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
+
+    # --- with the lock ---------------------------------------------------------------------------------
+
+    def _follow(self, views: Sequence[View]) -> None:
+        self._described = self._now
+        for view in views:
+            for task in view.members:
+                self._tell(task, view)
+        if self._groups.primaries != self._primaries:
+            self._primaries = self._groups.primaries
+            self._session.use_primaries()
+            self._tell_workers()
+
+    def _tell(self, task: int, view: View) -> None:
+        try:
+            self._session.tell_view(task, view, _TELL_S)
+        except InvalidArgumentError:
+            self._groups.refused(view)
+        except ReplicaxError as error:  # it is told again with its next beat, if there is one
+            log.debug("ps %d does not take the view %s: %s", task, view, error)
+
+    def _without(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
+        """Has the job wait for groups that are lost now. Returns what it is told, if that is of no use."""
+        gone = [group for group in self._groups.lost if watch.index == self._groups.views[group].primary]
+        if not self._lost.comes_back_s:
+            return self._nowhere(watch, gone, error) if gone else None
+        self._lost.wait_for(gone)
+        if self._lost.failed is None and (hopeless := self._groups.hopeless):
+            self._lost.failed = self._nowhere(watch, hopeless, error)
+        return self._lost.failed
+
+    def _nowhere(
+        self, watch: PsWatch, gone: Sequence[int], error: UnavailableError | None = None
+    ) -> UnavailableError:
+        others = sorted(
+            {f"ps {task}" for group in gone for task in self._groups.members(group)} - {watch.name}
+        )
+        left = UnavailableError(
+            f"{watch.name} is lost, and {', '.join(others)}, where the other copy of what it had was to be, is not there or did not "
+            "have all of it yet. Start them and the program again, from a checkpoint.",
+            watch.name,
+        )
+        left.__cause__ = error
+        return left
+
+    def _say_moved(self, watch: PsWatch, what: str) -> None:
+        unprotected = self._groups.unprotected
+        log.warning(
+            "%s %s. Nothing that was acknowledged is gone: the other copy of its variables is used, on %s. Those of %s are on one "
+            "parameter server now, until it is there again, and has a copy.",
+            watch.name,
+            what,
+            listed(self._groups.views[group].primary for group in unprotected),
+            listed(unprotected),
+        )
+        self._unprotected = unprotected
+
+    def _say_given_up(self, view: View, part: Mapping[str, Any]) -> None:
+        other = next(task for task in self._groups.members(view.group) if task != view.primary)
+        say = log.info if part["backup"] == Partner.FAILED else log.warning
+        say(
+            "The variables of ps %d are on ps %d alone for now. The copy on ps %d is given up, and made anew when it can be: %s",
+            view.group,
+            view.primary,
+            other,
+            part["error"],
+        )
+        self._unprotected = self._groups.unprotected
+
+    def _say_protected(self) -> None:
+        unprotected = self._groups.unprotected
+        if self._unprotected and not unprotected:
+            log.warning("All variables are on two parameter servers again.")
+        self._unprotected = unprotected

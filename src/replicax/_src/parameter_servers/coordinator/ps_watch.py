@@ -1,0 +1,189 @@
+"""``PsWatch``: asks one parameter server whether it is alive, and whether it is still the same one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, final
+
+from replicax._src.parameter_servers.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator.prepared import Client, Session
+from replicax._src.parameter_servers.errors import StaleCoordinatorError, UnavailableError
+
+log = logging.getLogger("replicax")
+
+_MISSED_BEATS = 3
+
+
+class PsEvents(Protocol):
+    """Who is told. From the threads of the watches."""
+
+    def on_ps_silent(self, watch: PsWatch) -> None:
+        """It did not answer once."""
+        ...
+
+    def on_ps_lost(self, watch: PsWatch, error: BaseException, *, may_come_back: bool) -> bool:
+        """It is lost; told once, until it is back. If it may come back, this may be refused: it is told again then."""
+        ...
+
+    def on_ps_back(self, watch: PsWatch) -> None:
+        """It answers, as the same process."""
+        ...
+
+    def on_ps_given_up(self, watch: PsWatch, client: Client) -> None:
+        """One that was lost answers, and does not work for this coordinator any more; told with each beat."""
+        ...
+
+    def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
+        """It is another process. Returns why it is lost, or nothing once its ``instance`` is accepted.
+
+        Raises:
+          Exception: That could not be found out: it is told again.
+        """
+        ...
+
+
+@final
+class PsWatch:
+    """The beats of one parameter server.
+
+    Args:
+      comes_back_s: For how long it is waited for when it is silent; 0 if nothing of it would be left.
+
+    Attributes:
+      num_updates: How many it had applied when it last said so.
+    """
+
+    def __init__(
+        self, index: int, session: Session, limits: Limits, events: PsEvents, comes_back_s: float = 0.0
+    ):
+        self.name, self.index = f"ps {index}", index
+        self._session, self._limits, self._events = session, limits, events
+        self.comes_back_s = comes_back_s
+        self.num_updates = 0
+        self._instance: Any = None
+        self._past: set[Any] = set()
+        self._last_instance: Any = None
+        self._num_restarts = 0
+        self._is_lost = False
+        self._is_closing = False
+        self._hurry = threading.Event()
+        self._beat: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._watch, name=f"replicax-{self.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def look(self) -> None:
+        """Asks now."""
+        self._hurry.set()
+
+    def knows(self, instance: Any) -> bool:
+        """Whether it is, or was, that process with those values."""
+        return instance == self._instance or instance in self._past
+
+    def accept(self, instance: Any) -> None:
+        """From now on it is that one."""
+        self._past.add(self._instance)
+        self._instance = instance
+
+    def close(self) -> None:
+        """Ends the thread; does not wait for it."""
+        self._is_closing = True
+        self._hurry.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the thread to end."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def statistics(self) -> dict[str, Any]:
+        """Whether it answers, how often another process was found in its place, and what it last said of itself."""
+        return {
+            "connected": not self._is_lost,
+            "restarts": self._num_restarts,
+            "statistics": dict(self._beat),
+        }
+
+    def _watch(self) -> None:
+        client, missed, since = self._session.connect("ps", self.index), 0, 0.0
+        try:
+            while not self._is_closing:
+                try:
+                    header = {"incarnation": self._session.incarnation}
+                    answer = client.ask("beat", header, self._limits.beat_timeout_s)
+                    self._heard(answer, client)
+                    missed = 0
+                except StaleCoordinatorError as error:
+                    if self._is_lost:
+                        self._events.on_ps_given_up(self, client)
+                    self._lose(error)
+                except Exception as error:
+                    missed += 1
+                    since = time.monotonic() if missed == 1 else since
+                    self._events.on_ps_silent(self)
+                    if missed >= _MISSED_BEATS:
+                        limit_s = self._waits_s(error)
+                        may_come_back = time.monotonic() - since < limit_s
+                        is_refused = not self._lose(
+                            self._unavailable(error, limit_s), may_come_back=may_come_back
+                        )
+                        if is_refused and missed == _MISSED_BEATS:
+                            log.warning(
+                                "%s does not answer. Waiting up to %g s for it: %s", self.name, limit_s, error
+                            )
+                if self._hurry.wait(self._limits.beat_s if not missed else self._limits.beat_s / 4):
+                    self._hurry.clear()
+        finally:
+            client.close()
+
+    def _heard(self, answer: Mapping[str, Any], client: Client) -> None:
+        instance = answer.get("instance")
+        self._num_restarts += self._last_instance not in (None, instance)
+        self._last_instance = instance
+        if self._instance is None:
+            self._instance = instance
+        if not self.knows(instance):
+            error = self._events.on_ps_restarted(self, client)
+            if error is not None:
+                self._lose(error)
+                return
+        else:
+            self._note(answer.get("statistics") or {})
+        self._events.on_ps_back(self)  # first: who sees that it is there may use it
+        self._is_lost = False
+
+    def _note(self, statistics: Mapping[str, Any]) -> None:
+        failure = statistics.get("snapshot_error")
+        if failure and not self._beat.get("snapshot_error"):
+            log.warning("%s goes on without a new snapshot, and tries again: %s", self.name, failure)
+        self._beat, self.num_updates = dict(statistics), statistics.get("updates", 0)
+
+    def _waits_s(self, error: Exception) -> float:
+        """For how long it is waited for."""
+        is_silent = isinstance(error, UnavailableError) and error.is_silent
+        return max(self.comes_back_s, self._limits.ps_silence_s if is_silent else 0.0)
+
+    def _unavailable(self, error: Exception, waited_s: float) -> UnavailableError:
+        what = "Start it and the program again, from a checkpoint."
+        if waited_s:
+            what = f"The coordinator waited {waited_s:g} s for it. {what}"
+        return UnavailableError(f"{self.name} is lost: {error} {what}{self.hint}", self.name)
+
+    @property
+    def hint(self) -> str:
+        """What helps the next time."""
+        if self.comes_back_s:
+            return ""
+        return (
+            " With snapshot_dir in its rx.ServerOptions (--snapshot-dir) it goes on with its last snapshot when it is started "
+            "again, and the program need not be."
+        )
+
+    def _lose(self, error: BaseException, *, may_come_back: bool = False) -> bool:
+        if not self._is_lost and not self._is_closing:
+            # First: who sees that it is lost gets the error.
+            self._is_lost = self._events.on_ps_lost(self, error, may_come_back=may_come_back)
+        return self._is_lost

@@ -1,0 +1,34 @@
+"""``Work``: a scheduled function as the queue carries it, with the value that waits for its result."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, final
+
+from replicax._src.parameter_servers.coordinator.closures import Ended
+from replicax._src.parameter_servers.coordinator.prepared import PreparedClosure
+from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
+
+
+@final
+@dataclass(slots=True)
+class Work:
+    """What is to be run, and who waits for it.
+
+    Attributes:
+      kind: What closures of one program have in common.
+      keeps: What must live as long, iterators say.
+    """
+
+    prepared: PreparedClosure | None
+    value: RemoteValue
+    kind: Hashable = None
+    keeps: Any = None
+
+
+def settle(ended: Ended) -> None:
+    """Tells those who wait for closures that have ended without a result."""
+    for closure, error in ended:
+        closure.work.value.settle((), error)
+        closure.work.prepared = None

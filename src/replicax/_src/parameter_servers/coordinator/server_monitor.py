@@ -1,0 +1,126 @@
+"""``ServerMonitor``: the parameter servers as the worker pool sees them. It pauses or ends the job when they go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from replicax._src.parameter_servers.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator.prepared import Client, Session
+from replicax._src.parameter_servers.coordinator.ps_recovery import OnPsRestart, Recovery
+from replicax._src.parameter_servers.coordinator.ps_replication import Replication
+from replicax._src.parameter_servers.coordinator.ps_watch import PsWatch
+from replicax._src.parameter_servers.coordinator.round_keeper import RoundKeeper
+from replicax._src.parameter_servers.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.coordinator.pool import WorkerPool
+
+
+@final
+class ServerMonitor:
+    """Watches each parameter server, and decides what the pool does when one is silent, lost, restarted or back.
+
+    Args:
+      pool: That is paused, resumed, or ended.
+    """
+
+    def __init__(self, session: Session, pool: WorkerPool, limits: Limits, on_ps_restart: OnPsRestart):
+        self._pool = pool
+        self._recovery = Recovery(session, pool, on_ps_restart)
+        self._lock = threading.Lock()
+        self._lost_ps: dict[str, BaseException] = {}
+        comes_back = [0.0 if s is None else limits.reconnect_s for s in session.snapshot_intervals_s]
+        self._watches = [
+            PsWatch(number, session, limits, self, comes_back_s if session.groups is None else 0.0)
+            for number, comes_back_s in enumerate(comes_back)
+        ]
+        self._replication = None
+        if session.groups is not None:
+            self._replication = Replication(session, pool, self._tell_primaries, min(comes_back))
+        self._rounds = [RoundKeeper(session, pool, self)] if pool.has_rounds else []
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._recovery.start(self._watches)
+        for task in (*self._watches, *self._rounds):
+            task.start()
+
+    def close(self) -> None:
+        """Ends the threads; does not wait for them."""
+        for task in (*self._watches, *self._rounds, self._recovery):
+            task.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads to end."""
+        until = time.monotonic() + timeout_s
+        for task in (*self._watches, *self._rounds, self._recovery):
+            task.join(max(0.0, until - time.monotonic()))
+
+    def statistics(self) -> dict[str, Any]:
+        """Of each parameter server, and of the copies."""
+        return {
+            "ps": {watch.name: watch.statistics() for watch in self._watches},
+            "replication": None if self._replication is None else self._replication.statistics(),
+        }
+
+    # --- from the threads ------------------------------------------------------------------------------
+
+    def trouble(self, task: str | None) -> bool:
+        """A closure could not use a parameter server, or some. Returns whether it comes back after it died."""
+        # (With replication it may have asked two.)
+        any_of = task is None or self._replication is not None
+        met = [watch for watch in self._watches if any_of or watch.name == task]
+        for watch in met:
+            self._pause(watch)  # until it has answered, so that nothing is tried in vain
+            watch.look()
+        return self._replication is not None or any(watch.comes_back_s for watch in met)
+
+    def _tell_primaries(self) -> None:
+        for worker in self._pool.workers:
+            worker.tell_primaries()
+
+    def on_ps_silent(self, watch: PsWatch) -> None:
+        self._pause(watch)
+        if self._replication is not None and (error := self._replication.silent(watch)) is not None:
+            self._broke(watch, error)
+
+    def _pause(self, watch: PsWatch) -> None:
+        """Nothing is sent to workers until it is there again, if it will be."""
+        if watch.comes_back_s:
+            self._pool.pause(watch.name)
+
+    def on_ps_given_up(self, watch: PsWatch, client: Client) -> None:
+        if self._replication is not None:
+            self._replication.given_up(client)
+
+    def on_ps_restarted(self, watch: PsWatch, client: Client) -> UnavailableError | None:
+        return (self._replication or self._recovery).restarted(watch, client)
+
+    def on_ps_lost(self, watch: PsWatch, error: BaseException, *, may_come_back: bool) -> bool:
+        if self._replication is not None and isinstance(error, UnavailableError):
+            left = self._replication.lost(watch, error)
+            if left is None:
+                return True
+            error = left
+        if may_come_back:
+            self._pool.pause(watch.name)
+            return False
+        self._broke(watch, error)
+        return True
+
+    def _broke(self, watch: PsWatch, error: BaseException) -> None:
+        with self._lock:
+            self._lost_ps[watch.name] = error
+        self._pool.broke(error)
+
+    def on_ps_back(self, watch: PsWatch) -> None:
+        if self._replication is not None:
+            self._replication.back(watch)
+        self._pool.resume(watch.name)
+        with self._lock:
+            was_lost = self._lost_ps.pop(watch.name, None)
+            left = list(self._lost_ps.values())
+        if was_lost and not left:
+            self._pool.mended()

@@ -1,0 +1,164 @@
+"""A status as a page of HTML, all in one: no other files, no other hosts. A script fetches it again every second."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Mapping
+from html import escape
+from typing import Any, Final
+
+from replicax._src.parameter_servers.coordinator.status import (
+    COLUMNS,
+    NUM_TEXT_COLUMNS,
+    closures_of,
+    duration_text,
+    rows_of,
+    staleness_of,
+)
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --line: #8884; --dim: color-mix(in srgb, currentColor 62%, transparent);
+  --good: light-dark(#1a7f37, #4ac26b); --bad: light-dark(#c5221f, #ff7b72); --bar: light-dark(#4a7fd4, #6ea0f0); }
+* { box-sizing: border-box; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 1.25rem; }
+header { display: flex; flex-wrap: wrap; gap: .25rem 1rem; align-items: baseline; justify-content: space-between; }
+h1 { font-size: 1.3rem; margin: 0; }
+h2 { font-size: 1rem; margin: 1.75rem 0 .5rem; }
+p, small { color: var(--dim); margin: 0; }
+dl { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); margin: 1rem 0 0; }
+dl div { border: 1px solid var(--line); border-radius: .4rem; padding: .4rem .6rem; }
+dt { color: var(--dim); font-size: .82rem; }
+dd { font-size: 1.15rem; font-variant-numeric: tabular-nums; margin: 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.wide > table { min-width: 100%; }
+th, td { border-bottom: 1px solid var(--line); padding: .3rem .7rem .3rem 0; text-align: left; }
+th { color: var(--dim); font-size: .82rem; font-weight: 500; }
+.number { padding-left: .7rem; padding-right: 0; text-align: right; }
+#tasks :is(th, td):first-child { background: Canvas; left: 0; position: sticky; }
+#staleness { margin-top: .4rem; }
+td:nth-child(3):not(.number) { max-width: 16rem; overflow: hidden; text-overflow: ellipsis; }
+.good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
+progress { accent-color: var(--bar); height: .8rem; vertical-align: middle; width: min(20rem, 40vw); }
+footer { border-top: 1px solid var(--line); margin-top: 2rem; padding-top: .6rem; }
+a { color: inherit; }
+#trouble { color: var(--bad); font-weight: 600; }
+#trouble:not(:empty) { margin-bottom: .75rem; }
+"""
+_SCRIPT: Final = """
+const trouble = document.getElementById("trouble");
+let answered = Date.now();
+async function refresh() {
+  try {
+    const answer = await fetch(location.href, {cache: "no-store", signal: AbortSignal.timeout(5000)});
+    if (!answer.ok) throw new Error(answer.status);
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const wide = document.querySelector(".wide").scrollLeft;
+    document.querySelector("main").replaceWith(document.adoptNode(page.querySelector("main")));
+    document.querySelector(".wide").scrollLeft = wide;
+    answered = Date.now();
+    trouble.textContent = "";
+  } catch (error) {
+    const ago = Math.round((Date.now() - answered) / 1000);
+    trouble.textContent = `The coordinator has not answered for ${ago} s: what is shown is old.`;
+  }
+  setTimeout(refresh, 1000);
+}
+setTimeout(refresh, 1000);
+"""
+
+
+def _hash(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+CONTENT_SECURITY_POLICY: Final = (
+    f"default-src 'none'; script-src {_hash(_SCRIPT)}; style-src {_hash(_STYLE)}; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_STATES: Final = {
+    "busy": "good",
+    "serving": "good",
+    "running": "good",
+    "backup": "good",
+    "alone": "bad",
+    "lost": "bad",
+    "given up": "bad",
+}
+
+
+def page_of(status: Mapping[str, Any], query: str = "") -> str:
+    """The page of a status with rates.
+
+    Args:
+      status: What is shown.
+      query: What the page's own links need behind their address: ``"?token=..."``.
+    """
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in closures_of(status)
+    )
+    clock = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status["time"]))
+    uptime = duration_text(status["tasks"][0]["uptime_s"])
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>replicax status</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<p id="trouble" role="status"></p>
+<main>
+<header><h1>replicax</h1><p>up {escape(uptime)} · {clock}</p></header>
+<dl>{cells}</dl>
+<h2>Tasks</h2>
+<div class="wide"><table id="tasks">{_tasks(status)}</table></div>
+<h2>Staleness of updates</h2>
+{_staleness(status)}
+</main>
+<footer><p><a href="status.json{escape(query)}">JSON</a> · <a href="metrics{escape(query)}">Prometheus metrics</a></p></footer>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _tasks(status: Mapping[str, Any]) -> str:
+    head = "".join(_cell("th", number, name) for number, name in enumerate(COLUMNS))
+    rows = "".join(
+        "<tr>" + "".join(_cell("td", number, text) for number, text in enumerate(row)) + "</tr>"
+        for row in rows_of(status)
+    )
+    return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+
+
+def _cell(tag: str, number: int, text: str) -> str:
+    is_text = number < NUM_TEXT_COLUMNS
+    name = (
+        _STATES.get(text, "") if tag == "td" and COLUMNS[number] == "state" else "" if is_text else "number"
+    )
+    title = f' title="{escape(text)}"' if tag == "td" and COLUMNS[number] == "function" else ""
+    return f"<{tag}{title}{f' class={name}' if name else ''}>{escape(text)}</{tag}>"
+
+
+def _staleness(status: Mapping[str, Any]) -> str:
+    """How many updates were computed with values that were how old."""
+    staleness = status["staleness"]
+    num = staleness["num"]
+    if not num:
+        return "<p>No update of a function has been applied yet.</p>"
+    rows = "".join(
+        f"<tr><td>{_range(int(low))}</td><td class=number>{count:,}</td>"
+        f'<td class=number><progress max="{num}" value="{count}"></progress></td></tr>'
+        for low, count in staleness["histogram"].items()
+    )
+    head = "<tr><th>updates of others missed</th><th class=number>updates</th><th></th></tr>"
+    line = " · ".join(f"{name} {value}" for name, value in staleness_of(status))
+    return f'<p>{line}</p><table id="staleness"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+
+
+def _range(low: int) -> str:
+    return str(low) if low < 2 else f"{low} to {2 * low - 1}"

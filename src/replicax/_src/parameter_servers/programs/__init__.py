@@ -1,0 +1,1 @@
+"""Scheduled functions as programs: traced, cut between workers and parameter servers, exported."""

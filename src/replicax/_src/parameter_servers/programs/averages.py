@@ -1,0 +1,96 @@
+"""The gradients of several closures as one: their mean. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.parameter_servers.programs.programs import Averaging
+from replicax._src.parameter_servers.store.held_values import Spec
+
+NO_ROW: Final = -1
+"""Among the numbers of rows: padding."""
+
+
+def check_gradients(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> None:
+    """Raises InvalidArgumentError unless an update of averaged gradients takes these.
+
+    Args:
+      specs: Shapes and dtypes of the operands of the update. Of rows there is room for those of several closures.
+    """
+    if not takes(kinds, specs, arrays):
+        got = [(array.shape, array.dtype) for array in arrays]
+        raise InvalidArgumentError(
+            f"An update of averaged gradients takes {list(specs)}, got {got}. Send what its program was exported for."
+        )
+
+
+def takes(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> bool:
+    """Whether it takes them."""
+    have_rows = [kind == "rows" for kind in kinds for _ in range(2 if kind == "rows" else 1)]
+    return len(arrays) == len(specs) == len(have_rows) and all(
+        array.dtype == dtype and (array.shape == shape or (rows and _is_part(array.shape, shape)))
+        for array, (shape, dtype), rows in zip(arrays, specs, have_rows)
+    )
+
+
+def averaged(
+    kinds: Sequence[Averaging], specs: Sequence[Spec], gradients: Sequence[Sequence[np.ndarray]]
+) -> list[np.ndarray]:
+    """The operands of one update.
+
+    Args:
+      gradients: Of each closure; those of the first are overwritten.
+    """
+    means: list[np.ndarray] = []
+    for kind in kinds:
+        at = len(means)
+        parts = [each[at] for each in gradients]
+        if kind == "rows":
+            means += _mean_of_rows(parts, [each[at + 1] for each in gradients], specs[at + 1])
+        elif kind == "all":
+            means.append(np.logical_and.reduce(parts))
+        else:
+            means.append(_mean(parts))
+    return means
+
+
+def _mean(parts: Sequence[np.ndarray]) -> np.ndarray:
+    total = _as_sum(parts[0])
+    for part in parts[1:]:
+        total += part
+    total /= len(parts)
+    return total.astype(parts[0].dtype, copy=False)
+
+
+def _mean_of_rows(
+    numbers: Sequence[np.ndarray], parts: Sequence[np.ndarray], spec: Spec
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that any of them has, each once; who does not have one has a gradient of 0 for it."""
+    shape, dtype = spec
+    unique, positions = np.unique(np.concatenate(numbers), return_inverse=True)
+    if len(unique) > shape[0]:
+        raise InvalidArgumentError(
+            f"{len(unique)} rows of a table are to be updated, and the program has room for {shape[0]}. Give the functions of a "
+            "round elements of the same shapes."
+        )
+    rows = _as_sum(np.zeros(shape, dtype))
+    ends = np.cumsum([len(each) for each in numbers])
+    for part, ours in zip(parts, np.split(positions.reshape(-1), ends[:-1]), strict=True):
+        rows[ours] += part  # (none twice, but for padding)
+    rows /= len(parts)
+    padded = np.full(shape[0], NO_ROW, np.int32)
+    padded[: len(unique)] = unique
+    return padded, rows.astype(dtype, copy=False)
+
+
+def _as_sum(array: np.ndarray) -> Any:
+    """As what sums are made of: half precision is too little for many terms."""
+    return array.astype(np.float32) if array.dtype.itemsize < 4 else array
+
+
+def _is_part(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    return len(shape) == len(whole) and shape[0] <= whole[0] and tuple(shape[1:]) == tuple(whole[1:])

@@ -1,0 +1,361 @@
+"""A function for workers as what a worker computes and what each parameter server does with the results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import jax
+import numpy as np
+
+from replicax._src.errors import UnsupportedError, VariableError
+from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.parameter_servers.programs.assignments import assignment_program
+from replicax._src.parameter_servers.programs.elements import Elements, Offer, joined_parts
+from replicax._src.parameter_servers.programs.events import Applied, Assigned
+from replicax._src.parameter_servers.programs.optimizers import OptimizerUpdate
+from replicax._src.parameter_servers.programs.programs import (
+    NamedRows,
+    Operand,
+    Piece,
+    Push,
+    UpdateProgram,
+    WorkerProgram,
+)
+from replicax._src.parameter_servers.programs.tracing import trace_function
+from replicax._src.parameter_servers.programs.updates import UpdateBuilder
+from replicax._src.parameter_servers.programs.worker import WorkerBuilder
+from replicax._src.program.flat import Atom
+from replicax._src.program.program import Output
+from replicax._src.program.slots import Slot
+
+log = logging.getLogger("replicax")
+_KEPT_WHOLE = (
+    "%s computes rows of a variable from its other rows. Each of these stays whole on one server: %s."
+)
+
+
+class Servers(Protocol):
+    """Where the variables are: ``parameter_servers/client/session.py``."""
+
+    @property
+    def num_ps(self) -> int: ...
+
+    @property
+    def platforms(self) -> Sequence[str]:
+        """Of the parameter servers."""
+        ...
+
+    def make(self, arrays: Sequence[ServerArray]) -> None:
+        """Puts arrays that are not there yet on the servers."""
+
+    def keep_whole(self, array: ServerArray) -> None:
+        """An array shall not be cut.
+
+        Raises:
+          UnsupportedError: It is on the servers in shards.
+        """
+
+    def put_beside(self, array: ServerArray, other: ServerArray) -> None:
+        """Sees to it that an array has its pieces where another has them."""
+
+    def copy_to(self, array: ServerArray, ps: int) -> None:
+        """Sees to it that a server has a copy of an array."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteClosure:
+    """A function, traced for arguments and elements of certain shapes, ready to be sent.
+
+    Attributes:
+      export: Makes the worker's program, for some platforms.
+      updates: The programs of the parameter servers.
+      constants: Arrays that the function closes over, by name; known once it was exported.
+      tree, outputs: The structure of what it returns, and its leaves.
+      elements: What it takes of iterators.
+      arrays: The values on the servers that it reads or changes.
+      num_replicas: Of a worker, if it runs something on all of them.
+      round_key: What closures have in common whose gradients are averaged; None: it has none for that.
+    """
+
+    export: Callable[[Sequence[str]], WorkerProgram]
+    updates: Sequence[tuple[int, UpdateProgram]]
+    constants: Mapping[str, np.ndarray]
+    tree: Any
+    outputs: Sequence[Output]
+    elements: Elements
+    arrays: Sequence[ServerArray]
+    num_replicas: int
+    round_key: str | None = None
+
+    @property
+    def returns(self) -> tuple[Any, Sequence[Any]]:
+        """The structure of what the function returns, and the values in it that are no arrays."""
+        return self.tree, [None if output.is_array else output.value for output in self.outputs]
+
+    def assemble(self, arrays: Sequence[Any]) -> Any:
+        """What the function returned, of the results of the worker."""
+        remaining = iter(arrays)
+        leaves = [next(remaining) if output.is_array else output.value for output in self.outputs]
+        return joined_parts(jax.tree_util.tree_unflatten(self.tree, leaves))
+
+
+def place_closure(
+    call: Callable[[list[Any], Elements], Any],
+    avals: Sequence[Any],
+    name: str,
+    servers: Servers,
+    slot_of: Callable[[Any], Slot],
+    offer: Offer | None = None,
+    num_averaged: int | None = None,
+    num_replicas: int = 1,
+) -> RemoteClosure:
+    """Traces a function for workers.
+
+    Args:
+      call: Calls it with tracers of ``avals``, and what its iterators take elements from.
+      name: Of the function, for people.
+      offer: The elements that it takes, see ``Elements``.
+      num_averaged: Of how many closures the gradients are averaged for an update of an optimizer; None: of none.
+      num_replicas: Of a worker.
+
+    Raises:
+      VariableError: It uses a variable that is not on the parameter servers.
+    """
+    traced = trace_function(call, avals, slot_of, offer, num_replicas)
+    arrays = Arrays(slot_of)
+    worker = WorkerBuilder(traced, arrays.of)
+    server_side = _ServerSide(worker, arrays, servers, num_averaged)
+    programs = server_side.programs(name)
+    pushes = tuple(
+        Push(
+            builder.ps,
+            program.digest,
+            tuple(Operand(*operand) for operand in builder.operands),
+            builder.is_averaged,
+        )
+        for builder, program in programs
+    )
+
+    def export(platforms: Sequence[str]) -> WorkerProgram:
+        return worker.build(name, platforms, pushes)
+
+    return RemoteClosure(
+        export,
+        [(builder.ps, program) for builder, program in programs],
+        worker.constants,
+        traced.tree,
+        traced.variant.outputs[: traced.num_outputs],
+        traced.elements,
+        arrays.all,
+        traced.num_replicas,
+        server_side.round_key(programs),
+    )
+
+
+@final
+class Arrays:
+    """The arrays on the servers of the variables that a function uses."""
+
+    def __init__(self, slot_of: Callable[[Any], Slot]):
+        self._slot_of = slot_of
+        self._arrays: dict[int, ServerArray] = {}  # by id of the variable
+
+    @property
+    def all(self) -> list[ServerArray]:
+        return list(self._arrays.values())
+
+    def of(self, variable: Any) -> ServerArray:
+        """The array of a variable.
+
+        Raises:
+          VariableError: It is not on the servers.
+        """
+        array = self._arrays.get(id(variable))
+        if array is None:
+            array = self._arrays[id(variable)] = _array_of(variable, self._slot_of(variable))
+        return array
+
+
+def _array_of(variable: Any, slot: Slot) -> ServerArray:
+    (value,) = slot.accessor.get([variable])
+    if not isinstance(value, ServerArray):
+        raise VariableError(
+            f"Variable {slot.name!r} is used in a function for workers, and it was made outside of the scope of "
+            "ParameterServerStrategy: it is in this process only. Make variables, models, optimizers and metrics inside "
+            "`with strategy.scope():`."
+        )
+    return value
+
+
+@final
+class _ServerSide:
+    """What the parameter servers do in a closure. Tells the worker's side what they need for it."""
+
+    def __init__(
+        self, worker: WorkerBuilder, arrays: Arrays, servers: Servers, num_averaged: int | None = None
+    ):
+        self._worker, self._arrays, self._servers = worker, arrays, servers
+        self._num_averaged = num_averaged
+        self._updates: list[OptimizerUpdate] = []
+
+    def programs(self, name: str) -> list[tuple[UpdateBuilder, UpdateProgram]]:
+        """The programs of the servers that have something to do, and what they were made with.
+
+        What is done at once, and what is done with averaged gradients, are two programs of a server.
+        """
+        worker = self._worker
+        for variable in worker.variables:
+            self._arrays.of(variable)
+        changed: set[int] = set()  # ids of variables that are no more as the worker read them
+        for event, atoms in worker.notes:
+            if isinstance(event, Applied):
+                update = OptimizerUpdate(
+                    event, self._arrays.of, worker.num_rows_of(atoms), self._num_averaged
+                )
+                _check_state_is_as_read(update, changed)
+                changed |= {id(variable) for variable in event.call.state}
+                self._updates.append(update)
+                worker.add_update(update, atoms)
+            else:
+                changed.add(id(event.slot.variable))
+        self._place()
+        every = range(self._servers.num_ps)
+        builders = {ps: UpdateBuilder(ps) for ps in every}
+        of_updates = builders
+        if self._num_averaged is not None:
+            of_updates = {ps: UpdateBuilder(ps, is_averaged=True) for ps in every}
+        updates = iter(enumerate(self._updates))
+        if self._num_averaged is not None:
+            self._check_order()
+        for event, atoms in worker.notes:
+            if isinstance(event, Assigned):
+                self._add_assignment(builders, event, atoms[0])
+            else:
+                self._add_update(of_updates, *next(updates), atoms)
+        return [
+            (builder, builder.build(self._servers.platforms, name))
+            for builder in dict.fromkeys([*builders.values(), *of_updates.values()])
+            if not builder.is_empty
+        ]
+
+    def round_key(self, programs: Sequence[tuple[UpdateBuilder, UpdateProgram]]) -> str | None:
+        """Of what is averaged: the same variables, updated by the same optimizers, with operands of the same kinds."""
+        averaged = [(builder.ps, program.averaged) for builder, program in programs if builder.is_averaged]
+        if not averaged:
+            return None
+        names = [[array.pieces[0].key for array in update.arrays] for update in self._updates]
+        return repr((averaged, names))
+
+    def _check_order(self) -> None:
+        """What a function assigns is done at once, and what its optimizers do later.
+
+        Raises:
+          UnsupportedError: It assigns a variable that an optimizer has updated, and has not yet.
+        """
+        updated: set[ServerArray] = set()
+        updates = iter(self._updates)
+        for event, _ in self._worker.notes:
+            if isinstance(event, Applied):
+                updated.update(next(updates).arrays)
+            elif (array := self._arrays.of(event.slot.variable)) in updated:
+                raise UnsupportedError(
+                    f"Variable {array.name!r} is assigned at {event.line}, after an optimizer in the same function. With "
+                    "replicas_to_aggregate gradients are applied when those of others have come, and assignments at once, which "
+                    "would be before. Schedule another function that assigns, or use a constraint of the variable."
+                )
+
+    def _place(self) -> None:
+        """Sees to it that everything is on the servers, and what belongs together on the same ones."""
+        for update in self._updates:
+            whole = [array for array in update.kept_whole if array.shards]
+            for array in whole:
+                self._servers.keep_whole(array)
+            if whole:
+                names = ", ".join(repr(array.name) for array in whole)
+                log.warning(_KEPT_WHOLE, update.call.name, names)
+            for slot, variable in update.slots:
+                self._servers.put_beside(slot, variable)
+        self._servers.make(self._arrays.all)
+        for update in self._updates:
+            for array in update.shared:
+                for ps in self._places(update):
+                    self._servers.copy_to(array, ps)
+
+    def _places(self, update: OptimizerUpdate) -> Sequence[int]:
+        """The servers that have a part in an update: all, where variables share something that each counts for
+        itself.
+        """
+        return range(self._servers.num_ps) if update.changes_shared else update.places()
+
+    def _add_assignment(self, builders: Mapping[int, UpdateBuilder], event: Assigned, value: Atom) -> None:
+        array = self._arrays.of(event.slot.variable)
+        program = assignment_program(event, value, self._worker.program)
+        avals = [self._worker.aval_of(atom) for atom in program.operands]
+        copies = [Piece(ps, key) for ps, key in array.copies.items()]
+        for piece in [*array.pieces, *copies]:
+            builder = builders[piece.ps]
+            positions = []
+            for atom, has_rows, (shape, dtype) in zip(
+                program.operands, program.have_rows, avals, strict=True
+            ):
+                is_cut = piece.rows is not None and has_rows and shape[:1] == array.shape[:1]
+                rows = piece.rows if is_cut and len(shape) == len(array.shape) else None
+                shape_there = shape if rows is None else (rows[1] - rows[0], *shape[1:])
+                positions.append(builder.take((self._worker.output(atom), rows), (shape_there, dtype)))
+            start = piece.rows[0] if piece.rows else 0
+            named = None
+            if program.rows is not None:
+                named = [NamedRows(positions[at], start, are_indices=True) for at in program.rows]
+            key = builder.use(array, piece, is_written=True, rows=named)
+            builder.add(_assign(key, positions, program.apply, start))
+
+    def _add_update(
+        self,
+        builders: Mapping[int, UpdateBuilder],
+        number: int,
+        update: OptimizerUpdate,
+        gradients: Sequence[Atom],
+    ) -> None:
+        of_lookups = self._worker.lookups_of(gradients)
+
+        def take_gradient(i: int, piece: Piece) -> Any:
+            other = update.replaced_gradient(i)
+            result = (
+                self._worker.output(gradients[i]) if other is None else self._worker.output(other, number)
+            )
+            return result, piece.rows, of_lookups.get(i)
+
+        def take_scalar(atom: Atom) -> Any:
+            return self._worker.output(atom, number), None
+
+        for ps in self._places(update):
+            update.add_to(builders[ps], take_gradient, take_scalar)
+
+
+def _check_state_is_as_read(update: OptimizerUpdate, changed: Collection[int]) -> None:
+    """Raises if workers need state of an optimizer that has changed in the same closure.
+
+    Raises:
+      UnsupportedError: They do, for what no server can compute alone.
+    """
+    for n in update.needed_state:
+        variable = update.call.state[n]
+        if id(variable) in changed:
+            raise UnsupportedError(
+                f"{update.call.name} is applied at {update.line}, and the workers need {variable.path!r} for it, which the same "
+                "function has changed before. Apply it once in a scheduled function, and assign its variables in another one."
+            )
+
+
+def _assign(
+    key: str, positions: Sequence[int], apply: Callable[[Any, Sequence[Any], int], Any], start: int
+) -> Callable[[dict[str, Any], Sequence[Any]], None]:
+    def step(values: dict[str, Any], operands: Sequence[Any]) -> None:
+        old = values[key]
+        new = apply(old, [operands[position] for position in positions], start)
+        values[key] = jax.lax.convert_element_type(jax.numpy.broadcast_to(new, old.shape), old.dtype)
+
+    return step

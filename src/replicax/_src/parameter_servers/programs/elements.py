@@ -1,0 +1,332 @@
+"""What a function for workers takes of iterators: elements, which are inputs of its program."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src.errors import TraceError
+from replicax._src.input.arrays import common_num_rows
+from replicax._src.input.dataset import OutOfRangeError
+from replicax._src.input.sources import unbatched
+from replicax._src.input.split import split_offsets
+from replicax._src.parameter_servers.programs.programs import signature_of
+from replicax._src.parameter_servers.programs.random_keys import is_key
+from replicax._src.parameter_servers.worker.unbuilt import Cut
+from replicax._src.program.capture import current_capture
+from replicax._src.program.slots import Sharing, Slot
+from replicax._src.user_code import user_line
+from replicax._src.values import PerReplica, largest_shape, pad
+
+
+@dataclass(frozen=True)
+class ElementSpec:
+    """What an iterator gives: the structure, and shape and dtype of each leaf.
+
+    Attributes:
+      cut: How several replicas share it; None: each gets all. "elements": it is a list of what each of them gets.
+    """
+
+    tree: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    cut: Cut | None = None
+
+    @property
+    def nest(self) -> Any:
+        """What one replica gets, or all together."""
+        nest = jax.tree_util.tree_unflatten(self.tree, self.leaves)
+        return nest[0] if self.cut == "elements" else nest
+
+
+class PerWorkerInput(abc.ABC):
+    """What each worker has its own of, and a scheduled function takes: an iterator, or a value."""
+
+    def __init__(self, resource: str, spec: Callable[[], ElementSpec]):
+        self._resource, self._spec = resource, spec
+
+    @property
+    def resource(self) -> str:
+        """The name under which the workers know it."""
+        return self._resource
+
+    @property
+    def spec(self) -> ElementSpec:
+        """What it gives, as far as is known before it does. Waits for the first worker that has made it."""
+        return self._spec()
+
+    @property
+    @abc.abstractmethod
+    def is_iterator(self) -> bool:
+        """Whether each ``next`` gives another element; a value is always the same one."""
+
+    @property
+    def described(self) -> Hashable:
+        """What a trace depends on."""
+        spec = self.spec
+        return self.is_iterator, spec
+
+
+@dataclass(frozen=True, eq=False)
+class Element:
+    """One leaf of one element of an iterator: an input, which a trace meets as if it were a variable.
+
+    Attributes:
+      is_cut: Its rows belong to the replicas, each of which has as many.
+    """
+
+    source: PerWorkerInput
+    call: int
+    leaf: int
+    is_cut: bool = False
+
+
+class EndOfElements(StopIteration):
+    """In a trace: this call of ``next`` is for an element that is missing, because the dataset has ended.
+
+    Attributes:
+      line: Of the call.
+    """
+
+    def __init__(self, line: str):
+        super().__init__()
+        self.line = line
+
+    def out_of_range(self) -> OutOfRangeError:
+        """What it is for who does not do without the element."""
+        return OutOfRangeError(
+            f"next(iterator) at {self.line} was called after the last element. To go on without it give a default, "
+            "next(iterator, None), or ask iterator.get_next_as_optional().has_value()."
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Offer:
+    """The elements that a worker has for a function, which are others than its iterators said.
+
+    Attributes:
+      sources: The iterators, in the order of the function's first trace.
+      leaves: Of each element, by (number of the iterator, call); None for one that is missing.
+    """
+
+    sources: Sequence[PerWorkerInput]
+    leaves: Mapping[tuple[int, int], Sequence[jax.ShapeDtypeStruct] | None]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether an element is missing."""
+        return None in self.leaves.values()
+
+
+@final
+class Elements:
+    """The elements that a function takes while it is traced.
+
+    Args:
+      offer: Those that there are; None for as many as it takes, of the shapes that the iterators say.
+      num_replicas: Of a worker.
+    """
+
+    def __init__(self, offer: Offer | None = None, num_replicas: int = 1):
+        self._offer, self._num_replicas = offer, num_replicas
+        # Numbers of iterators are those of the first trace, also where this one takes nothing of some.
+        self.sources: list[PerWorkerInput] = [] if offer is None else list(offer.sources)
+        self.counts: list[int] = [0] * len(self.sources)
+        self.taken: dict[tuple[int, int], Sequence[jax.ShapeDtypeStruct]] = {}
+        self._slots: dict[int, Slot] = {}
+
+    def take(self, source: PerWorkerInput) -> Any:
+        """The next element, or the value, in the function that is being traced.
+
+        Raises:
+          EndOfElements: The element is missing.
+          TraceError: An element in a scan, condition or other inner trace, which is traced once for all its turns; or
+            either in a function of several replicas, which each get their part; or elements without end; or more
+            than the first trace took.
+        """
+        capture = current_capture()
+        assert capture is not None
+        if capture.is_replica and not source.is_iterator:
+            raise TraceError(
+                f"What each worker has of its own (its index, a per-worker value or variable) is taken at {user_line()}, inside the "
+                f"function that strategy.run runs on {self._num_replicas} replicas, which are of one worker. Take it outside, and "
+                "pass it in: strategy.run(fn, args=(value,)); assign a per-worker variable after run."
+            )
+        if capture.is_replica:
+            raise TraceError(
+                f"next(iterator) at {user_line()} is called inside the function that strategy.run runs on {self._num_replicas} "
+                "replicas: each would need an element of its own. Call it outside: strategy.run(fn, args=(next(iterator),))."
+            )
+        if source.is_iterator and capture.is_in_inner_trace():
+            raise TraceError(
+                f"next(iterator) at {user_line()} is called inside a function that JAX traces on its own (a scan, loop, "
+                "condition, jax.grad, jax.vmap or jax.jit): it would be one element for all turns. Call it outside and pass "
+                "the element in, or use a Python loop."
+            )
+        if source.is_iterator and capture.is_in_branch:
+            raise TraceError(
+                f"next(iterator) at {user_line()} is called inside a branch of rx.cond, and elements are taken before a function "
+                "runs, whichever branch it takes. Call it outside of rx.cond, and use the element inside."
+            )
+        if source not in self.sources:
+            self.sources.append(source)
+            self.counts.append(0)
+        number = self.sources.index(source)
+        call = self.counts[number] if source.is_iterator else 0
+        if call == _MAX_TAKEN:
+            raise TraceError(
+                f"The function takes more than {_MAX_TAKEN} elements of one iterator, at {user_line()}. A loop to the end of an "
+                "iterator has no end in a function for workers, which is traced before anybody knows how many elements there are: "
+                f"take a number that you know, `for _ in range(n): x = next(iterator, None)`, at most {_MAX_TAKEN}, leave the loop "
+                "where x is None, and schedule the function again for more."
+            )
+        spec = source.spec
+        leaves = spec.leaves if self._offer is None else self._offered(source, number, call)
+        self.counts[number] = call + 1
+        if leaves is None:
+            raise EndOfElements(user_line())
+        self.taken[number, call] = leaves
+        values = []
+        for position, leaf in enumerate(leaves):
+            is_cut = spec.cut == "rows" and bool(leaf.shape) and leaf.shape[0] % self._num_replicas == 0
+            element = Element(source, call, position, is_cut)
+            name = f"element {position} of iterator {number}"
+            self._slots[id(element)] = Slot(
+                element, _NO_ACCESSOR, name, leaf.shape, leaf.dtype, Sharing.MIRRORED
+            )
+            values.append(capture.read(element))
+        element = jax.tree_util.tree_unflatten(spec.tree, values)
+        if spec.cut == "rows":
+            return cut_rows(element, self._num_replicas)
+        return stacked(element) if spec.cut == "elements" else element
+
+    def _offered(
+        self, source: PerWorkerInput, number: int, call: int
+    ) -> Sequence[jax.ShapeDtypeStruct] | None:
+        assert self._offer is not None
+        if (number, call) not in self._offer.leaves:
+            what = "an element" if source.is_iterator else "a value of the worker's own"
+            raise TraceError(
+                f"At {user_line()} the function takes {what} that it does not take otherwise: only where a dataset has ended, or "
+                "its elements have other shapes. What it takes is decided before it runs. Take it in any case, and use it where "
+                "it is needed."
+            )
+        return self._offer.leaves[number, call]
+
+    def slot_of(self, element: Element) -> Slot:
+        return self._slots[id(element)]
+
+    @property
+    def signature(self) -> str:
+        """Of all that is taken."""
+        return signature_of([[(x.shape, x.dtype) for x in self.taken[key]] for key in sorted(self.taken)])
+
+
+def cut_rows(batch: Any, num_replicas: int) -> Any:
+    """A nest of arrays [rows, ...] as what each replica gets of them.
+
+    Raises:
+      UnbatchedDatasetError: An array has no rows.
+    """
+    arrays, tree = jax.tree_util.tree_flatten(batch)
+    if not all(array.shape for array in arrays):
+        raise unbatched(num_replicas, batch)
+    if arrays:
+        common_num_rows(batch)
+
+    def cut(array: Any) -> PerReplica:
+        offsets = split_offsets(array.shape[0], num_replicas)
+        if array.shape[0] % num_replicas == 0:
+            return PerReplica(array.reshape(num_replicas, offsets[1], *array.shape[1:]), num_replicas)
+        return _per_replica([array[start:stop] for start, stop in itertools.pairwise(offsets)])
+
+    return jax.tree_util.tree_unflatten(tree, [cut(jnp.asarray(array)) for array in arrays])
+
+
+def stacked(nests: Sequence[Any]) -> Any:
+    """Nests of one replica each as one of all."""
+    return jax.tree_util.tree_map(lambda *parts: _per_replica(parts), *nests)
+
+
+def _per_replica(parts: Sequence[Any]) -> PerReplica:
+    shapes = tuple(tuple(part.shape) for part in parts)
+    largest = largest_shape(shapes)
+    stack = np.stack if isinstance(parts[0], np.ndarray) else jnp.stack
+    rows = stack([pad(part, largest) for part in parts])
+    return PerReplica(rows, len(parts), shapes if len(set(shapes)) > 1 else None)
+
+
+@final
+class ReplicaParts:
+    """A per-replica value as it is returned by a worker: the components, whose shapes depend on the elements."""
+
+    def __init__(self, parts: Sequence[Any]):
+        self.parts = tuple(parts)
+
+
+jax.tree_util.register_pytree_node(
+    ReplicaParts, lambda value: (value.parts, None), lambda _, parts: ReplicaParts(parts)
+)
+
+
+def in_parts(nest: Any) -> Any:
+    """A nest to be returned, whose structure does not depend on the components' shapes."""
+    return jax.tree_util.tree_map(
+        lambda leaf: (
+            ReplicaParts(leaf.values) if isinstance(leaf, PerReplica) and not leaf.is_equal else leaf
+        ),
+        nest,
+        is_leaf=lambda leaf: isinstance(leaf, PerReplica),
+    )
+
+
+def joined_parts(nest: Any) -> Any:
+    """What ``in_parts`` was given, on the host."""
+    return jax.tree_util.tree_map(
+        lambda leaf: (
+            _per_replica([part if is_key(part) else np.asarray(part) for part in leaf.parts])
+            if isinstance(leaf, ReplicaParts)
+            else leaf
+        ),
+        nest,
+        is_leaf=lambda leaf: isinstance(leaf, (ReplicaParts, PerReplica)),
+    )
+
+
+_MAX_TAKEN = 1024  # each is a step in the program that is compiled
+_NO_ACCESSOR: Any = None
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def taking_from(elements: Elements) -> Iterator[None]:
+    """Inside, while a function for workers is traced, ``next`` of an iterator is an input of it.
+
+    Raises:
+      OutOfRangeError: The function takes an element that is missing, and does not do without it.
+    """
+    _local.elements = elements
+    try:
+        yield
+    except EndOfElements as end:
+        raise end.out_of_range() from None
+    except RuntimeError as error:
+        if isinstance(error.__cause__, EndOfElements):  # it came out of a generator
+            raise error.__cause__.out_of_range() from None
+        raise
+    finally:
+        _local.elements = None
+
+
+def current_elements() -> Elements | None:
+    """What takes elements in the function for workers that is being traced in this thread."""
+    return getattr(_local, "elements", None)

@@ -1,0 +1,144 @@
+"""A computation that came as StableHLO, made ready to run on this task's devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.parameter_servers.programs.programs import WorkerProgram
+from replicax._src.parameter_servers.store.held_values import is_wide
+from replicax._src.topology import REPLICA_AXIS
+
+_MIN_REUSED_BYTES: Final = 8 << 20  # from here on the C library gives memory back, and fresh memory is slow
+
+
+@final
+class Executable:
+    """A computation of flat arrays. It is compiled when it is called first.
+
+    Args:
+      num_kept: How many of its first results are the caller's for good. Large ones of the others are written to the
+        memory of those that were given back last (``take_back``), if it computes on one device. None: all are the
+        caller's.
+
+    Attributes:
+      compile_s: How long the first call took, seconds; 0 before it.
+    """
+
+    def __init__(self, blob: bytes, num_replicas: int = 1, num_kept: int | None = None):
+        exported = export.deserialize(bytearray(blob))
+        self.compile_s = 0.0
+        self._shardings: list[Any] | None = None
+        self._lent: dict[int, Any] = {}  # by the number of a result, what it is like
+        self._memory: list[jax.Array] = []
+        if num_replicas == 1:
+            if num_kept is not None and jax.default_backend() == "cpu":
+                after = list(enumerate(exported.out_avals))[num_kept:]
+                self._lent = {number: aval for number, aval in after if _is_large(aval)}
+            if self._lent:
+                call = _lent_first(exported.call, self._lent)
+                self._call = jax.jit(call, donate_argnums=0, keep_unused=True)
+            else:
+                self._call = jax.jit(exported.call)
+        else:
+            mesh = _mesh(num_replicas)
+            whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            self._shardings = [sharding or whole for sharding in exported.in_shardings_jax(mesh)]
+            # (That says where it runs, too, where there are no operands.)
+            self._call = jax.jit(exported.call, out_shardings=whole)
+
+    def __call__(self, inputs: Sequence[Any]) -> list[jax.Array]:
+        """The results; they may be computed yet, when this returns."""
+        if self._shardings is not None:
+            inputs = jax.device_put(list(inputs), self._shardings)
+        start = time.perf_counter()
+        results = self._results(inputs)
+        self.compile_s = self.compile_s or time.perf_counter() - start
+        return results
+
+    def _results(self, inputs: Sequence[Any]) -> list[jax.Array]:
+        if not self._lent:
+            return jax.tree.leaves(self._call(*inputs))
+        memory, self._memory = self._memory, []
+        memory = memory or [jnp.zeros(aval.shape, aval.dtype) for aval in self._lent.values()]
+        lent, others = self._call(memory, *inputs)
+        return [
+            lent[number] if number in lent else others[number] for number in range(len(lent) + len(others))
+        ]
+
+    def take_back(self, results: Sequence[jax.Array]) -> None:
+        """The results of the last call. Those that are not the caller's are gone with the next one.
+
+        (A view of one that somebody has yet keeps what it shows: XLA takes other memory then.)
+        """
+        self._memory = [results[number] for number in self._lent]
+
+    def free(self) -> None:
+        """Gives the memory of what was taken back to the system."""
+        self._memory = []
+
+
+def _is_large(aval: Any) -> bool:
+    return aval.size * aval.dtype.itemsize >= _MIN_REUSED_BYTES and not is_wide(aval.dtype)
+
+
+def _lent_first(call: Callable[..., Any], lent: Collection[int]) -> Callable[..., Any]:
+    """``call`` with its results by their numbers, and memory for those that are ``lent``: XLA gives it to the first
+    that fit.
+    """
+
+    def run(memory: Any, *inputs: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+        del memory
+        results = dict(enumerate(jax.tree.leaves(call(*inputs))))
+        return {number: results.pop(number) for number in lent}, results
+
+    return run
+
+
+def _mesh(num_replicas: int) -> jax.sharding.Mesh:
+    devices = jax.local_devices()
+    if len(devices) < num_replicas:
+        raise InvalidArgumentError(
+            f"The program is for {num_replicas} replicas, and this task has {len(devices)} devices. Start its server with "
+            "as many devices as the others have."
+        )
+    return jax.sharding.Mesh(np.array(devices[:num_replicas]), (REPLICA_AXIS,))
+
+
+@final
+class LoadedProgram:
+    """A WorkerProgram with its computations ready to run.
+
+    Attributes:
+      program: What came.
+      whole: The pieces of all variables that the computation takes whole.
+      whole_first: Of those that the lookups' ids are computed from.
+      looks_up_elements: It pushes, and has lookups whose ids are computed of elements and constants only.
+    """
+
+    def __init__(self, program: WorkerProgram):
+        self.program = program
+        self.main = Executable(program.blob, program.num_replicas, program.num_results)
+        self.ids = [Executable(lookup.blob, program.num_replicas) for lookup in program.lookups]
+        self.whole = _pieces(program, program.inputs)
+        of_lookups = [each for lookup in program.lookups for each in lookup.inputs]
+        self.whole_first = _pieces(program, of_lookups)
+        self.looks_up_elements = bool(program.pushes and program.lookups) and all(
+            each.kind in ("element", "constant") for each in of_lookups
+        )
+
+    @property
+    def compile_s(self) -> float:
+        return self.main.compile_s + sum(ids.compile_s for ids in self.ids)
+
+
+def _pieces(program: WorkerProgram, inputs: Sequence[Any]) -> list[Any]:
+    numbers = dict.fromkeys(each.index for each in inputs if each.kind == "variable")
+    return [piece for number in numbers for piece in program.variables[number]]

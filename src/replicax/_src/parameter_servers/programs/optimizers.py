@@ -1,0 +1,323 @@
+"""What an optimizer's ``apply`` is on parameter servers: each updates its pieces and their slots from the gradients.
+
+``update_analysis.py`` decides what a server computes of it. The update is traced for whole variables, and once more for
+shards. A server's program calls one function for each piece that it has: pieces of the same shape, with the same
+operations, share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from replicax._src.errors import UnsupportedError
+from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.parameter_servers.programs.events import Applied, Shapes
+from replicax._src.parameter_servers.programs.programs import NamedRows, Piece
+from replicax._src.parameter_servers.programs.traced_update import TracedUpdate, Written, computable, slots_of
+from replicax._src.parameter_servers.programs.update_analysis import Sent, Slice, find_mixed, find_sent
+from replicax._src.parameter_servers.programs.updates import UpdateBuilder, Values
+from replicax._src.program import flat
+from replicax._src.program.flat import Atom
+from replicax._src.program.row_parallel import Mixing, rows_of, with_rows
+
+TakeGradient = Callable[[int, Piece], Any]
+"""What stands for the gradient of a variable, or its rows, among the operands of a server's program."""
+TakeScalar = Callable[[Atom], Any]
+"""The same for a value that the worker computes."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a server holds, and what the update makes of it."""
+
+    array: ServerArray
+    piece: Piece
+    written: Written
+
+
+@final
+class OptimizerUpdate:
+    """One call of an optimizer in a closure, over the servers.
+
+    Args:
+      event: The call.
+      array_of: The array on the servers of a variable.
+      num_rows: For each variable of which only some rows are updated: how many its gradient has.
+      num_averaged: How many closures' gradients are averaged for it; None: they are one closure's.
+
+    Attributes:
+      call: The same.
+      line: Of the user's code.
+      traced: The update of whole variables.
+      shared: What each server has a copy of.
+      kept_whole: Variables in shards that have to be whole: the caller sees to it.
+    """
+
+    def __init__(
+        self,
+        event: Applied,
+        array_of: Callable[[Any], ServerArray],
+        num_rows: Mapping[int, int],
+        num_averaged: int | None = None,
+    ):
+        call = self.call = event.call
+        self.line, self._num_rows = event.line, dict(num_rows)
+        self._rows_at_server = {i: num * (num_averaged or 1) for i, num in num_rows.items()}
+        self._is_averaged = num_averaged is not None
+        self.traced = traced = TracedUpdate.of(call, self._shape_of(self._num_rows_shapes(num_rows)))
+        self._arrays = [array_of(variable) for variable in call.variables]
+        self._state = [array_of(variable) for variable in call.state]
+        if self._num_rows and call.why_not_rows is not None:
+            names = ", ".join(repr(self._arrays[i].name) for i in self._num_rows)
+            raise UnsupportedError(
+                f"{call.name} cannot update some rows of table {names} only (at {event.line}): it has {call.why_not_rows}. Leave "
+                "that out, or use another optimizer for the table."
+            )
+        self._slots = slots_of(call, traced)
+        owned = {n for slots in self._slots for n in slots}
+        self._shared = [n for n in range(len(self._state)) if n not in owned]
+        self.shared = [self._state[n] for n in self._shared]
+        self._levels: dict[int, TracedUpdate] = {}
+        self._functions: dict[Hashable, Callable[..., list[Any]]] = {}
+        self.kept_whole: list[ServerArray] = []
+        given = {*traced.consts, *traced.gradients}
+        # First without what is shared: that has changed on the server since the worker read it.
+        self._at_worker = [
+            computable(traced.program, numbers) for numbers in (given, given | self._shared_numbers)
+        ]
+        self._sent = [self._decide(i) for i in range(len(self._arrays))]
+        of_shared = Slice(self._new_shared, None, self._at_every_server)
+        self._shared_sent = self._find(of_shared) or self._refuse(None)
+
+    @property
+    def slots(self) -> list[tuple[ServerArray, ServerArray]]:
+        """The slots, each with the variable that it belongs to."""
+        return [
+            (self._state[n], array) for array, ns in zip(self._arrays, self._slots, strict=True) for n in ns
+        ]
+
+    @property
+    def cuts(self) -> list[int]:
+        """What the worker computes of the update: values of ``traced``."""
+        every = (number for sent in [*self._sent, self._shared_sent] for number in sent.numbers)
+        return list(dict.fromkeys(number for number in every if number not in self.traced.gradients))
+
+    @property
+    def arrays(self) -> list[ServerArray]:
+        """What it updates and keeps, in order."""
+        return [*self._arrays, *self._state]
+
+    def replaced_gradient(self, i: int) -> int | None:
+        """What the worker computes in place of the gradient of a variable, if it does."""
+        number = self._sent[i].gradient
+        return None if number == self.traced.gradients[i] else number
+
+    @property
+    def needed_state(self) -> list[int]:
+        """Positions of the state that the worker needs for ``cuts``."""
+        used = flat.numbers_in(self.traced.program.slice(self.cuts))
+        return [n for n in self._shared if self.traced.state[n].old in used]
+
+    @property
+    def changes_shared(self) -> bool:
+        """Whether it changes what all variables share: a count of steps."""
+        return bool(self._new_shared)
+
+    def places(self) -> list[int]:
+        """The servers that have a part in it: those of the variables, and those where what is shared is read."""
+        changed = (self._state[n] for n in self._shared if self.traced.state[n].is_changed)
+        return sorted(
+            {piece.ps for array in self._arrays for piece in array.pieces} | {a.pieces[0].ps for a in changed}
+        )
+
+    # --- what is decided for whole variables -------------------------------------------------------------
+
+    @property
+    def _new_shared(self) -> list[Atom]:
+        return [self.traced.state[n].new for n in self._shared if self.traced.state[n].is_changed]
+
+    @property
+    def _shared_numbers(self) -> set[int]:
+        return {self.traced.state[n].old for n in self._shared}
+
+    @property
+    def _at_every_server(self) -> set[int]:
+        return {*self.traced.consts, *self._shared_numbers}
+
+    def _decide(self, i: int) -> Sent:
+        traced, array = self.traced, self._arrays[i]
+        written = [traced.values[i], *(traced.state[n] for n in self._slots[i])]
+        wanted, held = [each.new for each in written], {each.old for each in written}
+        whole = Slice(wanted, traced.gradients[i], self._at_every_server | held)
+        if not (array.shards or i in self._num_rows):
+            return self._find(whole) or self._refuse(i)
+        by_rows = Slice(wanted, whole.gradient, whole.at_server, held | {traced.gradients[i]})
+        found = self._find(by_rows)
+        is_cut_alike = all(self._state[n].shape[:1] == array.shape[:1] for n in self._slots[i])
+        if found is not None and (is_cut_alike or not array.shards):
+            return found
+        if i not in self._num_rows and (found := self._find(whole)) is not None:
+            self.kept_whole.append(array)
+            return found
+        mixed = find_mixed(traced, by_rows, Sent(by_rows.gradient))
+        return self._refuse(i, next(iter(mixed.values()), None))
+
+    def _find(self, part: Slice) -> Sent | None:
+        found = (
+            find_sent(self.traced, part, at_worker, is_averaged=self._is_averaged)
+            for at_worker in self._at_worker
+        )
+        return next((sent for sent in found if sent is not None), None)
+
+    def _refuse(self, i: int | None, mixing: Mixing | None = None) -> NoReturn:
+        if i is not None and i in self._num_rows:
+            mixes = f"updates each row of it from others: {mixing}"
+            how = mixes if mixing else "has slots that are not cut like it"
+            raise UnsupportedError(
+                f"Variable {self._arrays[i].name!r} is a table of which some rows are updated, and {self.call.name} {how} (at "
+                f"{self.line}). Use an optimizer that updates rows by themselves (SGD, Adagrad, Adam, RMSprop, Ftrl), or keep the "
+                "variable whole: without variable_partitioner, or with one that leaves it in one piece."
+            )
+        what = "what its variables share" if i is None else f"variable {self._arrays[i].name!r}"
+        raise UnsupportedError(
+            f"{self.call.name} updates {what} from the values of other variables, which other parameter servers may hold (at "
+            f"{self.line}). Use an optimizer that updates each variable from its own gradient and slots."
+        )
+
+    # --- what one server does ----------------------------------------------------------------------------
+
+    def add_to(self, builder: UpdateBuilder, take_gradient: TakeGradient, take_scalar: TakeScalar) -> None:
+        """Adds what one server does, once all arrays have been placed."""
+        for i, array in enumerate(self._arrays):
+            for number, piece in enumerate(array.pieces):
+                if piece.ps == builder.ps:
+                    self._add_piece(builder, i, number, take_gradient(i, piece), take_scalar)
+        if self.changes_shared:  # last: all pieces are updated with what it was
+            self._add(builder, self.traced, self._shared_sent, [], {}, take_scalar)
+
+    def _add_piece(
+        self, builder: UpdateBuilder, i: int, number: int, gradient: Any, take_scalar: TakeScalar
+    ) -> None:
+        """Adds the update of piece ``number`` of a variable, with its slots."""
+        array, sent = self._arrays[i], self._sent[i]
+        piece = array.pieces[number]
+        traced, aval = self._traced_for(i, piece), (self._shape_at(i, piece), array.dtype)
+        held = [_Held(array, piece, traced.values[i])]
+        held += [
+            _Held(self._state[n], self._state[n].pieces[number], traced.state[n]) for n in self._slots[i]
+        ]
+        assert sent.gradient is not None
+        if i in self._num_rows:
+            ids = builder.take(gradient, (aval[0][:1], np.int32), aval)
+            self._add(builder, traced, sent, held, {sent.gradient: ids + 1}, take_scalar, ids)
+        else:
+            self._add(builder, traced, sent, held, {sent.gradient: builder.take(gradient, aval)}, take_scalar)
+
+    def _add(
+        self,
+        builder: UpdateBuilder,
+        traced: TracedUpdate,
+        sent: Sent,
+        held: Sequence[_Held],
+        operands: dict[int, int],
+        take_scalar: TakeScalar,
+        ids: int | None = None,
+    ) -> None:
+        """Adds the call of one function.
+
+        Args:
+          held: What it updates; empty: what is shared.
+          operands: The position of the gradient, by its number.
+          ids: The position of the numbers of the rows that it updates; None: it updates all.
+        """
+        shared = [self._shared_on(builder.ps, n, traced.state[n], is_changed=not held) for n in self._shared]
+        wanted = [each.written.new for each in [*held, *shared] if each.written.is_changed]
+        used = flat.numbers_in(traced.program.slice(wanted, sent.numbers), wanted)
+        for number in sent.scalars:
+            aval = traced.avals[number]
+            operands[number] = builder.take(take_scalar(number), (aval.shape, aval.dtype))
+        read: dict[str, int] = {}  # numbers of the old values, by key
+        written: list[str] = []
+        ids_of: dict[str, int] = {}
+        for each in [*held, *shared]:
+            old, is_changed = each.written.old, each.written.is_changed
+            if not (is_changed or old in used):
+                continue
+            rows = None if ids is None or each in shared else [NamedRows(ids)]
+            key = builder.use(each.array, each.piece, is_written=is_changed, rows=rows)
+            read |= {key: old} if old in used else {}
+            written += [key] if is_changed else []
+            ids_of |= {} if ids is None or rows is None else {key: ids}
+        function = self._function(traced, wanted, [*operands, *read.values()])
+
+        def step(values: Values, given: Sequence[Any]) -> None:
+            args = [given[position] for position in operands.values()]
+            for key in read:
+                at = ids_of.get(key)
+                args.append(values[key] if at is None else rows_of(values[key], given[at]))
+            for key, new in zip(written, function(*args), strict=True):
+                at = ids_of.get(key)
+                values[key] = new if at is None else with_rows(values[key], given[at], new)
+
+        builder.add(step)
+
+    def _shared_on(self, ps: int, n: int, written: Written, *, is_changed: bool) -> _Held:
+        array = self._state[n]
+        kept = Written(written.old, written.old)
+        return _Held(array, Piece(ps, array.key_on(ps)), written if is_changed else kept)
+
+    def _function(
+        self, traced: TracedUpdate, wanted: Sequence[Atom], given: Sequence[int]
+    ) -> Callable[..., Any]:
+        key, function = traced.function(wanted, given)
+        return self._functions.setdefault(key, function)
+
+    # --- traces for other shapes ---------------------------------------------------------------------------
+
+    def _traced_for(self, i: int, piece: Piece) -> TracedUpdate:
+        """The update, traced for the shape of a piece: that of number ``level`` among those of its variable."""
+        level = self._shapes_at(i).index(self._shape_at(i, piece))
+        if level not in self._levels:
+            self._levels[level] = self._traced_at(level)
+        return self._levels[level]
+
+    def _traced_at(self, level: int) -> TracedUpdate:
+        shapes = {}
+        for i in range(len(self._arrays)):
+            of_pieces = self._shapes_at(i)
+            shapes[i] = of_pieces[min(level, len(of_pieces) - 1)]
+        if all(shape == self.traced.avals[self.traced.gradients[i]].shape for i, shape in shapes.items()):
+            return self.traced
+        traced = TracedUpdate.of(self.call, self._shape_of(shapes))
+        if not traced.is_alike(self.traced):
+            raise UnsupportedError(
+                f"{self.call.name} computes something else for a shard of a variable than for the whole: its variables "
+                f"cannot be sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
+            )
+        return traced
+
+    def _shapes_at(self, i: int) -> list[tuple[int, ...]]:
+        return list(dict.fromkeys(self._shape_at(i, piece) for piece in self._arrays[i].pieces))
+
+    def _shape_at(self, i: int, piece: Piece) -> tuple[int, ...]:
+        """The shape of what a server updates at once of a variable."""
+        array = self._arrays[i]
+        return self._num_rows_shapes(self._rows_at_server).get(i, array.shape_of(piece))
+
+    def _num_rows_shapes(self, num_rows: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        return {i: (num, *self.call.variables[i].shape[1:]) for i, num in num_rows.items()}
+
+    def _shape_of(self, shapes: Mapping[int, tuple[int, ...]]) -> Shapes:
+        """The shapes of variables and slots, given those of some variables."""
+        by_id = {id(self.call.variables[i]): shape for i, shape in shapes.items()}
+
+        def shape_of(variable: Any) -> tuple[int, ...]:
+            reference = self.call.reference_of(variable)
+            found = by_id.get(id(variable if reference is None else reference))
+            return tuple(variable.shape) if found is None else found
+
+        return shape_of

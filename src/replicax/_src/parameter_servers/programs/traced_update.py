@@ -1,0 +1,130 @@
+"""An optimizer's update, traced: one list of operations, and the part of it that each variable needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from replicax._src import jax_compat
+from replicax._src.parameter_servers.programs.events import OptimizerCall, Shapes
+from replicax._src.program import flat
+from replicax._src.program.flat import Atom, FlatProgram
+from replicax._src.program.numbering import number_constant, number_of, number_results
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the update makes of one value that a server holds.
+
+    Attributes:
+      old: Its number.
+      new: The new value.
+    """
+
+    old: int
+    new: Atom
+
+    @property
+    def is_changed(self) -> bool:
+        return isinstance(self.new, jax_compat.Literal) or self.new != self.old
+
+
+@dataclass(frozen=True)
+class TracedUpdate:
+    """An update, traced for some shapes.
+
+    Attributes:
+      consts: Values that it holds, by number.
+      gradients: The numbers of those inputs.
+      values, state: What it makes of the variables, and of the state of the optimizer.
+      avals: Shapes and dtypes, by number.
+    """
+
+    program: FlatProgram
+    consts: Mapping[int, Any]
+    gradients: Sequence[int]
+    values: Sequence[Written]
+    state: Sequence[Written]
+    avals: Mapping[int, Any]
+
+    @classmethod
+    def of(cls, call: OptimizerCall, shape_of: Shapes) -> TracedUpdate:
+        jaxpr, const_values = call.trace(shape_of)
+        program = FlatProgram(jaxpr)
+        num_consts, num_state, num_variables = len(const_values), len(call.state), len(call.variables)
+        state = program.inputs[num_consts : num_consts + num_state]
+        gradients, values = _halves(program.inputs[num_consts + num_state :])
+        avals = {number: var.aval for number, var in zip(program.inputs, jaxpr.invars, strict=True)}
+        for operation in program.operations:
+            avals.update(
+                (n, var.aval) for n, var in zip(operation.results, operation.eqn.outvars, strict=True)
+            )
+        return cls(
+            program,
+            program.consts | dict(zip(program.inputs, const_values, strict=False)),
+            gradients,
+            [Written(*pair) for pair in zip(values, program.outputs[:num_variables], strict=True)],
+            [Written(*pair) for pair in zip(state, program.outputs[num_variables:], strict=True)],
+            avals,
+        )
+
+    def is_alike(self, other: TracedUpdate) -> bool:
+        """Whether two are the same but for shapes, so that their values have the same numbers."""
+        ours, theirs = self.program.operations, other.program.operations
+        return len(ours) == len(theirs) and all(
+            a.eqn.primitive is b.eqn.primitive and list(a.results) == list(b.results)
+            for a, b in zip(ours, theirs, strict=True)
+        )
+
+    def depends(self, atom: Atom, number: int) -> bool:
+        """Whether a value follows from another one."""
+        return number in flat.numbers_in(self.program.slice([atom]), [atom])
+
+    def function(self, wanted: Sequence[Atom], given: Sequence[int]) -> tuple[Any, Callable[..., list[Any]]]:
+        """What computes some values from others, by position; and a hashable that is equal for equal functions."""
+        operations = self.program.slice(wanted, set(given))
+        used = flat.numbers_in(operations, wanted)
+        numbers: dict[Any, Any] = {n: number_constant(v) for n, v in self.consts.items() if n in used}
+        numbers.update((n, ("input", at, str(self.avals[n]))) for at, n in enumerate(given))
+        number_results(operations, numbers)
+
+        def part_of_update(*args: Any) -> list[Any]:
+            env = dict(self.consts) | dict(zip(given, args, strict=True))
+            flat.run(operations, env)
+            return [flat.read(env, atom) for atom in wanted]
+
+        return tuple(number_of(numbers, atom) for atom in wanted), jax.jit(part_of_update)
+
+
+def computable(program: FlatProgram, given: Collection[int]) -> set[int]:
+    """The values that follow from those that are given."""
+    known = set(given)
+    for operation in program.operations:
+        if all(isinstance(a, jax_compat.Literal) or a in known for a in operation.operands):
+            known.update(operation.results)
+    return known
+
+
+def slots_of(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
+    """For each variable the positions of its slots among the state."""
+    slots: list[list[int]] = [[] for _ in call.variables]
+    position = {id(variable): i for i, variable in enumerate(call.variables)}
+    for n, variable in enumerate(call.state):
+        reference = call.reference_of(variable)
+        if reference is not None and id(reference) in position:
+            slots[position[id(reference)]].append(n)
+        elif reference is None and math.prod(variable.shape) > 1:
+            users = [
+                i for i, each in enumerate(traced.values) if traced.depends(each.new, traced.state[n].old)
+            ]
+            if len(users) == 1:
+                slots[users[0]].append(n)
+    return slots
+
+
+def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]

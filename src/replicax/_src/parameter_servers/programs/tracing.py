@@ -1,0 +1,172 @@
+"""Traces a function for workers: with what it does to variables, and with rows in place of tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.parameter_servers.programs.elements import Element, Elements, Offer, in_parts
+from replicax._src.parameter_servers.programs.events import Applied, Event, Events
+from replicax._src.parameter_servers.programs.random_keys import as_data
+from replicax._src.program.capture import Entry, current_capture
+from replicax._src.program.lookups import Lookups, find_lookups, is_looked_up
+from replicax._src.program.program import Variant, check_no_leaks, trace_variant
+from replicax._src.program.slots import Slot
+from replicax._src.program.verdict import Verdict
+from replicax._src.values import is_variable
+
+log = logging.getLogger("replicax")
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """What a function takes of tables.
+
+    Attributes:
+      num_consts: Of the function before its tables were replaced.
+    """
+
+    lookups: Lookups
+    num_consts: int
+
+
+@dataclass
+class TracedFunction:
+    """A function for workers, traced.
+
+    Attributes:
+      variant: The trace. Its array outputs are the results, then the values of the events.
+      events: What it does to variables, in order.
+      note_counts: How many values belong to each event.
+      tree: The structure of what it returns, of ``num_outputs`` leaves.
+      num_replicas: Of the replica functions in it.
+      rows: What it takes of tables; None if it looks nothing up.
+    """
+
+    variant: Variant
+    elements: Elements
+    events: list[Event]
+    note_counts: list[int]
+    tree: Any
+    num_outputs: int
+    num_replicas: int
+    rows: TableRows | None = None
+
+
+def trace_function(
+    call: Callable[[list[Any], Elements], Any],
+    avals: Sequence[Any],
+    slot_of: Callable[[Any], Slot],
+    offer: Offer | None,
+    num_replicas: int = 1,
+) -> TracedFunction:
+    found: dict[str, Any] = {}
+
+    def noting(tracers: list[Any]) -> Any:
+        capture = current_capture()
+        assert capture is not None
+        observer = capture.observer = Events()
+        elements = found["elements"] = Elements(offer, num_replicas)
+        result = call(tracers, elements)
+        result = jax.tree_util.tree_map(
+            lambda leaf: leaf.value if is_variable(leaf) else leaf, result, is_leaf=is_variable
+        )
+        result = jax.tree_util.tree_map(as_data, in_parts(result))
+        found["events"] = [event for event, _ in observer.noted]
+        found["note_counts"] = [len(values) for _, values in observer.noted]
+        leaves, found["tree"] = jax.tree_util.tree_flatten(result)
+        found["num_outputs"] = len(leaves)
+        found["num_replicas"] = observer.num_replicas
+        return [*leaves, *(value for _, values in observer.noted for value in values)]
+
+    def by_rows(
+        jaxpr: Any, num_consts: int, entries: Sequence[Entry], num_arrays: int, axis_env: Any
+    ) -> tuple[Any, list[Any]]:
+        found["rows"] = None
+        tables = [num_consts + n for n, entry in enumerate(entries) if _is_table(entry.slot)]
+        if not tables:
+            return jaxpr, []
+        jaxpr = _without_updates(jaxpr, num_arrays)
+        ends = np.cumsum([num_arrays - sum(found["note_counts"]), *found["note_counts"]])
+        of_optimizers = {
+            n
+            for event, start, end in zip(found["events"], ends[:-1], ends[1:], strict=True)
+            for n in range(start, end)
+            if isinstance(event, Applied)
+        }
+        lookups = find_lookups(jaxpr, tables, axis_env)
+        kept = {table for n, table in lookups.gradients.items() if n not in of_optimizers}
+        if kept:  # the function returns, or assigns, a gradient
+            kept_tables = {lookups.lookups[number].table for number in kept}
+            lookups = find_lookups(jaxpr, [t for t in tables if t not in kept_tables], axis_env)
+        for whole in lookups.whole:
+            if is_looked_up(jaxpr, jaxpr.invars[whole.table]):
+                why = "the replicas of a worker take it" if whole.primitive == "shard_map" else str(whole)
+                _say_it_is_needed_whole(entries[whole.table - num_consts].slot.name, why)
+        if not lookups.lookups:
+            return jaxpr, []
+        found["rows"] = TableRows(lookups, num_consts)
+        return lookups.jaxpr, list(lookups.consts)
+
+    def slot(variable: Any) -> Slot:
+        return found["elements"].slot_of(variable) if isinstance(variable, Element) else slot_of(variable)
+
+    variant = trace_variant(
+        noting,
+        avals,
+        [Verdict.SAME] * len(avals),
+        slot_of=slot,
+        num_replicas=None,
+        sum_gradients=lambda capture: list,
+        rewrite=by_rows,
+    )
+    check_no_leaks(variant)
+    if found["num_replicas"] > 1:
+        variant = _without_new_values(variant)
+    return TracedFunction(variant, **found)
+
+
+def _without_new_values(variant: Variant) -> Variant:
+    """A trace whose replicas do not compute the new values of variables, which the servers do, unless it uses them."""
+    jaxpr = variant.jaxpr
+    wanted = jax_compat.rebuild(jaxpr, outvars=jaxpr.outvars[: variant.num_arrays])
+    reduced, _ = jax_compat.without_dead_code(wanted)
+    return dataclasses.replace(
+        variant, jaxpr=jax_compat.rebuild(reduced, invars=jaxpr.invars), write_verdicts=[]
+    )
+
+
+def _without_updates(jaxpr: Any, num_arrays: int) -> Any:
+    """A trace without what only the new values of variables need: the servers compute them. Its marks stay."""
+    outvars = jaxpr.outvars[:num_arrays]
+    needed = {atom for atom in outvars if not isinstance(atom, jax_compat.Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.outvars or any(var in needed for var in eqn.outvars):
+            kept.append(eqn)
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, jax_compat.Literal))
+    return jax_compat.rebuild(jaxpr, outvars=outvars, eqns=kept[::-1])
+
+
+def _is_table(slot: Slot) -> bool:
+    if isinstance(slot.variable, Element) or not jnp.issubdtype(slot.dtype, jnp.inexact):
+        return False
+    (value,) = slot.accessor.get([slot.variable])
+    return isinstance(value, ServerArray) and value.is_table
+
+
+@functools.lru_cache(maxsize=256)
+def _say_it_is_needed_whole(name: str, why: str) -> None:
+    log.warning(
+        "Table %r is sent to the workers whole, for more is done with it than rows looked up: %s.", name, why
+    )

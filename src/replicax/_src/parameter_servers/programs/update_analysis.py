@@ -1,0 +1,130 @@
+"""Decides what a parameter server computes of an optimizer's update, and what the worker sends for it.
+
+The update is traced once, over whole variables. Everything is decided from the *slice* of each variable: the operations
+that compute its new value and its new slots. No optimizer is known by its name. A server has the variable, its slots,
+and what all variables share (the count of steps, the learning rate). The worker has all gradients. So a slice is
+
+1. *elementwise*, if no operation in it mixes rows (``program/row_parallel.py``) or reads another variable. A server
+   then updates each shard from that shard's gradient, and a table from the rows that were looked up. This is so for
+   SGD, Adam, Adagrad, RMSprop, Ftrl, Lion and the like, with weight decay, ``clipvalue`` and EMA: these are operations
+   of the slice, and the average of a variable is one of its slots.
+2. elementwise but for *scalars* that follow from gradients: a global norm, a finite check, the norm of a variable in
+   shards (``clipnorm``). The worker computes them from whole gradients and sends them.
+3. elementwise but for *another gradient* that follows from gradients alone, of the same shape (centred, numbered by
+   rows). The worker sends that in the gradient's place.
+4. *per variable*, if it mixes rows of the variable or of its slots (Lamb, Muon, Adafactor). The variable is kept whole
+   on one server. Of a table whose rows are looked up this is refused: it may not fit there.
+5. *coupled*, if it needs the values of other variables. It is refused.
+
+Where the gradients of several closures are averaged, the only scalars are conditions: those hold if they hold for each
+closure. Whatever else couples variables scales each closure's own gradient, which is the value of case 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from replicax._src.parameter_servers.programs.traced_update import TracedUpdate
+from replicax._src.program import flat
+from replicax._src.program.flat import Atom, Operation
+from replicax._src.program.row_parallel import Mixing, mixed_values
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What is computed for one variable, or for what all variables share.
+
+    Attributes:
+      wanted: The new values.
+      gradient: Of the variable; None for what all share.
+      at_server: The inputs that a server has besides.
+      with_rows: The inputs of which it may have some rows only.
+    """
+
+    wanted: Sequence[Atom]
+    gradient: int | None
+    at_server: Collection[int]
+    with_rows: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the worker sends.
+
+    Attributes:
+      gradient: The gradient, or the value in its place; None for what all share.
+      scalars: Other values.
+    """
+
+    gradient: int | None
+    scalars: Sequence[int] = ()
+
+    @property
+    def numbers(self) -> list[int]:
+        return [*self.scalars, *(() if self.gradient is None else (self.gradient,))]
+
+
+def find_mixed(traced: TracedUpdate, part: Slice, sent: Sent) -> Mapping[int, Mixing]:
+    """The values that come of several rows, in what is left of a slice when the worker has sent something."""
+    if not part.with_rows:
+        return {}
+    assert sent.gradient is not None
+    wanted = flat.numbers_in([], part.wanted)
+    remaining = traced.program.slice(part.wanted, sent.numbers)
+    return mixed_values(remaining, {*part.with_rows, sent.gradient}, wanted)
+
+
+def find_sent(
+    traced: TracedUpdate, part: Slice, at_worker: Collection[int], *, is_averaged: bool
+) -> Sent | None:
+    """What a server needs of the worker to compute a slice.
+
+    Args:
+      at_worker: The values that the worker can compute.
+
+    Returns:
+      None: There is nothing that is enough.
+    """
+    operations = traced.program.slice(part.wanted)
+    mixed = find_mixed(traced, part, Sent(part.gradient))
+    inputs = set(traced.program.inputs)
+    by_server = set(part.at_server)
+    if part.gradient is not None and not is_averaged:
+        by_server.add(part.gradient)
+    scalars: set[int] = set()
+    for operation in operations:
+        if operation.results[0] not in mixed and flat.numbers_in([operation]) <= by_server:
+            by_server.update(operation.results)
+        else:
+            scalars.update(
+                n for n in operation.results if n in at_worker and _may_be_sent(traced, n, is_averaged)
+            )
+    for gradient in _gradients(traced, part, operations, at_worker):
+        sent = Sent(gradient, sorted(scalars))
+        used = flat.numbers_in(traced.program.slice(part.wanted, sent.numbers), part.wanted)
+        if used & inputs <= {*sent.numbers, *part.at_server} and not find_mixed(traced, part, sent):
+            return Sent(gradient, sorted(used & scalars))
+    return None
+
+
+def _may_be_sent(traced: TracedUpdate, number: int, is_averaged: bool) -> bool:
+    aval = traced.avals[number]
+    return aval.dtype == np.dtype(bool) and not aval.shape if is_averaged else math.prod(aval.shape) == 1
+
+
+def _gradients(
+    traced: TracedUpdate, part: Slice, operations: Sequence[Operation], at_worker: Collection[int]
+) -> Iterator[int | None]:
+    """The gradient, then what may be sent in its place."""
+    yield part.gradient
+    if part.gradient is None:
+        return
+    gradient = traced.avals[part.gradient]
+    for number in (n for operation in operations for n in operation.results):
+        aval = traced.avals[number]
+        if number in at_worker and (aval.shape, aval.dtype) == (gradient.shape, gradient.dtype):
+            yield number

@@ -1,0 +1,345 @@
+"""The worker's side of a closure: what it computes, from what, and which of the results go to the servers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src import jax_compat
+from replicax._src.errors import UnsupportedError
+from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.parameter_servers.programs.elements import Element
+from replicax._src.parameter_servers.programs.events import Event, assigning
+from replicax._src.parameter_servers.programs.optimizers import OptimizerUpdate
+from replicax._src.parameter_servers.programs.programs import Input, Lookup, Push, WorkerProgram
+from replicax._src.parameter_servers.programs.random_keys import is_key, taking_data
+from replicax._src.parameter_servers.programs.tracing import TracedFunction
+from replicax._src.program import flat
+from replicax._src.program.capture import Entry
+from replicax._src.program.flat import Atom, FlatProgram, Operation
+from replicax._src.program.lookups import Given
+from replicax._src.topology import Topology
+
+log = logging.getLogger("replicax")
+_PRINTS = ("debug_callback", "debug_print")
+SMALL_BYTES = 64 << 10  # a constant of more travels once, by itself
+_Aval = tuple[tuple[int, ...], Any]
+
+
+@final
+class WorkerBuilder:
+    """The worker's program, while it is put together.
+
+    Args:
+      traced: The function.
+      array_of: The array on the servers of a variable.
+
+    Attributes:
+      program: The function as one list of operations.
+      notes: What it does to variables, in order, with the values in ``program``.
+      constants: Large arrays that the function closes over, by name; known once it is built.
+    """
+
+    def __init__(self, traced: TracedFunction, array_of: Callable[[Any], ServerArray]):
+        self._traced, self._array_of = traced, array_of
+        variant = traced.variant
+        self.program = FlatProgram(variant.jaxpr, is_selected=assigning(traced.events))
+        self.constants: dict[str, np.ndarray] = {}
+        self._consts = dict(zip(self.program.inputs, variant.consts, strict=False))
+        self._entries: dict[int, Entry] = {}
+        self._arguments: dict[int, int] = {}  # numbers in the program -> positions
+        self._of_lookups: dict[int, tuple[Any, int]] = {}
+        for number, (kind, index) in zip(
+            self.program.inputs[len(variant.consts) :], self._kinds(), strict=True
+        ):
+            if kind != "input":
+                self._of_lookups[number] = (kind, index)
+            elif index < len(variant.entries):
+                self._entries[number] = variant.entries[index]
+            else:
+                self._arguments[number] = index - len(variant.entries)
+        num_results = sum(output.is_array for output in variant.outputs[: traced.num_outputs])
+        self._results = list(self.program.outputs[:num_results])
+        self.notes = self._noted(num_results)
+        self._outputs: dict[tuple[int, int], tuple[int, Atom]] = {}
+        self._updates: list[tuple[OptimizerUpdate, Sequence[Atom]]] = []
+        self._avals = self._known_avals()
+
+    def _kinds(self) -> list[tuple[Any, int]]:
+        """What each input after the constants is: a variable or an argument of the function, or of a lookup."""
+        variant, rows = self._traced.variant, self._traced.rows
+        if rows is None:
+            return [("input", index) for index in range(len(variant.jaxpr.invars) - len(variant.consts))]
+        given = rows.lookups.inputs[len(rows.lookups.consts) + rows.num_consts :]
+        return [(g.kind, g.index - rows.num_consts if g.kind == "input" else g.index) for g in given]
+
+    def _noted(self, start: int) -> list[tuple[Event, list[Atom]]]:
+        notes = []
+        for event, count in zip(self._traced.events, self._traced.note_counts, strict=True):
+            notes.append((event, list(self.program.outputs[start : start + count])))
+            start += count
+        return notes
+
+    def _known_avals(self) -> dict[int, _Aval]:
+        invars = self._traced.variant.jaxpr.invars
+        known = {n: (tuple(v.aval.shape), v.aval.dtype) for n, v in zip(self.program.inputs, invars)}
+        for operation in self.program.operations:
+            for number, var in zip(operation.results, operation.eqn.outvars, strict=True):
+                known[number] = tuple(var.aval.shape), var.aval.dtype
+        return known
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that the function met, tables of which it takes rows included."""
+        met = (entry.slot.variable for entry in self._traced.variant.entries)
+        return [variable for variable in met if not isinstance(variable, Element)]
+
+    def aval_of(self, atom: Atom) -> _Aval:
+        """Shape and dtype of a value of the program."""
+        if isinstance(atom, jax_compat.Literal):
+            aval: Any = atom.aval
+            return tuple(aval.shape), aval.dtype
+        return self._avals[atom]
+
+    def lookups_of(self, gradients: Sequence[Atom]) -> dict[int, int]:
+        """For the gradients that have the rows of a lookup: the number of that."""
+        rows = self._traced.rows
+        if rows is None:
+            return {}
+        of_output = {self.program.outputs[n]: lookup for n, lookup in rows.lookups.gradients.items()}
+        numbers = [
+            None if isinstance(atom, jax_compat.Literal) else of_output.get(atom) for atom in gradients
+        ]
+        return {i: number for i, number in enumerate(numbers) if number is not None}
+
+    def num_rows_of(self, gradients: Sequence[Atom]) -> dict[int, int]:
+        """For the same gradients: how many rows they have."""
+        rows = self._traced.rows
+        lookups = () if rows is None else rows.lookups.lookups
+        return {i: lookups[number].num_ids for i, number in self.lookups_of(gradients).items()}
+
+    def add_update(self, update: OptimizerUpdate, gradients: Sequence[Atom]) -> None:
+        """The worker computes what servers cannot of an optimizer's update."""
+        self._updates.append((update, gradients))
+
+    def output(self, atom: Atom, update: int | None = None) -> int:
+        """The number of a result of the worker, from now on: a value of the function, or of an update that was
+        added.
+        """
+        where = 0 if update is None else update + 1
+        key = where, id(atom) if isinstance(atom, jax_compat.Literal) else atom
+        self._outputs.setdefault(key, (where, atom))
+        return len(self._results) + list(self._outputs).index(key)
+
+    # --- putting it together --------------------------------------------------------------------------
+
+    def build(self, name: str, platforms: Sequence[str], pushes: tuple[Push, ...]) -> WorkerProgram:
+        """The program, with all that has been asked for."""
+        wanted = self._wanted()
+        operations = self.program.slice(wanted)
+        check_callbacks(self.program.operations, operations, name)
+        used = flat.numbers_in(operations, wanted)
+        arrays: list[ServerArray] = []
+        lookups = self._placed_lookups(arrays, name, platforms)
+        small, inputs = self._inputs(used, arrays, lookups)
+        computation = self._computation(operations, list(inputs), small)
+        blob = jax_compat.export(computation, self._operands(inputs), platforms, name)
+        return WorkerProgram(
+            name,
+            blob,
+            tuple(inputs.values()),
+            tuple(array.pieces for array in arrays),
+            len(self._results),
+            pushes,
+            tuple(lookups),
+            tuple(self._traced.elements.counts),
+            self._traced.num_replicas,
+        )
+
+    def _operands(self, numbers: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes; of several replicas also what of it each of their devices gets."""
+        whole, row = self._shardings
+
+        def sharding(number: int) -> Any:
+            entry = self._entries.get(number)
+            is_cut = entry is not None and getattr(entry.slot.variable, "is_cut", False)
+            return row if is_cut else whole
+
+        return [jax.ShapeDtypeStruct(*self._avals[number], sharding=sharding(number)) for number in numbers]
+
+    @property
+    def _shardings(self) -> tuple[Any, Any]:
+        """Of operands that each device of the worker has whole, and of those of which it has some rows."""
+        topology = Topology.elsewhere(self._traced.num_replicas)
+        return (topology.replicated, topology.per_replica) if topology.num_replicas > 1 else (None, None)
+
+    def _wanted(self) -> list[Atom]:
+        wanted = [*self._results, *(atom for where, atom in self._outputs.values() if where == 0)]
+        for update, gradients in self._updates:
+            if update.cuts:
+                wanted += [*gradients, *self._state_for_cuts(update).values()]
+        return wanted
+
+    def _inputs(
+        self, used: set[int], arrays: list[ServerArray], lookups: Sequence[Lookup]
+    ) -> tuple[dict[int, Any], dict[int, Input]]:
+        """Constants that are part of the program, and what the others of the numbers ``used`` are."""
+        small: dict[int, Any] = {}
+        inputs: dict[int, Input] = {}
+        for number, value in self._consts.items():
+            if number not in used:
+                continue
+            if is_key(value):
+                small[number] = value
+                continue
+            array = np.asarray(value)
+            if array.nbytes <= SMALL_BYTES:
+                small[number] = array
+            else:
+                inputs[number] = self._constant(array)
+        for number, entry in self._entries.items():
+            if number in used:
+                inputs[number] = self._of_variable(entry.slot.variable, arrays)
+        for number, position in self._arguments.items():
+            if number in used:
+                inputs[number] = Input("argument", position)
+        for number, (kind, index) in self._of_lookups.items():
+            if number in used:
+                inputs[number] = Input(kind, lookups[index].variable, index)
+        return small, inputs
+
+    def _constant(self, value: Any) -> Input:
+        array = np.asarray(jax.random.key_data(value) if is_key(value) else value)
+        name = name_of(array)
+        self.constants[name] = array
+        return Input("constant", name=name)
+
+    def _of_variable(self, variable: Any, arrays: list[ServerArray]) -> Input:
+        if isinstance(variable, Element):
+            number = self._traced.elements.sources.index(variable.source)
+            return Input("element", number, variable.call, variable.leaf)
+        return Input("variable", _number_of(self._array_of(variable), arrays))
+
+    def _placed_lookups(self, arrays: list[ServerArray], name: str, platforms: Sequence[str]) -> list[Lookup]:
+        """The lookups as the worker makes them; adds the variables and constants that they need."""
+        rows, variant = self._traced.rows, self._traced.variant
+        if rows is None:
+            return []
+        traced_consts = variant.consts[len(variant.consts) - rows.num_consts :]
+
+        def taken(given: Given) -> Input:
+            index = given.index - rows.num_consts
+            if given.kind == "constant":
+                return self._constant(rows.lookups.consts[given.index])
+            if index < 0:
+                return self._constant(traced_consts[given.index])
+            if index >= len(variant.entries):
+                return Input("argument", index - len(variant.entries))
+            return self._of_variable(variant.entries[index].slot.variable, arrays)
+
+        placed = []
+        for number, lookup in enumerate(rows.lookups.lookups):
+            table = self._array_of(variant.entries[lookup.table - rows.num_consts].slot.variable)
+            whole, _ = self._shardings
+            ids, avals = taking_data(
+                functools.partial(_evaluated, lookup.jaxpr), [v.aval for v in lookup.jaxpr.invars]
+            )
+            avals = [aval.update(sharding=whole) for aval in avals]
+            blob = jax_compat.export(ids, avals, platforms, f"ids_{number}_of_{name}")
+            inputs = tuple(taken(given) for given in lookup.inputs)
+            placed.append(Lookup(_number_of(table, arrays), blob, inputs, lookup.num_ids, table.shape[0]))
+        return placed
+
+    def _state_for_cuts(self, update: OptimizerUpdate) -> dict[int, int]:
+        """For the state that the worker needs: its number in the update, and in the function."""
+        of_variable = {id(entry.slot.variable): number for number, entry in self._entries.items()}
+        state = update.call.state
+        return {update.traced.state[n].old: of_variable[id(state[n])] for n in update.needed_state}
+
+    def _computation(
+        self, operations: Sequence[Any], numbers: Sequence[int], small: Mapping[int, Any]
+    ) -> Callable[..., list[Any]]:
+        results, outputs = list(self._results), list(self._outputs.values())
+        updates = [(update, of, self._state_for_cuts(update)) for update, of in self._updates]
+
+        def compute(*args: Any) -> list[Any]:
+            env = dict(small) | dict(zip(numbers, args, strict=True))
+            flat.run(operations, env)
+            envs = [env]
+            for update, gradients, state in updates:
+                envs.append(
+                    _of_update(
+                        update, [flat.read(env, g) for g in gradients] if update.cuts else (), state, env
+                    )
+                )
+            pushed = [flat.read(envs[where], atom) for where, atom in outputs]
+            return [*(flat.read(env, atom) for atom in results), *pushed]
+
+        return compute
+
+
+def _of_update(
+    update: OptimizerUpdate, gradients: Sequence[Any], state: Mapping[int, int], env: Mapping[int, Any]
+) -> dict[int, Any]:
+    """What the worker computes of an update, from the values of the function."""
+    traced = update.traced
+    inner: dict[int, Any] = dict(traced.consts)
+    inner.update(zip(traced.gradients, gradients))
+    inner.update((number, env[there]) for number, there in state.items())
+    flat.run(traced.program.slice(update.cuts), inner)
+    return inner
+
+
+def check_callbacks(every: Sequence[Operation], needed: Sequence[Operation], name: str) -> None:
+    """Says which calls of Python are left out, and refuses those whose results are needed: workers have no such
+    code.
+    """
+    for operation in needed:
+        found = [operation.eqn.primitive.name, *_primitives_in(operation)]
+        calls = [primitive for primitive in found if "callback" in primitive or primitive == "debug_print"]
+        if calls:
+            raise UnsupportedError(
+                f"{name} calls back into Python ({calls[0]} at {operation.line}), and runs on workers, which have none of your "
+                "code. Compute it with JAX, or before the function is scheduled; what each worker shall compute in Python belongs "
+                "into the function of create_per_worker_dataset."
+            )
+    for operation in every:
+        if operation.eqn.primitive.name in _PRINTS:
+            _say_it_does_not_print(name, operation.line)
+
+
+def _primitives_in(operation: Operation) -> set[str]:
+    inner = (jax_compat.inner_jaxpr(sub)[0] for sub in jax_compat.sub_jaxprs(operation.eqn))
+    return set().union(*map(jax_compat.primitives_of, inner))
+
+
+@functools.lru_cache(maxsize=256)
+def _say_it_does_not_print(name: str, line: str) -> None:
+    log.warning(
+        "What %s prints at %s is left out: it runs on workers. Return the value and print it here.",
+        name,
+        line,
+    )
+
+
+def _number_of(array: ServerArray, arrays: list[ServerArray]) -> int:
+    if array not in arrays:
+        arrays.append(array)
+    return arrays.index(array)
+
+
+def _evaluated(jaxpr: Any, *args: Any) -> list[Any]:
+    return jax_compat.eval_jaxpr(jaxpr, args)
+
+
+def name_of(array: np.ndarray) -> str:
+    """What an array that travels once is known by: a hash of it."""
+    said = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=16)
+    said.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return said.hexdigest()

@@ -1,0 +1,140 @@
+"""``GroupCopies``: the copies of groups that one parameter server has for one coordinator, by number of the group."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from replicax._src.parameter_servers.client.server_stream import PsClient
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.group_copy import GroupCopy
+from replicax._src.parameter_servers.store.group_rules import View
+from replicax._src.parameter_servers.store.log import DEFAULT_LOG_BYTES
+from replicax._src.parameter_servers.store.requests import field_of
+from replicax._src.parameter_servers.store.snapshot_keeper import SnapshotKeeper
+from replicax._src.parameter_servers.transport.messages import Message
+
+_FROM_PRIMARY = frozenset({"forward", "copy"})
+_HELD = ("pieces", "bytes", "programs", "gradient_bytes", "num_snapshots")
+
+
+@final
+class GroupCopies:
+    """None, until the coordinator has said that there are some.
+
+    Args:
+      task: The number of this server.
+      incarnation: Of the coordinator.
+      connect: Gives a client of a parameter server, by its number and its address.
+      log_bytes: The most memory that each group uses for updates that its backup lacks.
+      keep: Makes the keeper of the snapshots of a group's copy, and says whether it restores; None: there are none.
+
+    Attributes:
+      incarnation: Of the coordinator.
+    """
+
+    def __init__(
+        self,
+        task: int,
+        incarnation: str,
+        connect: Callable[[int, str], PsClient],
+        log_bytes: int = DEFAULT_LOG_BYTES,
+        keep: Callable[[int, bool, GroupCopy], SnapshotKeeper] | None = None,
+    ):
+        self.incarnation = incarnation
+        self._task, self._connect = task, connect
+        self._log_bytes, self._keep = log_bytes, keep
+        self._lock = threading.Lock()
+        self._copies: dict[int, GroupCopy] = {}
+        self._addresses: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def take(self, view: View, addresses: list[str]) -> None:
+        """The coordinator has decided who has a group.
+
+        Args:
+          addresses: Of all parameter servers, in order.
+
+        Raises:
+          InvalidArgumentError: This server does not have what it would need.
+        """
+        with self._lock:
+            self._addresses = addresses
+            copy = self._copies.get(view.group) or self._add(view.group)
+        copy.take(view)
+
+    def restore(self, group: int) -> None:
+        """Begins with a group of which there are snapshots of this coordinator.
+
+        Raises:
+          SnapshotError: None can be read.
+        """
+        with self._lock:
+            self._add(group, restores=True)
+
+    @property
+    def restored(self) -> dict[str, Any]:
+        """By group, what was restored."""
+        return {
+            str(group): copy.restored for group, copy in self._copies.items() if copy.restored is not None
+        }
+
+    def _add(self, group: int, *, restores: bool = False) -> GroupCopy:
+        connect = lambda task: self._connect(task, self._addresses[task])  # noqa: E731
+        keep = None if self._keep is None else functools.partial(self._keep, group, restores)
+        copy = GroupCopy(group, self._task, self.incarnation, connect, self._log_bytes, keep)
+        self._copies[group] = copy
+        return copy
+
+    def answer(self, message: Message) -> Message:
+        """Does what a client, or the primary of a group, asks.
+
+        Raises:
+          UnavailableError: This server does not have the group, or does not serve it.
+          Other errors are the store's.
+        """
+        group = field_of(message.header, "group", int)
+        copy = self._copies.get(group)
+        if copy is None:
+            raise UnavailableError(f"ps {self._task} does not have group {group}, as far as it knows.")
+        if message.header.get("op") in _FROM_PRIMARY:
+            return copy.forwarded(message)
+        return copy.answer(message)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of all stores together what is held; what was done of those that it serves; and ``groups``: what part it has
+        in each.
+        """
+        counts: Counter[str] = Counter()
+        served: list[dict[str, Any]] = []
+        error = ""
+        for copy in list(self._copies.values()):
+            statistics = copy.statistics()
+            names = statistics if copy.is_primary else _HELD
+            counts.update({name: statistics[name] for name in names if type(statistics.get(name)) is int})
+            served += [statistics] if copy.is_primary else []
+            error = error or statistics.get("snapshot_error", "")
+        staleness = max((each["staleness"] for each in served), key=lambda s: s["num"], default=None)
+        told = {"updates": 0, **counts, "staleness": staleness, "groups": self.described()}
+        return told if self._keep is None else {**told, "snapshot_error": error}
+
+    def described(self) -> Mapping[str, Any]:
+        """By group, the part that this server has."""
+        return {str(group): copy.described() for group, copy in sorted(self._copies.items())}
+
+    def close_keepers(self) -> None:
+        """Takes the last snapshot of each, while all is still there."""
+        for copy in list(self._copies.values()):
+            copy.close_keeper()
+
+    def close(self) -> None:
+        """Drops all."""
+        with self._lock:
+            copies, self._copies = self._copies, {}
+        for copy in copies.values():
+            copy.close()

@@ -1,0 +1,103 @@
+"""Gradients that a parameter server holds until the round of their closures is applied. The caller has the lock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.parameter_servers.programs.averages import averaged, check_gradients, takes
+from replicax._src.parameter_servers.store.updates import CompiledUpdate
+
+
+@dataclass(frozen=True)
+class _Held:
+    update: CompiledUpdate
+    arrays: Sequence[np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+@final
+class HeldGradients:
+    """By round, by closure."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, dict[int, _Held]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is held."""
+        return sum(held.num_bytes for held_of in self._rounds.values() for held in held_of.values())
+
+    def hold(
+        self, number: int, closure: int, update: CompiledUpdate, gradients: Sequence[np.ndarray]
+    ) -> None:
+        """Keeps copies of a closure's gradients, the first ones that come.
+
+        Raises:
+          InvalidArgumentError: The update does not take them.
+        """
+        check_gradients(update.program.averaged, update.operands, gradients)
+        held = self._rounds.setdefault(number, {})
+        if closure not in held:
+            held[closure] = _Held(update, [np.array(array) for array in gradients])
+
+    def held(self) -> Iterator[tuple[int, int, str, Sequence[np.ndarray]]]:
+        """All: the round, the closure, the digest of the update, the gradients."""
+        for number, held_of in self._rounds.items():
+            for closure, held in held_of.items():
+                yield number, closure, held.update.program.digest, held.arrays
+
+    def keys_of(self, number: int) -> list[str]:
+        """Of the pieces that a round will write."""
+        programs = [held.update.program for held in self._rounds.get(number, {}).values()]
+        return list(dict.fromkeys(program.state[at] for program in programs for at in program.written))
+
+    def mean(
+        self, number: int, closures: Sequence[int]
+    ) -> tuple[CompiledUpdate, Sequence[np.ndarray]] | None:
+        """The update of a round and its operands, of those of the closures that are here; None if none is.
+
+        Raises:
+          InvalidArgumentError: None of their updates takes the gradients of all.
+        """
+        held_of = self._rounds.get(number, {})
+        held = [held_of[closure] for closure in closures if closure in held_of]
+        if not held:
+            return None
+        # Closures with fewer rows of a table have a program with less room.
+        update = max((each.update for each in held), key=_room)
+        kinds = update.program.averaged
+        if not all(takes(kinds, update.operands, each.arrays) for each in held):
+            raise InvalidArgumentError(
+                "Some functions of a round look up more rows of one table than the others, and fewer of another table: no update "
+                "of theirs has room for all. Give the functions of a round elements of the same shapes."
+            )
+        return update, averaged(kinds, update.operands, [each.arrays for each in held])
+
+    def end(self, number: int) -> None:
+        """A round is over."""
+        self._rounds.pop(number, None)
+
+    def end_below(self, low: int) -> None:
+        """So are all below ``low``."""
+        for number in [number for number in self._rounds if number < low]:
+            del self._rounds[number]
+
+    def forget(self, keys: Collection[str]) -> None:
+        """These pieces are gone: so is what would update them."""
+        for held_of in self._rounds.values():
+            for closure in [
+                c for c, held in held_of.items() if not set(keys).isdisjoint(held.update.program.state)
+            ]:
+                del held_of[closure]
+
+
+def _room(update: CompiledUpdate) -> int:
+    return sum(shape[0] for shape, _ in update.operands if shape)

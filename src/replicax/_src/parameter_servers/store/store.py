@@ -1,0 +1,362 @@
+"""``Store``: the pieces of variables that one parameter server holds, and what closures do to them. No transport."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+
+from replicax._src.parameter_servers.errors import MessageError, UnavailableError
+from replicax._src.parameter_servers.programs.programs import UpdateProgram
+from replicax._src.parameter_servers.store.held_pieces import (
+    HeldPiece,
+    check_assigned,
+    check_makes,
+    check_tables,
+    rows_of,
+    shown,
+)
+from replicax._src.parameter_servers.store.held_values import copied, is_overwritten, overwritten
+from replicax._src.parameter_servers.store.requests import (
+    ApplyRound,
+    Assign,
+    NewPiece,
+    Step,
+    field_of,
+    keys_of,
+    new_pieces,
+    program_of,
+)
+from replicax._src.parameter_servers.store.store_contents import StoreContents, StoreState
+from replicax._src.parameter_servers.store.store_snapshots import Moment, StoreSnapshots, any_moment
+from replicax._src.parameter_servers.store.updates import CompiledUpdate
+from replicax._src.parameter_servers.transport.messages import Message
+
+_BRIEFLY_S: Final = 0.2
+
+
+@final
+class Store:
+    """Pieces, programs that update them, and which closures have done so. All methods may be called from any thread.
+
+    One lock is held while an update runs and while views are taken, so that nobody sees half of an update; arrays of
+    an answer that are large are views, to be sent outside of the lock and let go then.
+
+    Args:
+      device: Where values are held and updates run; a CPU if not given.
+    """
+
+    def __init__(self, device: Any = None):
+        self.device = jax.local_devices(backend="cpu")[0] if device is None else device
+        self._lock = threading.Lock()
+        self._compile_lock = threading.Lock()
+        self._contents = StoreContents()
+        self._snapshots = StoreSnapshots(self._contents, self._lock, self.device)
+        self._told: dict[str, Any] = {}
+        self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
+            "create": self._create,
+            "program": self._program,
+            "step": self._step,
+            "apply": self._apply_round,
+            "assign": self._assign,
+            "drop": self._drop,
+            "find": self._find,
+            "checksum": self._checksum,
+        }
+
+    def answer(self, message: Message) -> Message:
+        """Does what is asked. Its arrays are not needed afterwards; the answer's may be views, to be kept briefly.
+
+        Raises:
+          UnavailableError: What is here belongs to another coordinator, or to none. ``TaskService`` knows why: whose
+            messages are answered is its rule, and this message was overtaken.
+          UnknownProgramError: The program is to be sent again; nothing has happened.
+          InvalidArgumentError: Something does not fit; nothing has happened.
+          MessageError: The header is not one of these operations.
+        """
+        op = field_of(message.header, "op", str)
+        if op not in self._operations:
+            raise MessageError(
+                f'A parameter server has no operation "{op}"; it has {", ".join(self._operations)}.'
+            )
+        return self._operations[op](message.header, message.arrays)
+
+    def hello(self, incarnation: str) -> None:
+        """From now on the store belongs to this coordinator. What another one made is dropped."""
+        with self._lock:
+            if incarnation != self._contents.owner:
+                self._contents.owner = incarnation
+                self._contents.clear()
+
+    def leave(self) -> None:
+        """From now on the store belongs to nobody: all that is in it is dropped."""
+        with self._lock:
+            self._contents.owner = None
+            self._contents.renew()
+            self._contents.clear()
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts, as JSON: see ``StoreStatistics``; and ``pieces``, ``bytes``, ``programs``, ``gradient_bytes`` held
+        now.
+
+        Those of a moment ago while an update lasts: who asks wants to know whether the server is alive.
+        """
+        if not self._lock.acquire(timeout=_BRIEFLY_S if self._told else -1):
+            return self._told
+        try:
+            self._told = self._contents.counts()
+            return self._told
+        finally:
+            self._lock.release()
+
+    @property
+    def instance(self) -> str:
+        """Random; versions of another store, one that ran before at the same address say, are no versions here.
+
+        A restored store is another one, and so is one whose coordinator has left.
+        """
+        return self._contents.instance
+
+    @property
+    def num_created(self) -> int:
+        """How many pieces have been made here, those that are gone too."""
+        return self._contents.num_created
+
+    @property
+    def num_changes(self) -> int:
+        """Is another one after every change of a value."""
+        return self._contents.num_changes
+
+    @property
+    def position(self) -> None:
+        """Updates of a store that is not a copy of a group have no numbers."""
+
+    def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
+        """Writes what has changed since the one before, and which closures have been applied, to a new file.
+
+        Updates go on meanwhile. The values are those of one moment. Until a piece is written, the first update of it
+        needs memory for another value; where that would be much, the update waits, for 40 s at most (``Unwritten``).
+        Where few rows have changed they are copied before. Programs are not in it: only which there were. Nor are
+        gradients that wait for others of their round.
+
+        Args:
+          directory: Of this server alone.
+          epoch: A number by which ``restore`` finds it.
+          moment: Entered while it is decided what is written; what it gives is told by ``restore``.
+
+        Returns:
+          ``file``, ``bytes``, ``epoch``, ``updates``: how many are in the values, and ``is_base``: whether all was
+          written.
+
+        Raises:
+          SnapshotError: It could not be written; the snapshots before are as they were.
+        """
+        return self._snapshots.write(Path(directory), epoch, moment)
+
+    def restore(self, directory: str | Path, epoch: int | None = None) -> dict[str, Any] | None:
+        """Takes what is in the newest whole snapshot, in place of all that is here; with a new ``instance``.
+
+        Call it before the server serves, or while nothing else is asked of it. The incarnation is the snapshot's.
+
+        Args:
+          directory: That was given to ``snapshot``.
+          epoch: Of the snapshot; None: any.
+
+        Returns:
+          None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, ``keys`` of
+          the
+          pieces, ``programs`` (digests: they are to be sent again), ``refused``: newer ones, and what is wrong with
+          each;
+          ``age_s``: how long ago it was taken, ``applied``: of the incarnation's closures, see ``Window.extent``,
+          ``position``, if updates have numbers, and ``num_held_gradients``, which it does not have.
+
+        Raises:
+          SnapshotError: There are snapshots, and none is whole and of the epoch; nothing has changed.
+        """
+        return self._snapshots.restore(Path(directory), epoch)
+
+    def state(self) -> StoreState:
+        """All that is here, at one moment. Until a view is let go, the first update of its piece needs other memory."""
+        with self._lock:
+            return self._contents.state()
+
+    def programs(self, digests: Sequence[str]) -> list[UpdateProgram]:
+        """Those of these programs that are here."""
+        with self._lock:
+            found = self._contents.programs
+            return [found[digest].program for digest in digests if digest in found]
+
+    def begin_with(self, content: Mapping[str, Any]) -> None:
+        """Takes the ``content`` of another store's state, in place of all that is here; with a new ``instance``."""
+        with self._lock:
+            self._contents.take(content, {})
+
+    def put(self, key: str, number: int, value: np.ndarray) -> None:
+        """Takes a piece of another store's state: a copy of it."""
+        piece = HeldPiece(key, (value.shape, value.dtype), copied(value, self.device), number)
+        with self._lock:
+            self._contents.pieces[key] = piece
+
+    def hold(self, number: int, closure: int, digest: str, arrays: Sequence[np.ndarray]) -> None:
+        """Takes gradients of another store's state. Their program has to be here."""
+        with self._lock:
+            self._contents.gradients.hold(number, closure, self._contents.program(digest), arrays)
+
+    # What is asked of it.
+
+    def _create(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        contents, if_absent = self._contents, bool(header.get("if_absent"))
+        asked = new_pieces(header, arrays)
+        with self._lock:
+            self._check(header)
+            new = [piece for piece in asked if not contents.has(piece, if_absent)]
+            programs = [self._initial_program(piece) for piece in new]
+        values = [self._initial_value(piece, program) for piece, program in zip(new, programs)]
+        with self._lock:
+            self._check(header)
+            absent = [not contents.has(piece, if_absent) for piece in new]
+            for piece, value, is_new in zip(new, values, absent):
+                if is_new:
+                    contents.add(piece.key, piece.spec, value)
+            contents.statistics.bytes_received += sum(array.nbytes for array in arrays)
+        return Message({})
+
+    def _program(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        program = program_of(header, arrays)
+        digest = program.digest
+        with self._compile_lock:  # several workers send one program: one of them waits for the compiler
+            with self._lock:
+                self._check(header)
+                is_known = digest in self._contents.programs
+            compiled = None if is_known else CompiledUpdate(program, self.device)
+            with self._lock:
+                self._check(header)
+                if compiled is not None:
+                    self._contents.programs[digest] = compiled
+        return Message({})
+
+    def _step(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        contents, step = self._contents, Step.of(header, arrays)
+        with self._lock:
+            self._check(header)
+            update = None if step.program is None else contents.program(step.program)
+            averaged = None if step.gradients is None else contents.program(step.gradients.program)
+            if update is not None and contents.unwritten is not None:
+                self._snapshots.wait_for_room([update.program.state[at] for at in update.program.written])
+                self._check(header)
+            pulled = [contents.piece(key) for key, _ in step.pull]
+            tables = [contents.piece(key) for key in step.rows]
+            check_tables(tables)
+            if step.closure is not None:
+                contents.windows.of_client(step.closure.incarnation).raise_low(step.low)
+            if averaged is not None:
+                contents.hold(step, averaged)
+            is_duplicate = contents.update(step, update)
+            if header.get("only_apply"):
+                return Message({"duplicate": is_duplicate})
+            return self._read(step, pulled, tables, is_duplicate)
+
+    def _apply_round(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        asked = ApplyRound.of(header)
+        with self._lock:
+            self._check(header)
+            self._snapshots.wait_for_room(self._contents.gradients.keys_of(asked.number.number))
+            self._check(header)
+            return Message({"duplicate": self._contents.apply_round(asked)})
+
+    def _assign(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        contents, asked = self._contents, Assign.of(header, arrays)
+        with self._lock:
+            self._snapshots.wait_for_room(asked.keys)
+            self._check(header)
+            if asked.number is not None and contents.has_done(asked.number, asked.low):
+                return Message({"duplicate": True})
+            pieces = [contents.piece(key) for key in asked.keys]
+            for piece, array in zip(pieces, arrays):
+                check_assigned(piece, array)
+            # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
+            fresh = [
+                None if p.value is not None and is_overwritten(a) else copied(a, self.device)
+                for p, a in zip(pieces, arrays)
+            ]
+            for piece, array, value in zip(pieces, arrays, fresh):
+                if value is None:
+                    old, piece.value = piece.held(), None
+                    value = overwritten(old, array)
+                contents.change(piece, value)
+            if asked.number is not None:
+                contents.windows.of_client(asked.number.incarnation).add(asked.number.number)
+            contents.statistics.bytes_received += sum(array.nbytes for array in arrays)
+        return Message({})
+
+    def _drop(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        keys, programs = keys_of(header, "keys"), keys_of(header, "programs", [])
+        with self._lock:
+            self._check(header)
+            for key in keys:
+                self._contents.pieces.pop(key, None)  # one that was dropped before is not there either
+            self._contents.gradients.forget(keys)
+            for digest in programs:
+                self._contents.programs.pop(digest, None)
+        return Message({})
+
+    def _find(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        keys = keys_of(header, "keys")
+        with self._lock:
+            self._check(header)
+            specs = [(key, self._contents.pieces[key].spec) for key in keys if key in self._contents.pieces]
+        return Message({"found": [[key, list(shape), str(dtype)] for key, (shape, dtype) in specs]})
+
+    def _checksum(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        with self._lock:
+            self._check(header)
+            views = {key: piece.view() for key, piece in self._contents.pieces.items()}
+        crc = 0
+        for key in sorted(views):
+            value = np.asarray(views.pop(key), order="C").reshape(-1).view(np.uint8)
+            crc = zlib.crc32(value.data, zlib.crc32(key.encode(), crc))
+        return Message({"checksum": f"{crc:08x}"})
+
+    # Under the lock.
+
+    def _check(self, header: Mapping[str, Any]) -> None:
+        owner = self._contents.owner
+        if owner is None or header.get("incarnation") != owner:
+            raise UnavailableError(
+                f"The parameter server holds what coordinator {owner} made, and got a message of coordinator "
+                f"{header.get('incarnation')}: it was started again, or another coordinator has taken it over."
+            )
+
+    def _initial_program(self, new: NewPiece) -> CompiledUpdate | None:
+        if new.value is not None:
+            return None
+        program = self._contents.program(new.initial)
+        check_makes(program, new.key, new.spec)
+        return program
+
+    def _initial_value(self, new: NewPiece, program: CompiledUpdate | None) -> jax.Array:
+        if program is not None:
+            return program([], [])[0]
+        assert new.value is not None
+        return copied(new.value, self.device)
+
+    def _read(
+        self, step: Step, pulled: Sequence[HeldPiece], tables: Sequence[HeldPiece], is_duplicate: bool
+    ) -> Message:
+        instance = self.instance
+        changed = [
+            piece
+            for piece, (_, version) in zip(pulled, step.pull)
+            if version is None or tuple(version) != (instance, piece.number)
+        ]
+        values = shown(changed)
+        rows = [rows_of(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]
+        if pulled or tables:
+            self._contents.statistics.count_pull(values, rows)
+        versions = [[instance, piece.number] for piece in pulled]
+        return Message({"versions": versions, "duplicate": is_duplicate}, [*values, *rows])

@@ -1,0 +1,162 @@
+"""``StoreSnapshots``: what a store writes to the files of its snapshots, while it serves, and takes from them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final, final
+
+from replicax._src.parameter_servers.errors import SnapshotError
+from replicax._src.parameter_servers.store.held_pieces import HeldPiece
+from replicax._src.parameter_servers.store.snapshot_entries import Plan
+from replicax._src.parameter_servers.store.snapshot_manifest import Manifest
+from replicax._src.parameter_servers.store.snapshots import SnapshotFolder
+from replicax._src.parameter_servers.store.store_contents import StoreContents
+from replicax._src.parameter_servers.store.unwritten import Unwritten
+
+LONGEST_WAIT_S: Final = 40.0
+"""For a snapshot: a client gives a call up after 60 s.
+
+Who waits no longer needs memory for all that is not written yet.
+"""
+
+
+Moment = Callable[[], AbstractContextManager[Mapping[str, Any]]]
+"""A time in which nothing changes, and what a snapshot of it says besides. It is short: nothing is written in it."""
+
+
+def any_moment() -> AbstractContextManager[Mapping[str, Any]]:
+    """Each moment of a store whose updates are not numbered is as good as another one."""
+    return nullcontext({})
+
+
+class _NoRoomForBaseError(Exception):
+    """A base could not be written, and what has changed would be much less. It goes no further than this file."""
+
+
+@final
+class StoreSnapshots:
+    """Snapshots of what a store has, one at a time; and what waits until there is room beside one.
+
+    Args:
+      contents: Of the store.
+      lock: Of the contents.
+      device: For values that are restored.
+    """
+
+    def __init__(self, contents: StoreContents, lock: threading.Lock, device: Any):
+        self._contents, self._lock, self._device = contents, lock, device
+        self._turn = threading.Lock()
+        self._has_room = threading.Condition(lock)
+        self._folder: SnapshotFolder | None = None
+
+    def write(self, directory: Path, epoch: int, moment: Moment = any_moment) -> dict[str, Any]:
+        """See ``Store.snapshot``."""
+        with self._turn:
+            folder = self._folder_of(directory)
+            previous = folder.previous()
+            try:
+                return self._write(folder, previous, epoch, moment)
+            except _NoRoomForBaseError:  # there may be for what has changed
+                return self._write(folder, previous, epoch, moment, may_be_base=False)
+
+    def restore(self, directory: Path, epoch: int | None) -> dict[str, Any] | None:
+        """See ``Store.restore``."""
+        contents = self._contents
+        with self._turn:
+            folder = self._folder_of(directory)
+            found = folder.newest_whole(epoch)
+            if found is None:
+                return None
+            snapshot, refused = found
+            folder.last = None
+            with contextlib.closing(snapshot):
+                with self._lock:
+                    contents.owner = None
+                    contents.clear()  # first: there may be no room for both
+                pieces = {
+                    key: HeldPiece(key, piece.spec, snapshot.value(piece, self._device), piece.number)
+                    for key, piece in snapshot.manifest.pieces.items()
+                }
+            for piece in pieces.values():
+                piece.changed.begin()
+            folder.last = snapshot.manifest
+            with self._lock:
+                contents.take(snapshot.content, pieces)
+        told = {name: snapshot.content[name] for name in ("epoch", "incarnation", "updates")}
+        programs = [program["digest"] for program in snapshot.content["programs"]]
+        taken = snapshot.content.get("time")  # earlier versions did not say
+        return {
+            **told,
+            "file": str(snapshot.path),
+            "pieces": len(pieces),
+            "keys": list(pieces),
+            "programs": programs,
+            "refused": refused,
+            "age_s": None if taken is None else max(0.0, time.time() - taken),
+            "position": snapshot.content.get("position"),
+            "num_held_gradients": snapshot.content.get("num_held_gradients", 0),
+            "applied": list(contents.windows.of_client(str(told["incarnation"])).extent),
+        }
+
+    def wait_for_room(self, keys: Sequence[str]) -> None:
+        """Until these can change beside a snapshot that is being written.
+
+        With the lock, which others have meanwhile.
+        """
+        until = math.inf  # that of the first one: another may follow at once
+        while (unwritten := self._contents.unwritten) is not None and not unwritten.has_room(keys):
+            until = min(until, unwritten.until)
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not self._has_room.wait(left_s):
+                return
+
+    def _folder_of(self, directory: Path) -> SnapshotFolder:
+        """That of the snapshot before, from which the next one goes on; a new one if it is another folder."""
+        if self._folder is None or self._folder.path != directory:
+            self._folder = SnapshotFolder(directory)
+        return self._folder
+
+    def _write(
+        self,
+        folder: SnapshotFolder,
+        previous: Manifest | None,
+        epoch: int,
+        moment: Moment,
+        *,
+        may_be_base: bool = True,
+    ) -> dict[str, Any]:
+        contents = self._contents
+        with moment() as said, self._lock:
+            plan = Plan.of(list(contents.pieces.values()), previous, may_be_base=may_be_base)
+            content = {**contents.described(epoch), **said}
+            before = [(piece, piece.changed.begin()) for piece in contents.pieces.values()]
+            shared = {entry.key for entry in plan.entries if entry.value is not None}
+            sizes = {piece.key: piece.num_bytes for piece, _ in before}
+            contents.unwritten = Unwritten(sizes, shared, time.monotonic() + LONGEST_WAIT_S)
+        try:
+            path, num_bytes = folder.write(content, plan, self._is_written)
+        except BaseException as error:
+            with self._lock:
+                for piece, counted in before:
+                    piece.changed.put_back(counted)
+            if isinstance(error, SnapshotError) and plan.could_be_less:
+                raise _NoRoomForBaseError from error
+            raise
+        finally:
+            with self._lock:
+                contents.unwritten = None
+                self._has_room.notify_all()
+        told = {"epoch": epoch, "updates": content["updates"], "is_base": plan.previous is None}
+        return {"file": str(path), "bytes": num_bytes, **told}
+
+    def _is_written(self, key: str) -> None:
+        with self._lock:
+            if self._contents.unwritten is not None:
+                self._contents.unwritten.written(key)
+                self._has_room.notify_all()

@@ -1,0 +1,67 @@
+"""What a store has, as messages to another server that is to have the same, and the store that becomes of them
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src.parameter_servers.programs.programs import UpdateProgram
+from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.store.store_contents import StoreState
+from replicax._src.parameter_servers.transport.messages import Message
+
+
+def state_messages(state: StoreState) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
+    """Headers and arrays, in order.
+
+    Each piece is let go when the next one is asked for: until then it is there twice.
+    """
+    yield {"part": "state", "content": state.content}, ()
+    while state.pieces:
+        key, number, value = state.pieces.popleft()
+        yield {"part": "piece", "key": key, "number": number}, [value]
+    yield from program_messages(state.programs)
+    for number, closure, digest, arrays in state.gradients:
+        yield {"part": "gradients", "round": number, "closure": closure, "program": digest}, arrays
+    yield {"part": "end"}, ()
+
+
+def program_messages(
+    programs: Iterable[UpdateProgram],
+) -> Iterator[tuple[dict[str, Any], Sequence[np.ndarray]]]:
+    """Headers and arrays of programs."""
+    for program in programs:
+        blob = np.frombuffer(program.blob, np.uint8)
+        yield {"part": "program", "digest": program.digest, "described": program.described()}, [blob]
+
+
+@final
+class StateTaker:
+    """Makes a store of ``state_messages``.
+
+    Args:
+      store: A new one.
+    """
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def take(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bool:
+        """Takes the next one; returns whether it was the last."""
+        match header["part"]:
+            case "state":
+                self.store.begin_with(header["content"])
+            case "piece":
+                self.store.put(header["key"], header["number"], arrays[0])
+            case "program":
+                fields = {name: header[name] for name in ("incarnation", "digest", "described")}
+                self.store.answer(Message({"op": "program", **fields}, arrays))
+            case "gradients":
+                self.store.hold(header["round"], header["closure"], header["program"], arrays)
+            case _:
+                return True
+        return False

@@ -1,0 +1,168 @@
+"""Update programs, compiled: they run in place, on the values of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+from jax import export
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.jax_compat import export_platform
+from replicax._src.parameter_servers.programs.programs import NamedRows, UpdateProgram
+from replicax._src.parameter_servers.store.held_values import Spec, is_wide, with_dtypes
+
+_MIN_CHECKED_BYTES: Final = 1 << 20
+
+
+@final
+class CompiledUpdate:
+    """An update program, ready to run on one device.
+
+    Attributes:
+      program: What it was made of.
+      state: (shape, dtype) of the values of the program's state, in order.
+      operands: (shape, dtype) of its operands.
+      results: (shape, dtype) of what it gives: of a program without state the initial value of a piece.
+
+    Raises:
+      InvalidArgumentError: The blob is no program, or not one that updates pieces on this device.
+    """
+
+    def __init__(self, program: UpdateProgram, device: Any):
+        self.program = program
+        exported = _deserialized(program, device)
+        inputs, results = _specs(exported.in_avals), _specs(exported.out_avals)
+        _check(program, inputs, results)
+        _check_rows(program, inputs[len(program.state) :])
+        num_state = len(program.state)
+        self.state, self.operands, self.results = inputs[:num_state], inputs[num_state:], results
+        self._wide = [dtype for _, dtype in (*inputs, *results) if is_wide(dtype)]
+        with with_dtypes(self._wide):
+            self._run = _compiled(exported, inputs, program.written, device)
+        analysis = self._run.memory_analysis()
+        self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", 0)
+
+    def rows(self, operands: Sequence[np.ndarray]) -> list[list[np.ndarray] | None]:
+        """For each piece that is written the numbers of the rows that it may change; None: any."""
+        if not self.program.rows:
+            return [None] * len(self.program.written)
+        return [
+            None if named is None else [_numbers(each, operands[each.operand]) for each in named]
+            for named in self.program.rows
+        ]
+
+    def check_operands(self, operands: Sequence[np.ndarray]) -> None:
+        """Raises InvalidArgumentError unless the program takes these."""
+        got = [(value.shape, value.dtype) for value in operands]
+        if got != self.operands:
+            raise InvalidArgumentError(
+                f"Program {self.program.digest} takes the operands {_texts(self.operands)}, got {_texts(got)}. "
+                "Send what the program was exported for, or export another program."
+            )
+
+    def __call__(self, state: Sequence[jax.Array], operands: Sequence[np.ndarray]) -> list[jax.Array]:
+        """The results, when they are there. The values of the written state are gone then: theirs is the memory.
+
+        Raises:
+          MemoryError: There is no room for what is in between; nothing has happened.
+        """
+        self._check_memory()
+        with with_dtypes(self._wide):
+            results = self._run(*state, *operands)
+        results[0].block_until_ready()  # all are ready at once; and what fails on a CPU says so only here
+        return results
+
+    def _check_memory(self) -> None:
+        # What runs out of memory in XLA has lost the buffers that it was to write (jax 0.10): ask before.
+        if self._temporary_bytes < _MIN_CHECKED_BYTES:
+            return
+        try:
+            np.empty(self._temporary_bytes, np.uint8)
+        except MemoryError:
+            raise MemoryError(
+                f"Program {self.program.digest} needs {self._temporary_bytes} bytes in between, more than there are. "
+                "Nothing was updated. Use more parameter servers, or smaller pieces."
+            ) from None
+
+
+def _deserialized(program: UpdateProgram, device: Any) -> export.Exported:
+    try:
+        exported = export.deserialize(bytearray(program.blob))
+    except ImportError:
+        raise  # what is missing says so
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{len(program.blob)} bytes are no program: {error}. "
+            "Send what jax.export gives, of a version of JAX that this one reads."
+        ) from error
+    platform = export_platform(device)
+    if platform not in exported.platforms or exported.nr_devices != 1:
+        raise InvalidArgumentError(
+            f"An update program for {exported.nr_devices} devices of {', '.join(exported.platforms)} cannot run on one "
+            f'of {platform}. Export it with platforms=["{platform}"].'
+        )
+    return exported
+
+
+def _specs(avals: Sequence[Any]) -> list[Spec]:
+    if any(not isinstance(size, int) for aval in avals for size in aval.shape):
+        raise InvalidArgumentError(
+            f"An update program has symbolic shapes: {[str(aval) for aval in avals]}. Export it with concrete ones."
+        )
+    return [(tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals]
+
+
+def _check(program: UpdateProgram, inputs: Sequence[Spec], results: Sequence[Spec]) -> None:
+    state, written = program.state, program.written
+    if len(set(state)) != len(state) or len(set(written)) != len(written):
+        raise InvalidArgumentError(f"An update program names pieces twice: state {state}, written {written}.")
+    if len(state) > len(inputs) or not all(0 <= position < len(state) for position in written):
+        raise InvalidArgumentError(
+            f"An update program of {len(inputs)} inputs cannot have {len(state)} pieces as state and write those at "
+            f"{written}. Give the positions in the state."
+        )
+    expected = [inputs[position] for position in written]
+    is_initial = not inputs and len(results) == 1
+    if not is_initial and (list(results) != expected or not expected):
+        raise InvalidArgumentError(
+            f"An update program gives {_texts(results)}, where the pieces that it writes are {_texts(expected)}. It has "
+            "to give one new value for each of these, in order, with its shape and dtype; and to write at least one."
+        )
+
+
+def _check_rows(program: UpdateProgram, operands: Sequence[Spec]) -> None:
+    if program.rows and len(program.rows) != len(program.written):
+        raise InvalidArgumentError(
+            f"An update program says which rows it changes of {len(program.rows)} pieces, and writes {len(program.written)}. "
+            "Say it for each of these, or for none."
+        )
+    for each in (each for named in program.rows if named is not None for each in named):
+        kinds = operands[each.operand : each.operand + 1] if each.operand >= 0 else ()
+        if not kinds or kinds[0][1].kind not in "iu" or not (kinds[0][0] or not each.are_indices):
+            raise InvalidArgumentError(
+                f"Operand {each.operand} of an update program is to name rows, and its operands are {_texts(operands)}. "
+                "Give the position of one that has whole numbers."
+            )
+
+
+def _numbers(named: NamedRows, operand: np.ndarray) -> np.ndarray:
+    numbers = operand[..., 0] if named.are_indices else operand
+    return numbers if not named.start else numbers.astype(np.int64) - named.start
+
+
+def _compiled(exported: export.Exported, inputs: Sequence[Spec], written: Sequence[int], device: Any) -> Any:
+    def run(*flat: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(exported.in_tree, flat)
+        return jax.tree.leaves(exported.call(*args, **kwargs))
+
+    here = jax.sharding.SingleDeviceSharding(device)
+    avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in inputs]
+    jitted = jax.jit(run, donate_argnums=tuple(written), out_shardings=here)
+    return jitted.lower(*avals).compile()
+
+
+def _texts(specs: Sequence[Spec]) -> str:
+    return "[" + ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in specs) + "]"

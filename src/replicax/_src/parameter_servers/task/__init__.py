@@ -1,0 +1,1 @@
+"""One process of a cluster: what it answers, for whom, and how it is set up."""

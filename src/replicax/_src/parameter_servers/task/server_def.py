@@ -1,0 +1,147 @@
+"""What a server is told when it is made: ``ServerDef``, which task it is, and ``ServerOptions``, how it is one.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final
+
+from replicax._src.cluster.credentials import Credentials
+from replicax._src.cluster.membership import Membership
+from replicax._src.cluster.spec import ClusterDef, ClusterSpec, Task, listed
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.parameter_servers.store.log import DEFAULT_LOG_BYTES
+
+PROTOCOLS: Final = ("grpc", "grpc+tls")
+JOBS: Final = ("worker", "ps")
+
+
+@final
+@dataclass(frozen=True)
+class ServerDef:
+    """Which task of which cluster a server is: ``tf.train.ServerDef``.
+
+    Attributes:
+      cluster: All tasks.
+      job_name: ``worker`` or ``ps``.
+      task_index: From 0.
+      protocol: ``grpc``, or ``grpc+tls``, which needs a certificate.
+
+    Raises:
+      InvalidArgumentError: Another job or protocol.
+      ClusterError: The cluster is wrong, or does not have the task.
+    """
+
+    cluster: ClusterSpec
+    job_name: str
+    task_index: int
+    protocol: str = "grpc"
+
+    def __post_init__(self) -> None:
+        if self.job_name not in JOBS:
+            raise InvalidArgumentError(
+                f"A Server is a task of the job 'worker' or 'ps', got job_name={self.job_name!r}. The chief and the "
+                "evaluator run your program, and need no Server."
+            )
+        if self.protocol not in PROTOCOLS:
+            raise InvalidArgumentError(
+                f"protocol={self.protocol!r}: a Server talks {' or '.join(map(repr, PROTOCOLS))}; None is 'grpc'."
+            )
+        Membership(self.cluster, self.task)
+
+    @property
+    def task(self) -> Task:
+        return Task(self.job_name, self.task_index)
+
+    @property
+    def address(self) -> str:
+        """Where the task listens."""
+        return self.cluster.task_address(self.job_name, self.task_index)
+
+    @classmethod
+    def of(
+        cls,
+        server_or_cluster_def: ServerDef
+        | ClusterSpec
+        | ClusterDef
+        | Mapping[str, Sequence[str] | Mapping[int, str]],
+        job_name: str | None,
+        task_index: int | None,
+        protocol: str | None,
+    ) -> ServerDef:
+        """What the arguments of ``Server`` say together, as in TensorFlow: what is left out follows where it can.
+
+        Raises:
+          InvalidArgumentError: Something is missing.
+          ClusterError: As for ``ServerDef``.
+        """
+        if isinstance(server_or_cluster_def, ServerDef):
+            known = server_or_cluster_def
+            return cls(
+                known.cluster,
+                known.job_name if job_name is None else job_name,
+                known.task_index if task_index is None else task_index,
+                known.protocol if protocol is None else protocol,
+            )
+        spec = ClusterSpec(server_or_cluster_def)
+        job = _only(spec.jobs, "job_name") if job_name is None else job_name
+        index = _only(spec.task_indices(job), "task_index") if task_index is None else task_index
+        return cls(spec, job, index, "grpc" if protocol is None else protocol)
+
+
+def _only(names: Sequence[Any], argument: str) -> Any:
+    if len(names) != 1:
+        raise InvalidArgumentError(
+            f"Must specify an explicit `{argument}`: the cluster has {listed(names)}, and which of them this server is "
+            "does not follow from it."
+        )
+    return names[0]
+
+
+@final
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server is a task: the ``config`` of ``Server``.
+
+    Attributes:
+      credentials: What others must have to talk to it, and what it shows to others. None: those of the environment.
+      on_coordinator_loss: "wait": a task whose coordinator is gone drops what was made for it, and waits for the next
+        one. "exit": it ends.
+      silence_timeout_s: After how long without a word a coordinator is gone.
+      wait_timeout_s: For how long it waits for a coordinator, the first or the next, before it ends.
+      snapshot_dir: Where a ps writes its values from time to time, into a folder of its own, and when it is ended in
+        order. Started again with the same folder it goes on from there; with ``replication=2`` only if the other
+        server of a variable is gone, too. None: it does not.
+      snapshot_interval_s: The time between two of them; ``math.inf``: only when the coordinator asks for one.
+      log_bytes: With ``replication=2``, the most memory that a ps uses for updates that a backup lacks, for
+        each group of variables. A backup that lacks more gets the whole state.
+
+    Raises:
+      InvalidArgumentError: A value that is not allowed.
+    """
+
+    credentials: Credentials | None = None
+    on_coordinator_loss: Literal["wait", "exit"] = "wait"
+    silence_timeout_s: float = 60.0
+    wait_timeout_s: float = math.inf
+    snapshot_dir: str | os.PathLike[str] | None = None
+    snapshot_interval_s: float = 60.0
+    log_bytes: int = DEFAULT_LOG_BYTES
+
+    def __post_init__(self) -> None:
+        if self.on_coordinator_loss not in ("wait", "exit"):
+            raise InvalidArgumentError(
+                f"on_coordinator_loss={self.on_coordinator_loss!r}: it is 'wait' or 'exit'."
+            )
+        for name in ("silence_timeout_s", "wait_timeout_s", "snapshot_interval_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidArgumentError(
+                    f"{name}={getattr(self, name)!r}: it is a number of seconds above 0, or math.inf."
+                )
+        if type(self.log_bytes) is not int or self.log_bytes < 1:
+            raise InvalidArgumentError(f"log_bytes={self.log_bytes!r}: it is a number of bytes, 1 or more.")

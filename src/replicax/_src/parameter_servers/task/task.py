@@ -1,0 +1,262 @@
+"""``Server``: one task of a cluster with parameter servers, in this process. Public as ``rx.Server``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.metadata
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+
+from replicax._src.cluster.credentials import Credentials
+from replicax._src.cluster.errors import ClusterError
+from replicax._src.cluster.spec import ClusterDef, ClusterSpec, join_address, split_address
+from replicax._src.cluster.tf_config import TFConfigClusterResolver
+from replicax._src.errors import ContextError, InvalidArgumentError
+from replicax._src.jax_compat import default_platform
+from replicax._src.parameter_servers.task.lease import Lease
+from replicax._src.parameter_servers.task.process import prepare_process, vitals
+from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
+from replicax._src.parameter_servers.task.service import Host, TaskService
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.transport.transport import TaskServer
+
+_log = logging.getLogger(__name__)
+_TICK_S: Final = 0.1
+_LAST_WORDS_S: Final = 0.05
+_STOP_TIMEOUT_S: Final = 10.0
+
+
+@final
+class Server:
+    """A worker or a parameter server, without any code of the user's: ``tf.distribute.Server``.
+
+    It does what the coordinator sends it, from threads of its own, until it is stopped. Several may be in one process.
+    Where ``TF_CONFIG`` says that this process is this very task, JAX is set up for it (threads, the CPU for a ps, a
+    folder for compiled programs), unless it has started; ``replicax server`` does that too.
+
+    Args:
+      server_or_cluster_def: The cluster: a ClusterSpec, a ClusterDef or a dict of jobs; or a ServerDef.
+      job_name: ``worker`` or ``ps``. None: that of the ServerDef, or the only one.
+      task_index: None: that of the ServerDef, or of the only task of the job.
+      protocol: ``grpc`` or ``grpc+tls``; with a certificate among the credentials it is always TLS.
+      config: How it is a task, a ``ServerOptions``. TensorFlow has a ConfigProto here.
+      start: Whether to start it at once.
+
+    Raises:
+      InvalidArgumentError: Something is missing, or not one of what is allowed.
+      ClusterError: The cluster is wrong, or does not have this task.
+      UnavailableError: It cannot listen at its address.
+      SnapshotError: It has snapshots, and none can be read.
+      MissingExtraError: xxhash or cloudpickle is not installed: the extra ``ps``.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ServerDef
+        | ClusterSpec
+        | ClusterDef
+        | Mapping[str, Sequence[str] | Mapping[int, str]],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: ServerOptions | None = None,
+        start: bool = True,
+    ):
+        if config is not None and not isinstance(config, ServerOptions):
+            raise InvalidArgumentError(
+                f"Server: config is an rx.ServerOptions, got {type(config).__name__}. What a ConfigProto says about "
+                "devices, JAX is told by its own settings."
+            )
+        self._options = ServerOptions() if config is None else config
+        self._server_def = ServerDef.of(server_or_cluster_def, job_name, task_index, protocol)
+        self._credentials = self._options.credentials or Credentials.of_environment(os.environ)
+        if self._server_def.protocol == "grpc+tls" and not self._credentials.uses_tls:
+            raise InvalidArgumentError(
+                "Server: protocol='grpc+tls' needs a certificate and its key: set REPLICAX_TLS_CERTIFICATE and "
+                "REPLICAX_TLS_KEY, or give Credentials in rx.ServerOptions."
+            )
+        self._host: Host | None = None
+        self._service: TaskService | None = None
+        self._transport: TaskServer | None = None
+        self._is_over = threading.Event()
+        self._is_ending = threading.Event()
+        self._lock = threading.Lock()
+        if start:
+            self.start()
+
+    @staticmethod
+    def create_local_server(config: ServerOptions | None = None, start: bool = True) -> Server:
+        """A worker on its own, at a free port of this machine, which ``target`` tells.
+
+        TensorFlow's is a job of its own name, ``local``, for a Session to connect to.
+        """
+        return Server({"worker": ["localhost:0"]}, config=config, start=start)
+
+    @property
+    def server_def(self) -> ServerDef:
+        """Which task of which cluster it is."""
+        return self._server_def
+
+    @property
+    def target(self) -> str:
+        """Where it listens: ``grpc://localhost:2222``. Of port 0 it is the one that was found, once it has started."""
+        host, port = split_address(self._server_def.address)
+        port = port if self._transport is None else self._transport.port
+        scheme = "grpc+tls" if self._credentials.uses_tls else "grpc"
+        return f"{scheme}://{join_address(host, port)}"
+
+    def start(self) -> None:
+        """Starts it: it listens when this returns. Nothing if it has been started.
+
+        Raises:
+          ContextError: It has been stopped; make another one.
+          UnavailableError: It cannot listen at its address.
+        """
+        with self._lock:
+            if self._is_ending.is_set():
+                raise ContextError("Server.start: it has been stopped. Make another Server.")
+            if self._transport is not None:
+                return
+            from replicax._src.parameter_servers.task.work import host_of
+            from replicax._src.parameter_servers.transport.transport import TaskServer
+
+            definition = self._server_def
+            if _is_this_process(definition):
+                prepare_process(definition.cluster, definition.task)
+            self._host = host_of(definition, self._options, self._credentials)
+            lease = Lease(str(definition.task), self._options.silence_timeout_s, time.monotonic())
+            self._service = TaskService(
+                definition.task, self._host, about_this_process(), lease, self._measured
+            )
+            transport = TaskServer(definition.address, self._service, self._credentials)
+            transport.start()
+            self._transport = transport
+        threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()
+        atexit.register(self.stop)
+
+    def join(self) -> None:
+        """Blocks until it has ended: by ``stop``, by the coordinator, or, in the main thread, by SIGTERM or Ctrl-C.
+
+        Raises:
+          ContextError: It has not been started.
+        """
+        if self._service is None:
+            raise ContextError("Server.join: it has not been started. Call start() first.")
+        with _at_sigterm(self._service.is_to_stop.set):
+            try:
+                # In ticks: a signal may come to another thread, and wakes only that one.
+                while not self._is_over.wait(_TICK_S):
+                    pass
+            except BaseException:  # Ctrl-C
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """Ends it, within seconds: streams are closed, and what was made for the coordinator is dropped."""
+        with self._lock:
+            is_first = not self._is_ending.is_set()
+            self._is_ending.set()
+        if is_first:
+            try:
+                if self._transport is not None and self._service is not None and self._host is not None:
+                    self._service.is_to_stop.set()
+                    self._transport.shutdown()
+                    self._host.close()
+                    self._service.close()
+            finally:
+                atexit.unregister(self.stop)
+                self._is_over.set()
+        self._is_over.wait(_STOP_TIMEOUT_S)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of its connections, of its coordinator, and of what it does for that one."""
+        if self._transport is None or self._service is None:
+            return {}
+        return {
+            "task": str(self._server_def.task),
+            **self._transport.statistics(),
+            **self._service.statistics(),
+        }
+
+    def close(self) -> None:
+        """The same as ``stop``."""
+        self.stop()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    # --- in its threads -----------------------------------------------------------------------------------
+
+    def _measured(self) -> dict[str, Any]:
+        transport = self._transport
+        return {**vitals(), "transport": {} if transport is None else transport.statistics()}
+
+    def _watch(self) -> None:
+        """Until it is to stop: looks whether the coordinator is there."""
+        assert self._service is not None
+        while not self._service.is_to_stop.wait(_TICK_S):
+            now = time.monotonic()
+            self._service.watch(now)
+            if self._options.on_coordinator_loss == "exit" and self._service.has_lost_coordinator:
+                _log.warning("%s: its coordinator is gone; it ends.", self._server_def.task)
+                break
+            if self._service.waited_s(now) > self._options.wait_timeout_s:
+                _log.warning(
+                    "%s: no coordinator has come for %g s; it ends.",
+                    self._server_def.task,
+                    self._options.wait_timeout_s,
+                )
+                break
+        time.sleep(_LAST_WORDS_S)  # who asked it to stop is answered
+        self.stop()
+
+
+def about_this_process() -> dict[str, Any]:
+    """What a coordinator has to know of a task's process, to export programs for it. Starts JAX's backend."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    return {
+        "versions": versions,
+        "num_devices": jax.local_device_count(),
+        "platform": default_platform(),
+        "pid": os.getpid(),
+    }
+
+
+def _is_this_process(definition: ServerDef) -> bool:
+    """Whether TF_CONFIG says that this process is that task; not of several servers in one process."""
+    try:
+        resolver = TFConfigClusterResolver()
+        return (resolver.task_type, resolver.task_id) == (definition.job_name, definition.task_index)
+    except ClusterError:
+        return False
+
+
+@contextlib.contextmanager
+def _at_sigterm(call: Callable[[], None]) -> Iterator[None]:
+    """Calls ``call`` when SIGTERM comes, where that would end the process otherwise. In the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        call()
+
+    signal.signal(signal.SIGTERM, notice)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,232 @@
+"""What a task does for one coordinator, by its job: a parameter server holds pieces, a worker runs closures."""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from replicax._src.cluster.credentials import Credentials
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.store.group_copies import GroupCopies
+from replicax._src.parameter_servers.store.group_copy import GroupCopy
+from replicax._src.parameter_servers.store.group_rules import View
+from replicax._src.parameter_servers.store.log import DEFAULT_LOG_BYTES
+from replicax._src.parameter_servers.store.snapshot_keeper import SnapshotKeeper
+from replicax._src.parameter_servers.store.snapshots import SnapshotFolder
+from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.task.server_def import ServerDef, ServerOptions
+from replicax._src.parameter_servers.task.service import Ask, Host, Work
+from replicax._src.parameter_servers.transport.messages import Message
+from replicax._src.parameter_servers.transport.transport import TaskClient
+from replicax._src.parameter_servers.worker.resources import WorkerPlace
+from replicax._src.parameter_servers.worker.worker import Worker
+
+
+def host_of(definition: ServerDef, options: ServerOptions, credentials: Credentials) -> Host:
+    """What the task of a definition has."""
+    if definition.job_name == "ps":
+        folder = options.snapshot_dir
+        own = None if folder is None else Path(folder) / f"ps-{definition.task_index}"
+        return PsHost(own, options.snapshot_interval_s, definition.task_index, credentials, options.log_bytes)
+    place = WorkerPlace(definition.task_index, definition.cluster.num_tasks("worker"))
+    return WorkerHost(place, credentials)
+
+
+@final
+class WorkerHost:
+    """A worker's: nothing. What it has is its coordinator's."""
+
+    def __init__(self, place: WorkerPlace, credentials: Credentials):
+        self.asks: Mapping[str, Ask] = {"primaries": self._primaries}
+        self.restored = self.snapshots = None
+        self.instance = uuid.uuid4().hex
+        self._place, self._credentials = place, credentials
+        self._links: PsLinks | None = None
+
+    def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
+        """Connects to no ps yet: that is done at first use."""
+        clients = [TaskClient(address, self._credentials, f"ps {index}") for index, address in enumerate(ps)]
+        self._links = PsLinks(clients, incarnation)
+        return Worker(self._links, self._place, lambda: _traffic(clients))
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def _primaries(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Variables are on two parameter servers each, and these are the ones that serve them."""
+        if self._links is not None:
+            self._links.use_primaries(map(View.of, header["views"]))
+        return {}
+
+
+@final
+class PsHost:
+    """A parameter server's: its store, and what keeps it in files: the store's own, or those of each group.
+
+    It begins with the snapshots of one coordinator, that of the newest.
+
+    Args:
+      directory: Of the snapshots of this task; None: there are none.
+      interval_s: Between two of them.
+      index: Of this task.
+      credentials: For other parameter servers, if variables are on two each.
+      log_bytes: The most memory that each group uses for updates that its backup lacks.
+
+    Raises:
+      SnapshotError: There are snapshots, and none can be read.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        interval_s: float,
+        index: int,
+        credentials: Credentials,
+        log_bytes: int = DEFAULT_LOG_BYTES,
+    ):
+        self._store, self._interval_s = Store(), interval_s
+        self._index, self._credentials, self._log_bytes = index, credentials, log_bytes
+        self._directory = directory
+        self._turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._keeper: SnapshotKeeper | None = None
+        self._copies: GroupCopies | None = None
+        self._restored: GroupCopies | None = None
+        self._restored_groups: Mapping[str, Any] = {}
+        if directory is not None:
+            self._restore_newest(directory)
+        self.asks: Mapping[str, Ask] = {"group": self._take_view}
+        if self._keeper is not None:
+            self.asks = {**self.asks, "snapshot": self._snapshot, "restore": self._restore}
+
+    @property
+    def instance(self) -> str:
+        return self._store.instance
+
+    @property
+    def snapshots(self) -> Mapping[str, Any] | None:
+        return None if self._keeper is None else {"interval_s": self._interval_s}
+
+    @property
+    def restored(self) -> Mapping[str, Any] | None:
+        if self._keeper is None:
+            return None
+        return self._restored_groups or self._keeper.restored
+
+    def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
+        """What is in the store stays, if it is of that coordinator."""
+        if self._keeper is not None:
+            self._keeper.begin()
+        restored, self._restored = self._restored, None
+        if restored is not None and restored.incarnation != incarnation:
+            restored.close()
+            restored = None
+        if restored is None:
+            self._restored_groups = {}  # that is gone
+            restored = self._new_copies(incarnation)
+        self._copies = restored
+        return PsWork(self._store, incarnation, self._copies, self._keeper)
+
+    def close(self) -> None:
+        """Takes the last snapshots."""
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._copies is not None:
+            self._copies.close_keepers()
+
+    def _restore_newest(self, directory: Path) -> None:
+        """Begins with the snapshots of one coordinator. Those of others are of no use any more, and may be older."""
+        found = sorted(directory.glob("group-*")) if directory.is_dir() else []
+        groups = {int(path.name[6:]): path for path in found if re.fullmatch(r"group-\d+", path.name)}
+        owners = {path: SnapshotFolder(path).newest_owner() for path in (directory, *groups.values())}
+        _, newest = max((owner for owner in owners.values() if owner is not None), default=(0.0, None))
+        # Where no header can be read, restoring says what is wrong.
+        is_wanted = {path: owner is None or owner[1] == newest for path, owner in owners.items()}
+        self._keeper = SnapshotKeeper(
+            self._store, directory, self._interval_s, restores=is_wanted.pop(directory)
+        )
+        if newest is not None:
+            self._restored = self._new_copies(newest)
+            for group, path in groups.items():
+                if is_wanted[path]:
+                    self._restored.restore(group)
+            if told := self._restored.restored:
+                self._restored_groups = {"incarnation": newest, "groups": told}
+
+    def _new_copies(self, incarnation: str) -> GroupCopies:
+        keep = None if self._keeper is None else self._keep
+        return GroupCopies(self._index, incarnation, self._connect, self._log_bytes, keep)
+
+    def _keep(self, group: int, restores: bool, copy: GroupCopy) -> SnapshotKeeper:
+        assert self._directory is not None
+        return SnapshotKeeper(
+            copy,
+            self._directory / f"group-{group}",
+            self._interval_s,
+            restores=restores,
+            when_due=copy.order_snapshot,
+            turn=self._turns[group],
+        )
+
+    def _connect(self, index: int, address: str) -> TaskClient:
+        return TaskClient(address, self._credentials, f"ps {index}")
+
+    def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Who has a group of pieces is decided; tells which parts this task has now."""
+        assert self._copies is not None
+        self._copies.take(View.of(header["view"]), header["ps"])
+        return {"groups": self._copies.described()}
+
+    def _snapshot(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._keeper is not None
+        return self._keeper.take(header["epoch"])
+
+    def _restore(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._keeper is not None
+        restored = self._keeper.restore(header["epoch"])
+        return {"instance": self._store.instance, "restored": restored}
+
+
+@final
+class PsWork:
+    """A parameter server's: its store, where the coordinator's time begins and ends with it.
+
+    Args:
+      store: Of the task.
+      incarnation: Of the coordinator.
+      copies: What it has of groups, if variables are on two parameter servers each; the store has nothing then.
+      keeper: Of the store's snapshots, if there are any.
+    """
+
+    def __init__(
+        self, store: Store, incarnation: str, copies: GroupCopies, keeper: SnapshotKeeper | None = None
+    ):
+        self._store, self._incarnation, self._copies, self._keeper = store, incarnation, copies, keeper
+        store.hello(incarnation)
+
+    def answer(self, message: Message) -> Message:
+        """Does what a message asks."""
+        if "group" in message.header:
+            return self._copies.answer(message)
+        return self._store.answer(message)
+
+    def statistics(self) -> Mapping[str, Any]:
+        """The store's, and of its snapshots."""
+        held = self._copies if self._copies else self._store
+        of_own = {} if self._keeper is None else self._keeper.statistics()
+        return {**of_own, **held.statistics()}
+
+    def close(self) -> None:
+        """Drops all pieces."""
+        self._copies.close()
+        self._store.leave()
+
+
+def _traffic(clients: Sequence[TaskClient]) -> dict[str, int]:
+    """Bytes that clients have received and sent."""
+    counts = [client.statistics() for client in clients]
+    return {way: sum(count[way] for count in counts) for way in ("bytes_in", "bytes_out")}

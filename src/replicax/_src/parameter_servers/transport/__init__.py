@@ -1,0 +1,1 @@
+"""Questions and messages between tasks, over the wire."""

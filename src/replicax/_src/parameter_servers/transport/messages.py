@@ -1,0 +1,218 @@
+"""Messages between tasks: a header and arrays. Pure: how they become bytes, and what may come from a stranger.
+
+A message is the head and the body of one frame (``wire/frames.py``). The head has two lengths; the header and a
+description of the arrays, both as JSON; and the small arrays. The other arrays are the body. Each array starts at a
+multiple of 64 bytes (``layouts.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from replicax._src.parameter_servers.errors import MessageError
+from replicax._src.parameter_servers.transport.buffers import ALIGNMENT, Buffers, aligned_empty
+from replicax._src.parameter_servers.transport.layouts import Layout, announced_layout, layout_of, sendable
+from replicax._src.wire.frames import Part
+
+LARGEST_HEADER: Final = 16 * 2**20
+LARGEST_BODY: Final = 16 * 2**30
+
+_LENGTHS: Final = struct.Struct("<II")
+_JSON: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A header of JSON values, and arrays of any dtype that JAX has (bfloat16 and its kin by ``ml_dtypes``).
+
+    Attributes:
+      header: ``op`` says what is asked. An answer that failed has ``error``: ``type``, ``text`` and ``details``.
+      arrays: To send: any NumPy arrays; they must not change until the answer has come. Received: C-contiguous,
+        read-only, each at a multiple of 64 bytes, and valid for as long as they are kept.
+    """
+
+    header: Mapping[str, Any]
+    arrays: Sequence[np.ndarray] = field(default_factory=tuple)
+
+
+class Encoded(NamedTuple):
+    """A message as the head and the body of a frame. The body is the memory of its arrays: nothing is copied."""
+
+    head: bytes
+    body: Sequence[Part]
+
+
+# --- to bytes -----------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> Encoded:
+    """A message as bytes.
+
+    Raises:
+      MessageError: An array is of a dtype that does not travel, the header has what is not JSON, or is too large.
+    """
+    arrays = [sendable(array) for array in message.arrays]
+    layout = layout_of(arrays)
+    header = header_bytes(message.header)
+    head = [_LENGTHS.pack(len(header), len(layout.text)), header, layout.text]
+    body: list[Part] = []
+    for array, at in zip(arrays, layout.offsets):
+        if not array.nbytes:
+            continue
+        is_inline = at < layout.inline_bytes
+        if is_inline:
+            head.append(array.tobytes())
+        else:
+            body.append(array.reshape(-1).view(np.uint8).data)
+        if padding := -array.nbytes % ALIGNMENT:
+            (head if is_inline else body).append(bytes(padding))
+    return Encoded(b"".join(head), body)
+
+
+def header_bytes(fields: Mapping[str, Any]) -> bytes:
+    """A header as JSON.
+
+    Raises:
+      MessageError: It has other values than those of JSON, or is too large.
+    """
+    try:
+        text = _JSON.encode(fields).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MessageError(
+            f"A header of a message is not JSON: {error}. It may have texts, numbers of Python, booleans, None, "
+            f"lists, and dicts with texts as keys; arrays go into `arrays`."
+        ) from error
+    if len(text) > LARGEST_HEADER:
+        raise MessageError(
+            f"A header of a message has {len(text)} bytes, at most {LARGEST_HEADER} travel. Send large things as arrays."
+        )
+    return text
+
+
+# --- from bytes ---------------------------------------------------------------------------------------
+
+
+class _Announced(NamedTuple):
+    header: dict[str, Any]
+    arrays: Layout
+
+
+@final
+class Decoder:
+    """Makes messages of the heads and bodies of frames. After an error it takes no more.
+
+    Args:
+      buffers: Where bodies come to lie.
+      most_bytes: Of the arrays of one message.
+    """
+
+    def __init__(self, buffers: Buffers, most_bytes: int = LARGEST_BODY):
+        self._buffers = buffers
+        self._most_bytes = most_bytes
+        self._announced: _Announced | None = None
+        self._memory = np.empty(0, np.uint8)
+
+    def decode(self, head: Part) -> Message:
+        """The message of a frame without a body.
+
+        Raises:
+          MessageError: This is no message.
+        """
+        announced, inline = _decoded_head(head, 0, self._most_bytes)
+        if not announced.arrays.specs:
+            return Message(announced.header, [])
+        memory = aligned_empty(announced.arrays.num_bytes)
+        memory[:] = inline
+        memory.flags.writeable = False
+        return Message(announced.header, _views(announced, memory))
+
+    def room(self, head: Part, num_bytes: int) -> memoryview:
+        """Memory for the body of a frame. Write the body there, and call ``filled``.
+
+        Raises:
+          MessageError: This is no message, or it is too large.
+        """
+        self._announced, inline = _decoded_head(head, num_bytes, self._most_bytes)
+        total = self._announced.arrays.num_bytes
+        try:
+            self._memory = self._buffers.take(total)
+        except MemoryError:
+            raise MessageError(
+                f"A message of {total} bytes was announced: there is no memory for it."
+            ) from None
+        self._memory[: len(inline)] = inline
+        return self._memory[len(inline) : total].data
+
+    def filled(self) -> Message:
+        """The message whose body is in ``room`` now."""
+        announced, memory = self._announced, self._memory
+        assert announced is not None
+        self._announced, self._memory = None, np.empty(0, np.uint8)
+        return Message(announced.header, _views(announced, self._buffers.lend(memory)))
+
+
+def _decoded_head(head: Part, body_bytes: int, most_bytes: int) -> tuple[_Announced, np.ndarray]:
+    """What a head announces, and the arrays that stand in it.
+
+    Raises:
+      MessageError: It is no head, or announces too much.
+    """
+    if len(head) < _LENGTHS.size:
+        raise MessageError(
+            f"{len(head)} bytes are no message: the first {_LENGTHS.size} say how long its parts are."
+        )
+    header_bytes_, arrays_bytes = _LENGTHS.unpack_from(head)
+    if max(header_bytes_, arrays_bytes) > LARGEST_HEADER:
+        raise MessageError(
+            f"A header of {max(header_bytes_, arrays_bytes)} bytes was announced, at most {LARGEST_HEADER} are taken."
+        )
+    of_arrays = _LENGTHS.size + header_bytes_
+    after = of_arrays + arrays_bytes
+    if len(head) < after:
+        raise MessageError(f"A head has {len(head)} bytes, at least {after} were announced.")
+    header = decoded_header(bytes(head[_LENGTHS.size : of_arrays]))
+    arrays = announced_layout(bytes(head[of_arrays:after]))
+    if arrays.num_bytes > most_bytes:
+        raise MessageError(
+            f"A message of {arrays.num_bytes} bytes was announced, at most {most_bytes} are taken. Cut the variable into "
+            f"smaller shards, or raise max_message_bytes of the task."
+        )
+    if (len(head), body_bytes) != (after + arrays.inline_bytes, arrays.num_bytes - arrays.inline_bytes):
+        raise MessageError(
+            f"Arrays of {arrays.inline_bytes} and {arrays.num_bytes - arrays.inline_bytes} bytes were announced; "
+            f"{len(head) - after} came in the head, and {body_bytes} are to come after it."
+        )
+    return _Announced(header, arrays), np.frombuffer(head, np.uint8)[after:]
+
+
+def decoded_header(text: bytes) -> dict[str, Any]:
+    """The fields of a header that came as JSON.
+
+    Raises:
+      MessageError: It is not JSON, or no object.
+    """
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"The header of a message is not JSON: {bytes(text[:40])!r}.") from error
+    if not isinstance(fields, dict):
+        raise MessageError(f"The header of a message is no JSON object: {bytes(text[:40])!r}.")
+    return fields
+
+
+def _views(announced: _Announced, memory: np.ndarray) -> list[np.ndarray]:
+    """Arrays in memory that is read-only, as they are then."""
+    arrays = announced.arrays
+    try:
+        return [
+            np.ndarray(shape, dtype, memory, at)
+            for (dtype, shape), at in zip(arrays.specs, arrays.offsets, strict=True)
+        ]
+    except ValueError as error:  # the sizes of an empty array can be too large together
+        raise MessageError(f"Arrays of {arrays.text[:80]!r} cannot be: {error}.") from error

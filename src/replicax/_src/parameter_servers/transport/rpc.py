@@ -1,0 +1,299 @@
+"""``rx.experimental.rpc``: functions that are registered in one process and called by name from others.
+
+TensorFlow's ``tf.distribute.experimental.rpc``, over the wire of parameter servers and with its tokens and TLS.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError as FutureCancelledError
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Final, Self, final
+
+import jax
+import numpy as np
+
+from replicax._src.cluster.credentials import Credentials
+from replicax._src.errors import ContextError, InvalidArgumentError
+from replicax._src.parameter_servers.errors import UnavailableError, WaitTimeoutError
+from replicax._src.parameter_servers.transport import structures
+from replicax._src.parameter_servers.transport.messages import Message
+from replicax._src.parameter_servers.transport.transport import Link, Session, TaskClient, TaskServer
+
+_CONNECT_S: Final = 10.0
+_MOST_CALLS: Final = 16  # of one client at a time
+_LAYERS: Final = ("grpc", "grpc+tls")
+
+
+@final
+class Server:
+    """Answers calls of the functions that were registered: ``tf.distribute.experimental.rpc.Server``.
+
+    Make it with ``Server.create``, and use it in ``with`` or call ``close``. Each client's calls run on threads of this
+    process, several at once. The token and TLS files of the environment (``REPLICAX_TOKEN``) say who may call.
+
+    >>> server = Server.create("grpc", "localhost:0")
+    >>> server.register("add", lambda a, b: a + b)
+    >>> server.start()
+    >>> client = Client.create("grpc", server.address)
+    >>> print(client.call("add", [1.0, 2.0]).get_value())
+    3.0
+    >>> client.close(), server.close()
+    (None, None)
+    """
+
+    def __init__(self, address: str, credentials: Credentials):
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._server = TaskServer(address, self, credentials)
+        self._is_started = False
+
+    @classmethod
+    def create(cls, rpc_layer: str, address: str) -> Self:
+        """Makes a server; it listens once it is started.
+
+        Args:
+          rpc_layer: ``"grpc"``, as TensorFlow has it.
+          address: ``host:port``. Port 0 takes a free one, which ``address`` tells after ``start``.
+
+        Raises:
+          InvalidArgumentError: Another layer, or other machines reach the address and there is no token.
+        """
+        _check_layer(rpc_layer)
+        return cls(address, Credentials.of_environment(os.environ))
+
+    @property
+    def address(self) -> str:
+        """``host:port`` where clients connect."""
+        return self._server.address
+
+    def register(self, method_name: str, func: Callable[..., Any]) -> None:
+        """Lets clients call a function by name.
+
+        Args:
+          func: Takes and returns arrays, numbers and nests of them. It may be an ``rx.function``.
+
+        Raises:
+          InvalidArgumentError: The name is taken, or the function cannot be called.
+          ContextError: The server has been started.
+        """
+        if self._is_started:
+            raise ContextError(
+                f"rpc.Server.register({method_name!r}): the server has been started. Register before start()."
+            )
+        if not callable(func):
+            raise InvalidArgumentError(
+                f"rpc.Server.register({method_name!r}): a function was expected, got {func!r}."
+            )
+        if (
+            not isinstance(method_name, str)
+            or not method_name.isidentifier()
+            or method_name in self._functions
+        ):
+            raise InvalidArgumentError(
+                f"rpc.Server.register: method_name must be a Python identifier that is not registered yet; got {method_name!r}."
+            )
+        self._functions[method_name] = func
+
+    def start(self) -> None:
+        """Begins to answer.
+
+        Raises:
+          UnavailableError: It cannot listen at its address.
+        """
+        self._server.start()
+        self._is_started = True
+
+    def close(self) -> None:
+        """Ends it; calls that are being answered get a few seconds."""
+        self._server.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the service of the TaskServer ---------------------------------------------------------------------
+
+    def ask(self, what: str, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a client asks first: the names of the functions."""
+        if what != "methods":
+            raise InvalidArgumentError(
+                f"An rpc.Server answers calls, and was asked {what!r}. Connect with rpc.Client."
+            )
+        return {"methods": sorted(self._functions)}
+
+    def answer(self, message: Message, session: Session) -> Message:
+        """Calls a function."""
+        name = message.header.get("method")
+        if name not in self._functions:
+            known = ", ".join(sorted(self._functions)) or "none"
+            raise InvalidArgumentError(
+                f"No function {name!r} is registered at {self.address}; there are: {known}."
+            )
+        arguments = structures.rebuilt(message.header["args"], message.arrays)
+        return _message({}, "result", self._functions[name](*arguments))
+
+    def closed(self, session: Session) -> None:
+        """A client has gone: nothing was kept for it."""
+
+
+@final
+class StatusOrResult:
+    """What a call gives: its result, or why there is none. The methods wait until the call has ended."""
+
+    def __init__(self, future: Future[Any], timeout_s: float, what: str):
+        self._future, self._timeout_s, self._what = future, timeout_s, what
+
+    def is_ok(self) -> bool:
+        """True if the call has a result."""
+        return self.get_error() is None
+
+    def get_error(self) -> Exception | None:
+        """The error of the call: RemoteError if the function raised, UnavailableError, UnauthenticatedError,
+        InvalidArgumentError or WaitTimeoutError. None if there is a result.
+        """
+        try:
+            self._future.result(None if math.isinf(self._timeout_s) else self._timeout_s)
+        except FutureTimeoutError:
+            return WaitTimeoutError(f"{self._what} did not end within {self._timeout_s:g} s.")
+        except FutureCancelledError:
+            return UnavailableError(f"{self._what}: the client was closed.")
+        except Exception as error:
+            return error
+        return None
+
+    def get_value(self) -> Any:
+        """The result, with JAX arrays as leaves.
+
+        Raises:
+          ReplicaxError: What ``get_error`` returns.
+        """
+        error = self.get_error()
+        if error is not None:
+            raise error
+        return self._future.result()
+
+
+@final
+class Client:
+    """Calls functions of a ``Server``: ``tf.distribute.experimental.rpc.Client``.
+
+    Make it with ``Client.create``. It has two methods for each registered function: ``client.add(1.0, 2.0)`` returns a
+    ``StatusOrResult`` at once, ``client.add_blocking(1.0, 2.0)`` waits for the result. Threads may share it.
+    """
+
+    def __init__(self, address: str, credentials: Credentials, name: str, timeout_s: float):
+        self._client = TaskClient(address, credentials, name or "rpc server")
+        self._name, self._timeout_s = name or f"The server at {address}", timeout_s
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="replicax rpc")
+        try:
+            methods = self._client.ask("methods", {}, min(timeout_s, _CONNECT_S))["methods"]
+        except BaseException:
+            self.close()
+            raise
+        for method in methods:
+            self._add_methods(method)
+
+    @classmethod
+    def create(cls, rpc_layer: str, address: str, name: str = "", timeout_in_ms: int = 0) -> Self:
+        """Connects to a server.
+
+        Args:
+          rpc_layer: ``"grpc"``, as TensorFlow has it.
+          address: ``host:port`` of the server.
+          name: For messages.
+          timeout_in_ms: How long each call may take, unless it says so itself; 0 for no limit.
+
+        Raises:
+          InvalidArgumentError: Another layer.
+          UnavailableError: Nobody answers there.
+          UnauthenticatedError: The server has another token.
+        """
+        _check_layer(rpc_layer)
+        return cls(address, Credentials.of_environment(os.environ), name, _seconds(timeout_in_ms) or math.inf)
+
+    def call(
+        self,
+        method_name: str,
+        args: Sequence[Any] | None = None,
+        output_specs: Any = None,
+        timeout_in_ms: int = 0,
+    ) -> StatusOrResult:
+        """Calls a function and returns at once; several calls run at the same time.
+
+        Args:
+          args: Arrays, numbers and nests of them.
+          output_specs: Ignored: the answer says what it is.
+          timeout_in_ms: How long the call may take; 0 for the limit of the client.
+
+        Raises:
+          MessageError: An argument cannot travel.
+        """
+        del output_specs
+        message = _message({"method": method_name}, "args", tuple(args or ()))
+        timeout_s = _seconds(timeout_in_ms) or self._timeout_s
+        future = self._pool.submit(self._called, message, timeout_s)
+        return StatusOrResult(future, timeout_s, f"{self._name}: {method_name}()")
+
+    def close(self) -> None:
+        """Ends the connections. Calls that have not ended fail."""
+        self._client.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _called(self, message: Message, timeout_s: float) -> Any:
+        """On a thread of the pool, each of which has a connection of its own."""
+        link: Link | None = getattr(self._local, "link", None)
+        if link is None or link.is_closed:
+            link = self._local.link = self._client.open(min(timeout_s, _CONNECT_S))
+        try:
+            answer = link.call(message, timeout_s)
+        except UnavailableError as error:
+            if error.is_silent:
+                raise WaitTimeoutError(f"{self._name} did not answer within {timeout_s:g} s.") from error
+            raise
+        return structures.rebuilt(
+            answer.header["result"], [jax.numpy.asarray(array) for array in answer.arrays]
+        )
+
+    def _add_methods(self, name: str) -> None:
+        def method(*args: Any, timeout_in_ms: int = 0) -> StatusOrResult:
+            return self.call(name, args, timeout_in_ms=timeout_in_ms)
+
+        def blocking(*args: Any, timeout_in_ms: int = 0) -> Any:
+            return self.call(name, args, timeout_in_ms=timeout_in_ms).get_value()
+
+        for suffix, function in (("", method), ("_blocking", blocking)):
+            if getattr(type(self), name + suffix, None) is not None:
+                continue  # `call`, say, is reached by call("call")
+            function.__name__ = name + suffix
+            setattr(self, name + suffix, function)
+
+
+def _message(header: dict[str, Any], what: str, nest: Any) -> Message:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(nest)]
+    return Message({**header, what: structures.described(nest)}, leaves)
+
+
+def _seconds(timeout_in_ms: Any) -> float:
+    if isinstance(timeout_in_ms, bool) or not isinstance(timeout_in_ms, int | float) or timeout_in_ms < 0:
+        raise InvalidArgumentError(
+            f"timeout_in_ms={timeout_in_ms!r}: a number of milliseconds, or 0 for no limit."
+        )
+    return timeout_in_ms / 1000
+
+
+def _check_layer(rpc_layer: str) -> None:
+    if rpc_layer not in _LAYERS:
+        raise InvalidArgumentError(f"rpc_layer={rpc_layer!r}: it is {' or '.join(map(repr, _LAYERS))}.")

@@ -1,0 +1,420 @@
+"""A task's side of the transport: ``TaskServer`` answers streams and asks with a ``Service``. See ``transport.py``."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, Self, final
+
+from replicax._src.cluster.credentials import TOKEN_VARIABLE, Credentials
+from replicax._src.cluster.spec import join_address, split_address
+from replicax._src.errors import ReplicaxError
+from replicax._src.extras import missing_extra
+from replicax._src.parameter_servers.errors import MessageError, UnavailableError, described
+from replicax._src.parameter_servers.transport.buffers import Buffers
+from replicax._src.parameter_servers.transport.messages import (
+    LARGEST_BODY,
+    Decoder,
+    Encoded,
+    Message,
+    decoded_header,
+    encode,
+    header_bytes,
+)
+from replicax._src.wire.connection import FOREVER, Connection
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError
+from replicax._src.wire.frames import Kind
+from replicax._src.wire.listener import Listener
+from replicax._src.wire.sockets import listen
+
+log = logging.getLogger("replicax")
+
+ASKS: Final = "asks"
+STREAM: Final = "stream"
+"""What a client wants a connection for."""
+
+_HELD_S: Final = 0.002
+"""For so long an answer waits for those to messages that came with its own."""
+_MOST_HELD_BYTES: Final = 64 * 1024
+_TAKE_ANSWER_S: Final = 600.0
+
+
+def check_installed() -> None:
+    """Checks that the package of the checksums is there.
+
+    Raises:
+      MissingExtraError: It is not.
+    """
+    try:
+        import xxhash  # noqa: F401
+    except ImportError as error:
+        raise missing_extra("Training with parameter servers", "ps") from error
+
+
+@dataclass
+class Counts:
+    """What one end of a connection has sent and received."""
+
+    messages: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Adds what another end has."""
+        self.messages += other.messages
+        self.bytes_in += other.bytes_in
+        self.bytes_out += other.bytes_out
+
+
+@dataclass(eq=False)
+class Session:
+    """One stream at a server, from when it is opened until it ends.
+
+    Attributes:
+      number: From 1, unique at the server.
+      peer: Where it comes from, for people.
+      state: For the service.
+    """
+
+    number: int
+    peer: str
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+class Service(Protocol):
+    """What a ``TaskServer`` answers with. It is called on many threads: at once for different streams and asks."""
+
+    def ask(self, what: str, header: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer to an ``ask``, of JSON values."""
+        ...
+
+    def answer(self, message: Message, session: Session) -> Message:
+        """The answer to a message of a stream.
+
+        The next one of this stream waits until it is made, if not until it is sent.
+        """
+        ...
+
+    def closed(self, session: Session) -> None:
+        """The stream has ended, whatever the reason."""
+        ...
+
+
+@final
+class TaskServer:
+    """Listens at an address and answers with a ``Service``. Use it in ``with``, or ``start`` and ``shutdown`` it.
+
+    Args:
+      address: ``host:port``. A host that is not of the loopback means all networks of this machine. Port 0 takes a
+        free one.
+      credentials: Peers without the same are sent away.
+      max_message_bytes: Of the arrays of one message; a peer that announces more is told so and its stream ended,
+        before memory is allocated for it.
+      max_streams: How many may be open; each has a thread.
+
+    Raises:
+      InvalidArgumentError: It would be open to everybody on the network, or a file of the credentials is wrong.
+      MissingExtraError: xxhash is not installed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        service: Service,
+        credentials: Credentials,
+        *,
+        max_message_bytes: int = LARGEST_BODY,
+        max_streams: int = 256,
+    ):
+        credentials.check_server(address)
+        check_installed()
+        self._address = address
+        self._service = service
+        self._credentials = credentials
+        self._security = credentials.security()
+        self._max_message_bytes = max_message_bytes
+        self._max_streams = max_streams
+        self._listener: Listener | None = None
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._streams: dict[Session, _Stream] = {}
+        self._asking: set[Connection] = set()
+        self._ended = Counts()
+        self._num_rejected = 0
+        self._is_ending = self._is_shut_down = False
+        self._pid = os.getpid()
+
+    @property
+    def port(self) -> int:
+        """Where it listens; before ``start`` what the address says, maybe 0."""
+        return split_address(self._address)[1] if self._listener is None else self._listener.port
+
+    @property
+    def address(self) -> str:
+        """``host:port``, with the true port once it has started."""
+        return join_address(split_address(self._address)[0], self.port)
+
+    def start(self) -> None:
+        """Begins to listen.
+
+        Raises:
+          UnavailableError: It cannot listen there; the port may be in use.
+        """
+        if self._credentials.admits_anybody:
+            log.warning(
+                "The task at %s has no credentials: every program of this machine may use it. Set %s to a secret, the "
+                "same for all tasks.",
+                self._address,
+                TOKEN_VARIABLE,
+            )
+        try:
+            listening = listen(*split_address(self._address))
+        except OSError as error:
+            raise UnavailableError(
+                f"The task cannot listen at {self._address}: {error.strerror or error}. Is the port in use, or the host of "
+                "another machine?"
+            ) from error
+        self._listener = Listener(listening, self._security, self._serve, self._rejected)
+        atexit.register(self.shutdown)
+
+    def statistics(self) -> dict[str, int]:
+        """Messages answered and their bytes in both directions, streams that are open, and what was rejected."""
+        total = Counts()
+        with self._lock:
+            for counts in (self._ended, *(stream.counts for stream in self._streams.values())):
+                total.add(counts)
+            return {
+                "messages": total.messages,
+                "bytes_in": total.bytes_in,
+                "bytes_out": total.bytes_out,
+                "streams": len(self._streams),
+                "rejected": self._num_rejected,
+            }
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Stops listening. What is being answered gets half of the time; then the connections are ended."""
+        self._is_ending = True
+        listener, deadline = self._listener, time.monotonic() + timeout_s
+        # A process that was forked off has the same sockets: what it shuts down is so here too.
+        if listener is None or self._is_shut_down or os.getpid() != self._pid:
+            return
+        self._is_shut_down = True
+        atexit.unregister(self.shutdown)
+        listener.close()
+        while self._is_answering() and time.monotonic() < deadline - timeout_s / 2:
+            time.sleep(0.005)
+        while True:
+            with self._lock:
+                connections = [*(stream.connection for stream in self._streams.values()), *self._asking]
+            if not connections or time.monotonic() >= deadline:
+                break
+            for connection in connections:
+                connection.cancel()
+            time.sleep(0.005)
+        if connections:
+            log.warning(
+                "%d connections at %s did not end within %g s.", len(connections), self.address, timeout_s
+            )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _is_answering(self) -> bool:
+        with self._lock:
+            return any(stream.is_answering for stream in self._streams.values())
+
+    def _rejected(self) -> None:
+        with self._lock:
+            self._num_rejected += 1
+
+    # --- on the thread of a connection ---------------------------------------------------------------------
+
+    def _serve(self, connection: Connection, purpose: str) -> None:
+        try:
+            if purpose == STREAM:
+                self._serve_stream(connection)
+            else:
+                self._serve_asks(connection)
+        except PeerEndedError:
+            pass
+        except (MessageError, ForeignPeerError) as error:
+            self._rejected()
+            connection.end(str(error), is_refusal=True)
+        except UnavailableError as error:
+            connection.end(str(error))
+
+    def _serve_asks(self, connection: Connection) -> None:
+        with self._lock:
+            self._asking.add(connection)
+        try:
+            while not self._is_ending:
+                kind, head = connection.receive(FOREVER)
+                if kind is not Kind.ASK or head is None:
+                    raise ForeignPeerError(f"a frame of kind {kind} came where asks are answered")
+                answer = self._answer_ask(bytes(head))
+                connection.send([(Kind.ASK, answer, ())], time.monotonic() + _TAKE_ANSWER_S)
+            raise UnavailableError("the task is ending")
+        finally:
+            with self._lock:
+                self._asking.discard(connection)
+
+    def _answer_ask(self, head: bytes) -> bytes:
+        what = "an ask"
+        try:
+            fields = decoded_header(head)
+            what, told = str(fields.get("what")), fields.get("fields")
+            if not isinstance(told, dict):
+                raise MessageError(f"{what!r} was asked with {type(told).__name__} in place of fields.")
+            return header_bytes(self._service.ask(what, told))
+        except Exception as error:
+            return header_bytes(_failure(error, what))
+
+    def _serve_stream(self, connection: Connection) -> None:
+        session = Session(next(self._numbers), connection.peer)
+        stream = _Stream(connection, Decoder(Buffers(), self._max_message_bytes))
+        with self._lock:
+            if self._is_ending or len(self._streams) >= self._max_streams:
+                self._num_rejected += 1
+                raise UnavailableError(
+                    "the task is ending"
+                    if self._is_ending
+                    else f"it has {self._max_streams} streams open, the most"
+                )
+            self._streams[session] = stream
+        try:
+            while not self._is_ending:
+                stream.turn(lambda message: self._answer(message, session))
+            raise UnavailableError("the task is ending")
+        finally:
+            stream.end()
+            with self._lock:
+                del self._streams[session]
+                self._ended.add(stream.counts)
+            self._service.closed(session)
+
+    def _answer(self, message: Message, session: Session) -> Encoded:
+        try:
+            return encode(self._service.answer(message, session))
+        except Exception as error:
+            return encode(Message(_failure(error, message.header.get("op", "a message"))))
+
+
+def _failure(error: Exception, what: str) -> dict[str, Any]:
+    if not isinstance(error, ReplicaxError):
+        log.error("%s failed.", what, exc_info=error)
+    return {"error": described(error)}
+
+
+@final
+class _Stream:
+    """The server's end of a connection for messages.
+
+    Answers to messages that came together travel together, unless one lets them wait for it.
+    """
+
+    def __init__(self, connection: Connection, decoder: Decoder):
+        self.connection = connection
+        self._decoder = decoder
+        self._held: list[Encoded] = []
+        self._held_bytes = 0
+        self._changed = threading.Condition()  # held while answers are sent
+        self._flusher: threading.Thread | None = None
+        self._send_at = self._wakes_at = math.inf
+        self._is_over = False
+        self._failure: OSError | None = None
+        self._num_answers = 0
+        self.is_answering = False
+
+    @property
+    def counts(self) -> Counts:
+        """Messages that were answered, and bytes in both directions."""
+        return Counts(self._num_answers, self.connection.bytes_in, self.connection.bytes_out)
+
+    def turn(self, answer: Callable[[Message], Encoded]) -> None:
+        """Takes the next message and answers it.
+
+        Raises:
+          PeerEndedError: The peer has ended the connection.
+          OSError: The connection has ended.
+          MessageError: What came is no message.
+        """
+        kind, head = self.connection.receive(FOREVER, self._decoder.room)
+        if kind is not Kind.MESSAGE:
+            raise ForeignPeerError(f"a frame of kind {kind} came where messages are answered")
+        message = self._decoder.filled() if head is None else self._decoder.decode(head)
+        self.is_answering = True
+        try:
+            answered = answer(message)
+            del message  # so that its memory can be used again
+            # The arrays of an answer may change with the next message.
+            may_wait = not answered.body and self.connection.has_frame()
+            self._hold(answered) if may_wait else self._send(answered)
+        finally:
+            self.is_answering = False
+
+    def end(self) -> None:
+        """Nothing is sent any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+
+    def _hold(self, answer: Encoded) -> None:
+        """Keeps an answer for the next one, for a short time."""
+        with self._changed:
+            self._held.append(answer)
+            self._held_bytes += len(answer.head)
+            if self._held_bytes > _MOST_HELD_BYTES:
+                self._send_held()
+                return
+            if len(self._held) > 1:
+                return
+            self._send_at = time.monotonic() + _HELD_S
+            if self._flusher is None:
+                self._flusher = threading.Thread(target=self._flush, name="replicax answers", daemon=True)
+                self._flusher.start()
+            elif self._send_at < self._wakes_at:
+                self._changed.notify()
+
+    def _send(self, answer: Encoded) -> None:
+        """Sends an answer, after those that have been kept."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            self._held.append(answer)
+            self._send_held()
+
+    def _flush(self) -> None:
+        """Sends what has been kept for long enough, when the thread of the connection is still at the next answer."""
+        with self._changed:
+            while not self._is_over and self._failure is None:
+                now = time.monotonic()
+                if self._held and self._send_at <= now:
+                    try:
+                        self._send_held()
+                    except (
+                        OSError
+                    ) as error:  # half of an answer may be sent: the stream ends with the next one
+                        self._failure = error
+                    continue
+                self._wakes_at = self._send_at if self._held else math.inf
+                self._changed.wait(self._wakes_at - now if self._held else None)
+
+    def _send_held(self) -> None:
+        held, self._held, self._held_bytes = self._held, [], 0
+        if self._is_over:
+            return
+        # Before they arrive, so that whoever has an answer finds it counted.
+        self._num_answers += len(held)
+        frames = [(Kind.MESSAGE, each.head, each.body) for each in held]
+        self.connection.send(frames, time.monotonic() + _TAKE_ANSWER_S)

@@ -1,0 +1,395 @@
+"""The calls between tasks: a ``TaskServer`` answers what ``TaskClient`` and its ``Link`` ask, over ``wire``.
+
+``ask`` is one call with a deadline, on a connection that later asks use again; it heals when the task was started
+again. A ``Link`` is a connection of its own for messages and their answers, in order; it does not heal: a new one is
+opened. So an ask does not wait behind the arrays of a link. ``messages.py`` says what travels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, final
+
+from replicax._src.cluster.credentials import Credentials
+from replicax._src.cluster.routes import routed_address
+from replicax._src.cluster.spec import split_address
+from replicax._src.errors import ReplicaxError
+from replicax._src.parameter_servers.errors import (
+    MessageError,
+    UnauthenticatedError,
+    UnavailableError,
+    of_answer,
+)
+from replicax._src.parameter_servers.transport.buffers import Buffers
+from replicax._src.parameter_servers.transport.messages import (
+    LARGEST_BODY,
+    Decoder,
+    Encoded,
+    Message,
+    decoded_header,
+    encode,
+    header_bytes,
+)
+from replicax._src.parameter_servers.transport.task_server import (
+    ASKS,
+    STREAM,
+    Counts,
+    Service,
+    Session,
+    TaskServer,
+    check_installed,
+)
+from replicax._src.wire.client import connect
+from replicax._src.wire.connection import Connection
+from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, TokenError
+from replicax._src.wire.frames import Kind
+
+__all__ = ["Link", "Service", "Session", "TaskClient", "TaskServer"]
+
+_T = TypeVar("_T")
+
+_LAST_WORDS_S: Final = 0.2
+
+
+@final
+class TaskClient:
+    """Speaks to one task. Threads may share it; nothing is connected before the first call.
+
+    Args:
+      address: ``host:port`` of the task.
+      credentials: The same kind as the task's.
+      task: Its name, for messages and errors: ``"ps 0"``.
+      max_message_bytes: Of the arrays of one answer.
+
+    Raises:
+      InvalidArgumentError: A file of the credentials cannot be read.
+      MissingExtraError: xxhash is not installed.
+    """
+
+    def __init__(
+        self, address: str, credentials: Credentials, task: str, *, max_message_bytes: int = LARGEST_BODY
+    ):
+        check_installed()
+        self._security = credentials.security()
+        self._host, _ = split_address(address)
+        self._reached_at = split_address(routed_address(address, os.environ))
+        self._name = f"{task} at {address}"
+        self._task = task
+        self._max_message_bytes = max_message_bytes
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []  # for asks
+        self._asking: set[Connection] = set()
+        self._links: set[Link] = set()
+        self._ended = Counts()
+        self._is_closed = False
+
+    def ask(self, what: str, header: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
+        """Asks the task for one thing, and waits for the answer.
+
+        Raises:
+          UnavailableError: The task is dead, stopped, or did not answer in time. It may have done what was asked.
+          UnauthenticatedError: It refused the credentials.
+          ReplicaxError: What ``ps.errors.of_answer`` makes of an answer that is an error.
+        """
+        did = f"answer {what!r} within {timeout_s:g} s"
+        head = header_bytes({"what": what, "fields": header})
+        answer = self._reached(did, lambda: self._asked(head, time.monotonic() + timeout_s))
+        if "error" in answer:
+            raise of_answer(answer["error"], self._task)
+        return answer
+
+    def open(self, timeout_s: float = 10.0) -> Link:
+        """Opens a connection for messages.
+
+        Raises:
+          UnavailableError: The task is dead or stopped.
+          UnauthenticatedError: It refused the credentials.
+        """
+        deadline = time.monotonic() + timeout_s
+        connection = self._reached(
+            f"take a connection within {timeout_s:g} s", lambda: self._connected(STREAM, deadline)
+        )
+        link = Link(self, connection, Decoder(Buffers(), self._max_message_bytes))
+        with self._lock:
+            self._links.add(link)
+            is_closed = self._is_closed
+        if is_closed:  # meanwhile: nobody else would close it
+            link.close()
+            raise self._closed()
+        return link
+
+    def statistics(self) -> dict[str, int]:
+        """Answers that came by links and bytes in both directions, and links that are open."""
+        total = Counts()
+        with self._lock:
+            for counts in (self._ended, *(link.counts for link in self._links)):
+                total.add(counts)
+            return {
+                "messages": total.messages,
+                "bytes_in": total.bytes_in,
+                "bytes_out": total.bytes_out,
+                "links": len(self._links),
+            }
+
+    def close(self) -> None:
+        """Closes all connections. What waits for an answer raises UnavailableError."""
+        with self._lock:
+            self._is_closed = True
+            links, asking, idle = list(self._links), list(self._asking), list(self._idle)
+            self._idle.clear()
+        for link in links:
+            link.close()
+        for connection in asking:
+            connection.cancel()  # the thread that uses it closes it
+        for connection in idle:
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connected(self, purpose: str, deadline: float) -> Connection:
+        return connect(*self._reached_at, self._security, purpose, deadline, certified_as=self._host)
+
+    def _asked(self, head: bytes, deadline: float) -> dict[str, Any]:
+        connection = self._for_asks(deadline)
+        is_whole = False
+        try:
+            connection.send([(Kind.ASK, head, ())], deadline)
+            answer = connection.receive(deadline).head
+            if answer is None:
+                raise ForeignPeerError("the answer to an ask has a body")
+            fields = decoded_header(bytes(answer))
+            is_whole = True
+            return fields
+        finally:
+            with self._lock:
+                self._asking.discard(connection)
+                is_kept = is_whole and not self._is_closed
+                if is_kept:
+                    self._idle.append(connection)
+            if not is_kept:
+                connection.close()
+
+    def _for_asks(self, deadline: float) -> Connection:
+        """A connection that nobody uses, or a new one."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise self._closed()
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                connection = self._connected(ASKS, deadline)
+            elif connection.wait(0.0):  # the task has ended since
+                connection.close()
+                continue
+            with self._lock:
+                self._asking.add(connection)
+            return connection
+
+    def _reached(self, did: str, call: Callable[[], _T]) -> _T:
+        if self._is_closed:
+            raise self._closed()
+        try:
+            return call()
+        except OSError as error:
+            if self._is_closed:
+                raise self._closed() from None
+            raise self._public(error, did) from error
+
+    def _public(self, error: OSError, did: str) -> ReplicaxError:
+        """What an error of the wire means.
+
+        Args:
+          did: What the task did not do: ``"answer 'hello' within 2 s"``.
+        """
+        if isinstance(error, TokenError):
+            return UnauthenticatedError(
+                f"{self._name} refused the credentials: {error}. Give all tasks of the cluster the same token "
+                "(REPLICAX_TOKEN)."
+            )
+        if isinstance(error, TimeoutError):
+            return UnavailableError(
+                f"{self._name} did not {did}: it is stopped, busy, or cannot be reached.",
+                self._task,
+                is_silent=True,
+            )
+        if isinstance(error, PeerEndedError) and error.is_refusal:
+            return MessageError(f"{self._name}: {error.reason}")
+        if isinstance(error, ForeignPeerError):
+            return MessageError(f"{self._name}: {error}.")
+        why = error.strerror or str(error)
+        hint = ""
+        if isinstance(error, PeerEndedError) and not error.reason and did.startswith("take a connection"):
+            hint = " Do both use the same TLS settings?"
+        return UnavailableError(f"{self._name} did not {did}: {why}.{hint}", self._task)
+
+    def _closed(self) -> UnavailableError:
+        return UnavailableError(f"The client of {self._name} was closed.", self._task)
+
+    def _ended_link(self, link: Link) -> None:
+        with self._lock:
+            if link in self._links:
+                self._links.remove(link)
+                self._ended.add(link.counts)
+
+
+@final
+class Link:
+    """A connection to a task: messages, and their answers in order. Made by ``TaskClient.open``.
+
+    Several messages may be sent before their answers are received. One thread may send while another one receives.
+    After any error but one that the task answered with, the link is closed: open another one.
+    """
+
+    def __init__(self, client: TaskClient, connection: Connection, decoder: Decoder):
+        self._client = client
+        self._connection = connection
+        self._decoder = decoder
+        self._why_closed = ""
+        self._num_answers = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """True if it is of no more use: open another one."""
+        return bool(self._why_closed)
+
+    @property
+    def counts(self) -> Counts:
+        """Answers that have come, and bytes in both directions."""
+        connection = self._connection
+        return Counts(self._num_answers, connection.bytes_in, connection.bytes_out)
+
+    def send(self, message: Message, timeout_s: float = 60.0) -> None:
+        """Sends a message. Its arrays must not change until the answer has come: large ones are not copied.
+
+        A task takes no message while its answer to an earlier one is not received, but for what the connection holds, a
+        few hundred KB. Who sends more than that before it receives does the one and the other on two threads.
+
+        Raises:
+          MessageError: It cannot travel. The link goes on.
+          UnavailableError: The task has ended, or took nothing for that time. The link is closed.
+        """
+        self.send_all((message,), timeout_s)
+
+    def send_all(self, messages: Sequence[Message], timeout_s: float = 60.0) -> None:
+        """Sends messages in order, in one write: that costs hardly more than one. See ``send``.
+
+        Each is answered on its own. The task does the first ones while the others wait there; answers to what was sent
+        together may come together, each a few milliseconds after it was there at the latest.
+
+        Raises:
+          MessageError: One cannot travel; none has been sent then. The link goes on.
+          UnavailableError: As ``send``.
+        """
+        encoded = [encode(message) for message in messages]
+        self._bounded("take a message", timeout_s, lambda deadline: self._send(encoded, deadline))
+
+    def receive(self, timeout_s: float) -> Message:
+        """Waits for the answer to the first message that has none yet.
+
+        Raises:
+          UnavailableError: The task has ended, or did not answer in time. The link is closed.
+          MessageError: What came is no message. The link is closed.
+          ReplicaxError: What ``ps.errors.of_answer`` makes of an answer that is an error. The link goes on.
+        """
+        answer = self._bounded("answer a message", timeout_s, self._receive)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def receive_all(self, timeout_s: float) -> list[Message | ReplicaxError]:
+        """Waits as ``receive``, and returns what has come together: at least one answer, or the error that it is."""
+        return self._bounded("answer a message", timeout_s, self._receive_all)
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        """Sends a message and waits for its answer; see ``send`` and ``receive``."""
+        started = time.monotonic()
+        self.send(message, timeout_s)
+        return self.receive(max(0.0, timeout_s - (time.monotonic() - started)))
+
+    def close(self) -> None:
+        """Ends the connection. What waits for an answer raises UnavailableError."""
+        self._end(f"The link to {self._client._name} was closed.")
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bounded(self, did: str, timeout_s: float, do: Callable[[float], _T]) -> _T:
+        """Does what may block; whatever goes wrong in it closes the link."""
+        client = self._client
+        try:
+            if self._why_closed:
+                raise UnavailableError(self._why_closed, client._task)
+            try:
+                return do(time.monotonic() + timeout_s)
+            except OSError as error:
+                if self._why_closed:
+                    raise UnavailableError(self._why_closed, client._task) from None
+                limit = "" if math.isinf(timeout_s) else f" within {timeout_s:.3g} s"
+                raise client._public(error, f"{did}{limit}") from error
+        except ReplicaxError as error:
+            self._fail(str(error))
+            raise
+        except BaseException as error:  # Ctrl-C: a message may be half sent, or half received
+            self._fail(f"{type(error).__name__} came while the link to {client._name} was used.")
+            raise
+
+    def _send(self, messages: Sequence[Encoded], deadline: float) -> None:
+        try:
+            self._connection.send([(Kind.MESSAGE, each.head, each.body) for each in messages], deadline)
+        except TimeoutError:
+            raise
+        except OSError:
+            self._raise_last_words()
+            raise
+
+    def _raise_last_words(self) -> None:
+        """Raises the reason for which the task has ended the connection, if it has said one."""
+        if self._why_closed:
+            return
+        try:
+            while True:
+                self._connection.receive(time.monotonic() + _LAST_WORDS_S, self._decoder.room)
+        except PeerEndedError as ended:
+            if ended.reason:
+                raise
+        except (OSError, MessageError):
+            return
+
+    def _receive_all(self, deadline: float) -> list[Message | ReplicaxError]:
+        answers = [self._receive(deadline)]
+        while self._connection.has_frame():
+            answers.append(self._receive(deadline))
+        return answers
+
+    def _receive(self, deadline: float) -> Message | ReplicaxError:
+        head = self._connection.receive(deadline, self._decoder.room).head
+        answer = self._decoder.filled() if head is None else self._decoder.decode(head)
+        self._num_answers += 1
+        error = answer.header.get("error")
+        return answer if error is None else of_answer(error, self._client._task)
+
+    def _fail(self, why: str) -> None:
+        self._end(why)
+        self._connection.close()
+
+    def _end(self, why: str) -> None:
+        """Wakes whoever waits; from any thread."""
+        if not self._why_closed:
+            self._why_closed = why
+            self._connection.cancel()
+            self._client._ended_link(self)

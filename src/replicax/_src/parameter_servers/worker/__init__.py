@@ -1,0 +1,1 @@
+"""What a worker does with the functions that it is sent."""

@@ -1,0 +1,132 @@
+"""``Worker``: what a worker does for one coordinator: keeps programs, constants and resources, and runs closures."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.errors import ClosureAbortedError, MessageError
+from replicax._src.parameter_servers.programs.programs import WorkerProgram
+from replicax._src.parameter_servers.transport.messages import Message
+from replicax._src.parameter_servers.worker.resources import (
+    WORKER_INDEX,
+    Resource,
+    ValueResource,
+    WorkerPlace,
+    make,
+)
+from replicax._src.parameter_servers.worker.runner import ClosureCall, Runner
+
+
+@final
+class Worker:
+    """Answers the messages of one coordinator, one at a time.
+
+    Args:
+      links: To the parameter servers, its own; closed with it.
+      place: Which worker this is.
+      traffic: Bytes that went over the links, by direction.
+    """
+
+    def __init__(self, links: PsLinks, place: WorkerPlace, traffic: Callable[[], Mapping[str, int]] = dict):
+        self._links, self._place, self._traffic = links, place, traffic
+        self._runner = Runner(links)
+        self._resources: dict[str, Resource] = {}
+        self._index = ValueResource(np.int32(place.index), place)
+        self._lock = threading.Lock()
+        self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
+            "program": self._program,
+            "constant": self._constant,
+            "resource": self._resource,
+            "closure": self._closure,
+            "release": self._release,
+        }
+
+    def answer(self, message: Message) -> Message:
+        """Does what is asked.
+
+        Raises:
+          MessageError: It is not one of these operations.
+          Other errors are those of what was asked for.
+        """
+        operation = self._operations.get(message.header.get("op", ""))
+        if operation is None:
+            raise MessageError(
+                f"A worker has no operation {message.header.get('op')!r}; it has {', '.join(self._operations)}."
+            )
+        with self._lock:
+            return operation(message.header, message.arrays)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the runner, how many resources there are, and what went to and from the parameter servers."""
+        own = {"num_resources": len(self._resources), "traffic": dict(self._traffic())}
+        return {**self._runner.statistics(), **own}
+
+    def close(self) -> None:
+        """Ends what reads ahead, and the streams to the parameter servers, whatever is running."""
+        self._links.close()
+        for resource in list(self._resources.values()):
+            resource.close()
+
+    def _program(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        self._runner.add_program(WorkerProgram.of(header["described"], [array.tobytes() for array in arrays]))
+        return Message({})
+
+    def _constant(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        self._runner.add_constant(header["name"], arrays[0])
+        return Message({})
+
+    def _resource(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        name = header["name"]
+        before = self._resources.pop(name, None)
+        if before is not None:
+            before.close()
+        place = dataclasses.replace(self._place, num_replicas_in_sync=header.get("num_replicas", 1))
+        made = make(header["kind"], arrays[0], place)
+        self._resources[name] = made
+        return Message({"spec": made.spec})
+
+    def _closure(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        incarnation, number = header["closure"]
+        result = self._runner.run(
+            ClosureCall(
+                (incarnation, number),
+                header["low"],
+                header["epoch"],
+                header["program"],
+                self._arguments(header.get("named", ()), arrays),
+                [self._named(name) for name in header.get("iterators", ())],
+                header.get("round"),
+            )
+        )
+        if result.need is not None:
+            return Message({"need": result.need, "end": result.end and result.end.reason})
+        return Message({} if result.signature is None else {"signature": result.signature}, result.results)
+
+    def _arguments(self, named: Sequence[tuple[int, str]], arrays: Sequence[np.ndarray]) -> Sequence[Any]:
+        """What came with a closure, and in its place what came before."""
+        arguments: list[Any] = list(arrays)
+        for position, name in named:  # in order
+            arguments.insert(position, self._runner.constant(name))
+        return arguments
+
+    def _release(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+        for name in header["names"]:
+            resource = self._resources.pop(name, None)
+            if resource is not None:
+                resource.close()
+        return Message({})
+
+    def _named(self, name: str) -> Resource:
+        resource = self._index if name == WORKER_INDEX else self._resources.get(name)
+        if resource is None:
+            raise ClosureAbortedError(
+                f"This worker does not have the resource {name}: it has started anew, or the resource was released. It "
+                "is to be made again."
+            )
+        return resource

@@ -1,0 +1,128 @@
+"""``Lease``: whose messages a task answers, without a clock or threads."""
+
+import functools
+
+import pytest
+
+from checks import message
+from replicax._src.parameter_servers.errors import StaleCoordinatorError, UnavailableError
+from replicax._src.parameter_servers.task.lease import Lease
+
+
+@pytest.fixture
+def lease():
+    return Lease("ps 0", silence_timeout_s=60.0, now=0.0)
+
+
+def test_hello_begins_it_once(lease):
+    assert lease.incarnation is None
+    assert lease.hello("a", now=1.0)
+    assert not lease.hello("a", now=2.0)
+    assert lease.incarnation == "a"
+    lease.check("a")
+
+
+def test_the_next_one_takes_over_for_good(lease):
+    lease.hello("a", now=1.0)
+    assert lease.hello("b", now=2.0)
+    lease.check("b")
+    for call in (
+        lambda: lease.check("a"),
+        lambda: lease.beat("a", now=3.0),
+        lambda: lease.hello("a", now=3.0),
+    ):
+        message(StaleCoordinatorError, call, "ps 0", "coordinator a", "another coordinator has taken over")
+    assert lease.incarnation == "b"
+
+
+def test_who_has_left_does_not_come_back(lease):
+    lease.hello("a", now=1.0)
+    lease.leave("b", now=1.5)
+    assert lease.incarnation == "a"
+    lease.leave("a", now=2.0)
+    assert lease.incarnation is None
+    message(StaleCoordinatorError, lambda: lease.hello("a", now=3.0), "it has left")
+
+
+def test_a_task_that_was_started_again_knows_nobody(lease):
+    """A beat tells nothing then: the instance in its answer does. Other messages need what is gone."""
+    lease.beat("a", now=1.0)
+    assert lease.incarnation is None
+    text = message(UnavailableError, lambda: lease.check("a"), "ps 0", "it was started again since")
+    assert "coordinator a" in text
+    assert lease.hello("a", now=2.0)
+
+
+def test_a_stranger_is_not_answered_while_there_is_another(lease):
+    lease.hello("a", now=1.0)
+    for call in (lambda: lease.check("b"), lambda: lease.beat("b", now=2.0)):
+        message(StaleCoordinatorError, call, "works for the coordinator a, not for b")
+
+
+def test_silence_ends_it(lease):
+    lease.hello("a", now=0.0)
+    lease.beat("a", now=50.0)
+    assert not lease.is_silent(now=110.0)
+    assert lease.is_silent(now=110.1)
+    lease.give_up(now=110.1)
+    assert not lease.is_silent(now=1000.0)
+    message(StaleCoordinatorError, lambda: lease.beat("a", now=111.0), "nothing was heard of it for 60 s")
+
+
+def test_who_was_silent_and_knows_begins_anew_unless_another_one_has_come(lease):
+    lease.hello("a", now=0.0)
+    lease.give_up(now=100.0)
+    message(StaleCoordinatorError, lambda: lease.hello("a", now=101.0), "nothing was heard")
+    assert lease.hello("a", now=102.0, again=True)
+    assert not lease.hello("a", now=103.0)
+    lease.check("a")
+    lease.give_up(now=200.0)
+    lease.hello("b", now=201.0)
+    message(StaleCoordinatorError, lambda: lease.hello("a", now=202.0, again=True), "nothing was heard")
+    lease.leave("b", now=203.0)
+    for name in "ab":
+        again = functools.partial(lease.hello, name, now=204.0, again=True)
+        message(StaleCoordinatorError, again, f"coordinator {name}")
+
+
+def test_how_long_it_has_waited(lease):
+    assert lease.waited_s(now=5.0) == 5.0
+    lease.hello("a", now=6.0)
+    assert lease.waited_s(now=100.0) == 0.0
+    lease.leave("a", now=10.0)
+    assert lease.waited_s(now=12.0) == 2.0
+
+
+def test_a_hello_that_led_to_nothing_may_be_said_again(lease):
+    lease.hello("a", now=1.0)
+    lease.withdraw()
+    assert lease.incarnation is None
+    assert lease.hello("a", now=2.0)
+
+
+def test_what_is_remembered_is_bounded(lease):
+    for number in range(2000):
+        lease.hello(str(number), now=0.0)
+    assert len(lease._past) == 1000
+
+
+def test_a_time_that_several_share_ends_with_the_last_of_them(lease):
+    lease.hello("a", now=1.0, member="chief 0")
+    lease.hello("a", now=1.0, member="worker 0")
+    members = ("chief 0", "worker 0", "worker 1")
+    assert not lease.leave("a", now=2.0, member="chief 0", members=members)
+    assert not lease.leave("a", now=3.0, member="worker 0", members=members)
+    assert not lease.hello("a", now=4.0, member="worker 0")  # started again
+    assert not lease.leave("a", now=5.0, member="worker 1", members=members)
+    lease.check("a")
+    assert lease.leave("a", now=6.0, member="worker 0", members=members)
+    message(StaleCoordinatorError, lambda: lease.hello("a", now=7.0, member="worker 0"), "it has left")
+
+
+def test_who_left_before_is_not_counted_for_the_next_one(lease):
+    members = ("worker 0", "worker 1")
+    lease.hello("a", now=1.0, member="worker 0")
+    lease.leave("a", now=2.0, member="worker 0", members=members)
+    lease.hello("b", now=3.0, member="worker 1")
+    assert not lease.leave("b", now=4.0, member="worker 1", members=members)
+    assert lease.incarnation == "b"

@@ -1,0 +1,159 @@
+"""Closures whose parameter servers are behind the transport, in this process."""
+
+import jax
+import numpy as np
+import pytest
+
+from exported import update_program, worker_program
+from replicax._src.cluster.credentials import Credentials
+from replicax._src.parameter_servers.client.links import NewPiece, PsLinks
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.programs.programs import Input, Operand, Piece, Push, signature_of
+from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.transport.transport import TaskClient, TaskServer
+from replicax._src.parameter_servers.worker.runner import ClosureCall, Runner
+
+ME = "me"
+SECRET = Credentials(token="a secret of this test")
+SHARDS = [Piece(0, "w/0", (0, 60_000)), Piece(1, "w/1", (60_000, 100_000))]
+FROZEN = Piece(1, "frozen")
+WHOLE = np.arange(100_000, dtype=np.float32)
+
+
+class OneStore:
+    """A service that answers with a store."""
+
+    def __init__(self):
+        self.store = Store()
+        self.store.hello(ME)
+
+    def ask(self, what, header, session):
+        return {}
+
+    def answer(self, message, session):
+        return self.store.answer(message)
+
+    def closed(self, session):
+        pass
+
+
+@pytest.fixture
+def servers():
+    made = [TaskServer("localhost:0", OneStore(), SECRET) for _ in range(2)]
+    for server in made:
+        server.start()
+    yield made
+    for server in made:
+        server.shutdown()
+
+
+@pytest.fixture
+def new_links(servers):
+    opened = []
+
+    def open_links():
+        clients = [TaskClient(server.address, SECRET, f"ps {index}") for index, server in enumerate(servers)]
+        opened.append(PsLinks(clients, ME, timeout_s=60))
+        return opened[-1]
+
+    yield open_links
+    for links in opened:
+        links.close()
+
+
+@pytest.fixture
+def halving(new_links):
+    """A runner, and its program that halves a variable in two shards, and returns its sum times a frozen one."""
+    links = new_links()
+    links.create([NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS])
+    links.create([NewPiece(FROZEN, (3,), np.float32, np.ones(3, np.float32))])
+    pushes = []
+    for piece in SHARDS:
+        part = WHOLE[slice(*piece.rows)]
+        update = update_program(lambda w, g: (w - g,), [piece.key], [0], part, part)
+        pushes.append(Push(piece.ps, links.add_program(piece.ps, update), (Operand(1, piece.rows),)))
+    program = worker_program(
+        lambda w, frozen: (w.sum() * frozen[0], w / 2),
+        [Input("variable", 0), Input("variable", 1)],
+        [WHOLE, np.ones(3, np.float32)],
+        [SHARDS, [FROZEN]],
+        pushes=tuple(pushes),
+    )
+    runner = Runner(links)
+    return runner, runner.add_program(program)
+
+
+def run(halving, number):
+    runner, digest = halving
+    call = ClosureCall((ME, number), 0, 0, {signature_of([]): digest})
+    return float(runner.run(call).results[0])
+
+
+@pytest.mark.timeout(120)
+def test_closures_and_reads_by_another_client(halving, new_links):
+    total = float(jax.numpy.sum(WHOLE))
+    reader = new_links()
+    for number in range(6):
+        assert run(halving, number) == pytest.approx(total / 2**number, rel=1e-5)
+        np.testing.assert_array_equal(reader.read([SHARDS])[0], WHOLE / 2 ** (number + 1))
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(120)
+def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, new_links, servers):
+    run(halving, 0)
+    service, address = servers[1]._service, servers[1].address
+    servers[1].shutdown()
+    with pytest.raises(UnavailableError) as error:
+        run(halving, 1)
+    assert error.value.task == "ps 1"
+    servers[1] = TaskServer(address, service, SECRET)
+    servers[1].start()
+    run(halving, 1)  # the first server has its part of it, and does not take it again
+    np.testing.assert_array_equal(new_links().read([SHARDS])[0], WHOLE / 4)
+
+
+@pytest.mark.timeout(120)
+def test_a_stream_that_was_cut_is_opened_again(halving, new_links, servers):
+    run(halving, 0)
+    service, address = servers[0]._service, servers[0].address
+    servers[0].shutdown()
+    servers[0] = TaskServer(address, service, SECRET)
+    servers[0].start()
+    for number in range(1, 4):
+        run(halving, number)
+    np.testing.assert_array_equal(new_links().read([SHARDS])[0], WHOLE / 16)
+
+
+def test_what_was_read_stays_what_it_was(new_links):
+    links = new_links()
+    piece = Piece(0, "large")
+    first, second = np.zeros(100_000, np.float32), np.ones(100_000, np.float32)
+    links.create([NewPiece(piece, first.shape, first.dtype, first)])
+    (found,) = links.read([[piece]])
+    taken_over = jax.device_put(found)
+    for _ in range(4):  # more than there are buffers
+        links.assign([([piece], second)])
+        (again,) = links.read([[piece]])
+        np.testing.assert_array_equal(again, second)
+        del again
+    np.testing.assert_array_equal(found, first)
+    del found
+    links.read([[piece]])
+    np.testing.assert_array_equal(taken_over, first)
+
+
+def test_what_is_read_stays_and_jax_takes_its_memory_over(new_links):
+    links, one, other = new_links(), Piece(0, "one"), Piece(0, "other")
+    links.create(
+        [NewPiece(p, (40_000,), np.float32, np.full(40_000, p.key == "one", "f4")) for p in (one, other)]
+    )
+    links.create([NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS])
+    (alone,) = links.read([[one]])
+    together = links.read([[one], SHARDS])
+    for _ in range(5):
+        assert links.read([[other]])[0].max() == 0
+        assert links.read([[other], [other]])[1].max() == 0
+    for value, expected in zip([alone, *together], [np.ones(40_000), np.ones(40_000), WHOLE], strict=True):
+        np.testing.assert_array_equal(value, expected)
+        assert jax.device_put(value).unsafe_buffer_pointer() == value.ctypes.data

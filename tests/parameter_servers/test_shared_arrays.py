@@ -1,0 +1,175 @@
+"""Programs that share parameter servers: one makes the arrays, the others find them. In one process."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from checks import message
+from replicax._src.cluster.failures import ProgramMismatchError
+from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.session import Session
+from replicax._src.parameter_servers.client.shared_arrays import SharedArrays
+from replicax._src.parameter_servers.client.tasks import Share
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.programs.programs import Piece
+from replicax._src.parameter_servers.store.store import Store
+
+MEMBERS = ("chief 0", "worker 0")
+
+
+@pytest.fixture
+def stores():
+    stores = [Store() for _ in range(2)]
+    for store in stores:
+        store.hello("shared")
+    return stores
+
+
+@pytest.fixture
+def session(stores):
+    def make(member, limit_s=0.3):
+        links = PsLinks.of_stores(stores, "shared")
+        return Session(links, shared=SharedArrays(links, Share(MEMBERS, member), limit_s))
+
+    return make
+
+
+def new(session, name, value, shards=()):
+    value = np.asarray(value, np.float32)
+    return session.add(ServerArray(session, name, value.shape, value.dtype, lambda: value, shards))
+
+
+def value_of(session, array):
+    return session.read([array])[0].tolist()
+
+
+def test_the_first_values_are_the_chiefs_whatever_the_order_of_use(session):
+    chief, worker = session("chief 0"), session("worker 0")
+    ours = [new(chief, name, [number]) for number, name in enumerate("aba")]
+    theirs = [new(worker, name, [10]) for name in "aba"]
+    for array in reversed(ours):
+        value_of(chief, array)
+    assert [value_of(worker, array) for array in theirs] == [[0], [1], [2]]
+    assert [array.pieces for array in theirs] == [array.pieces for array in ours]
+    worker.assign(theirs[2], np.asarray([5], np.float32))
+    assert value_of(chief, ours[2]) == [5]
+
+
+def test_others_wait_until_the_chief_has_made_it(session):
+    chief, worker = session("chief 0"), session("worker 0", limit_s=60)
+    found = []
+    theirs = new(worker, "w", [0])
+    thread = threading.Thread(target=lambda: found.append(value_of(worker, theirs)))
+    thread.start()
+    thread.join(0.1)
+    assert not found
+    value_of(chief, new(chief, "w", [7]))
+    thread.join(30)
+    assert found == [[7]]
+
+
+def test_who_waits_in_vain_says_for_whom_and_what(session):
+    worker = session("worker 0")
+    text = message(
+        UnavailableError, lambda: value_of(worker, new(worker, "only here", [0])), "worker 0 waited 0.3 s"
+    )
+    assert "for chief 0 to make the variable 'only here'" in text
+
+
+def test_what_others_do_not_use_is_not_waited_for(session):
+    chief, worker = session("chief 0"), session("worker 0")
+    kept = new(worker, "only here", [0])
+    value_of(chief, new(chief, "w", [7]))
+    assert value_of(worker, new(worker, "w", [0])) == [7]
+    assert not kept.is_made
+
+
+ROWS = [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("at_chief", "value", "shards", "says"),
+    [
+        ((), [1, 2, 3], (), "has the shape (3,) and dtype float32 in worker 0, and the shape (2, 2)"),
+        ((), [[1, 2], [3, 4]], ROWS, "is in shards in worker 0, and whole on the parameter servers"),
+        (ROWS, [[1, 2], [3, 4]], (), "is whole in worker 0, and in shards on the parameter servers"),
+        (ROWS, [[1, 2, 3], [3, 4, 5]], ROWS, "(rows 0 to 1) has the shape (1, 3)"),
+    ],
+)
+def test_programs_that_differ_are_named(session, at_chief, value, shards, says):
+    chief, worker = session("chief 0"), session("worker 0")
+    value_of(chief, new(chief, "kernel", [[1, 2], [3, 4]], at_chief))
+    theirs = new(worker, "kernel", value, shards)
+    text = message(ProgramMismatchError, lambda: value_of(worker, theirs), "Variable 'kernel'", says)
+    assert "where chief 0 has made it" in text
+
+
+def test_shards_and_what_stands_beside_them(session):
+    chief, worker = session("chief 0"), session("worker 0")
+    tables = []
+    for each in (chief, worker):
+        table = new(each, "table", [[1.0], [2.0], [3.0]], [(0, 2), (2, 3)])
+        slot = new(each, "slot", [[4.0], [5.0], [6.0]])
+        slot.beside = table
+        assert value_of(each, slot) == [[4.0], [5.0], [6.0]]
+        tables.append((table, slot))
+    assert tables[0][0].pieces == tables[1][0].pieces
+    assert tables[0][1].pieces == tables[1][1].pieces
+    assert [piece.ps for piece in tables[1][1].pieces] == [0, 1]
+
+
+def test_an_array_is_moved_once_and_found_where_it_is(session):
+    chief, worker = session("chief 0"), session("worker 0")
+    pairs = [(new(each, "w", [1]), new(each, "slot", [2])) for each in (chief, worker)]
+    (ours, slot), (theirs, their_slot) = pairs
+    value_of(chief, slot)
+    assert slot.pieces[0].ps != ours.pieces[0].ps
+    value_of(worker, their_slot)
+    worker.make([theirs])
+    message(UnavailableError, lambda: worker.put_beside(their_slot, theirs), "to make the variable 'slot'")
+    chief.put_beside(slot, ours)
+    worker.put_beside(their_slot, theirs)
+    assert slot.pieces == their_slot.pieces
+    assert value_of(worker, their_slot) == [2]
+
+
+def test_copies_are_made_once_and_assigned_by_all(session):
+    chief, worker = session("chief 0"), session("worker 0")
+    ours, theirs = new(chief, "rate", [1]), new(worker, "rate", [0])
+    chief.copy_to(ours, 1)
+    worker.assign(theirs, np.asarray([3], np.float32))  # the worker has not used the copy
+    assert value_of(chief, ours) == [3]
+    worker.copy_to(theirs, 1)
+    assert theirs.copies == ours.copies == {1: "0:rate:@1"}
+    assert worker.links.read([[Piece(1, "0:rate:@1")]])[0].tolist() == [3]
+
+
+def test_a_chief_that_starts_again_goes_on_with_what_is_there(session, stores):
+    first = session("chief 0")
+    array = new(first, "w", [[1.0], [2.0]], [(0, 1), (1, 2)])
+    value_of(first, array)
+    first.assign(array, np.asarray([[8.0], [9.0]], np.float32))
+    again = session("chief 0")
+    found, made = new(again, "w", [[1.0], [2.0]], [(0, 1), (1, 2)]), new(again, "new", [3.0])
+    assert value_of(again, made) == [3.0]
+    assert value_of(again, found) == [[8.0], [9.0]]
+    assert again.bytes_on == [8, 4]
+
+
+def test_half_of_an_array_is_made_whole(session, stores):
+    """The chief died between two servers."""
+    first = session("chief 0")
+    array = new(first, "w", [[1.0], [2.0]], [(0, 1), (1, 2)])
+    value_of(first, array)
+    first.links.drop(array.pieces[:1])
+    again = session("chief 0")
+    assert value_of(again, new(again, "w", [[5.0], [6.0]], [(0, 1), (1, 2)])) == [[5.0], [2.0]]
+
+
+def test_what_is_gone_in_one_program_stays_for_the_others(session, stores):
+    chief, worker = session("chief 0"), session("worker 0")
+    value_of(chief, new(chief, "w", [7]))
+    value_of(chief, new(chief, "other", [0]))  # those that are gone are dropped when others are made
+    assert value_of(worker, new(worker, "w", [0])) == [7]
