@@ -125,15 +125,16 @@ class PsLinks:
         for ps, program in programs:
             self.add_program(ps, program)
             self._send_programs(ps, [program.digest])
-        messages = {}
-        for ps, ours in _by_ps((new.piece.ps, new) for new in pieces).items():
-            described = [_described_piece(new) for new in ours]
-            arrays = [
-                part_of(new.initial, None) for new in ours if not isinstance(new.initial, UpdateProgram)
-            ]
-            fields = {"pieces": described, "if_absent": if_absent}
-            messages[ps] = self._message("create", fields, arrays)
-        self._all(messages, may_repeat=if_absent)
+        with self._numbered() as once:
+            messages = {}
+            for ps, ours in _by_ps((new.piece.ps, new) for new in pieces).items():
+                described = [_described_piece(new) for new in ours]
+                arrays = [
+                    part_of(new.initial, None) for new in ours if not isinstance(new.initial, UpdateProgram)
+                ]
+                fields = {"pieces": described, "if_absent": if_absent, **once}
+                messages[ps] = self._message("create", fields, arrays)
+            self._all(messages, may_repeat=True)
         if programs:
             self.drop((), [(ps, program.digest) for ps, program in programs])
 

@@ -110,7 +110,7 @@ class Assign:
             raise InvalidArgumentError(
                 f"Keys {keys} and {len(arrays)} values were to be assigned. Give one value for each key, and each key once."
             )
-        return cls(keys, arrays, _closure(header, "number"), field_of(header, "low", int, None) or 0)
+        return cls(keys, arrays, *once_of(header))
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,11 @@ def _gradients(header: Mapping[str, Any], operands: Sequence[np.ndarray]) -> Gra
             f"Gradients of round {number} are {count} arrays, and {len(operands)} operands came. Count them."
         )
     return Gradients(number, field_of(given, "program", str), operands[len(operands) - count :])
+
+
+def once_of(header: Mapping[str, Any]) -> tuple[Closure | None, int]:
+    """The number of a call that is done once, None if it has none; and below which number all have ended."""
+    return _closure(header, "number"), field_of(header, "low", int, None) or 0
 
 
 def _closure(header: Mapping[str, Any], name: str) -> Closure | None:

@@ -30,6 +30,7 @@ from replicax._src.parameter_servers.store.requests import (
     field_of,
     keys_of,
     new_pieces,
+    once_of,
     program_of,
 )
 from replicax._src.parameter_servers.store.store_contents import StoreContents, StoreState
@@ -211,18 +212,26 @@ class Store:
 
     def _create(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
         contents, if_absent = self._contents, bool(header.get("if_absent"))
-        asked = new_pieces(header, arrays)
+        asked, (number, low) = new_pieces(header, arrays), once_of(header)
         with self._lock:
             self._check(header)
+            if number is not None and contents.has_done(number, low):
+                return Message({"duplicate": True})
             new = [piece for piece in asked if not contents.has(piece, if_absent)]
             programs = [self._initial_program(piece) for piece in new]
         values = [self._initial_value(piece, program) for piece, program in zip(new, programs)]
         with self._lock:
             self._check(header)
+            if number is not None and contents.has_done(
+                number, low
+            ):  # the same message, on an earlier connection
+                return Message({"duplicate": True})
             absent = [not contents.has(piece, if_absent) for piece in new]
             for piece, value, is_new in zip(new, values, absent):
                 if is_new:
                     contents.add(piece.key, piece.spec, value)
+            if number is not None:
+                contents.windows.of_client(number.incarnation).add(number.number)
             contents.statistics.bytes_received += sum(array.nbytes for array in arrays)
         return Message({})
 
