@@ -444,7 +444,7 @@ def test_a_peer_that_talks_nonsense_does_not_disturb_the_hub(said):
 def test_without_the_token_nobody_joins_or_ends_a_job(token):
     with serving(NAMES[:2]) as address:
         stranger = Channel(address, 1, NAMES[:2], "print", Security(token))
-        message(ClusterStartError, lambda: stranger.connect(time.monotonic() + PATIENCE_S), "REPLICAX_TOKEN")
+        message(ClusterStartError, lambda: stranger.connect(time.monotonic() + 1.0), "REPLICAX_TOKEN")
         failed = {"kind": "failed", "member": 1, "fingerprint": "print", "text": "no"}
         with pytest.raises(TokenError):
             ask(address, failed, Security(token), PATIENCE_S)

@@ -198,3 +198,35 @@ def test_the_queue_is_dry_when_all_write(session, pool):
     pool.broke(RuntimeError("all is lost"))
     with pool.drained() as is_so:
         assert not is_so
+
+
+def test_none_goes_on_when_another_one_is_out_of_reach_in_a_rewind(session, pool, monkeypatch):
+    recovery = Recovery(session, pool, "rewind")
+    watch = watching(session, recovery)
+    for ps in session.ps:
+        ps.restored = kept()
+    recovery._epochs._take()
+    started_again(session)
+    ask = session.ps[1].ask
+
+    def out_of_reach(what, header, timeout_s):
+        if what == "restore":
+            raise UnavailableError("It is cut off.", "ps 1")
+        return ask(what, header, timeout_s)
+
+    monkeypatch.setattr(session.ps[1], "ask", out_of_reach)
+    with pytest.raises(UnavailableError):
+        recovery.restarted(watch, session.ps[0])
+    assert not watch.knows(session.ps[0].instance)  # so that it is tried again with the next beat
+    monkeypatch.undo()
+    assert recovery.restarted(watch, session.ps[0]) is None
+    assert all(each.knows(ps.instance) for each, ps in zip(recovery._watches, session.ps))
+
+
+def test_what_broke_for_another_reason_stays_broken(pool):
+    pool.broke(UnavailableError("All workers are given up."))
+    pool.broke(UnavailableError("ps 0 is lost."), "ps 0")
+    pool.mended("ps 0")
+    assert pool.queue.is_broken
+    pool.mended("ps 1")
+    assert pool.queue.is_broken

@@ -23,7 +23,7 @@ class _Proxy(DamagingProxy):
     """As ``rx.testing``'s, which clusters make."""
 
     def statistics(self):
-        return {"frames": self.num_frames, "damaged": self.num_damaged}
+        return {"frames": self.num_attacks, "damaged": self.num_damaged}
 
 
 @pytest.fixture
@@ -103,19 +103,18 @@ def fit_on_two(pause_s):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("num_frames", [100_000])
-def test_strangers_at_every_port_do_not_disturb_a_running_job(num_frames):
-    """300 idle ones, and random frames, at the ports of workers, parameter servers and the status page."""
+def test_strangers_at_every_port_do_not_disturb_a_running_job():
+    """300 idle ones at each port, and others that say something random."""
     with (
         server_cluster(workers=1, ps=2) as cluster,
         contextlib.closing(Job(cluster)) as job,
     ):
         addresses = [address for job_ in ("worker", "ps") for address in cluster.cluster[job_]]
-        with strangers(addresses, num_frames=num_frames) as num_sent:
+        with strangers(addresses, num_attacks=3000) as num_sent:
             started = time.monotonic()
-            while num_sent() < num_frames and time.monotonic() < started + 120:
+            while num_sent() < 3000 and time.monotonic() < started + 120:
                 job.check(job.schedule(20))
-        assert num_sent() >= num_frames
+        assert num_sent() >= 3000
         job.check(job.schedule(20))
 
 
@@ -125,18 +124,18 @@ def connected(address):
 
 
 @contextlib.contextmanager
-def strangers(addresses, *, num_frames):
+def strangers(addresses, *, num_attacks):
     """Idle connections, and a thread for each address that sends random bytes, until the block ends."""
     is_over, counts = threading.Event(), [0] * len(addresses)
     idle = [connected(address) for address in addresses for _ in range(300)]
 
     def attack(number, address):
         chance = random.Random(number)
-        while not is_over.is_set() and sum(counts) < num_frames:
+        while not is_over.is_set() and sum(counts) < num_attacks:
             with contextlib.suppress(OSError), connected(address) as stranger:
                 start = chance.choice([b"", b"RPLX\x01\x00", b"RX", b"GET / HTTP/1.1\r\n", b"\x16\x03\x01"])
                 frames = b"".join(start + chance.randbytes(chance.randrange(100)) for _ in range(64))
-                counts[number] += 64
+                counts[number] += 1
                 stranger.sendall(frames)
                 stranger.recv(100)
 
@@ -163,10 +162,10 @@ def test_strangers_at_the_controller_do_not_disturb_workers():
             with contextlib.ExitStack() as attack:
                 if is_attacked:
                     wait_until_it_listens(address)
-                    num_sent = attack.enter_context(strangers([address], num_frames=20_000))
+                    num_sent = attack.enter_context(strangers([address], num_attacks=2000))
                 losses.append([result.report for result in cluster.wait().values()])
                 if is_attacked:
-                    assert num_sent() > 1000
+                    assert num_sent() > 100
     assert losses[0] == losses[1]
     assert [len(report["losses"]) for report in losses[0]] == [3, 3]
 

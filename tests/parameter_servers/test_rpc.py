@@ -131,6 +131,7 @@ def test_a_client_that_was_closed_is_an_error_of_the_call(client):
     time.sleep(0.2)
     client.close()
     assert isinstance(waits.get_error(), UnavailableError)
+    message(UnavailableError, lambda: client.call("multiply", [1, 2]), "closed")
 
 
 def test_what_is_refused_when_a_server_is_made(server):
@@ -142,6 +143,7 @@ def test_what_is_refused_when_a_server_is_made(server):
     message(InvalidArgumentError, lambda: new.register("one", abs), "'one'")
     message(InvalidArgumentError, lambda: new.register("two", 2), "'two'")
     message(InvalidArgumentError, lambda: new.register("not a name", abs), "'not a name'")
+    message(InvalidArgumentError, lambda: new.register("_idle", abs), "'_idle'")
 
 
 def test_other_machines_need_a_token(monkeypatch):
@@ -168,3 +170,15 @@ def test_another_process_calls():
         finally:
             process.communicate("", timeout=60)
     assert process.returncode == 0
+
+
+def test_a_process_with_a_call_that_does_not_end_can_end(server):
+    program = f"""
+        from replicax.experimental import rpc
+
+        client = rpc.Client.create("grpc", "{server.address}")
+        client.waiting()
+    """
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
+    assert time.monotonic() - started < 30

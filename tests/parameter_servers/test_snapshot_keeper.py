@@ -118,3 +118,24 @@ def test_failures_are_one_warning_until_there_is_room_again(store, keeping, tmp_
         (tmp_path / "ps-0").unlink()
         until_count(keeper, number + 1)
         shutil.rmtree(tmp_path / "ps-0")
+
+
+def test_what_is_asked_while_a_snapshot_is_written_is_not_forgotten(store, keeping, monkeypatch):
+    keeper = keeping(math.inf)
+    create(store, "w")
+    snapshot = store.snapshot
+
+    def slow(*arguments):
+        told = snapshot(*arguments)
+        if not count(keeper):
+            assign(store, "w")  # the first one does not have this
+            keeper.ask()
+        return told
+
+    monkeypatch.setattr(store, "snapshot", slow)
+    keeper.ask()
+    until_count(keeper, 2)
+    deadline = time.monotonic() + 60.0
+    while keeper.is_writing:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -253,6 +254,21 @@ def test_nobody_is_there():
     with TaskClient("127.0.0.1:1", TOKEN, "ps 1") as client:
         message(UnavailableError, lambda: client.ask("hello", {}, 30), "ps 1 at 127.0.0.1:1", "refused")
         message(UnavailableError, client.open, "ps 1 at 127.0.0.1:1")
+
+
+def test_another_program_at_the_address_or_a_damaged_hello_may_be_tried_again():
+    accepted = []
+
+    def answer(other):
+        accepted.append(other.accept()[0])
+        accepted[0].recv(60)
+        accepted[0].sendall(b"RPLY" + bytes(56))
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=answer, args=(other,), daemon=True).start()
+        with TaskClient(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, "ps 1") as client:
+            message(UnavailableError, lambda: client.ask("hello", {}, 30), "ps 1 at", "another program")
+    accepted[0].close()
 
 
 def test_a_port_that_is_in_use(server):

@@ -88,7 +88,12 @@ def test_two_ends_with_one_token_agree(token, wants):
 
 
 @pytest.mark.parametrize(
-    ("of_client", "says"), [(b"", "no token"), (b"wrong", "a wrong token"), (TOKEN[:-1], "a wrong token")]
+    ("of_client", "says"),
+    [
+        (b"", "it was shown no token"),
+        (b"wrong", "it was shown a wrong token"),
+        (TOKEN[:-1], "it was shown a wrong token"),
+    ],
 )
 def test_a_client_that_does_not_know_the_token_is_told_so(of_client, says):
     got, at_server, client, _ = shaken(of_client)
@@ -150,13 +155,13 @@ def test_another_program_asks():
     got, server = at_server(
         lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
     )
-    assert type(got) is ForeignPeerError
+    assert isinstance(got, ForeignPeerError)
     assert server.sent == b""
 
 
 def test_another_version_asks_and_hears_which_one_this_is():
     got, server = at_server(lambda stranger: stranger.sendall(hello_of(protocol=PROTOCOL + 1)))
-    assert type(got) is ForeignPeerError
+    assert isinstance(got, ForeignPeerError)
     assert f"version {PROTOCOL + 1}" in str(got)
     assert struct.unpack_from("<4sH", server.sent) == (b"RPLX", PROTOCOL)
 
@@ -180,7 +185,7 @@ def test_no_more_than_96_bytes_are_read_of_a_stranger():
     assert isinstance(got, WireError)
     assert len(server.received) == OF_STRANGER
     got, server = at_server(lambda stranger: stranger.sendall(bytes(2**10)))
-    assert type(got) is ForeignPeerError
+    assert isinstance(got, ForeignPeerError)
     assert len(server.received) <= OF_STRANGER
 
 
@@ -219,7 +224,7 @@ def at_client(say, *, seconds=10.0):
 
 def test_another_program_answers():
     got, client = at_client(lambda other: other.sendall(b"HTTP/1.1 400 Bad Request\r\n" + bytes(100)))
-    assert type(got) is ForeignPeerError
+    assert isinstance(got, ForeignPeerError)
     assert len(client.sent) == 60  # no proof
 
 
@@ -228,12 +233,12 @@ def test_another_program_that_says_little_is_found_at_its_first_wrong_byte(says)
     started = time.monotonic()
     got, _ = at_client(lambda other: other.sendall(says), seconds=1.0)
     assert time.monotonic() - started < 3
-    assert type(got) is (TimeoutError if b"RPLX".startswith(says) else ForeignPeerError)
+    assert isinstance(got, TimeoutError if b"RPLX".startswith(says) else ForeignPeerError)
 
 
 def test_another_version_answers():
     got, client = at_client(lambda other: other.sendall(hello_of(protocol=7)))
-    assert type(got) is ForeignPeerError
+    assert isinstance(got, ForeignPeerError)
     assert "version 7" in str(got)
     assert len(client.sent) == 60
 

@@ -11,7 +11,6 @@ from replicax._src.cluster.errors import ClusterError
 from replicax._src.cluster.frames import ask, security_of
 from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.membership import Membership, described, fingerprint_of
-from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.service import HubServer
 from replicax._src.cluster.spec import split_address
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
@@ -44,7 +43,7 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
     fingerprint = fingerprint_of(names, me.addresses)
     text = text[-_MOST_CHARACTERS:]
     message = {"kind": "failed", "member": me.id_in_cluster, "fingerprint": fingerprint, "text": text}
-    address = routed_address(me.leader_address, environment)
+    address = me.leader_address
     while not is_over.is_set():
         if me.id_in_cluster == 0:
             with contextlib.suppress(OSError):  # the port is in use: the task's own hub is there
@@ -55,7 +54,7 @@ def tell_failed_start(environment: Mapping[str, str], text: str, is_over: thread
                 HubServer(hub, listening, security, fingerprint, cluster, {}).run(is_over, 0.0)
                 return
         try:
-            ask(address, message, security, _ANSWER_S)
+            ask(address, message, security, _ANSWER_S, environment)
             return
         except OSError:
             is_over.wait(_RETRY_S)

@@ -52,7 +52,7 @@ With --max-restarts or --checkpoint-dir all tasks are then started again, and th
 
 A cluster with parameter servers also has a chief, unless --no-chief is given. The chief is the coordinator and runs the
 script; the workers and parameter servers run `replicax server`. A worker that dies is restarted. The job is finished when the
-chief has exited. All tasks of a job share a random token and refuse connections without it.
+chief has exited. All tasks of a job share a random token and refuse connections without it; with --hosts and --task-index set REPLICAX_TOKEN.
 """
 _EPILOG: Final = """\
 several hosts, one worker on each:
@@ -408,7 +408,7 @@ def _lines_to_paste(
     environment = {} if num_devices is None else device_environment(num_devices, {})
     if options.gpus_per_worker is not None:
         environment[GPUS_VARIABLE] = ",".join(map(str, range(options.gpus_per_worker)))
-    return lines_to_paste(hosts, ["python3", *command], environment)
+    return lines_to_paste(hosts, ["python3", *command], {**environment, **_token(os.environ)})
 
 
 def _start(

@@ -24,7 +24,6 @@ from replicax._src.cluster.failures import (
     stall_text,
 )
 from replicax._src.cluster.frames import connect, receive, send
-from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.status_file import STATUS_FILE_VARIABLE, StatusFile
 from replicax._src.user_code import user_line_of_main_thread
 from replicax._src.wire.connection import Connection
@@ -36,6 +35,8 @@ _BEAT_S = 1.0
 _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
 _ANSWER_S = 5.0
+EARLIER_RUN_S = 35.0
+"""For so long the controller of an earlier run may be at the address, with another token."""
 _TAKE_MESSAGE_S = 10.0
 _LOOK_S = 0.2
 # How often the thread looks whether the process leaves, while nothing comes.
@@ -110,7 +111,6 @@ class Channel:
           ClusterStartError: It did not answer in time, or refuses. That of an earlier run, which is ending, is waited
             for.
         """
-        address = routed_address(self._address, os.environ)
         started = reminded = time.monotonic()
         trouble: object = "not tried"
         while True:
@@ -127,13 +127,15 @@ class Channel:
                     trouble,
                 )
             try:
-                self._connection, welcome = self._joined(address, min(deadline, now + _ANSWER_S))
+                self._connection, welcome = self._joined(min(deadline, now + _ANSWER_S))
                 break
             except TokenError as error:
-                raise ClusterStartError(
-                    f"{self._names[0]} at {self._address} refuses {self._me}: {error}. Give all tasks of the cluster the same "
-                    "token (REPLICAX_TOKEN)."
-                ) from error
+                trouble = error
+                if (
+                    now - started > EARLIER_RUN_S
+                ):  # until then an earlier run with another token may be ending there
+                    raise self._not_connected(now - started, trouble) from error
+                time.sleep(_RETRY_S)
             except (OSError, _RefusedForNow) as error:
                 is_cut_short = isinstance(error, TimeoutError) and deadline - now < _ANSWER_S
                 if not (is_cut_short and isinstance(trouble, (ForeignPeerError, _RefusedForNow))):
@@ -143,6 +145,11 @@ class Channel:
         return welcome
 
     def _not_connected(self, waited_s: float, trouble: object) -> ClusterStartError:
+        if isinstance(trouble, TokenError):
+            return ClusterStartError(
+                f"The token of {self._me} does not fit that of {self._names[0]} at {self._address}: {trouble}. Give all tasks "
+                "of the cluster the same token (REPLICAX_TOKEN)."
+            )
         more_time = "allow more time with REPLICAX_START_TIMEOUT_S."
         if isinstance(trouble, _RefusedForNow):
             return ClusterStartError(
@@ -155,9 +162,9 @@ class Channel:
             f"{more_time}"
         )
 
-    def _joined(self, address: str, deadline: float) -> tuple[Connection, dict[str, Any]]:
+    def _joined(self, deadline: float) -> tuple[Connection, dict[str, Any]]:
         """A connection that the hub has welcomed, and the welcome."""
-        connection = connect(address, self._security, deadline)
+        connection = connect(self._address, self._security, deadline)
         try:
             hello = {"kind": "hello", "member": self._number, "fingerprint": self._fingerprint}
             send(connection, hello, deadline)

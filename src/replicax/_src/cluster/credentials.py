@@ -41,7 +41,7 @@ class Credentials:
     runs the dataset functions that it is sent.
 
     Attributes:
-      token: A secret that all tasks know. Without TLS it can be read on the network.
+      token: A secret that all tasks know, random. It does not travel; without TLS what is sent can be read.
       ca_file: Certificates of those who sign the others' certificates.
       certificate_file: Of this task; its names must have the host of the task's address.
       key_file: Of the certificate.

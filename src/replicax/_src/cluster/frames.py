@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from replicax._src.cluster.credentials import Credentials
+from replicax._src.cluster.errors import ClusterEnvironmentError
+from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
+from replicax._src.errors import InvalidArgumentError
 from replicax._src.wire.client import connect as wire_connect
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError
@@ -26,16 +29,22 @@ def security_of(environ: Mapping[str, str] | None = None) -> Security:
       ClusterEnvironmentError: They do not go together, or a file cannot be read.
     """
     environ = os.environ if environ is None else environ
-    return Credentials.of_environment(environ).security(environ)
+    try:
+        return Credentials.of_environment(environ).security(environ)
+    except InvalidArgumentError as error:
+        raise ClusterEnvironmentError(f"REPLICAX_TLS_… in the environment: {error}") from error
 
 
-def connect(address: str, security: Security, deadline: float) -> Connection:
-    """Connects to a hub.
+def connect(
+    address: str, security: Security, deadline: float, environ: Mapping[str, str] | None = None
+) -> Connection:
+    """Connects to a hub, by the route of ``REPLICAX_ROUTES`` if there is one.
 
     Raises:
       OSError: Nobody answers there in time, or somebody else; see ``wire.client.connect``.
     """
-    return wire_connect(*split_address(address), security, PURPOSE, deadline)
+    route = split_address(routed_address(address, os.environ if environ is None else environ))
+    return wire_connect(*route, security, PURPOSE, deadline, certified_as=split_address(address)[0])
 
 
 def send(connection: Connection, message: Mapping[str, Any], deadline: float) -> None:
@@ -65,14 +74,20 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
     return message
 
 
-def ask(address: str, question: Mapping[str, Any], security: Security, timeout_s: float) -> dict[str, Any]:
+def ask(
+    address: str,
+    question: Mapping[str, Any],
+    security: Security,
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Connects to a hub, sends a message and returns the answer.
 
     Raises:
       OSError: As ``connect`` and ``receive``.
     """
     deadline = time.monotonic() + timeout_s
-    connection = connect(address, security, deadline)
+    connection = connect(address, security, deadline, environ)
     try:
         send(connection, question, deadline)
         return receive(connection, deadline)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, final
 
 from replicax._src import jax_compat
-from replicax._src.cluster.channel import Channel
+from replicax._src.cluster.channel import EARLIER_RUN_S, Channel
 from replicax._src.cluster.credentials import TOKEN_VARIABLE, Credentials, is_loopback
 from replicax._src.cluster.environ import SILENCE_LIMIT, STALL_LIMIT, START_LIMIT, limit_s
 from replicax._src.cluster.failures import ClusterFailureError, ClusterStartError, PeerFailureError
@@ -31,9 +31,9 @@ from replicax._src.cluster.frames import ask, security_of
 from replicax._src.cluster.membership import described, fingerprint_of
 from replicax._src.cluster.peers import Peers, joined_peers, note_joined
 from replicax._src.cluster.relay import Relay
-from replicax._src.cluster.routes import routed_address
 from replicax._src.cluster.spec import split_address
 from replicax._src.errors import BackendStartedError
+from replicax._src.wire.errors import TokenError
 from replicax._src.wire.security import Security
 
 log = logging.getLogger("replicax")
@@ -65,6 +65,14 @@ class _LiveCluster:
         cluster = described(names, addresses)
         fingerprint = fingerprint_of(names, addresses)
         self._security = security_of()
+        if (
+            self._security.server is not None
+            and Credentials.of_environment(os.environ).certificate_file is None
+        ):
+            raise ClusterStartError(
+                "REPLICAX_TLS_CA is set without a certificate, which the controller beside worker 0 needs. Set "
+                "REPLICAX_TLS_CERTIFICATE and REPLICAX_TLS_KEY too, on all tasks."
+            )
         if number == 0:
             _warn_without_token(addresses)
             of_hub = {**limits, "timeout_s": timeout_s}
@@ -121,7 +129,7 @@ class _LiveCluster:
 
     def _is_serving(self) -> bool:
         """Returns True if the service, which others may still need, has not been stopped."""
-        address = routed_address(self._leader_address, os.environ)
+        address = self._leader_address
         return not self._channel.is_lost and any(
             _ping(address, self._security, _LIVELY_S) is not None for _ in range(2)
         )
@@ -253,7 +261,7 @@ def _wait_for_earlier_run(address: str, name: str, cluster: str, security: Secur
     """Whether an earlier run of this cluster was at the address, and has ended in time."""
     started = reminded = time.monotonic()
     was_there = False
-    while _is_ending_run(address, cluster, security):
+    while _is_ending_run(address, cluster, security, started):
         was_there = True
         now = time.monotonic()
         if now >= deadline:
@@ -279,8 +287,13 @@ def _has_ended(address: str) -> bool:
     return False
 
 
-def _is_ending_run(address: str, cluster: str, security: Security) -> bool:
-    answer = _ping(address, security, _ANSWER_S) or {}
+def _is_ending_run(address: str, cluster: str, security: Security, began: float) -> bool:
+    try:
+        answer = ask(address, {"kind": "ping"}, security, _ANSWER_S)
+    except TokenError:  # it may be one with another token
+        return time.monotonic() - began < EARLIER_RUN_S
+    except OSError:
+        return False
     return answer.get("cluster") == cluster and answer.get("is_ending") is True
 
 

@@ -33,7 +33,7 @@ def connect(
       TimeoutError: Nobody answered in time.
       OSError: Nobody listens there, or TLS failed.
     """
-    connection = socket.create_connection((host, port), seconds_left(deadline))
+    connection = _connected(host, port, deadline)
     try:
         is_loopback = is_loopback_peer(connection)
         connection.settimeout(0.0)
@@ -52,6 +52,17 @@ def connect(
     except BaseException:
         connection.close()
         raise
+
+
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """The first address of the host that answers; all of them share the time."""
+    failure: OSError | None = None
+    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_connection((str(address[0]), int(address[1])), seconds_left(deadline))
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"{host} has no address")
 
 
 def is_loopback_peer(connection: socket.socket) -> bool:

@@ -14,7 +14,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol, final
 
 from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, WireError
@@ -119,7 +119,7 @@ class Connection:
         num_bytes = sum(map(len, parts))
         if len(parts) > 1 and num_bytes <= _FIRST_BYTES:  # many buffers cost more than the copy
             parts = [b"".join(parts)]
-        with self._sending:
+        with _held(self._sending, deadline):
             self.bytes_out += num_bytes
             self._stream.write(parts, deadline)
 
@@ -135,7 +135,7 @@ class Connection:
           TimeoutError: Nothing came in time.
           OSError: The connection has ended.
         """
-        with self._receiving:
+        with _held(self._receiving, deadline):
             header = self._header
             if header is None:
                 if self._end - self._start < HEADER_BYTES:
@@ -154,7 +154,7 @@ class Connection:
             return Frame(kind, head)
 
     def has_frame(self) -> bool:
-        """True if a whole frame without a body has come already. Only for the thread that receives."""
+        """True if a whole MESSAGE or ASK without a body has come already. Only for the thread that receives."""
         header = self._header
         if header is None:
             if self._end - self._start < HEADER_BYTES:
@@ -163,7 +163,8 @@ class Connection:
                 header = self._take_header()
             except WireError:  # the next ``receive`` raises it
                 return False
-        return not header.body_bytes and self._end - self._start >= header.head_bytes
+        is_message = header.kind < Kind.END and not header.body_bytes
+        return is_message and self._end - self._start >= header.head_bytes
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until the peer has sent something, or the connection has ended. False if neither happens in time."""
@@ -255,6 +256,19 @@ class Connection:
         if not size:
             raise PeerEndedError
         return size
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
+    """Holds a lock, which another thread may have until its own deadline."""
+    if not lock.acquire(blocking=False) and not lock.acquire(
+        timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+    ):
+        raise TimeoutError("another thread uses the connection")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @final

@@ -29,5 +29,9 @@ class ForeignPeerError(WireError):
     """What came is no frame: another program, or another version of replicax, is at the other end."""
 
 
+class OtherProgramError(ForeignPeerError):
+    """What came before the handshake is none of replicax. It may be damage too: another attempt may succeed."""
+
+
 class TokenError(WireError):
     """One of the two ends does not know the token of the other one."""

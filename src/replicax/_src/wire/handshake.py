@@ -4,8 +4,10 @@
     client   proof    HMAC-SHA256(token, "client" + both hellos), checksum                              36 bytes
     server   proof    HMAC-SHA256(token, "server" + both hellos), checksum; or why it refuses
 
-The token never travels, and the server proves that it knows it only after the client did: a stranger learns nothing.
-All sizes are fixed, so that a stranger is read 96 bytes at most. The checksums tell damage from a wrong token.
+The token never travels, and the server proves that it knows it only after the client did: a strange client learns
+nothing. Whoever listens in the place of a server, or reads the network, sees a proof and can try short tokens on it: a
+token must be random. All sizes are fixed, so that a stranger is read 96 bytes at most (after TLS, where it is used).
+The checksums tell damage from a wrong token.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
-from replicax._src.wire.errors import DamagedFrameError, ForeignPeerError, PeerEndedError, TokenError
+from replicax._src.wire.errors import (
+    DamagedFrameError,
+    ForeignPeerError,
+    OtherProgramError,
+    PeerEndedError,
+    TokenError,
+)
 from replicax._src.wire.sockets import seconds_left, wait_for
 
 _T = TypeVar("_T")
@@ -34,7 +42,7 @@ _SUM: Final = struct.Struct("<I")
 _HELLO_BYTES: Final = _HELLO.size + _SUM.size
 _PROOF_BYTES: Final = 32 + _SUM.size
 _WANTS_CHECKSUMS: Final = 1
-_NO_TOKEN, _WRONG_TOKEN = b"no token".ljust(32), b"a wrong token".ljust(32)
+_NO_TOKEN, _WRONG_TOKEN = b"it was shown no token".ljust(32), b"it was shown a wrong token".ljust(32)
 _REFUSALS: Final = {text: text.decode().rstrip() for text in (_NO_TOKEN, _WRONG_TOKEN)}
 
 
@@ -76,7 +84,7 @@ def greet_server(
     if shown in _REFUSALS:
         raise TokenError(_REFUSALS[shown])
     if not hmac.compare_digest(shown, _proof(token, b"server", ours, theirs)):
-        raise TokenError("it does not know the token itself")
+        raise TokenError("it does not know the token of this process")
     return Agreed(purpose, wants_checksums or is_checked)
 
 
@@ -179,7 +187,7 @@ def _received(connection: socket.socket, size: int, deadline: float, start: byte
             raise PeerEndedError
         data += part
         if data[: len(start)] != start[: len(data)]:
-            raise ForeignPeerError("another program answers")
+            raise OtherProgramError("another program answers")
     return data
 
 

@@ -59,18 +59,19 @@ class WorkerPool:
         self._complete = threading.Condition(self.lock)  # for who applies rounds
         self._num_waiting_for_room = 0
         self._given_up: dict[str, BaseException] = {}
+        self._broken: set[Hashable] = set()
         self.servers = ServerMonitor(session, self, limits, on_ps_restart)
         self.workers = [PoolWorker(number, session, self, limits) for number in range(session.num_workers)]
 
     # --- those who schedule -----------------------------------------------------------------------------
 
-    def schedule(self, name: str, work: Work, timeout_s: float | None = None) -> None:
+    def schedule(self, name: str, work: Work) -> None:
         """Queues a closure; waits while the queue is full. Raises the failure of an earlier one."""
         round_key = None if work.prepared is None else work.prepared.round_key
         worker: PoolWorker | None = None
         try:
             with self.lock:
-                self._wait_for_room(timeout_s)
+                self._wait_for_room()
                 closure = self.queue.schedule(name, work, work.kind, round_key)
                 worker = self._idlest()
                 closures = [] if worker is None else worker.take()
@@ -94,7 +95,7 @@ class WorkerPool:
     def refuse(self, name: str, work: Work, error: BaseException) -> None:
         """Queues a closure that is known to fail."""
         with self.lock:
-            self._wait_for_room(None)
+            self._wait_for_room()
             ended = self.queue.refuse(name, work, error)
             self.tell_waiting()
         settle(ended)
@@ -146,17 +147,17 @@ class WorkerPool:
                 "low": queue.low,
             }
 
-    def _wait_for_room(self, timeout_s: float | None) -> None:
+    def _wait_for_room(self) -> None:
         queue = self.queue
-        self._raise_failure(timeout_s)
+        self._raise_failure(None)
         if queue.is_full:
             self._num_waiting_for_room += 1
             try:
                 is_over = lambda: not queue.is_full or queue.has_error or queue.is_closed  # noqa: E731
-                self._wait(self._room, is_over, timeout_s, "schedule()")
+                self._wait(self._room, is_over, None, "schedule()")
             finally:
                 self._num_waiting_for_room -= 1
-            self._raise_failure(timeout_s)
+            self._raise_failure(None)
         if queue.is_closed:
             raise ContextError("This ClusterCoordinator is closed. Make a new one.")
 
@@ -180,17 +181,21 @@ class WorkerPool:
 
     # --- what happens to all ---------------------------------------------------------------------------
 
-    def broke(self, error: BaseException) -> None:
-        """Something that all closures need is gone."""
+    def broke(self, error: BaseException, why: Hashable = None) -> None:
+        """Something that all closures need is gone: for good, unless ``mended`` is called with the same reason."""
         with self.lock:
+            self._broken.add(why)
             ended = self.queue.broke(error)
             self.tell_waiting()
         settle(ended)
 
-    def mended(self) -> None:
-        """It is there again."""
+    def mended(self, why: Hashable) -> None:
+        """What broke for this reason is there again. The pool goes on if nothing else is broken."""
         with self.lock:
-            self.queue.mended()
+            if why in self._broken:
+                self._broken.remove(why)
+                if not self._broken:
+                    self.queue.mended()
 
     def pause(self, why: Hashable) -> None:
         """No worker gets a closure, until ``resume`` with the same reason."""

@@ -155,13 +155,13 @@ class PoolWorker:
             return []
 
     def poke(self) -> None:
-        """Ends a ``wait``, or the next one."""
+        """Ends a ``_wait``, or the next one."""
         with self._pool.lock:
             self._is_poked = True
             self.wake.notify_all()
 
     def _failed_here(self, closure: Closure, error: BaseException) -> None:
-        """A closure raised."""
+        """A closure raised, or cannot be sent."""
         self._ended(lambda: self._queue.failed(self.name, closure, error))
 
     def _returned(self, closure: Closure) -> None:
@@ -281,7 +281,7 @@ class PoolWorker:
             self._ended(lambda: self._queue.lost(self.name, running), is_hungry=False)
         if stream.reason is not None and not self._closing.is_set():
             log.warning(
-                "%s is lost: %s What it was at is run again. It is waited for, for up to %g s.",
+                "Lost %s: %s Its in-flight functions will be rescheduled; reconnecting for up to %g s.",
                 self.name,
                 stream.reason,
                 self._limits.reconnect_s,

@@ -115,10 +115,15 @@ class Recovery:
         with self._pool.drained() as is_so:
             if not is_so:
                 return None
+            instances = []
             for each in self._watches:
-                error = self._restore(each, epochs.last)
-                if error is not None:
-                    return error
+                restored = self._restore(each, epochs.last)
+                if isinstance(restored, UnavailableError):
+                    return restored
+                instances.append(restored)
+            # All or none: one that was accepted before another failed would go on, beside others that did not go back.
+            for each, instance in zip(self._watches, instances, strict=True):
+                each.accept(instance)
             num_undone = epochs.rewound()
         log.warning(
             "%s was started again, and all parameter servers went back to the snapshots of epoch %d, which they took "
@@ -129,7 +134,8 @@ class Recovery:
         )
         return None
 
-    def _restore(self, watch: PsWatch, epoch: int) -> UnavailableError | None:
+    def _restore(self, watch: PsWatch, epoch: int) -> str | UnavailableError:
+        """Has a server go back to a snapshot. Returns its new instance, or why it cannot."""
         header = {"incarnation": self._session.incarnation, "epoch": epoch}
         with contextlib.closing(self._session.connect("ps", watch.index)) as client:
             try:
@@ -141,8 +147,7 @@ class Recovery:
         missing = self._session.restored(watch.index, told["restored"]["keys"])
         if missing:
             return _incomplete(watch, missing)
-        watch.accept(told["instance"])
-        return None
+        return told["instance"]
 
 
 @final

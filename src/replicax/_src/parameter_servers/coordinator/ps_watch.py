@@ -14,8 +14,6 @@ from replicax._src.parameter_servers.errors import StaleCoordinatorError, Unavai
 
 log = logging.getLogger("replicax")
 
-_MISSED_BEATS = 3
-
 
 class PsEvents(Protocol):
     """Who is told. From the threads of the watches."""
@@ -124,13 +122,13 @@ class PsWatch:
                     missed += 1
                     since = time.monotonic() if missed == 1 else since
                     self._events.on_ps_silent(self)
-                    if missed >= _MISSED_BEATS:
+                    if missed >= self._limits.ps_missed_beats:
                         limit_s = self._waits_s(error)
                         may_come_back = time.monotonic() - since < limit_s
                         is_refused = not self._lose(
                             self._unavailable(error, limit_s), may_come_back=may_come_back
                         )
-                        if is_refused and missed == _MISSED_BEATS:
+                        if is_refused and missed == self._limits.ps_missed_beats:
                             log.warning(
                                 "%s does not answer. Waiting up to %g s for it: %s", self.name, limit_s, error
                             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Any, final
 
@@ -29,8 +28,6 @@ class ServerMonitor:
     def __init__(self, session: Session, pool: WorkerPool, limits: Limits, on_ps_restart: OnPsRestart):
         self._pool = pool
         self._recovery = Recovery(session, pool, on_ps_restart)
-        self._lock = threading.Lock()
-        self._lost_ps: dict[str, BaseException] = {}
         comes_back = [0.0 if s is None else limits.reconnect_s for s in session.snapshot_intervals_s]
         self._watches = [
             PsWatch(number, session, limits, self, comes_back_s if session.groups is None else 0.0)
@@ -68,8 +65,10 @@ class ServerMonitor:
     # --- from the threads ------------------------------------------------------------------------------
 
     def trouble(self, task: str | None) -> bool:
-        """A closure could not use a parameter server, or some. Returns whether it comes back after it died."""
-        # (With replication it may have asked two.)
+        """A closure could not use a parameter server; None: one of them, nobody knows which.
+
+        Returns True if the server, or its other copy, is there again later: then the closure is tried more often.
+        """
         any_of = task is None or self._replication is not None
         met = [watch for watch in self._watches if any_of or watch.name == task]
         for watch in met:
@@ -111,16 +110,10 @@ class ServerMonitor:
         return True
 
     def _broke(self, watch: PsWatch, error: BaseException) -> None:
-        with self._lock:
-            self._lost_ps[watch.name] = error
-        self._pool.broke(error)
+        self._pool.broke(error, watch.name)
 
     def on_ps_back(self, watch: PsWatch) -> None:
         if self._replication is not None:
             self._replication.back(watch)
         self._pool.resume(watch.name)
-        with self._lock:
-            was_lost = self._lost_ps.pop(watch.name, None)
-            left = list(self._lost_ps.values())
-        if was_lost and not left:
-            self._pool.mended()
+        self._pool.mended(watch.name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.parameter_servers.programs.events import OptimizerCall, Shapes
@@ -73,11 +74,20 @@ class TracedUpdate:
         )
 
     def is_alike(self, other: TracedUpdate) -> bool:
-        """Whether two are the same but for shapes, so that their values have the same numbers."""
+        """True if two are the same but for shapes, so that their values have the same numbers.
+
+        Numbers that the optimizer has computed from a shape, such as the number of rows, make them differ.
+        """
         ours, theirs = self.program.operations, other.program.operations
-        return len(ours) == len(theirs) and all(
-            a.eqn.primitive is b.eqn.primitive and list(a.results) == list(b.results)
-            for a, b in zip(ours, theirs, strict=True)
+        return (
+            len(ours) == len(theirs)
+            and _scalars(self.consts) == _scalars(other.consts)
+            and all(
+                a.eqn.primitive is b.eqn.primitive
+                and list(a.results) == list(b.results)
+                and _literals(a.eqn) == _literals(b.eqn)
+                for a, b in zip(ours, theirs, strict=True)
+            )
         )
 
     def depends(self, atom: Atom, number: int) -> bool:
@@ -128,3 +138,18 @@ def slots_of(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
 
 def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+
+
+def _literals(eqn: Any) -> list[str]:
+    """The numbers that stand in an equation itself."""
+    atoms = [atom for atom in eqn.invars if isinstance(atom, jax_compat.Literal)]
+    return [repr(np.asarray(atom.val).item()) for atom in atoms if np.ndim(atom.val) == 0]
+
+
+def _scalars(consts: Mapping[int, Any]) -> dict[int, str]:
+    """The constants that are one number."""
+    return {
+        number: repr(np.asarray(value).item())
+        for number, value in consts.items()
+        if np.ndim(value) == 0 and isinstance(value, np.ndarray | np.generic | float | int)
+    }

@@ -75,7 +75,7 @@ class SnapshotKeeper:
         self._when_due = self.ask if when_due is None else when_due
         self._lock = threading.Lock() if turn is None else turn
         self._wake = threading.Event()
-        self._is_over = self._is_asked = self._is_driven = False
+        self._is_over = self._is_asked = self._is_taking = self._is_driven = False
         self._num_taken = 0
         self._error = ""
         self.restored = store.restore(directory) if restores else None
@@ -92,7 +92,7 @@ class SnapshotKeeper:
     @property
     def is_writing(self) -> bool:
         """True from ``ask`` until the snapshot is written."""
-        return self._is_asked
+        return self._is_asked or self._is_taking
 
     @property
     def _state(self) -> tuple[str, int]:
@@ -169,9 +169,10 @@ class SnapshotKeeper:
                     due = time.monotonic() + self._interval_s
             self._wake.clear()
             if self._is_asked and not self._is_over:
+                self._is_taking, self._is_asked = True, False  # it may be asked again while it writes
                 if self._has_changed:
                     self._take()
-                self._is_asked = False
+                self._is_taking = False
 
     def _take(self) -> None:
         try:

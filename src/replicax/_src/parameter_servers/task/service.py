@@ -137,11 +137,7 @@ class TaskService:
           StaleCoordinatorError: The coordinator's time at this task is over.
         """
         with self._lock:
-            incarnation = _incarnation_of(message)
-            if incarnation is None:  # the stream belongs to whom the task worked for when it was first used
-                incarnation = session.state.get("incarnation", self._lease.incarnation)
-            self._lease.check(incarnation)
-            session.state["incarnation"] = incarnation
+            self._lease.check(message.header.get("incarnation"))
             work = self._work
         assert work is not None
         return work.answer(message)
@@ -216,7 +212,8 @@ class TaskService:
         }
 
     def _ask_host(self, ask: Ask, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        self._lease.check(header["incarnation"])
+        with self._lock:
+            self._lease.check(header["incarnation"])
         return ask(header)
 
     def _beat(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,10 +241,3 @@ class TaskService:
         work, self._work = self._work, None
         if work is not None:
             work.close()
-
-
-def _incarnation_of(message: Message) -> str | None:
-    """Whose message it is, if it says so; a closure's number begins with it."""
-    header = message.header
-    closure = header.get("closure")
-    return header.get("incarnation", closure[0] if closure else None)

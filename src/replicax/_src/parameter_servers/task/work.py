@@ -12,6 +12,7 @@ from typing import Any, final
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.errors import StaleCoordinatorError
 from replicax._src.parameter_servers.store.group_copies import GroupCopies
 from replicax._src.parameter_servers.store.group_copy import GroupCopy
 from replicax._src.parameter_servers.store.group_rules import View
@@ -178,6 +179,8 @@ class PsHost:
     def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Who has a group of pieces is decided; tells which parts this task has now."""
         assert self._copies is not None
+        if header["incarnation"] != self._copies.incarnation:  # another coordinator has come meanwhile
+            raise StaleCoordinatorError(f"The time of coordinator {header['incarnation']} is over.")
         self._copies.take(View.of(header["view"]), header["ps"])
         return {"groups": self._copies.described()}
 

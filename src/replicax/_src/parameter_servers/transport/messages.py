@@ -18,10 +18,9 @@ import numpy as np
 from replicax._src.parameter_servers.errors import MessageError
 from replicax._src.parameter_servers.transport.buffers import ALIGNMENT, Buffers, aligned_empty
 from replicax._src.parameter_servers.transport.layouts import Layout, announced_layout, layout_of, sendable
-from replicax._src.wire.frames import Part
+from replicax._src.wire.frames import LARGEST_BODY, Part
 
 LARGEST_HEADER: Final = 16 * 2**20
-LARGEST_BODY: Final = 16 * 2**30
 
 _LENGTHS: Final = struct.Struct("<II")
 _JSON: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False)

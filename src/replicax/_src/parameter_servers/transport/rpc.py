@@ -9,8 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError as FutureCancelledError
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, Self, final
 
@@ -25,7 +24,6 @@ from replicax._src.parameter_servers.transport.messages import Message
 from replicax._src.parameter_servers.transport.transport import Link, Session, TaskClient, TaskServer
 
 _CONNECT_S: Final = 10.0
-_MOST_CALLS: Final = 16  # of one client at a time
 _LAYERS: Final = ("grpc", "grpc+tls")
 
 
@@ -91,10 +89,11 @@ class Server:
         if (
             not isinstance(method_name, str)
             or not method_name.isidentifier()
+            or method_name.startswith("_")
             or method_name in self._functions
         ):
             raise InvalidArgumentError(
-                f"rpc.Server.register: method_name must be a Python identifier that is not registered yet; got {method_name!r}."
+                f"rpc.Server.register: method_name must be a Python identifier that does not begin with _ and is not registered yet; got {method_name!r}."
             )
         self._functions[method_name] = func
 
@@ -155,14 +154,12 @@ class StatusOrResult:
 
     def get_error(self) -> Exception | None:
         """The error of the call: RemoteError if the function raised, UnavailableError, UnauthenticatedError,
-        InvalidArgumentError or WaitTimeoutError. None if there is a result.
+        InvalidArgumentError, MessageError or WaitTimeoutError. None if there is a result.
         """
         try:
             self._future.result(None if math.isinf(self._timeout_s) else self._timeout_s)
         except FutureTimeoutError:
             return WaitTimeoutError(f"{self._what} did not end within {self._timeout_s:g} s.")
-        except FutureCancelledError:
-            return UnavailableError(f"{self._what}: the client was closed.")
         except Exception as error:
             return error
         return None
@@ -190,8 +187,8 @@ class Client:
     def __init__(self, address: str, credentials: Credentials, name: str, timeout_s: float):
         self._client = TaskClient(address, credentials, name or "rpc server")
         self._name, self._timeout_s = name or f"The server at {address}", timeout_s
-        self._local = threading.local()
-        self._pool = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="replicax rpc")
+        self._idle: list[Link] = []
+        self._is_closed = False
         try:
             methods = self._client.ask("methods", {}, min(timeout_s, _CONNECT_S))["methods"]
         except BaseException:
@@ -233,18 +230,25 @@ class Client:
           timeout_in_ms: How long the call may take; 0 for the limit of the client.
 
         Raises:
-          MessageError: An argument cannot travel.
+          UnavailableError: The client was closed.
+          InvalidArgumentError: An argument is a nest that cannot travel.
         """
         del output_specs
+        if self._is_closed:
+            raise UnavailableError(f"The client of {self._name} was closed.")
         message = _message({"method": method_name}, "args", tuple(args or ()))
         timeout_s = _seconds(timeout_in_ms) or self._timeout_s
-        future = self._pool.submit(self._called, message, timeout_s)
+        future: Future[Any] = Future()
+        # A daemon: a call without a limit must not keep the process from ending.
+        threading.Thread(
+            target=self._call, args=(future, message, timeout_s), name="replicax rpc", daemon=True
+        ).start()
         return StatusOrResult(future, timeout_s, f"{self._name}: {method_name}()")
 
     def close(self) -> None:
         """Ends the connections. Calls that have not ended fail."""
+        self._is_closed = True
         self._client.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
@@ -252,17 +256,27 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _call(self, future: Future[Any], message: Message, timeout_s: float) -> None:
+        try:
+            future.set_result(self._called(message, timeout_s))
+        except BaseException as error:
+            future.set_exception(error)
+
     def _called(self, message: Message, timeout_s: float) -> Any:
-        """On a thread of the pool, each of which has a connection of its own."""
-        link: Link | None = getattr(self._local, "link", None)
-        if link is None or link.is_closed:
-            link = self._local.link = self._client.open(min(timeout_s, _CONNECT_S))
+        """Calls on a connection that no other call uses."""
+        try:
+            link = self._idle.pop()  # one step, so that no lock is needed
+        except IndexError:
+            link = self._client.open(min(timeout_s, _CONNECT_S))
         try:
             answer = link.call(message, timeout_s)
         except UnavailableError as error:
             if error.is_silent:
                 raise WaitTimeoutError(f"{self._name} did not answer within {timeout_s:g} s.") from error
             raise
+        finally:
+            if not link.is_closed:
+                self._idle.append(link)
         return structures.rebuilt(
             answer.header["result"], [jax.numpy.asarray(array) for array in answer.arrays]
         )

@@ -146,6 +146,7 @@ class TaskServer:
         self._numbers = itertools.count(1)
         self._streams: dict[Session, _Stream] = {}
         self._asking: set[Connection] = set()
+        self._num_answering = 0  # asks
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
@@ -232,7 +233,7 @@ class TaskServer:
 
     def _is_answering(self) -> bool:
         with self._lock:
-            return any(stream.is_answering for stream in self._streams.values())
+            return self._num_answering > 0 or any(stream.is_answering for stream in self._streams.values())
 
     def _rejected(self) -> None:
         with self._lock:
@@ -262,8 +263,14 @@ class TaskServer:
                 kind, head = connection.receive(FOREVER)
                 if kind is not Kind.ASK or head is None:
                     raise ForeignPeerError(f"a frame of kind {kind} came where asks are answered")
-                answer = self._answer_ask(bytes(head))
-                connection.send([(Kind.ASK, answer, ())], time.monotonic() + _TAKE_ANSWER_S)
+                with self._lock:
+                    self._num_answering += 1
+                try:
+                    answer = self._answer_ask(bytes(head))
+                    connection.send([(Kind.ASK, answer, ())], time.monotonic() + _TAKE_ANSWER_S)
+                finally:
+                    with self._lock:
+                        self._num_answering -= 1
             raise UnavailableError("the task is ending")
         finally:
             with self._lock:

@@ -46,7 +46,7 @@ from replicax._src.parameter_servers.transport.task_server import (
 )
 from replicax._src.wire.client import connect
 from replicax._src.wire.connection import Connection
-from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, TokenError
+from replicax._src.wire.errors import ForeignPeerError, OtherProgramError, PeerEndedError, TokenError
 from replicax._src.wire.frames import Kind
 
 __all__ = ["Link", "Service", "Session", "TaskClient", "TaskServer"]
@@ -94,7 +94,7 @@ class TaskClient:
         Raises:
           UnavailableError: The task is dead, stopped, or did not answer in time. It may have done what was asked.
           UnauthenticatedError: It refused the credentials.
-          ReplicaxError: What ``ps.errors.of_answer`` makes of an answer that is an error.
+          ReplicaxError: What ``errors.of_answer`` makes of an answer that is an error.
         """
         did = f"answer {what!r} within {timeout_s:g} s"
         head = header_bytes({"what": what, "fields": header})
@@ -193,7 +193,12 @@ class TaskClient:
                 connection.close()
                 continue
             with self._lock:
-                self._asking.add(connection)
+                is_closed = self._is_closed
+                if not is_closed:
+                    self._asking.add(connection)
+            if is_closed:  # meanwhile: nobody else would end it
+                connection.close()
+                raise self._closed()
             return connection
 
     def _reached(self, did: str, call: Callable[[], _T]) -> _T:
@@ -214,7 +219,7 @@ class TaskClient:
         """
         if isinstance(error, TokenError):
             return UnauthenticatedError(
-                f"{self._name} refused the credentials: {error}. Give all tasks of the cluster the same token "
+                f"The credentials do not fit those of {self._name}: {error}. Give all tasks of the cluster the same token "
                 "(REPLICAX_TOKEN)."
             )
         if isinstance(error, TimeoutError):
@@ -225,7 +230,7 @@ class TaskClient:
             )
         if isinstance(error, PeerEndedError) and error.is_refusal:
             return MessageError(f"{self._name}: {error.reason}")
-        if isinstance(error, ForeignPeerError):
+        if isinstance(error, ForeignPeerError) and not isinstance(error, OtherProgramError):
             return MessageError(f"{self._name}: {error}.")
         why = error.strerror or str(error)
         hint = ""
@@ -255,6 +260,7 @@ class Link:
         self._client = client
         self._connection = connection
         self._decoder = decoder
+        self._decoding = threading.Lock()  # from a frame's first byte until its message is made
         self._why_closed = ""
         self._num_answers = 0
 
@@ -300,7 +306,7 @@ class Link:
         Raises:
           UnavailableError: The task has ended, or did not answer in time. The link is closed.
           MessageError: What came is no message. The link is closed.
-          ReplicaxError: What ``ps.errors.of_answer`` makes of an answer that is an error. The link goes on.
+          ReplicaxError: What ``errors.of_answer`` makes of an answer that is an error. The link goes on.
         """
         answer = self._bounded("answer a message", timeout_s, self._receive)
         if isinstance(answer, Exception):
@@ -359,8 +365,8 @@ class Link:
 
     def _raise_last_words(self) -> None:
         """Raises the reason for which the task has ended the connection, if it has said one."""
-        if self._why_closed:
-            return
+        if self._why_closed or not self._decoding.acquire(blocking=False):
+            return  # the thread that receives finds it
         try:
             while True:
                 self._connection.receive(time.monotonic() + _LAST_WORDS_S, self._decoder.room)
@@ -369,14 +375,21 @@ class Link:
                 raise
         except (OSError, MessageError):
             return
+        finally:
+            self._decoding.release()
 
     def _receive_all(self, deadline: float) -> list[Message | ReplicaxError]:
-        answers = [self._receive(deadline)]
-        while self._connection.has_frame():
-            answers.append(self._receive(deadline))
-        return answers
+        with self._decoding:
+            answers = [self._received(deadline)]
+            while self._connection.has_frame():
+                answers.append(self._received(deadline))
+            return answers
 
     def _receive(self, deadline: float) -> Message | ReplicaxError:
+        with self._decoding:
+            return self._received(deadline)
+
+    def _received(self, deadline: float) -> Message | ReplicaxError:
         head = self._connection.receive(deadline, self._decoder.room).head
         answer = self._decoder.filled() if head is None else self._decoder.decode(head)
         self._num_answers += 1
