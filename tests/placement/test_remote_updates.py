@@ -436,6 +436,24 @@ class Centred(O.SGD):
         super().update_step(gradient - jnp.mean(gradient, 0), variable, learning_rate)
 
 
+class ScaledByRows(O.SGD):
+    """Elementwise, with a number that it computes from the shape."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, gradient * (1 / variable.shape[0]))
+
+
+def test_an_optimizer_that_computes_with_the_number_of_rows_is_refused_for_shards():
+    """A shard has other numbers of rows than the variable."""
+    strategy = servers(2, FixedShardsPartitioner(2))
+    with strategy.scope():
+        v = keras.Variable(np.ones((8, 2), np.float32))
+        optimizer = ScaledByRows(0.1)
+        optimizer.build([v])
+    step = lambda: optimizer.apply([jnp.ones((8, 2))], [v])  # noqa: E731
+    message(UnsupportedError, lambda: strategy.run_here(step), "something else for a shard")
+
+
 def test_what_gradients_alone_decide_the_worker_computes_for_shards():
     gradient = RANDOM.randn(6, 2).astype(np.float32)
 

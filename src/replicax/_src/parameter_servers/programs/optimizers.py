@@ -236,6 +236,10 @@ class OptimizerUpdate:
         """
         shared = [self._shared_on(builder.ps, n, traced.state[n], is_changed=not held) for n in self._shared]
         wanted = [each.written.new for each in [*held, *shared] if each.written.is_changed]
+        if traced is not self.traced and traced.scalars(wanted, sent.numbers) != self.traced.scalars(
+            wanted, sent.numbers
+        ):
+            self._refuse_shards()  # with the number of rows, say
         used = flat.numbers_in(traced.program.slice(wanted, sent.numbers), wanted)
         for number in sent.scalars:
             aval = traced.avals[number]
@@ -294,11 +298,14 @@ class OptimizerUpdate:
             return self.traced
         traced = TracedUpdate.of(self.call, self._shape_of(shapes))
         if not traced.is_alike(self.traced):
-            raise UnsupportedError(
-                f"{self.call.name} computes something else for a shard of a variable than for the whole: its variables "
-                f"cannot be sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
-            )
+            self._refuse_shards()
         return traced
+
+    def _refuse_shards(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.call.name} computes something else for a shard of a variable than for the whole: its variables cannot be "
+            f"sharded (at {self.line}). Use another optimizer, or no variable_partitioner."
+        )
 
     def _shapes_at(self, i: int) -> list[tuple[int, ...]]:
         return list(dict.fromkeys(self._shape_at(i, piece) for piece in self._arrays[i].pieces))

@@ -74,21 +74,22 @@ class TracedUpdate:
         )
 
     def is_alike(self, other: TracedUpdate) -> bool:
-        """True if two are the same but for shapes, so that their values have the same numbers.
-
-        Numbers that the optimizer has computed from a shape, such as the number of rows, make them differ.
-        """
+        """True if two are the same but for shapes, so that their values have the same numbers."""
         ours, theirs = self.program.operations, other.program.operations
-        return (
-            len(ours) == len(theirs)
-            and _scalars(self.consts) == _scalars(other.consts)
-            and all(
-                a.eqn.primitive is b.eqn.primitive
-                and list(a.results) == list(b.results)
-                and _literals(a.eqn) == _literals(b.eqn)
-                for a, b in zip(ours, theirs, strict=True)
-            )
+        return len(ours) == len(theirs) and all(
+            a.eqn.primitive is b.eqn.primitive and list(a.results) == list(b.results)
+            for a, b in zip(ours, theirs, strict=True)
         )
+
+    def scalars(self, wanted: Sequence[Atom], given: Collection[int]) -> list[Any]:
+        """The numbers that stand in what computes some values from others; some may come from a shape."""
+        operations = self.program.slice(wanted, set(given))
+        used = flat.numbers_in(operations, wanted)
+        consts = {n: value for n, value in self.consts.items() if n in used and isinstance(value, _NUMBERS)}
+        return [
+            *map(_literals, (each.eqn for each in operations)),
+            *((n, _shown(consts[n])) for n in sorted(consts)),
+        ]
 
     def depends(self, atom: Atom, number: int) -> bool:
         """Whether a value follows from another one."""
@@ -140,16 +141,13 @@ def _halves(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
 
 
+_NUMBERS = (np.ndarray, np.generic, float, int)
+
+
 def _literals(eqn: Any) -> list[str]:
     """The numbers that stand in an equation itself."""
-    atoms = [atom for atom in eqn.invars if isinstance(atom, jax_compat.Literal)]
-    return [repr(np.asarray(atom.val).item()) for atom in atoms if np.ndim(atom.val) == 0]
+    return [_shown(atom.val) for atom in eqn.invars if isinstance(atom, jax_compat.Literal)]
 
 
-def _scalars(consts: Mapping[int, Any]) -> dict[int, str]:
-    """The constants that are one number."""
-    return {
-        number: repr(np.asarray(value).item())
-        for number, value in consts.items()
-        if np.ndim(value) == 0 and isinstance(value, np.ndarray | np.generic | float | int)
-    }
+def _shown(value: Any) -> str:
+    return repr(np.asarray(value).item()) if np.ndim(value) == 0 else ""
