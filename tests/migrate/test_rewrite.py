@@ -355,6 +355,12 @@ def test_a_name_of_tf_data_means_the_same_everywhere():
     assert marks(text) == []
 
 
+def test_a_file_without_keras_saves_the_weights_of_a_model_that_it_fits():
+    text = "import tensorflow as tf\nimport base\ns = tf.distribute.MirroredStrategy()\nmodel = base.make()\n"
+    assert becomes(text + "model.fit(ds, epochs=2)\nmodel.save_weights('w')\n").endswith("('w.weights.h5')\n")
+    assert becomes(text + "model.load_weights('w')\n").endswith("('w')\n")
+
+
 def test_batch_set_value_assigns_each_variable():
     text = (
         "from tensorflow.keras import backend as K\nK.batch_set_value([(v, 0.0) for v in metric.variables])\n"

@@ -108,8 +108,8 @@ class Decisions:
         for taped in self.taped:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
+        self._write_suffixes()
         if uses_keras:
-            self._write_suffixes()
             self._drop()
         else:
             self._loop_over_arrays()
@@ -351,7 +351,7 @@ class Decisions:
 
     def _write_suffixes(self) -> None:
         """Gives files of Keras the names that Keras 3 wants."""
-        for found in suffixed_calls(self._source):
+        for found in suffixed_calls(self._source, uses_keras=self.uses_keras):
             suffix = found.suffixes[0]
             if found.text:
                 self._write(found.path, found.text)
