@@ -6,6 +6,7 @@ import inspect
 import keras
 import pytest
 
+from migrated import marks
 from replicax._src.migrate.keras_dropped import dropped_by_keras
 
 DROPPED = dropped_by_keras()
@@ -20,9 +21,14 @@ def parameters_of(function):
     return inspect.signature(function).parameters
 
 
-@pytest.mark.parametrize("name", DROPPED["names"])
+@pytest.mark.parametrize("name", [*DROPPED["names"], *DROPPED["private"]])
 def test_keras_has_no_such_name(name):
     assert at(name) is MISSING
+
+
+def test_private_names_of_keras_2_are_marked():
+    text = "from tensorflow.python.keras.utils import losses_utils\nx = losses_utils.ReductionV2.AUTO\n"
+    assert [rule for rule, _ in marks(text)] == ["keras"]
 
 
 ARGUMENTS = {**DROPPED["arguments"], **{k: v for k, v in DROPPED["removed"].items() if "." in k[1:]}}

@@ -129,6 +129,12 @@ def test_a_shadowed_name_is_another_function():
     assert program.sources[0].line_of(step) == 3
 
 
+def test_all_functions_of_one_name_are_steps():
+    text = "def make(a):\n  if a:\n    def f(x): return x\n  else:\n    def f(x): return g(x)\n  strategy.run(f)\n"
+    program = sources(program="def g(x): return x\n" + text)
+    assert {program.sources[0].line_of(step) for step in Reach(program).step} == {1, 4, 6}
+
+
 def test_what_tensorflow_ran_eagerly_is_known():
     found = of(
         FUNCTIONS + "strategy.run(f)\n@tf.function\ndef step(x): return strategy.run(other, args=(x,))"

@@ -348,6 +348,43 @@ def test_a_name_that_a_dataset_uses_stays_tensorflows():
     assert "square = jnp.square" in becomes("import tensorflow as tf\nsquare = tf.square\nmap(square, xs)\n")
 
 
+def test_a_name_of_tf_data_means_the_same_everywhere():
+    text = "import tensorflow as tf\nAUTOTUNE = tf.data.AUTOTUNE\n"
+    text += "def make(ds): return ds.interleave(f, num_parallel_calls=AUTOTUNE)\nmake(ds).prefetch(buffer_size=AUTOTUNE)\n"
+    text += "tf.data.Dataset.range(3).map(f, num_parallel_calls=AUTOTUNE)\nprint([AUTOTUNE])\n"
+    assert marks(text) == []
+
+
+def test_a_file_without_keras_saves_the_weights_of_a_model_that_it_fits():
+    text = "import tensorflow as tf\nimport base\ns = tf.distribute.MirroredStrategy()\nmodel = base.make()\n"
+    assert becomes(text + "model.fit(ds, epochs=2)\nmodel.save_weights('w')\n").endswith("('w.weights.h5')\n")
+    assert becomes(text + "model.load_weights('w')\n").endswith("('w')\n")
+
+
+def test_batch_set_value_assigns_each_variable():
+    text = (
+        "from tensorflow.keras import backend as K\nK.batch_set_value([(v, 0.0) for v in metric.variables])\n"
+    )
+    assert becomes(text).endswith(
+        "[variable.assign(value) for variable, value in [(v, 0.0) for v in metric.variables]]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("x.shape.ndims == 3", "len(x.shape) == 3"),
+        ("x.y.shape.rank", "len(x.y.shape)"),
+        ("options.rank", "options.rank"),
+        ("x.ndims", "x.ndims"),
+    ],
+)
+def test_the_rank_of_a_shape_is_its_length(before, after):
+    assert becomes(f"import tensorflow as tf\ndef f(x, options): return tf.square(x), {before}\n").endswith(
+        f", {after}\n"
+    )
+
+
 def test_a_name_of_another_module_that_a_dataset_uses_is_marked():
     program = sources(
         ops="import tensorflow as tf\nsquare = tf.square\n",

@@ -172,7 +172,8 @@ def test_targets_exist_and_take_the_arguments():
 def fault(template: str) -> str:
     tree = ast.parse(re.sub(r"\{(\*?)(\w+)[^{}]*\}", r"\1given_\2", template), mode="eval")
     bound = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    bound |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.comprehension)}
+    loops = [node.target for node in ast.walk(tree) if isinstance(node, ast.comprehension)]
+    bound |= {node.id for target in loops for node in ast.walk(target) if isinstance(node, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not is_known(node.id, bound):
             return f"{node.id} is unknown"

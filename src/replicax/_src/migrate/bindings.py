@@ -421,6 +421,21 @@ class Source(cst.CSTVisitor):
         """Returns the function or class of the program that an expression names; for an object, its class."""
         return self._definition(node, 6)
 
+    def definitions(self, node: cst.BaseExpression) -> list[Definition]:
+        """Returns all that an expression may name, as of a function that both branches of an ``if`` define."""
+        found = self.definition(node)
+        if found is None or not isinstance(node, cst.Name) or found.source is not self:
+            return [found] if found else []
+        return list(self._defined(node)) or [found]
+
+    def _defined(self, name: cst.Name) -> Iterator[Definition]:
+        """The functions and classes that a name has in its scope."""
+        for assignment in self.scope_of(name)[name.value]:
+            if isinstance(assignment, Assignment) and isinstance(
+                assignment.node, cst.FunctionDef | cst.ClassDef
+            ):
+                yield Definition(self, assignment.node)
+
     def _definition(self, node: cst.BaseExpression, depth: int) -> Definition | None:
         if depth == 0:
             return None
@@ -438,11 +453,9 @@ class Source(cst.CSTVisitor):
         bound = self.binding(node)
         if bound is not None:
             return self.program.find(bound.dotted)
-        for assignment in self.scope_of(node)[node.value]:
-            if isinstance(assignment, Assignment) and isinstance(
-                assignment.node, cst.FunctionDef | cst.ClassDef
-            ):
-                return Definition(self, assignment.node)
+        defined = next(self._defined(node), None)
+        if defined is not None:
+            return defined
         value = self.value_of(node)
         if value is not None:
             return self._definition(value, depth - 1)

@@ -108,8 +108,8 @@ class Decisions:
         for taped in self.taped:
             line = source.line_of(taped.statements[0])
             self.changes.append(Change(line, "with tf.GradientTape", f"@rx.function def {taped.name}"))
+        self._write_suffixes()
         if uses_keras:
-            self._write_suffixes()
             self._drop()
         else:
             self._loop_over_arrays()
@@ -142,7 +142,7 @@ class Decisions:
             if "." in name:
                 self._mark(chain, "unknown", f"the table has no row for {name}")
             return self._keep(chain)
-        if self._is_kept_alias(chain, name):
+        if found.rows[0].kind != "keep" and self._is_kept_alias(chain, name):
             return self._keep(chain)
         call = self._source.parents[chain]
         rows: Sequence[Row] = [row for row in found.rows if not row.is_call]
@@ -317,7 +317,7 @@ class Decisions:
         if found is None or self._is_of_another_package(attribute) or self._in_data(node):
             return
         if self._source.definition(attribute) or not (
-            isinstance(node, cst.Call) or is_optimizer(self._source, node.value)
+            isinstance(node, cst.Call) or name.count(".") > 1 or is_optimizer(self._source, node.value)
         ):
             return  # the program's own, or an attribute such as `args.lr`
         for row in found.rows:
@@ -351,7 +351,7 @@ class Decisions:
 
     def _write_suffixes(self) -> None:
         """Gives files of Keras the names that Keras 3 wants."""
-        for found in suffixed_calls(self._source):
+        for found in suffixed_calls(self._source, uses_keras=self.uses_keras):
             suffix = found.suffixes[0]
             if found.text:
                 self._write(found.path, found.text)

@@ -150,11 +150,20 @@ class Suffixed:
     others: tuple[cst.CSTNode, ...]
 
 
-def suffixed_calls(source: Source) -> Iterator[Suffixed]:
-    """Yields the calls that give a model or weights a file's name, unless the name is right already."""
+def suffixed_calls(source: Source, *, uses_keras: bool) -> Iterator[Suffixed]:
+    """Yields the calls that give a model or weights a file's name, unless the name is right already.
+
+    In a file that names nothing of Keras they are those of models that another file makes.
+    """
     given: list[tuple[cst.Call, cst.BaseExpression, tuple[str, ...]]] = []
     for call in source.calls:
         suffixes = _suffixes(source, call)
+        if (
+            not uses_keras
+            and isinstance(call.func, cst.Attribute)
+            and not is_of_keras(source, call.func.value)
+        ):
+            continue
         path = _argument(call, "filepath") if suffixes else None
         if path is not None and not _is_given_suffix(source, path):
             given.append((call, path, suffixes))

@@ -44,6 +44,10 @@ def dropped_by_keras() -> dict[str, Any]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
+def _names() -> list[str]:
+    return [*dropped_by_keras()["names"], *dropped_by_keras()["private"]]
+
+
 def find_dropped(source: Source) -> Iterator[Dropped]:
     """Yields the names, calls and arguments of a module that Keras 3 has not."""
     for chain in source.chains:
@@ -51,9 +55,10 @@ def find_dropped(source: Source) -> Iterator[Dropped]:
         path = _path(name) if name else None
         if path is None:
             continue
-        if path in dropped_by_keras()["names"]:
+        gone = next((name for name in _names() if f"{path}.".startswith(f"{name}.")), None)
+        if gone:
             yield Dropped(
-                chain, f"Keras 3 has no keras.{path}", "write what it does with other layers or functions"
+                chain, f"Keras 3 has no keras.{gone}", "write what it does with other layers or functions"
             )
         call = source.parents[chain]
         if isinstance(call, cst.Call) and call.func is chain:

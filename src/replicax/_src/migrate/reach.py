@@ -265,16 +265,14 @@ class Reach:
                     yield from self._functions(source, value, depth - 1)
         if not isinstance(node, cst.Name | cst.Attribute | cst.Lambda | cst.Call):
             return
-        found = source.definition(node)
-        if found is None:
-            return
-        if not isinstance(found.node, cst.ClassDef):
-            yield found.node
-            return
-        for method in ("__call__", "call", "__init__"):
-            member = found.source.member(found.node, method)
-            if member and not isinstance(member.node, cst.ClassDef):
-                yield member.node
+        for found in source.definitions(node):
+            if not isinstance(found.node, cst.ClassDef):
+                yield found.node
+                continue
+            for method in ("__call__", "call", "__init__"):
+                member = found.source.member(found.node, method)
+                if member and not isinstance(member.node, cst.ClassDef):
+                    yield member.node
 
     def _find_callers(self) -> dict[cst.CSTNode, list[tuple[Source, cst.Call]]]:
         """The calls of each function of the program; those of a class are of its ``__init__``."""
@@ -314,16 +312,12 @@ class Reach:
             owner = source.owners[chain]
             if owner is None or chain in self._data_arguments or source.dotted(chain):
                 continue
-            found = source.definition(chain)
-            if found is None:
-                continue
-            targets = {found.node}
-            if isinstance(found.node, cst.ClassDef):
-                member = found.source.member(found.node, "__init__")
-                targets = {member.node} if member else set()
-            for target in targets:
-                if target is not owner and not isinstance(target, cst.ClassDef):
-                    self._edges.setdefault(owner, set()).add(target)
+            for found in source.definitions(chain):
+                target = found
+                if isinstance(found.node, cst.ClassDef):
+                    target = found.source.member(found.node, "__init__")
+                if target and target.node is not owner and not isinstance(target.node, cst.ClassDef):
+                    self._edges.setdefault(owner, set()).add(target.node)
         for function in source.functions:
             owner = source.owners[function]
             if isinstance(function, cst.Lambda) and owner and function not in self._data_arguments:
