@@ -673,7 +673,8 @@ def test_models_made_in_a_loop_leave_nothing_on_the_servers():
     assert max(num for each in held for num, _ in each) <= 17, (
         "of the functions that are remembered, and the next"
     )
-    assert held[-1] == held[-3]
+    # Which server gets the next one depends on what each has: together they have the same again.
+    assert [sum(each) for each in zip(*held[-1])] == [sum(each) for each in zip(*held[-3])]
     assert strategy.session.bytes_on == [store.statistics()["bytes"] for store in stores]
 
 
