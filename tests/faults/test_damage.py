@@ -23,7 +23,7 @@ class _Proxy(DamagingProxy):
     """As ``rx.testing``'s, which clusters make."""
 
     def statistics(self):
-        return {"frames": self.num_attacks, "damaged": self.num_damaged}
+        return {"frames": self.num_frames, "damaged": self.num_damaged}
 
 
 @pytest.fixture
