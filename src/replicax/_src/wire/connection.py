@@ -14,7 +14,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, final
 
 from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, WireError
@@ -119,9 +119,12 @@ class Connection:
         num_bytes = sum(map(len, parts))
         if len(parts) > 1 and num_bytes <= _FIRST_BYTES:  # many buffers cost more than the copy
             parts = [b"".join(parts)]
-        with _held(self._sending, deadline):
+        _acquire(self._sending, deadline)
+        try:
             self.bytes_out += num_bytes
             self._stream.write(parts, deadline)
+        finally:
+            self._sending.release()
 
     def receive(self, deadline: float, room: Room = no_room) -> Frame:
         """Waits for the next frame of kind MESSAGE or ASK.
@@ -135,7 +138,8 @@ class Connection:
           TimeoutError: Nothing came in time.
           OSError: The connection has ended.
         """
-        with _held(self._receiving, deadline):
+        _acquire(self._receiving, deadline)
+        try:
             header = self._header
             if header is None:
                 if self._end - self._start < HEADER_BYTES:
@@ -152,6 +156,8 @@ class Connection:
                 self._receive_body(header, room(head, body_bytes), deadline)
                 return Frame(kind, None)
             return Frame(kind, head)
+        finally:
+            self._receiving.release()
 
     def has_frame(self) -> bool:
         """True if a whole MESSAGE or ASK without a body has come already. Only for the thread that receives."""
@@ -258,17 +264,13 @@ class Connection:
         return size
 
 
-@contextlib.contextmanager
-def _held(lock: threading.Lock, deadline: float) -> Iterator[None]:
-    """Holds a lock, which another thread may have until its own deadline."""
-    if not lock.acquire(blocking=False) and not lock.acquire(
-        timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-    ):
+def _acquire(lock: threading.Lock, deadline: float) -> None:
+    """Acquires a lock, which another thread may have until its own deadline."""
+    if lock.acquire(blocking=False):
+        return
+    limit_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+    if not lock.acquire(timeout=limit_s):
         raise TimeoutError("another thread uses the connection")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @final
