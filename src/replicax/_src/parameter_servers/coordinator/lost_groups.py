@@ -60,8 +60,8 @@ class LostGroups:
                 self._since[group] = time.monotonic()
                 self._pool.pause(("group", group))
                 log.warning(
-                    "%s are gone, which had the variables of ps %d. They are waited for, for up to %g s: started again, they go on "
-                    "with the newer one of their snapshots.",
+                    "Lost %s, which had the variables of ps %d. Waiting up to %g s for them: once they are started again, training "
+                    "resumes from the newer of their snapshots.",
                     listed(self._groups.members(group)),
                     group,
                     self.comes_back_s,
