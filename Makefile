@@ -44,7 +44,7 @@ IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 IN_THREE := -n 3 --dist loadfile --no-loadscope-reorder
 QUICK := "not long and (quick or not rest)"
 REST := "not long and rest and not quick"
-LINTED := $(wildcard src tests examples benchmarks hatch_build.py docs/*.py docs/*/*.py)
+LINTED := $(wildcard src tests examples benchmarks tools hatch_build.py docs/*.py docs/*/*.py)
 
 # pyright's wrapper would otherwise ask the package index whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -53,7 +53,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan fuzz docs docs-serve lint format bench clean
+.PHONY: help demo gates test test-rest test-long test-all test-keras test-versions test-gpu test-peers test-plan fuzz docs docs-serve lint format bench clean
 
 help:
 	@echo "make demo       train a small classifier on several virtual devices (examples/digits.py)"
@@ -73,6 +73,7 @@ help:
 	@echo "make lint       check the format, lint, check the types"
 	@echo "make format     format the code and fix what the linter can fix"
 	@echo "make bench      run the benchmarks"
+	@echo "make gates      print what a reader of the code must know, beside what it may come to"
 	@echo "make clean      remove the environments and everything that was built or cached"
 
 demo: $(STAMP)
@@ -152,6 +153,9 @@ format: $(STAMP)
 	@echo "format: ruff format, ruff check --fix"
 	@$(BIN)/ruff format $(LINTED)
 	@$(BIN)/ruff check --fix $(LINTED)
+
+gates: $(STAMP)
+	@$(BIN)/python tools/gates.py
 
 bench: $(STAMP)
 	@echo "bench: benchmarks/run.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,10 +28,16 @@ import replicax as rx
 from ps_timing import Run
 
 
-def build(task: str, replication: int | None = None, **options: Any) -> Run:
-    """Starts a cluster, of two parameter servers where it is said on how many variables are; returns what does one of ``TASKS``."""
+def build(task: str, replication: int | None = None, tls: bool = False, **options: Any) -> Run:
+    """Starts a cluster, of two parameter servers where it is said on how many variables are; returns what does one of ``TASKS``.
+
+    Args:
+      tls: All connections use mutual TLS.
+    """
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
+    if tls:
+        os.environ.update(_certificates(Path(folder.name)))
     arguments = ["--snapshot-dir", folder.name, "--snapshot-interval", "3600"] if task == "memory" else []
     cluster = rx.testing.LocalCluster(
         ps_sizes.NUM_WORKERS,
@@ -51,6 +58,15 @@ def build(task: str, replication: int | None = None, **options: Any) -> Run:
     pids = {"coordinator": os.getpid()}
     pids |= {f"{job} {i}": task.pid for (job, i), task in cluster.tasks.items()}
     return ps_timing.with_cpu_time(TASKS[task](strategy, coordinator, **options), pids)
+
+
+def _certificates(folder: Path) -> dict[str, str]:
+    """The environment of tasks that show each other certificates; the files are in ``folder``."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from certificates import files_of_ca
+
+    files = files_of_ca(folder, "task")
+    return {f"REPLICAX_TLS_{name.removesuffix('_file').upper()}": path for name, path in files.items()}
 
 
 def closures(strategy: Any, coordinator: Any) -> Run:

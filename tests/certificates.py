@@ -8,11 +8,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from replicax._src.cluster.credentials import Credentials
-
 
 def credentials_of_ca(folder, name):
     """Credentials for this machine, in files, whose certificate a new CA of this name has signed."""
+    from replicax._src.cluster.credentials import (
+        Credentials,
+    )  # benchmarks use the files with older versions too
+
+    return Credentials(**files_of_ca(folder, name))
+
+
+def files_of_ca(folder, name):
+    """The same, as paths by the names of ``Credentials``."""
 
     def write(name, data):
         (folder / name).write_bytes(data)
@@ -22,11 +29,11 @@ def credentials_of_ca(folder, name):
     certificate, key = _certificate(name, ca, ca_key)
     pem = serialization.Encoding.PEM
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return Credentials(
-        ca_file=write(f"{name}.ca", ca.public_bytes(pem)),
-        certificate_file=write(f"{name}.crt", certificate.public_bytes(pem)),
-        key_file=write(f"{name}.key", key.private_bytes(pem, *form)),
-    )
+    return {
+        "ca_file": write(f"{name}.ca", ca.public_bytes(pem)),
+        "certificate_file": write(f"{name}.crt", certificate.public_bytes(pem)),
+        "key_file": write(f"{name}.key", key.private_bytes(pem, *form)),
+    }
 
 
 def _certificate(name, issuer=None, issuer_key=None):
