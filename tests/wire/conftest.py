@@ -8,7 +8,7 @@ import pytest
 
 from certificates import credentials_of_ca
 from replicax._src.wire.connection import Connection
-from replicax._src.wire.handshake import encrypted
+from replicax._src.wire.streams import EncryptedStream, PlainStream
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +33,20 @@ def pair(request, sockets):
     ours, theirs = sockets
     if "TLS" in request.param:
         security, until, ends = request.getfixturevalue("tls"), time.monotonic() + 30, []
-        serving = threading.Thread(target=lambda: ends.append(encrypted(theirs, security.server, until)))
+        serving = threading.Thread(
+            target=lambda: ends.append(EncryptedStream(theirs, security.server, until))
+        )
         serving.start()
-        ours = encrypted(ours, security.client, until, "127.0.0.1")
+        streams = [EncryptedStream(ours, security.client, until, "127.0.0.1")]
         serving.join()
-        (theirs,) = ends
+        streams += ends
+    else:
+        streams = [*map(PlainStream, sockets)]
     is_checked = "checked" in request.param
-    pair = tuple(Connection(end, "a peer", is_checked=is_checked) for end in (ours, theirs))
+    pair = tuple(
+        Connection(end, stream, "a peer", is_checked=is_checked)
+        for end, stream in zip(sockets, streams, strict=True)
+    )
     yield pair
     for connection in pair:
         connection.close()
@@ -48,7 +55,7 @@ def pair(request, sockets):
 @pytest.fixture
 def plain_pair(sockets):
     """The two ends of a connection without TLS, with checksums."""
-    pair = tuple(Connection(end, "a peer", is_checked=True) for end in sockets)
+    pair = tuple(Connection(end, PlainStream(end), "a peer", is_checked=True) for end in sockets)
     yield pair
     for connection in pair:
         connection.close()

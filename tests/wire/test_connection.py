@@ -17,6 +17,7 @@ from replicax._src.wire import connection as connections
 from replicax._src.wire.connection import _BUFFER_BYTES, _FIRST_BYTES, FOREVER, Connection
 from replicax._src.wire.errors import DamagedFrameError, ForeignPeerError, PeerEndedError, WireError
 from replicax._src.wire.frames import HEADER_BYTES, Kind, frame_parts
+from replicax._src.wire.streams import PlainStream
 
 pytestmark = pytest.mark.timeout(120)
 MB = 2**20
@@ -131,14 +132,16 @@ class Cut:
         return False
 
 
+def plain_connection(end):
+    """A connection over a socket, without TLS, with checksums."""
+    return Connection(end, PlainStream(end), "a peer", is_checked=True)
+
+
 @contextlib.contextmanager
 def connection_with(data, sizes=(), *, is_checked=True):
     """A connection to which these bytes come."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    tcp = socket.socket()  # ``Connection`` sets options of TCP
-    with ours, theirs:
-        connection = Connection(tcp, "a peer", is_checked=is_checked)
-        connection._stream = Cut(data, list(sizes))
+    with socket.socket() as tcp:
+        connection = Connection(tcp, Cut(data, list(sizes)), "a peer", is_checked=is_checked)
         yield connection
         connection.close()
 
@@ -220,7 +223,9 @@ class Reluctant:
 @pytest.mark.parametrize("most", [7, 64, 1000])
 def test_what_the_system_does_not_take_at_once_is_sent_after_it(pair, most):
     sender, receiver = pair
-    sender._stream._socket = Reluctant(sender._socket, most)
+    stream = sender._stream
+    plain = stream if isinstance(stream, PlainStream) else stream._socket
+    plain._socket = Reluctant(sender._socket, most)
     body = [np.arange(n, dtype=np.uint8).data for n in (3, 64, 130, 200)] + [bytes(range(250)) * 80]
     frames = [(Kind.MESSAGE, b"first", body), (Kind.ASK, b"second", ())]
     with in_a_thread(sender.send, frames, soon()):
@@ -307,7 +312,7 @@ def test_a_send_that_nobody_takes_ends_at_its_deadline(pair, limit_s):
 @pytest.mark.parametrize("sent", [0, HEADER_BYTES - 1, HEADER_BYTES + 3, HEADER_BYTES + 5000])
 def test_a_frame_that_does_not_come_whole_ends_at_the_deadline(sockets, sent):
     ours, theirs = sockets
-    receiver = Connection(ours, "a peer", is_checked=True)
+    receiver = plain_connection(ours)
     theirs.sendall(bytes_of([(Kind.MESSAGE, b"head", bytes(10_000))])[:sent])
     assert 0.2 <= seconds_of(lambda: taken(receiver, soon(0.2)), TimeoutError) < 1
     receiver.close()
@@ -317,7 +322,7 @@ def test_a_frame_that_does_not_come_whole_ends_at_the_deadline(sockets, sent):
 def test_a_frame_that_comes_byte_by_byte_ends_at_the_deadline(sockets, limit_s):
     """A deadline is for all of it, not for each byte."""
     ours, theirs = sockets
-    receiver = Connection(ours, "a peer", is_checked=True)
+    receiver = plain_connection(ours)
     whole, is_over = bytes_of([(Kind.MESSAGE, b"head", bytes(10_000))]), threading.Event()
 
     def dribble():
@@ -334,7 +339,7 @@ def test_a_frame_that_comes_byte_by_byte_ends_at_the_deadline(sockets, limit_s):
 
 def test_a_peer_that_takes_slowly_holds_a_send_no_longer_than_its_deadline(sockets):
     ours, theirs = sockets
-    sender, is_over = Connection(ours, "a peer", is_checked=True), threading.Event()
+    sender, is_over = plain_connection(ours), threading.Event()
 
     def drain():
         while not is_over.wait(0.02):
@@ -501,7 +506,7 @@ def test_a_reason_is_read_although_its_reader_is_still_writing(pair, monkeypatch
 def test_a_peer_that_writes_on_and_on_is_cut(sockets, monkeypatch):
     monkeypatch.setattr(connections, "_LAST_WORDS_S", 0.3)
     ours, theirs = sockets
-    ending = Connection(ours, "a peer", is_checked=True)
+    ending = plain_connection(ours)
 
     def write():
         with contextlib.suppress(OSError):
@@ -517,7 +522,7 @@ def test_a_peer_that_writes_on_and_on_is_cut(sockets, monkeypatch):
 def test_a_peer_that_takes_no_last_words_is_cut(sockets, monkeypatch):
     monkeypatch.setattr(connections, "_LAST_WORDS_S", 0.3)
     ours, theirs = sockets
-    ending = Connection(ours, "a peer", is_checked=True)
+    ending = plain_connection(ours)
     with pytest.raises(TimeoutError):
         ending.send([(Kind.MESSAGE, b"", [bytes(LARGE)])], soon(0.1))
     started = time.monotonic()

@@ -17,6 +17,7 @@ from replicax._src.wire.errors import (
     WireError,
 )
 from replicax._src.wire.handshake import PROTOCOL, Agreed, greet_client, greet_server
+from replicax._src.wire.streams import PlainStream
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = b"a secret that nobody guesses"
@@ -24,27 +25,23 @@ OF_STRANGER = 96
 
 
 class Recorded:
-    """A non-blocking socket that keeps what it has sent and received, and may damage one byte that comes."""
+    """A stream that keeps what it has sent and received, and may damage one byte that comes."""
 
     def __init__(self, connection, flip=None):
-        connection.setblocking(False)
         self.connection, self.flip = connection, flip
+        self.stream = PlainStream(connection)
         self.sent, self.received = b"", b""
 
-    def send(self, data):
-        count = self.connection.send(data)
-        self.sent += bytes(data[:count])
+    def write(self, parts, deadline):
+        self.stream.write(parts, deadline)
+        self.sent += b"".join(parts)
+
+    def read(self, memory, deadline, *, fill):
+        count = self.stream.read(memory, deadline, fill=fill)
+        if self.flip is not None and 0 <= self.flip[0] - len(self.received) < count:
+            memory[self.flip[0] - len(self.received)] ^= self.flip[1]
+        self.received += bytes(memory[:count])
         return count
-
-    def recv(self, size):
-        data = bytearray(self.connection.recv(size))
-        if self.flip is not None and 0 <= self.flip[0] - len(self.received) < len(data):
-            data[self.flip[0] - len(self.received)] ^= self.flip[1]
-        self.received += data
-        return bytes(data)
-
-    def fileno(self):
-        return self.connection.fileno()
 
 
 def outcome(call, connection):

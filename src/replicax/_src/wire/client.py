@@ -6,9 +6,10 @@ import ipaddress
 import socket
 
 from replicax._src.wire.connection import Connection
-from replicax._src.wire.handshake import encrypted, greet_server
+from replicax._src.wire.handshake import greet_server
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import seconds_left
+from replicax._src.wire.streams import stream_over
 
 
 def connect(
@@ -36,11 +37,9 @@ def connect(
     connection = _connected(host, port, deadline)
     try:
         is_loopback = is_loopback_peer(connection)
-        connection.settimeout(0.0)
-        if security.client is not None:
-            connection = encrypted(connection, security.client, deadline, certified_as or host)
+        stream = stream_over(connection, security.client, deadline, certified_as or host)
         agreed = greet_server(
-            connection,
+            stream,
             security.token,
             purpose,
             deadline,
@@ -48,7 +47,7 @@ def connect(
                 is_loopback=is_loopback, uses_tls=security.client is not None
             ),
         )
-        return Connection(connection, f"{host}:{port}", is_checked=agreed.is_checked)
+        return Connection(connection, stream, f"{host}:{port}", is_checked=agreed.is_checked)
     except BaseException:
         connection.close()
         raise

@@ -10,12 +10,10 @@ import contextlib
 import math
 import select
 import socket
-import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, final
 
 from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, WireError
 from replicax._src.wire.frames import (
@@ -30,13 +28,12 @@ from replicax._src.wire.frames import (
     frame_parts,
     parsed_header,
 )
-from replicax._src.wire.sockets import prepare, shut_down, wait_for
+from replicax._src.wire.sockets import prepare, shut_down
+from replicax._src.wire.streams import Stream
 
 _BUFFER_BYTES: Final = 128 * 1024
 _FIRST_BYTES: Final = 16 * 1024
 """What is read at once when a frame begins: enough for a small one, and little of a large one, which is copied."""
-_MOST_PARTS: Final = 512  # of one call; a system takes 1024
-_TICK_S: Final = 1.0
 _LAST_WORDS_S: Final = 2.0
 _RELEASE_S: Final = 1.0
 _LONGEST_REASON: Final = 16 * 1024
@@ -62,28 +59,13 @@ def no_room(head: memoryview, num_bytes: int) -> memoryview:
     raise ForeignPeerError(f"a body of {num_bytes} bytes was announced where none travels")
 
 
-class _Stream(Protocol):
-    """Bytes in both directions: plain or encrypted."""
-
-    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
-        """Receives at least one byte; 0 at the end of the stream."""
-        ...
-
-    def write(self, parts: Sequence[Part], deadline: float) -> None:
-        """Sends all parts."""
-        ...
-
-    def has_pending(self) -> bool:
-        """True if bytes have been taken from the system that nobody has read."""
-        ...
-
-
 @final
 class Connection:
     """One end of an authenticated connection.
 
     Args:
-      connection: Plain or ``ssl.SSLSocket``. The new object owns it.
+      connection: The socket. The new object owns it.
+      stream: What travels over the socket.
       peer: Its address, for people.
       is_checked: True if bodies have checksums.
 
@@ -92,12 +74,9 @@ class Connection:
       bytes_in, bytes_out: Of all frames.
     """
 
-    def __init__(self, connection: socket.socket, peer: str, *, is_checked: bool):
+    def __init__(self, connection: socket.socket, stream: Stream, peer: str, *, is_checked: bool):
         prepare(connection)
-        self._socket = connection
-        self._stream: _Stream = (
-            _Encrypted(connection) if isinstance(connection, ssl.SSLSocket) else _Plain(connection)
-        )
+        self._socket, self._stream = connection, stream
         self._is_checked = is_checked
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
@@ -271,104 +250,6 @@ def _acquire(lock: threading.Lock, deadline: float) -> None:
     limit_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
     if not lock.acquire(timeout=limit_s):
         raise TimeoutError("another thread uses the connection")
-
-
-@final
-class _Plain:
-    """A blocking socket. The system ends each wait after a second, so that the deadline is looked at.
-
-    ``settimeout`` would cost a system call more for each read and write.
-    """
-
-    def __init__(self, connection: socket.socket):
-        connection.settimeout(None)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_TICK_S), 0))
-        self._socket = connection
-
-    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
-        flags = socket.MSG_WAITALL if fill else 0
-        while True:
-            if deadline - time.monotonic() < _TICK_S:
-                wait_for(self._socket, select.POLLIN, deadline)
-                flags = 0
-            try:
-                return self._socket.recv_into(memory, 0, flags)
-            except BlockingIOError:
-                continue
-
-    def has_pending(self) -> bool:
-        return False
-
-    def write(self, parts: Sequence[Part], deadline: float) -> None:
-        left = list(parts)
-        while left:
-            flags = 0
-            if deadline - time.monotonic() < _TICK_S:
-                wait_for(self._socket, select.POLLOUT, deadline)
-                flags = socket.MSG_DONTWAIT
-            try:
-                if len(left) == 1:
-                    sent = self._socket.send(left[0], flags)
-                else:
-                    sent = self._socket.sendmsg(left[:_MOST_PARTS], (), flags)
-            except BlockingIOError:
-                continue
-            num_whole = 0
-            while num_whole < len(left) and sent >= len(left[num_whole]):
-                sent -= len(left[num_whole])
-                num_whole += 1
-            del left[:num_whole]
-            if sent:
-                left[0] = memoryview(left[0])[sent:]
-
-
-@final
-class _Encrypted:
-    """A non-blocking ``ssl.SSLSocket``. OpenSSL allows one thread at a time in it; the waits are outside the lock."""
-
-    def __init__(self, connection: ssl.SSLSocket):
-        connection.settimeout(0.0)
-        self._socket = connection
-        self._using = threading.Lock()
-
-    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
-        del fill  # a read gives one record
-        try:
-            return self._done(lambda: self._socket.recv_into(memory), deadline)
-        except ssl.SSLEOFError:
-            return 0
-
-    def has_pending(self) -> bool:
-        with self._using:
-            return self._socket.pending() > 0
-
-    def write(self, parts: Sequence[Part], deadline: float) -> None:
-        small: list[Part] = []
-        for part in parts:
-            if len(part) < _FIRST_BYTES:
-                small.append(part)
-                continue
-            self._write(b"".join(small), deadline)
-            small.clear()
-            self._write(part, deadline)
-        self._write(b"".join(small), deadline)
-
-    def _write(self, data: Part, deadline: float) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[self._done(lambda left=left: self._socket.send(left), deadline) :]
-
-    def _done(self, use: Callable[[], int], deadline: float) -> int:
-        while True:
-            try:
-                with self._using:
-                    return use()
-            except ssl.SSLWantReadError:
-                event = select.POLLIN
-            except ssl.SSLWantWriteError:
-                event = select.POLLOUT
-            wait_for(self._socket, event, deadline)
 
 
 FOREVER: Final = math.inf

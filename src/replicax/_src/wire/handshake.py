@@ -15,13 +15,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import select
-import socket
-import ssl
 import struct
 import zlib
-from collections.abc import Callable
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from replicax._src.wire.errors import (
     DamagedFrameError,
@@ -30,9 +26,7 @@ from replicax._src.wire.errors import (
     PeerEndedError,
     TokenError,
 )
-from replicax._src.wire.sockets import seconds_left, wait_for
-
-_T = TypeVar("_T")
+from replicax._src.wire.streams import Stream
 
 PROTOCOL: Final = 1
 
@@ -59,12 +53,11 @@ class Agreed(NamedTuple):
 
 
 def greet_server(
-    connection: socket.socket, token: bytes, purpose: str, deadline: float, *, wants_checksums: bool
+    stream: Stream, token: bytes, purpose: str, deadline: float, *, wants_checksums: bool
 ) -> Agreed:
     """The client's side.
 
     Args:
-      connection: Non-blocking.
       token: Empty if there is none.
       purpose: At most 16 ASCII characters.
 
@@ -76,11 +69,11 @@ def greet_server(
       OSError: The connection has ended.
     """
     ours = _hello(purpose, wants_checksums)
-    _send(connection, ours, deadline)
-    theirs = _received(connection, _HELLO_BYTES, deadline, _MAGIC)
+    stream.write([ours], deadline)
+    theirs = _received(stream, _HELLO_BYTES, deadline, _MAGIC)
     _, is_checked = _parsed(theirs)
-    _send(connection, _summed(_proof(token, b"client", ours, theirs)), deadline)
-    shown = _checked(_received(connection, _PROOF_BYTES, deadline))
+    stream.write([_summed(_proof(token, b"client", ours, theirs))], deadline)
+    shown = _checked(_received(stream, _PROOF_BYTES, deadline))
     if shown in _REFUSALS:
         raise TokenError(_REFUSALS[shown])
     if not hmac.compare_digest(shown, _proof(token, b"server", ours, theirs)):
@@ -88,9 +81,7 @@ def greet_server(
     return Agreed(purpose, wants_checksums or is_checked)
 
 
-def greet_client(
-    connection: socket.socket, token: bytes, deadline: float, *, wants_checksums: bool
-) -> Agreed:
+def greet_client(stream: Stream, token: bytes, deadline: float, *, wants_checksums: bool) -> Agreed:
     """The server's side; the arguments are those of ``greet_server``.
 
     Raises:
@@ -100,45 +91,17 @@ def greet_client(
       TimeoutError: The client did not say enough in time.
       OSError: The connection has ended.
     """
-    theirs = _received(connection, _HELLO_BYTES, deadline, _MAGIC)
+    theirs = _received(stream, _HELLO_BYTES, deadline, _MAGIC)
     ours = _hello("", wants_checksums)
-    _send(connection, ours, deadline)  # to another version too: it says so to its user
+    stream.write([ours], deadline)  # to another version too: it says so to its user
     purpose, is_checked = _parsed(theirs)
-    shown = _checked(_received(connection, _PROOF_BYTES, deadline))
+    shown = _checked(_received(stream, _PROOF_BYTES, deadline))
     if not hmac.compare_digest(shown, _proof(token, b"client", theirs, ours)):
         has_none = hmac.compare_digest(shown, _proof(b"", b"client", theirs, ours))
-        _send(connection, _summed(_NO_TOKEN if has_none else _WRONG_TOKEN), deadline)
+        stream.write([_summed(_NO_TOKEN if has_none else _WRONG_TOKEN)], deadline)
         raise TokenError("the client does not know the token")
-    _send(connection, _summed(_proof(token, b"server", theirs, ours)), deadline)
+    stream.write([_summed(_proof(token, b"server", theirs, ours))], deadline)
     return Agreed(purpose, wants_checksums or is_checked)
-
-
-def encrypted(
-    connection: socket.socket, context: ssl.SSLContext, deadline: float, server_hostname: str | None = None
-) -> ssl.SSLSocket:
-    """Encrypts a connection, which may not be used any more then.
-
-    Args:
-      server_hostname: The name that the server's certificate must have; None at the server.
-
-    Raises:
-      TimeoutError: The peer did not do its part in time.
-      OSError: The peer speaks no TLS, or its certificate is not accepted.
-    """
-    connection.settimeout(0.0)
-    connection.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # or its small parts wait 40 ms for each other
-    is_server = server_hostname is None
-    made = context.wrap_socket(
-        connection, server_side=is_server, server_hostname=server_hostname, do_handshake_on_connect=False
-    )
-    try:
-        _done(made, made.do_handshake, deadline)
-    except BaseException:
-        made.close()
-        raise
-    return made
 
 
 def _hello(purpose: str, wants_checksums: bool) -> bytes:
@@ -172,37 +135,14 @@ def _checked(data: bytes) -> bytes:
     return content
 
 
-def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[_done(connection, lambda left=left: connection.send(left), deadline, select.POLLOUT) :]
-
-
-def _received(connection: socket.socket, size: int, deadline: float, start: bytes = b"") -> bytes:
+def _received(stream: Stream, size: int, deadline: float, start: bytes = b"") -> bytes:
     """So many bytes. Bytes that do not begin with ``start`` are another program's: the rest is not waited for."""
-    data = b""
-    while len(data) < size:
-        part = _done(connection, lambda data=data: connection.recv(size - len(data)), deadline)
+    data, at = bytearray(size), 0
+    while at < size:
+        part = stream.read(memoryview(data)[at:], deadline, fill=False)
         if not part:
             raise PeerEndedError
-        data += part
-        if data[: len(start)] != start[: len(data)]:
+        at += part
+        if data[: min(at, len(start))] != start[:at]:
             raise OtherProgramError("another program answers")
-    return data
-
-
-def _done(
-    connection: socket.socket, use: Callable[[], _T], deadline: float, event: int = select.POLLIN
-) -> _T:
-    """Does what a non-blocking socket may not be ready for. ``event`` is what it waits for then."""
-    while True:
-        seconds_left(deadline)
-        try:
-            return use()
-        except ssl.SSLWantReadError:
-            event = select.POLLIN
-        except ssl.SSLWantWriteError:
-            event = select.POLLOUT
-        except BlockingIOError:
-            pass
-        wait_for(connection, event, deadline)
+    return bytes(data)

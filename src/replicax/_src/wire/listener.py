@@ -6,10 +6,8 @@ there are more than 256 strangers, the oldest is dropped: so they cannot keep a 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +16,10 @@ from typing import Final, final
 from replicax._src.wire.client import is_loopback_peer
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import PeerEndedError
-from replicax._src.wire.handshake import Agreed, encrypted, greet_client
+from replicax._src.wire.handshake import Agreed, greet_client
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import shut_down
+from replicax._src.wire.streams import stream_over
 
 _log = logging.getLogger(__name__)
 
@@ -116,29 +115,21 @@ class Listener:
 
     def _authenticated(self, stranger: socket.socket, peer: str) -> tuple[Connection, Agreed]:
         deadline = time.monotonic() + HANDSHAKE_S
-        context = self._security.server
-        connection: socket.socket = stranger
-        with contextlib.ExitStack() as undo:
-            undo.callback(lambda: connection.close())
+        try:
             is_loopback = is_loopback_peer(stranger)
-            connection.settimeout(0.0)
-            if context is not None:
-                # A copy, for TLS takes what it is given: another thread may shut the first one down.
-                connection = stranger.dup()
-                undo.callback(stranger.close)
-                connection = encrypted(connection, context, deadline)
+            stream = stream_over(stranger, self._security.server, deadline)
             agreed = greet_client(
-                connection,
+                stream,
                 self._security.token,
                 deadline,
                 wants_checksums=self._security.wants_checksums(
-                    is_loopback=is_loopback, uses_tls=isinstance(connection, ssl.SSLSocket)
+                    is_loopback=is_loopback, uses_tls=self._security.server is not None
                 ),
             )
-            undo.pop_all()
-        if connection is not stranger:
+            return Connection(stranger, stream, peer, is_checked=agreed.is_checked), agreed
+        except BaseException:
             stranger.close()
-        return Connection(connection, peer, is_checked=agreed.is_checked), agreed
+            raise
 
     def _drop_oldest(self) -> None:
         with self._lock:

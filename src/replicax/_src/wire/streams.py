@@ -1,0 +1,215 @@
+"""Bytes in both directions over a socket, plain or by TLS. All waits have a deadline."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol, final
+
+from replicax._src.wire.errors import ForeignPeerError
+from replicax._src.wire.frames import Part
+from replicax._src.wire.sockets import wait_for
+
+_TICK_S: Final = 1.0
+_MOST_PARTS: Final = 512  # of one call; a system takes 1024
+_SMALL_BYTES: Final = 16 * 1024
+_ENCRYPTED_AT_ONCE: Final = 256 * 1024  # it stays in a core's cache
+_HANDSHAKE_BYTES: Final = 4 * 1024
+_HANDSHAKE_BYTES_WITH_CERTIFICATES: Final = 16 * 1024
+
+
+class Stream(Protocol):
+    """Bytes in both directions. One thread may read while another one writes."""
+
+    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        """Receives at least one byte; 0 at the end of the stream. With ``fill`` as many as are quick to have."""
+        ...
+
+    def write(self, parts: Sequence[Part], deadline: float) -> None:
+        """Sends all parts."""
+        ...
+
+    def has_pending(self) -> bool:
+        """True if bytes have been taken from the system that nobody has read."""
+        ...
+
+
+def stream_over(
+    connection: socket.socket,
+    context: ssl.SSLContext | None,
+    deadline: float,
+    server_hostname: str | None = None,
+) -> Stream:
+    """The stream of a socket, by TLS if there is a context: see ``EncryptedStream``."""
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # or small parts wait 40 ms for each other
+    if context is None:
+        return PlainStream(connection)
+    return EncryptedStream(connection, context, deadline, server_hostname)
+
+
+@final
+class PlainStream:
+    """A blocking socket. The system ends each wait after a second, so that the deadline is looked at.
+
+    ``settimeout`` would cost a system call more for each read and write.
+    """
+
+    def __init__(self, connection: socket.socket):
+        connection.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_TICK_S), 0))
+        self._socket = connection
+
+    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        flags = socket.MSG_WAITALL if fill else 0
+        while True:
+            if deadline - time.monotonic() < _TICK_S:
+                wait_for(self._socket, select.POLLIN, deadline)
+                flags = 0
+            try:
+                return self._socket.recv_into(memory, 0, flags)
+            except BlockingIOError:
+                continue
+
+    def has_pending(self) -> bool:
+        return False
+
+    def write(self, parts: Sequence[Part], deadline: float) -> None:
+        left = list(parts)
+        while left:
+            flags = 0
+            if deadline - time.monotonic() < _TICK_S:
+                wait_for(self._socket, select.POLLOUT, deadline)
+                flags = socket.MSG_DONTWAIT
+            try:
+                if len(left) == 1:
+                    sent = self._socket.send(left[0], flags)
+                else:
+                    sent = self._socket.sendmsg(left[:_MOST_PARTS], (), flags)
+            except BlockingIOError:
+                continue
+            num_whole = 0
+            while num_whole < len(left) and sent >= len(left[num_whole]):
+                sent -= len(left[num_whole])
+                num_whole += 1
+            del left[:num_whole]
+            if sent:
+                left[0] = memoryview(left[0])[sent:]
+
+
+@final
+class EncryptedStream:
+    """TLS over a socket. OpenSSL works in memory, so that many of its records of 16 KB travel by one system call.
+
+    ``ssl.SSLSocket`` makes one call to send a record and two to receive it, which takes twice the time for 64 MB.
+
+    Args:
+      server_hostname: The name that the server's certificate must have; None at the server.
+
+    Raises:
+      TimeoutError: The peer did not do its part of the handshake in time.
+      ForeignPeerError: The peer sent more than a handshake takes.
+      OSError: The peer speaks no TLS, or its certificate is not accepted.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext,
+        deadline: float,
+        server_hostname: str | None = None,
+    ):
+        self._socket = PlainStream(connection)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        is_server = server_hostname is None
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, is_server, server_hostname)
+        self._using = threading.Lock()  # OpenSSL allows one thread at a time
+        self._received = memoryview(bytearray(_SMALL_BYTES))
+        has_certificates = context.verify_mode is not ssl.CERT_NONE
+        self._handshake(
+            deadline, _HANDSHAKE_BYTES_WITH_CERTIFICATES if has_certificates else _HANDSHAKE_BYTES
+        )
+        self._received = memoryview(bytearray(_ENCRYPTED_AT_ONCE))
+
+    def _handshake(self, deadline: float, most_bytes: int) -> None:
+        num_bytes = 0
+        while True:
+            try:
+                self._tls.do_handshake()
+                is_done = True
+            except ssl.SSLWantReadError:
+                is_done = False
+            except ssl.SSLError:
+                self._send_outgoing(deadline)  # the peer is told why
+                raise
+            self._send_outgoing(deadline)
+            if is_done:
+                return
+            if num_bytes >= most_bytes:
+                raise ForeignPeerError(f"its handshake has more than {most_bytes} bytes")
+            num_bytes += self._receive(deadline, most_bytes - num_bytes)
+
+    def read(self, memory: memoryview, deadline: float, *, fill: bool) -> int:
+        size, at = len(memory), 0
+        while True:
+            with self._using:
+                try:
+                    while at < size:
+                        read = self._tls.read(size - at, memory[at:])  # type: ignore[arg-type]
+                        if not read:
+                            return at
+                        at += int(read)
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLZeroReturnError:
+                    return at
+            if at and (at == size or not fill):
+                return at
+            if not self._receive(deadline):
+                return at
+
+    def has_pending(self) -> bool:
+        with self._using:
+            return self._tls.pending() > 0 or self._incoming.pending > 0
+
+    def write(self, parts: Sequence[Part], deadline: float) -> None:
+        small: list[Part] = []
+        for part in parts:
+            if len(part) < _SMALL_BYTES:
+                small.append(part)
+                continue
+            self._write(b"".join(small), deadline)
+            small.clear()
+            self._write(part, deadline)
+        self._write(b"".join(small), deadline)
+
+    def _write(self, data: Part, deadline: float) -> None:
+        view = memoryview(data)
+        for start in range(0, len(view), _ENCRYPTED_AT_ONCE):
+            with self._using:
+                self._tls.write(view[start : start + _ENCRYPTED_AT_ONCE])
+            self._send_outgoing(deadline)
+
+    def _send_outgoing(self, deadline: float) -> None:
+        """Sends what OpenSSL has made. What it makes while it reads waits for the next write: TLS allows that."""
+        with self._using:
+            made = self._outgoing.read()
+        if made:
+            self._socket.write([made], deadline)
+
+    def _receive(self, deadline: float, most_bytes: int = _ENCRYPTED_AT_ONCE) -> int:
+        """Gives OpenSSL what has come, once something has; 0 at the end of the stream."""
+        num_bytes = self._socket.read(self._received[:most_bytes], deadline, fill=False)
+        with self._using:
+            if num_bytes:
+                self._incoming.write(self._received[:num_bytes])
+            else:
+                self._incoming.write_eof()
+        return num_bytes
