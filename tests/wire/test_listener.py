@@ -14,7 +14,7 @@ from replicax._src.wire.client import connect
 from replicax._src.wire.connection import FOREVER
 from replicax._src.wire.errors import PeerEndedError, TokenError, WireError
 from replicax._src.wire.frames import Kind
-from replicax._src.wire.listener import MOST_STRANGERS, Listener
+from replicax._src.wire.listener import HANDSHAKE_S, MOST_STRANGERS, Listener
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import listen
 
@@ -231,6 +231,20 @@ def test_a_stranger_that_says_one_byte_at_a_time_is_cut_in_time(is_encrypted, tl
             time.sleep(0.05)
         assert 0.35 < time.monotonic() - started < 2
         wait_until(lambda: echo.num_rejected == 1)
+
+
+def test_a_stranger_whose_handshake_of_tls_does_not_end_is_cut_before_its_time(tls):
+    """OpenSSL alone would read 128 KB of a first message, and wait for its end."""
+    hello = b"\x01" + (100_000).to_bytes(3, "big") + bytes(60_000)
+    records = [hello[start : start + 10_000] for start in range(0, len(hello), 10_000)]
+    with Echo(tls) as echo, echo.raw() as stranger:
+        begun = time.monotonic()
+        with contextlib.suppress(OSError):  # it is cut while it says this
+            for record in records:
+                stranger.sendall(b"\x16\x03\x01" + len(record).to_bytes(2, "big") + record)
+        wait_until(lambda: is_cut(stranger))
+        assert time.monotonic() - begun < HANDSHAKE_S / 2
+        assert_serves(echo, tls)
 
 
 def test_what_a_stranger_says_costs_no_memory(echo):

@@ -171,7 +171,7 @@ class Connection:
         kind = Kind.REFUSAL if is_refusal else Kind.END
         with contextlib.suppress(OSError):
             self.send([(kind, reason.encode()[:_LONGEST_REASON], ())], until)
-            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            self._socket.shutdown(socket.SHUT_WR)
             with self._receiving:
                 while self._stream.read(self._buffer, until, fill=False):
                     pass

@@ -84,12 +84,9 @@ def prepare(connection: socket.socket) -> None:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Ends a connection from any thread: whoever blocks in it wakes up.
-
-    ``SSLSocket.shutdown`` would drop its encryption, and a thread that still reads would take ciphertext for data.
-    """
+    """Ends a connection from any thread: whoever blocks in it wakes up."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def seconds_left(deadline: float) -> float:
