@@ -129,6 +129,17 @@ def fit(strategy: rx.Strategy, model: str, rows: int) -> Run:
     return run
 
 
+def fit_whole(strategy: rx.Strategy, model: str, rows: int) -> Run:
+    """The same in the global view, where the partitioner splits the step: as if no step could be split by rows."""
+    from replicax._src.placement import global_view
+
+    def refuse(*_args: Any) -> None:
+        raise global_view.NotByRowsError("a benchmark asks for the global view")
+
+    global_view.RowsPlan = refuse  # type: ignore[assignment,misc]
+    return fit(strategy, model, rows)
+
+
 # --- JAX by hand ----------------------------------------------------------------------------------------
 
 
@@ -169,7 +180,7 @@ def ones(size: int) -> np.ndarray:
 
 
 TASKS = {
-    "replicax": {"all_reduce": all_reduce, "steps": steps, "fit": fit},
+    "replicax": {"all_reduce": all_reduce, "steps": steps, "fit": fit, "fit whole": fit_whole},
     "by hand": {"all_reduce": all_reduce_by_hand, "steps": steps_by_hand},
 }
 
