@@ -2,14 +2,14 @@
 
 import threading
 
-from replicax._src.parameter_servers.client.links import PsLinks
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.store.store import Store
+from store_connections import server_clients
 
 
 def test_another_epoch_begins_while_variables_are_made():
     """Who makes them may wait for a parameter server, and that one for who says which server is used now."""
-    session = Session(PsLinks.of_stores([Store()], "me"))
+    session = Session(server_clients([Store()], "me"))
     renewing = threading.Thread(target=session.renew, daemon=True)
     with session._lock:
         renewing.start()

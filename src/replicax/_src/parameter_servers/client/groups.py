@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
-from replicax._src.parameter_servers.client.tasks import Tasks
 from replicax._src.parameter_servers.store.group_rules import Partner, View
 from replicax._src.parameter_servers.store.log import START, Position
 
@@ -168,19 +166,3 @@ class Groups:
         self._ended.discard(view.group)
         self._may_lead[view.group] = False
         return view
-
-
-def tell_view(tasks: Tasks, task: int, view: View, timeout_s: float) -> None:
-    """Tells a parameter server, by its number, who has a group.
-
-    Raises:
-      UnavailableError: It does not answer.
-      InvalidArgumentError: It does not have what it would need.
-    """
-    header = {
-        "incarnation": tasks.incarnation,
-        "view": view.described(),
-        "ps": list(tasks.addresses("ps")),
-    }
-    with contextlib.closing(tasks.connect("ps", task)) as client:
-        client.ask("group", header, timeout_s)
