@@ -1,6 +1,7 @@
 """A client of several parameter servers, with stores of this process behind it."""
 
 import threading
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
@@ -313,6 +314,31 @@ def test_what_is_not_tried_again_goes_to_the_server_that_was_named_meanwhile(
     servers.use_primaries(views(0, 1, epoch=2))  # was sent before
     contents.create([NewPiece(Piece(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
     assert [store.statistics()["pieces"] for store in stores] == [1, 3]
+
+
+def test_a_primary_that_is_named_while_a_connection_opens_gets_the_request(
+    servers, contents, clients, stores
+):
+    servers.use_primaries(views(0, 1))
+    servers[0].disconnect()
+    opens = clients[0].open
+
+    def open_late():
+        connection = opens()
+        servers.use_primaries(views(1, 1, epoch=2))
+        return connection
+
+    clients[0].open = open_late
+    contents.create([NewPiece(Piece(0, "new"), (2,), np.float32, np.zeros(2, np.float32))])
+    assert [store.statistics()["pieces"] for store in stores] == [1, 3]
+
+
+def test_the_arrays_of_a_request_are_free_after_its_answer(servers):
+    numbers = np.array([2, 0], np.int32)
+    is_kept = weakref.ref(numbers)
+    servers.step(None, 0, {0: Ask(rows=[("t/0", numbers)])})
+    del numbers
+    assert is_kept() is None
 
 
 def test_a_server_that_has_given_the_coordinator_up_is_passed_over_while_the_other_one_serves(

@@ -52,8 +52,8 @@ class ServerClient:
     does not serve, the other one.
 
     A request is a message whose ``op`` names an operation of the store. ``begin`` adds the incarnation and the group, and
-    sends a request and ``end`` waits for its answer, so that a caller can ask several servers at once. Hold
-    ``lock`` from one to the other. ``ask`` does both, and takes the lock.
+    sends it; ``end`` waits for the answer. So a caller can ask several servers at once. It holds ``lock`` from one to
+    the other.
 
     Args:
       name: The server's, such as ``"ps 0"``.
@@ -77,7 +77,6 @@ class ServerClient:
         self._view_lock = threading.Lock()
         self._primary = self._connected_to = self._epoch = 0
         self._connection: Connection | None = None
-        self._request = Message({})
         self._failure: Exception | None = None
         self._is_closed = False
 
@@ -100,77 +99,60 @@ class ServerClient:
         if connection is not None and self._connected_to != primary:
             connection.close()
 
-    def ask(self, request: Message, timeout_s: float) -> Message:
-        """Sends a request that is safe to repeat, and waits for the answer.
+    def begin(self, request: Message) -> Message:
+        """Sends a request. ``end`` tells of failures, so that the other servers get their requests first.
 
-        Raises:
-          UnavailableError: The server is not there.
-          ReplicaxError: The error that the server answered with.
+        Returns:
+          The message that was sent, for ``end``.
         """
-        with self.lock:
-            try:
-                self.begin(request)
-                answer = self.end(time.monotonic() + timeout_s)
-            except BaseException:  # Ctrl-C: the next request would get the answer to this one
-                self.disconnect()
-                raise
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def begin(self, request: Message) -> None:
-        """Sends a request. ``end`` tells of failures, so that the other servers get their requests first."""
         header = {**request.header, "incarnation": self._incarnation}
         if self._group is not None:
             header["group"] = self._group
-        self._begin(Message(header, request.arrays))
+        message = Message(header, request.arrays)
+        self._begin(message)
+        return message
 
-    def end(self, deadline: float, may_repeat: bool = True) -> Message | Exception:
-        """Waits for the answer to the request that was begun. Returns it, or the error that came of it.
+    def end(self, message: Message, deadline: float, may_repeat: bool = True) -> Message | Exception:
+        """Waits for the answer to a request that was begun. Returns it, or the error that came of it.
 
         Args:
+          message: The message that ``begin`` has returned.
           deadline: By ``time.monotonic``.
           may_repeat: True if a request whose answer was lost may be sent again.
         """
         pauses = self._pauses() if may_repeat else iter(())
-        stale_at: set[int] = set()
-        resent: set[str] = set()
+        stale_at: frozenset[int] = frozenset()
+        resent: frozenset[str] = frozenset()
         while True:
             try:
                 return self._receive(deadline)
             except UnknownProgramError as error:  # a restarted server, which has done nothing of the request
                 if error.digest in resent or error.digest not in self.programs:
                     return error
-                resent.add(error.digest)
-                request = self._request
-                self.begin(_sending(self.programs[error.digest]))
-                answer = self.end(deadline)
+                resent |= {error.digest}
+                answer = self.end(self.begin(message_of(self.programs[error.digest])), deadline)
                 if isinstance(answer, Exception):
                     return answer
-                self._begin(request)
+                self._begin(message)
             except (UnavailableError, StaleCoordinatorError) as error:
                 if isinstance(error, StaleCoordinatorError):  # one of two may have been out of reach for long
-                    stale_at.add(self._connected_to)
+                    stale_at |= {self._connected_to}
                     if len(stale_at) == len(self._connectors):
                         return error
-                if self._primary == self._connected_to:  # or ``use_primary`` has named another one
-                    self._primary = (self._primary + 1) % len(self._connectors)
+                with self._view_lock:
+                    if self._primary == self._connected_to:  # or ``use_primary`` has named another one
+                        self._primary = (self._primary + 1) % len(self._connectors)
                 self.disconnect()
                 pause = next(pauses, None)
                 if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
                     return self._named(error)
                 time.sleep(pause)
-                self._begin(self._request)
+                self._begin(message)
             except (MessageError, UnauthenticatedError) as error:  # the connection may have ended with it
                 self.disconnect()
                 return error
             except Exception as error:  # the server answered with it: the connection stays
                 return error
-
-    def send_program(self, program: UpdateProgram, timeout_s: float) -> None:
-        """Gives the server a program, which it has from then on."""
-        self.programs[program.digest] = program
-        self.ask(_sending(program), timeout_s)
 
     def disconnect(self) -> None:
         """Ends the connection; the next request opens another one."""
@@ -191,23 +173,22 @@ class ServerClient:
             return itertools.chain(_PAUSES_S[:1], itertools.repeat(_TURN_S))
         return itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1]))
 
-    def _begin(self, request: Message) -> None:
-        self._request, self._failure = request, None
+    def _begin(self, message: Message) -> None:
+        self._failure = None
         try:
-            self._send(request)
+            self._send(message)
         except Exception as error:
             self._failure = error
 
-    def _send(self, request: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._is_closed:
             raise UnavailableError(f"The client of {self.name} has been closed.", self.name)
-        if self._connected_to != self._primary:  # named while nobody waited: the connection is closed
-            self.disconnect()
-        if self._connection is None:
+        while self._connection is None or self._connected_to != self._primary:
+            self.disconnect()  # it led to a server that is not the primary any more
             self._connected_to = self._primary
             self._connection = self._connectors[self._connected_to].open()
             self.num_opened += 1
-        self._connection.send(request)
+        self._connection.send(message)
         self.num_messages += 1
 
     def _receive(self, deadline: float) -> Message:
@@ -222,6 +203,7 @@ class ServerClient:
         return error
 
 
-def _sending(program: UpdateProgram) -> Message:
+def message_of(program: UpdateProgram) -> Message:
+    """The request that gives a server a program."""
     header = {"op": "program", "digest": program.digest, "described": program.described()}
     return Message(header, [np.frombuffer(program.blob, np.uint8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
@@ -70,7 +71,7 @@ class ServerClients:
         """Applies and reads on several parameter servers at once: each does its part as one.
 
         Args:
-          closure: What is applied is applied once for it. Without it, nothing is sent again that applies something.
+          closure: The servers apply their parts once for it. Without it, a step that applies something is not sent again.
           low: All closures of that incarnation with lower numbers have ended.
           asks: By the number of the parameter server.
           round_number: The round that the gradients belong to.
@@ -124,9 +125,8 @@ class ServerClients:
         deadline = time.monotonic() + self.timeout_s
         with self.held(requests):
             try:
-                for ps, request in requests.items():
-                    self._servers[ps].begin(request)
-                answers = {ps: self._servers[ps].end(deadline, may_repeat) for ps in requests}
+                sent = {ps: self._servers[ps].begin(request) for ps, request in requests.items()}
+                answers = {ps: self._servers[ps].end(sent[ps], deadline, may_repeat) for ps in sent}
             except BaseException:  # Ctrl-C: the next requests would get the answers to these
                 for ps in requests:
                     self._servers[ps].disconnect()
@@ -145,11 +145,18 @@ class ServerClients:
     @contextlib.contextmanager
     def held(self, servers: Iterable[int] | None = None) -> Iterator[None]:
         """Keeps these clients, or all, for the calling thread."""
-        with contextlib.ExitStack() as held:
-            # In the same order in all threads.
-            for ps in sorted(range(len(self)) if servers is None else servers):
-                held.enter_context(self._servers[ps].lock)
+        taken: list[threading.RLock] = []  # an ExitStack costs more than the locks
+        try:
+            for ps in sorted(
+                range(len(self)) if servers is None else servers
+            ):  # in all threads the same order
+                lock = self._servers[ps].lock
+                lock.acquire()
+                taken.append(lock)
             yield
+        finally:
+            for lock in taken:
+                lock.release()
 
     def close(self) -> None:
         """Ends all connections. A thread that waits for an answer gets UnavailableError."""
@@ -163,7 +170,7 @@ class ServerClients:
         self.close()
 
     def statistics(self) -> dict[str, Any]:
-        """For each parameter server the messages that were sent, and the connections that were opened."""
+        """Counts, for each parameter server, the messages sent and the connections opened."""
         return {
             server.name: {"num_messages": server.num_messages, "num_opened": server.num_opened}
             for server in self._servers

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
+from replicax._src.parameter_servers.client.server_client import message_of
 from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.programs.programs import Piece, UpdateProgram
 from replicax._src.parameter_servers.transport.messages import Message
@@ -58,7 +59,8 @@ class ServerContents:
 
     def send_program(self, ps: int, program: UpdateProgram) -> str:
         """Gives parameter server ``ps`` a program, for all its clients. Returns its digest."""
-        self._servers[ps].send_program(program, self._servers.timeout_s)
+        self._servers[ps].programs[program.digest] = program
+        self._servers.ask({ps: message_of(program)})
         return program.digest
 
     def send_all_programs(self, ps: int) -> None:
@@ -67,7 +69,7 @@ class ServerContents:
         with server.lock:  # a thread that waits for its return sends again, and needs nothing of this
             server.disconnect()
             for program in list(server.programs.values()):
-                server.send_program(program, self._servers.timeout_s)
+                self._servers.ask({ps: message_of(program)})
 
     def has_program(self, digest: str) -> bool:
         """Returns True if a parameter server was given that program."""

@@ -52,7 +52,7 @@ class SharedArrays:
           The pieces that are not there yet, and the chief is to make now.
 
         Raises:
-          ProgramMismatchError: What is there is another array.
+          ProgramMismatchError: Another array is there.
           UnavailableError: The chief has not made them in time.
         """
         absent: list[tuple[ServerArray, Piece]] = []
@@ -68,7 +68,7 @@ class SharedArrays:
         return absent
 
     def wait_beside(self, array: ServerArray, other: ServerArray) -> None:
-        """Until the chief has moved an array to where another one is."""
+        """Waits until the chief has moved an array to where another one is."""
         wanted = tuple(
             Piece(p.ps, key, p.rows) for p, key in zip(other.pieces, _keys_of(array, other.shards))
         )

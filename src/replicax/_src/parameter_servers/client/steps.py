@@ -28,7 +28,7 @@ class Ask:
       pull: Keys of pieces, each with the version that is known, or None.
       rows: Keys of pieces, each with the numbers of the rows that are pulled (int32, from the piece's first).
       used: Keys of pieces, and the versions that the operands were computed from: the server measures staleness.
-      gradients: For a round: the digest of its program, and this closure's operands.
+      gradients: The digest of a round's program, and this closure's operands; None outside rounds.
     """
 
     program: str | None = None
@@ -98,6 +98,6 @@ def row_asks(tables: Sequence[RowsWanted]) -> dict[int, Ask]:
 
 
 def rows_of(tables: Sequence[RowsWanted], answers: Mapping[int, Answered]) -> list[np.ndarray]:
-    """For each lookup the rows of its unique ids, padded, from the answers to ``row_asks``."""
+    """Reads the answers to ``row_asks``: for each lookup the rows of its unique ids, padded."""
     rows = {ps: iter(answer.rows) for ps, answer in answers.items()}
     return [padded([next(rows[ps]) for ps, _, _ in wanted.parts], wanted.num_ids) for wanted in tables]
