@@ -651,9 +651,7 @@ def test_values_that_no_closure_takes_any_more_are_dropped(runner, counting, ser
     assert float(runner.run(call(16, reading)).results[0]) == 7
 
 
-def test_links_that_are_shared_are_held_while_a_closure_takes_from_them(
-    new_clients, servers, counting, runner
-):
+def test_shared_clients_are_held_while_a_closure_takes_from_them(new_clients, servers, counting, runner):
     shared = new_clients()
     rare = Runner(shared, pulls_ahead=False)
     program = runner._programs[counting].program

@@ -26,8 +26,8 @@ SHARDS = [Piece(0, "t/0", (0, 3)), Piece(1, "t/1", (3, 5))]
 WHOLE = [Piece(1, "w")]
 
 
-class Stream:
-    """A stream that can be made to break."""
+class BreakableConnection:
+    """A connection that can be made to break."""
 
     def __init__(self, client):
         self.client = client
@@ -47,7 +47,7 @@ class Stream:
 
 
 class Client:
-    """Opens streams to a store. ``breaks``: at which of its next operations a stream breaks, in order."""
+    """Opens connections to a store. ``breaks``: at which of its next operations a connection breaks, in order."""
 
     def __init__(self, store, task):
         self.store, self.task = store, task
@@ -57,7 +57,7 @@ class Client:
     def open(self):
         self.breaks_here("open")
         self.num_opened += 1
-        return Stream(self)
+        return BreakableConnection(self)
 
     def close(self):
         pass
@@ -125,14 +125,14 @@ def test_what_is_assigned_is_cut_to_the_pieces(servers, contents):
 
 
 def test_ctrl_c_while_answers_are_awaited_does_not_mix_them_up(servers, monkeypatch, contents):
-    receive, interrupts = Stream.receive, [KeyboardInterrupt()]
+    receive, interrupts = BreakableConnection.receive, [KeyboardInterrupt()]
 
     def interrupted(self, timeout_s):
         if interrupts:
             raise interrupts.pop()
         return receive(self, timeout_s)
 
-    monkeypatch.setattr(Stream, "receive", interrupted)
+    monkeypatch.setattr(BreakableConnection, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         contents.find(["t/0", "t/1"])  # both have been asked
     np.testing.assert_array_equal(servers.read([SHARDS])[0], TABLE)
@@ -216,7 +216,7 @@ def test_all_servers_are_asked_before_any_answer_is_awaited(stores):
 
 
 @pytest.mark.parametrize("where", ["send", "receive"])
-def test_a_stream_that_broke_is_opened_again_and_nothing_happens_twice(servers, clients, where):
+def test_a_connection_that_broke_is_opened_again_and_nothing_happens_twice(servers, clients, where):
     program = add_one(servers)
     servers.step((ME, 0), 0, {1: Ask(program)})
     clients[1].breaks = [where]
@@ -258,7 +258,9 @@ def test_a_server_that_is_gone_is_named_after_a_few_tries(servers, clients):
     assert error.value.task == "ps 1"
     assert len(clients[1].breaks) == 7
     clients[1].breaks = []
-    np.testing.assert_array_equal(servers.read([SHARDS])[0], TABLE)  # neither stream has an answer left in it
+    np.testing.assert_array_equal(
+        servers.read([SHARDS])[0], TABLE
+    )  # neither connection has an answer left in it
 
 
 def test_what_might_happen_twice_is_not_tried_again(servers, clients):
@@ -295,7 +297,7 @@ def test_what_is_assigned_again_does_not_undo_what_came_between(servers, clients
 
 
 @pytest.mark.parametrize("where", ["send", "receive"])
-def test_pieces_are_made_once_where_the_stream_breaks(servers, clients, stores, where, contents):
+def test_pieces_are_made_once_where_the_connection_breaks(servers, clients, stores, where, contents):
     clients[1].breaks = [where]
     value = np.arange(2, dtype=np.float32)
     contents.create([NewPiece(Piece(1, "new"), (2,), np.float32, value)])
@@ -352,16 +354,16 @@ def test_a_server_that_has_given_the_coordinator_up_is_passed_over_while_the_oth
     message(UnavailableError, lambda: servers.read([SHARDS[:1]]), "another")
 
 
-def test_an_error_of_one_server_leaves_no_answer_in_the_stream_of_another(servers, clients):
+def test_an_error_of_one_server_leaves_no_answer_in_the_connection_of_another(servers, clients):
     with pytest.raises(InvalidArgumentError, match='no piece "nothing"'):
         servers.step(None, 0, {0: Ask(pull=[("nothing", None)]), 1: Ask(pull=[("w", None)])})
-    clients[0].open = lambda: pytest.fail("the stream goes on")
+    clients[0].open = lambda: pytest.fail("the connection stays")
     table, whole = servers.read([SHARDS, WHOLE])
     np.testing.assert_array_equal(table, TABLE)
     assert whole == 7
 
 
-def test_what_cannot_be_sent_leaves_no_answer_in_the_stream_of_another(servers, monkeypatch):
+def test_what_cannot_be_sent_leaves_no_answer_in_the_connection_of_another(servers, monkeypatch):
     send = StoreConnection.send
 
     def refuse(link, message):
@@ -398,7 +400,7 @@ def test_a_coordinator_that_was_followed_by_another_is_told(servers, stores):
         servers.read([WHOLE])
 
 
-def test_links_that_were_closed_are_closed(stores):
+def test_clients_that_were_closed_stay_closed(stores):
     servers = server_clients(stores[:1], ME)
     servers.step(None, 0, {0: Ask()})
     servers.close()
@@ -406,7 +408,7 @@ def test_links_that_were_closed_are_closed(stores):
         servers.step(None, 0, {0: Ask()})
 
 
-def test_links_tell_how_often_they_were_used(servers, clients):
+def test_clients_count_messages_and_connections(servers, clients):
     before = servers.statistics()["ps 1"]
     clients[1].breaks = ["receive"]
     servers.read([WHOLE])

@@ -118,7 +118,7 @@ def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, ne
 
 
 @pytest.mark.timeout(120)
-def test_a_stream_that_was_cut_is_opened_again(halving, new_clients, servers):
+def test_a_connection_that_was_cut_is_opened_again(halving, new_clients, servers):
     run(halving, 0)
     service, address = servers[0]._service, servers[0].address
     servers[0].shutdown()
