@@ -5,11 +5,11 @@ import time
 
 import numpy as np
 
-from replicax._src.parameter_servers.client.store_link import StoreClient, StoreLink
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.store.group_copies import GroupCopies
 from replicax._src.parameter_servers.store.group_rules import View
 from replicax._src.parameter_servers.transport.messages import Message
+from store_connections import StoreConnection, StoreConnector
 
 ME = "me"
 ONE = np.float32(1.0)
@@ -20,7 +20,7 @@ class Way:
     """To a server, while it is open."""
 
     def __init__(self, network, to):
-        self.network, self.inner = network, StoreClient(network.servers[to], f"ps {to}")
+        self.network, self.inner = network, StoreConnector(network.servers[to], f"ps {to}")
 
     def open(self):
         self.network.check()
@@ -31,7 +31,7 @@ class Way:
 
 
 class Open:
-    def __init__(self, network, link: StoreLink):
+    def __init__(self, network, link: StoreConnection):
         self.network, self.link = network, link
         self.is_closed = threading.Event()
 

@@ -4,13 +4,13 @@ import contextlib
 import queue
 import threading
 
-from replicax._src.parameter_servers.client.links import PsLinks
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.store.store import Store
 from replicax._src.parameter_servers.worker.resources import WorkerPlace
 from replicax._src.parameter_servers.worker.worker import Worker
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
+from store_connections import server_clients
 
 ME = "a coordinator"
 
@@ -23,7 +23,7 @@ def in_memory_strategy(workers=1, ps=1, partitioner=None, devices_per_worker=1, 
       told: By the number of a worker, what it says of itself in place of what is true.
     """
     tasks = _Tasks(workers, ps, {"num_devices": devices_per_worker, "platform": "cpu"}, told or {})
-    session = Session(PsLinks.of_stores(tasks.stores, ME), tasks=tasks)
+    session = Session(server_clients(tasks.stores, ME), tasks=tasks)
     strategy = ParameterServerStrategy._of_session(session, partitioner, devices_per_worker)
     try:
         yield strategy
@@ -39,8 +39,7 @@ class _Tasks:
         for store in self.stores:
             store.hello(ME)
         self.workers = [
-            Worker(PsLinks.of_stores(self.stores, ME), WorkerPlace(index, workers))
-            for index in range(workers)
+            Worker(server_clients(self.stores, ME), WorkerPlace(index, workers)) for index in range(workers)
         ]
 
         self._told = [is_so | told.get(index, {}) for index in range(workers)]

@@ -1,9 +1,9 @@
 """Strategies whose parameter servers are in this process: all but the transport is as it is in a cluster."""
 
-from replicax._src.parameter_servers.client.links import PsLinks
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.store.store import Store
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
+from store_connections import server_clients
 
 
 def servers(num_ps=2, partitioner=None, stores=None):
@@ -11,6 +11,4 @@ def servers(num_ps=2, partitioner=None, stores=None):
     stores = [Store() for _ in range(num_ps)] if stores is None else stores
     for store in stores:
         store.hello("a coordinator")
-    return ParameterServerStrategy._of_session(
-        Session(PsLinks.of_stores(stores, "a coordinator")), partitioner
-    )
+    return ParameterServerStrategy._of_session(Session(server_clients(stores, "a coordinator")), partitioner)

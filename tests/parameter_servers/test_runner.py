@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from exported import blob, update_program, worker_program
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input import memory
-from replicax._src.parameter_servers.client import server_stream
-from replicax._src.parameter_servers.client.links import NewPiece, PsLinks
+from replicax._src.parameter_servers.client import server_client
+from replicax._src.parameter_servers.client.server_clients import ServerClients
+from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
 from replicax._src.parameter_servers.client.steps import Ask
-from replicax._src.parameter_servers.client.store_link import StoreLink
 from replicax._src.parameter_servers.errors import UnavailableError, UnknownProgramError
 from replicax._src.parameter_servers.programs.programs import (
     Input,
@@ -34,6 +34,7 @@ from replicax._src.parameter_servers.worker import pulls as pulls_module
 from replicax._src.parameter_servers.worker import runner as runner_module
 from replicax._src.parameter_servers.worker.elements import ElementQueue, End
 from replicax._src.parameter_servers.worker.runner import ClosureCall, Runner
+from store_connections import StoreConnection, server_clients
 
 ME = "me"
 NO_ELEMENTS = signature_of([])
@@ -54,7 +55,7 @@ class Overwritten:
 
 class OverwrittenLink:
     def __init__(self, client):
-        self.link = StoreLink(client.store, client.task)
+        self.link = StoreConnection(client.store, client.task)
         self.arrays = []
 
     def send(self, message):
@@ -95,26 +96,28 @@ def stores():
 
 
 @pytest.fixture
-def new_links(stores):
-    return lambda: PsLinks([Overwritten(store, f"ps {i}") for i, store in enumerate(stores)], ME)
+def new_clients(stores):
+    return lambda: ServerClients([Overwritten(store, f"ps {i}") for i, store in enumerate(stores)], ME)
 
 
 @pytest.fixture
-def links(new_links):
-    return new_links()
+def servers(new_clients):
+    return new_clients()
 
 
 @pytest.fixture
-def runner(new_links):
-    made = Runner(new_links())
-    made.links = made._links
+def runner(new_clients):
+    made = Runner(new_clients())
+    made.servers = made._servers
     return made
 
 
-def create(links, pieces, value):
+def create(servers, pieces, value):
     value = np.asarray(value, np.float32)
     parts = [value if p.rows is None else value[slice(*p.rows)] for p in pieces]
-    links.create([NewPiece(p, part.shape, part.dtype, part) for p, part in zip(pieces, parts, strict=True)])
+    ServerContents(servers).create(
+        [NewPiece(p, part.shape, part.dtype, part) for p, part in zip(pieces, parts, strict=True)]
+    )
     return pieces
 
 
@@ -123,22 +126,22 @@ def call(number, digest, *arguments, epoch=0, low=0, iterators=(), signature=NO_
     return ClosureCall((ME, number), low, epoch, programs, list(map(np.asarray, arguments)), iterators)
 
 
-def add_to(links, piece, value=0.0):
-    """A program that adds an operand to a piece, for ``links``; returns its digest."""
+def add_to(servers, piece, value=0.0):
+    """A program that adds an operand to a piece, for ``servers``; returns its digest."""
     value = np.asarray(value, np.float32)
-    return links.add_program(
+    return ServerContents(servers).send_program(
         piece.ps, update_program(lambda v, delta: (v + delta,), [piece.key], [0], value, value)
     )
 
 
 @pytest.fixture
-def counting(links, runner):
+def counting(servers, runner):
     """A program that adds its argument to a counter, and returns what the counter was, and half of that.
 
     The counter is beside another variable, which is only read.
     """
-    (counter,), (other,) = create(links, [Piece(0, "n")], 10), create(links, [Piece(0, "other")], 5)
-    push = Push(0, add_to(runner.links, counter), (Operand(2),))
+    (counter,), (other,) = create(servers, [Piece(0, "n")], 10), create(servers, [Piece(0, "other")], 5)
+    push = Push(0, add_to(runner.servers, counter), (Operand(2),))
 
     def add(n, other, x):
         return n, other * 2, x
@@ -149,23 +152,23 @@ def counting(links, runner):
     return runner.add_program(program)
 
 
-def test_a_closure_computes_of_variables_and_pushes(links, runner, counting):
+def test_a_closure_computes_of_variables_and_pushes(servers, runner, counting):
     results = runner.run(call(0, counting, np.float32(3))).results
     assert [type(result) for result in results] == [np.ndarray, np.ndarray]
     assert [float(result) for result in results] == [10, 10]
-    assert links.read([[Piece(0, "n")]])[0] == 13
+    assert servers.read([[Piece(0, "n")]])[0] == 13
 
 
 def test_what_the_next_closure_needs_comes_with_the_push(runner, counting):
     first = [float(runner.run(call(i, counting, np.float32(1))).results[0]) for i in range(5)]
     assert first == [10, 11, 12, 13, 14]
     assert runner.statistics()["num_pulls"] == 1
-    assert runner.links.statistics()["ps 0"]["num_messages"] == 1 + 1 + 5  # a pull, the program, five steps
+    assert runner.servers.statistics()["ps 0"]["num_messages"] == 1 + 1 + 5  # a pull, the program, five steps
 
 
-def test_what_was_pulled_in_another_epoch_is_pulled_again(links, runner, counting):
+def test_what_was_pulled_in_another_epoch_is_pulled_again(servers, runner, counting):
     runner.run(call(0, counting, np.float32(1)))
-    links.assign([([Piece(0, "n")], np.float32(100)), ([Piece(0, "other")], np.float32(1))])
+    ServerContents(servers).assign([([Piece(0, "n")], np.float32(100)), ([Piece(0, "other")], np.float32(1))])
     assert (
         float(runner.run(call(1, counting, np.float32(1), epoch=0)).results[0]) == 11
     )  # as told: nothing is new
@@ -183,68 +186,68 @@ def test_a_variable_that_is_not_written_does_not_travel_again(stores, runner, co
     assert stores[0].statistics()["pieces_sent"] == before + 5  # the counter only
 
 
-def test_a_kept_variable_that_is_written_after_all_is_seen(links, runner, counting):
+def test_a_kept_variable_that_is_written_after_all_is_seen(servers, runner, counting):
     for number in range(4):
         runner.run(call(number, counting, np.float32(1)))
-    links.assign([([Piece(0, "other")], np.float32(50))])
+    ServerContents(servers).assign([([Piece(0, "other")], np.float32(50))])
     for number in range(4, 7):
         results = runner.run(call(number, counting, np.float32(1), epoch=1)).results
         assert [float(result) for result in results] == [10 + number, 100]
 
 
-def test_programs_that_take_turns_see_the_variables_as_they_are(links, runner, counting):
-    (third,) = create(links, [Piece(0, "third")], 7)
+def test_programs_that_take_turns_see_the_variables_as_they_are(servers, runner, counting):
+    (third,) = create(servers, [Piece(0, "third")], 7)
     read = worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])
     reading = runner.add_program(read)
     for number in range(0, 8, 2):
         assert float(runner.run(call(number, counting, np.float32(1))).results[0]) == 10 + number / 2
-        links.assign([([third], np.float32(number))])
+        ServerContents(servers).assign([([third], np.float32(number))])
         assert float(runner.run(call(number + 1, reading)).results[0]) == number
 
 
-def test_another_client_is_seen_by_a_closure_without_pushes(links, runner):
-    (value,) = create(links, [Piece(1, "v")], 1)
+def test_another_client_is_seen_by_a_closure_without_pushes(servers, runner):
+    (value,) = create(servers, [Piece(1, "v")], 1)
     reading = runner.add_program(
         worker_program(lambda x: x + 1, [Input("variable", 0)], [np.float32(0)], [[value]])
     )
     for number in range(8):
         if number == 5:  # it has come in the same version before, and is kept
-            links.assign([([value], np.float32(30))])
+            ServerContents(servers).assign([([value], np.float32(30))])
         assert float(runner.run(call(number, reading)).results[0]) == (2 if number < 5 else 31)
 
 
-def test_a_runner_that_does_not_pull_ahead_pulls_each_time(new_links, links, counting, runner):
-    rare = Runner(new_links(), pulls_ahead=False)
+def test_a_runner_that_does_not_pull_ahead_pulls_each_time(new_clients, servers, counting, runner):
+    rare = Runner(new_clients(), pulls_ahead=False)
     rare.add_program(runner._programs[counting].program)
     runner.run(call(0, counting, np.float32(1)))  # so that the server has the push's program
     for number in range(1, 4):
-        links.assign([([Piece(0, "n")], np.float32(number))])
+        ServerContents(servers).assign([([Piece(0, "n")], np.float32(number))])
         assert float(rare.run(call(number, counting, np.float32(1))).results[0]) == number
     assert rare.statistics()["num_pulls"] == 3
 
 
-def test_staleness_is_measured_by_the_server(stores, links, runner, counting):
-    adding = add_to(links, Piece(0, "n"))
+def test_staleness_is_measured_by_the_server(stores, servers, runner, counting):
+    adding = add_to(servers, Piece(0, "n"))
     runner.run(call(0, counting, np.float32(1)))
     for number in range(3):
-        links.step(("other", number), 0, {0: Ask(adding, [np.float32(1)])})
+        servers.step(("other", number), 0, {0: Ask(adding, [np.float32(1)])})
     before = dict(stores[0].statistics()["staleness"])
     runner.run(call(1, counting, np.float32(1)))
     after = stores[0].statistics()["staleness"]
     assert (before["max"], after["max"]) == (0, 3)
 
 
-def test_a_closure_that_comes_again_pushes_once(links, runner, counting):
+def test_a_closure_that_comes_again_pushes_once(servers, runner, counting):
     for _ in range(3):
         runner.run(call(4, counting, np.float32(3)))
-    assert links.read([[Piece(0, "n")]])[0] == 13
+    assert servers.read([[Piece(0, "n")]])[0] == 13
 
 
 @pytest.mark.rest
-def test_a_variable_in_shards_is_taken_whole_and_pushed_in_parts(links, runner):
-    shards = create(links, [Piece(0, "t/0", (0, 2)), Piece(1, "t/1", (2, 3))], [[1, 2], [3, 4], [5, 6]])
+def test_a_variable_in_shards_is_taken_whole_and_pushed_in_parts(servers, runner):
+    shards = create(servers, [Piece(0, "t/0", (0, 2)), Piece(1, "t/1", (2, 3))], [[1, 2], [3, 4], [5, 6]])
     pushes = [
-        Push(p.ps, add_to(runner.links, p, np.zeros((p.rows[1] - p.rows[0], 2))), (Operand(1, p.rows),))
+        Push(p.ps, add_to(runner.servers, p, np.zeros((p.rows[1] - p.rows[0], 2))), (Operand(1, p.rows),))
         for p in shards
     ]
     table = np.zeros((3, 2), np.float32)
@@ -253,7 +256,9 @@ def test_a_variable_in_shards_is_taken_whole_and_pushed_in_parts(links, runner):
     )
     doubling = runner.add_program(double)
     assert [float(runner.run(call(i, doubling)).results[0]) for i in range(3)] == [21, 42, 84]
-    np.testing.assert_array_equal(links.read([shards])[0], np.array([[1, 2], [3, 4], [5, 6]], np.float32) * 8)
+    np.testing.assert_array_equal(
+        servers.read([shards])[0], np.array([[1, 2], [3, 4], [5, 6]], np.float32) * 8
+    )
 
 
 def test_constants_are_sent_before(runner):
@@ -348,9 +353,9 @@ def test_a_program_that_is_not_known_is_asked_for_before_elements_are_taken(runn
     assert [each.num_taken for each in iterators] == [0, 0]
 
 
-def test_at_the_end_of_a_dataset_nothing_is_pushed(links, runner):
-    (counter,) = create(links, [Piece(0, "n")], 0)
-    push = Push(0, add_to(runner.links, counter), (Operand(0),))
+def test_at_the_end_of_a_dataset_nothing_is_pushed(servers, runner):
+    (counter,) = create(servers, [Piece(0, "n")], 0)
+    push = Push(0, add_to(runner.servers, counter), (Operand(0),))
     program = worker_program(
         lambda x: x, [Input("element", 0)], [np.float32(0)], pushes=(push,), element_counts=(1,)
     )
@@ -361,11 +366,11 @@ def test_at_the_end_of_a_dataset_nothing_is_pushed(links, runner):
     result = runner.run(call(2, digest, iterators=iterators, signature=signature(())))
     assert result.need == signature(None)
     assert result.end == End("no more")
-    assert links.read([[counter]])[0] == 3
+    assert servers.read([[counter]])[0] == 3
 
 
-def test_elements_are_held_when_a_server_lacks_the_program_of_the_push(links, runner):
-    (counter,) = create(links, [Piece(0, "n")], 0)
+def test_elements_are_held_when_a_server_lacks_the_program_of_the_push(servers, runner):
+    (counter,) = create(servers, [Piece(0, "n")], 0)
     adding = update_program(lambda v, delta: (v + delta,), ["n"], [0], np.float32(0), np.float32(0))
     push = Push(0, adding.digest, (Operand(0),))
     program = worker_program(
@@ -376,10 +381,10 @@ def test_elements_are_held_when_a_server_lacks_the_program_of_the_push(links, ru
     with pytest.raises(UnknownProgramError) as error:
         runner.run(closure)
     assert error.value.digest == adding.digest
-    runner.links.add_program(0, adding)
+    ServerContents(runner.servers).send_program(0, adding)
     assert float(runner.run(closure).results[0]) == 1
     assert iterators[0].num_taken == 1
-    assert links.read([[counter]])[0] == 1
+    assert servers.read([[counter]])[0] == 1
 
 
 def test_elements_that_the_program_for_their_shapes_does_not_use_go_back(runner):
@@ -448,12 +453,12 @@ def one_step(w, table, ids, other_ids):
 
 
 @pytest.fixture(params=PLACES)
-def looking_up(request, links, runner):
+def looking_up(request, servers, runner):
     """The program of ``lookup_step``, which looks up [2, 2] ids and 3 more, on a table in pieces."""
     pieces = PLACES[request.param]
     table = np.arange(NUM_ROWS * DIM, dtype=np.float32).reshape(NUM_ROWS, DIM)
-    create(links, pieces, table)
-    (w,) = create(links, [Piece(0, "w")], np.ones(DIM))
+    create(servers, pieces, table)
+    (w,) = create(servers, [Piece(0, "w")], np.ones(DIM))
     pushes: dict[int, list] = {0: [("w", np.ones(DIM, np.float32), [Operand(1)])]}
     for piece in pieces:
         shard = table if piece.rows is None else table[slice(*piece.rows)]
@@ -503,7 +508,9 @@ def push_of(runner, ps, parts):
             else:
                 size = (4, 3)[operand.lookup]
                 inputs += [np.zeros(size, np.int32), np.zeros((size, DIM), np.float32)]
-    digest = runner.links.add_program(ps, update_program(update, keys, range(len(keys)), *inputs))
+    digest = ServerContents(runner.servers).send_program(
+        ps, update_program(update, keys, range(len(keys)), *inputs)
+    )
     return Push(ps, digest, tuple(operand for _, _, operands in parts for operand in operands))
 
 
@@ -517,7 +524,7 @@ IDS = [
 
 
 @pytest.mark.rest
-def test_rows_are_pulled_and_their_gradients_pushed(links, runner, looking_up):
+def test_rows_are_pulled_and_their_gradients_pushed(servers, runner, looking_up):
     digest, variables, table = looking_up
     w, table = jnp.ones(DIM), jnp.asarray(table)
     for number, (ids, others) in enumerate(IDS):
@@ -526,7 +533,7 @@ def test_rows_are_pulled_and_their_gradients_pushed(links, runner, looking_up):
         # (JAX counts negative ids from the end; a program of ids that a lookup has gives what is out of range.)
         expected, w, table = one_step(w, table, ids, np.where(others < 0, 99, others))
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
-        values = links.read(variables)
+        values = servers.read(variables)
         np.testing.assert_allclose(values[0], w, rtol=1e-6)
         np.testing.assert_allclose(values[1], table, rtol=1e-6)
 
@@ -542,8 +549,8 @@ def test_each_row_travels_once_for_a_lookup(stores, runner, looking_up):
 # --- several devices ----------------------------------------------------------------------------------
 
 
-def test_a_program_of_several_replicas_runs_on_as_many_devices(links, runner):
-    (w,) = create(links, [Piece(0, "w")], 2)
+def test_a_program_of_several_replicas_runs_on_as_many_devices(servers, runner):
+    (w,) = create(servers, [Piece(0, "w")], 2)
     mesh = jax.sharding.AbstractMesh((2,), ("replica",))
     rows = PartitionSpec("replica")
 
@@ -556,14 +563,14 @@ def test_a_program_of_several_replicas_runs_on_as_many_devices(links, runner):
         jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(mesh, rows)),
     ]
     exported = export.export(jax.jit(step), platforms=["cpu"])(*avals)
-    push = Push(0, add_to(runner.links, w), (Operand(0),))
+    push = Push(0, add_to(runner.servers, w), (Operand(0),))
     inputs = (Input("variable", 0), Input("argument", 0))
     program = WorkerProgram("step", bytes(exported.serialize()), inputs, ((w,),), 2, (push,), num_replicas=2)
     digest = runner.add_program(program)
     results = runner.run(call(0, digest, np.arange(4, dtype=np.float32))).results
     assert float(results[0]) == 12
     np.testing.assert_array_equal(results[1], [0, 1, 3, 4])
-    assert links.read([[w]])[0] == 14
+    assert servers.read([[w]])[0] == 14
 
 
 def test_a_program_of_more_replicas_than_there_are_devices_is_refused(runner):
@@ -575,14 +582,14 @@ def test_a_program_of_more_replicas_than_there_are_devices_is_refused(runner):
 # --- failures -----------------------------------------------------------------------------------------
 
 
-def test_after_a_server_was_gone_all_is_pulled_again(stores, links, runner, counting, monkeypatch):
-    monkeypatch.setattr(server_stream, "_PAUSES_S", (0.0,))
+def test_after_a_server_was_gone_all_is_pulled_again(stores, servers, runner, counting, monkeypatch):
+    monkeypatch.setattr(server_client, "_PAUSES_S", (0.0,))
     runner.run(call(0, counting, np.float32(1)))
     answer, stores[0].answer = stores[0].answer, gone
     with pytest.raises(UnavailableError):
         runner.run(call(1, counting, np.float32(1)))
     stores[0].answer = answer
-    links.assign([([Piece(0, "n")], np.float32(50))])
+    ServerContents(servers).assign([([Piece(0, "n")], np.float32(50))])
     assert float(runner.run(call(1, counting, np.float32(1))).results[0]) == 50
 
 
@@ -591,10 +598,10 @@ def gone(message):
 
 
 def test_after_a_closure_that_failed_nothing_is_used_that_others_have_overwritten(
-    links, runner, new_links, counting
+    servers, runner, new_clients, counting
 ):
     runner.run(call(0, counting, np.float32(1)))  # so that the server has the push's program
-    shared = new_links()
+    shared = new_clients()
     rare = Runner(shared, pulls_ahead=False)
     rare.add_program(runner._programs[counting].program)
     with pytest.raises(ValueError):
@@ -604,11 +611,11 @@ def test_after_a_closure_that_failed_nothing_is_used_that_others_have_overwritte
     assert [float(result) for result in results] == [11, 10]
 
 
-def test_what_a_program_does_not_fit_is_an_error_and_the_next_one_runs(links, runner, counting):
+def test_what_a_program_does_not_fit_is_an_error_and_the_next_one_runs(servers, runner, counting):
     with pytest.raises(ValueError):
         runner.run(call(0, counting, np.zeros((2, 2), np.float32)))
     assert float(runner.run(call(1, counting, np.float32(1))).results[0]) == 10
-    assert links.read([[Piece(0, "n")]])[0] == 11
+    assert servers.read([[Piece(0, "n")]])[0] == 11
 
 
 # --- what is kept -------------------------------------------------------------------------------------
@@ -629,9 +636,9 @@ def test_programs_that_were_not_used_for_longest_are_forgotten(runner, monkeypat
     assert error.value.digest == digests[1]
 
 
-def test_values_that_no_closure_takes_any_more_are_dropped(runner, counting, links, monkeypatch):
+def test_values_that_no_closure_takes_any_more_are_dropped(runner, counting, servers, monkeypatch):
     monkeypatch.setattr(pulls_module, "_CLOSURES_PER_SWEEP", 5)
-    (third,) = create(links, [Piece(0, "third")], 7)
+    (third,) = create(servers, [Piece(0, "third")], 7)
     reading = runner.add_program(
         worker_program(lambda x: x, [Input("variable", 0)], [np.float32(0)], [[third]])
     )
@@ -644,8 +651,8 @@ def test_values_that_no_closure_takes_any_more_are_dropped(runner, counting, lin
     assert float(runner.run(call(16, reading)).results[0]) == 7
 
 
-def test_links_that_are_shared_are_held_while_a_closure_takes_from_them(new_links, links, counting, runner):
-    shared = new_links()
+def test_shared_clients_are_held_while_a_closure_takes_from_them(new_clients, servers, counting, runner):
+    shared = new_clients()
     rare = Runner(shared, pulls_ahead=False)
     program = runner._programs[counting].program
     rare.add_program(program)
@@ -663,10 +670,10 @@ def test_links_that_are_shared_are_held_while_a_closure_takes_from_them(new_link
 
 
 @pytest.fixture
-def bagging(links, runner):
+def bagging(servers, runner):
     """A program that subtracts 1 from the rows of a table at 2 ids, which are its element, and returns their sum."""
-    pieces = create(links, PLACES["two shards"], np.arange(NUM_ROWS * DIM).reshape(NUM_ROWS, DIM))
-    (scale,) = create(links, [Piece(1, "scale")], 1)
+    pieces = create(servers, PLACES["two shards"], np.arange(NUM_ROWS * DIM).reshape(NUM_ROWS, DIM))
+    (scale,) = create(servers, [Piece(1, "scale")], 1)
     pushes = []
     for piece in pieces:
         shard = np.zeros((piece.rows[1] - piece.rows[0], DIM), np.float32)
@@ -689,7 +696,7 @@ def bagging(links, runner):
                 *operands,
             )
         operands = (Operand(1, piece.rows, 0),)
-        pushes.append(Push(piece.ps, runner.links.add_program(piece.ps, update), operands))
+        pushes.append(Push(piece.ps, ServerContents(runner.servers).send_program(piece.ps, update), operands))
     program = worker_program(
         lambda rows, positions, scale: (rows[positions].sum() * scale, jnp.ones_like(rows)),
         [Input("rows", 0), Input("positions", 0), Input("variable", 1)],
@@ -737,17 +744,19 @@ def test_rows_for_the_next_elements_come_with_the_push(runner, bagging):
 
 
 @pytest.mark.rest
-def test_rows_that_came_ahead_are_not_used_when_they_are_old(links, runner, bagging):
+def test_rows_that_came_ahead_are_not_used_when_they_are_old(servers, runner, bagging):
     digest, pieces = bagging
     iterators = [Elements(*BATCHES)]
     runner.run(call(0, digest, iterators=iterators, signature=PAIR))
-    links.assign([(pieces, np.full((NUM_ROWS, DIM), 50, np.float32)), ([Piece(1, "scale")], np.float32(2))])
+    ServerContents(servers).assign(
+        [(pieces, np.full((NUM_ROWS, DIM), 50, np.float32)), ([Piece(1, "scale")], np.float32(2))]
+    )
     again = runner.run(call(1, digest, iterators=iterators, signature=PAIR, epoch=1))
     assert float(again.results[0]) == 50 * 2 * DIM * 2
 
 
 @pytest.mark.rest
-def test_another_closure_between_two_of_a_table(links, runner, bagging, counting):
+def test_another_closure_between_two_of_a_table(servers, runner, bagging, counting):
     digest, _ = bagging
     iterators = [Elements(*BATCHES)]
     for number, expected in enumerate(sums(BATCHES)):
@@ -841,10 +850,10 @@ def test_the_next_element_may_have_another_shape(runner, bagging):
 
 
 def test_nothing_that_was_pulled_is_alive_when_a_server_updates_it(stores, monkeypatch):
-    links = PsLinks.of_stores(stores, ME)
+    servers = server_clients(stores, ME)
     large = np.ones(1_500_000, np.float32)
-    (piece,) = create(links, [Piece(0, "large")], large)
-    push = Push(0, add_to(links, piece, large), (Operand(0),))
+    (piece,) = create(servers, [Piece(0, "large")], large)
+    push = Push(0, add_to(servers, piece, large), (Operand(0),))
     program = worker_program(lambda x: x * 2, [Input("variable", 0)], [large], [[piece]], 0, pushes=(push,))
     given, alive, answer = [], [], stores[0].answer
 
@@ -860,7 +869,7 @@ def test_nothing_that_was_pulled_is_alive_when_a_server_updates_it(stores, monke
         return answered
 
     monkeypatch.setattr(stores[0], "answer", noting)
-    runner = Runner(links)
+    runner = Runner(servers)
     digest = runner.add_program(program)
     for number in range(3):
         runner.run(call(number, digest))

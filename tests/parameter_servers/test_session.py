@@ -2,17 +2,35 @@
 
 import threading
 
-from replicax._src.parameter_servers.client.links import PsLinks
+import pytest
+
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.store.store import Store
+from store_connections import server_clients
 
 
-def test_another_epoch_begins_while_variables_are_made():
-    """Who makes them may wait for a parameter server, and that one for who says which server is used now."""
-    session = Session(PsLinks.of_stores([Store()], "me"))
-    renewing = threading.Thread(target=session.renew, daemon=True)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda session: session.renew(),
+        lambda session: session.meet_worker("worker 0", {"num_devices": 1, "platform": "cpu"}),
+        lambda session: session.names_on(0),
+        lambda session: session.restored(0, ()),
+    ],
+    ids=[
+        "another epoch begins",
+        "a worker is met",
+        "the names on a server are told",
+        "a server has come back",
+    ],
+)
+def test_a_call_does_not_wait_for_the_thread_that_makes_variables(call):
+    """That thread may wait for a parameter server, which waits for the coordinator to name a primary."""
+    store = Store()
+    store.hello("me")
+    session = Session(server_clients([store], "me"))
+    calling = threading.Thread(target=call, args=(session,), daemon=True)
     with session._lock:
-        renewing.start()
-        renewing.join(20.0)
-        assert not renewing.is_alive()
-    assert session.epoch == 1
+        calling.start()
+        calling.join(20.0)
+        assert not calling.is_alive()

@@ -8,13 +8,14 @@ import pytest
 from checks import message
 from replicax._src.cluster.failures import ProgramMismatchError
 from replicax._src.parameter_servers.client.arrays import ServerArray
-from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.server_contents import ServerContents
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.client.shared_arrays import SharedArrays
 from replicax._src.parameter_servers.client.tasks import Share
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.programs.programs import Piece
 from replicax._src.parameter_servers.store.store import Store
+from store_connections import server_clients
 
 MEMBERS = ("chief 0", "worker 0")
 
@@ -30,8 +31,8 @@ def stores():
 @pytest.fixture
 def session(stores):
     def make(member, limit_s=0.3):
-        links = PsLinks.of_stores(stores, "shared")
-        return Session(links, shared=SharedArrays(links, Share(MEMBERS, member), limit_s))
+        servers = server_clients(stores, "shared")
+        return Session(servers, shared=SharedArrays(ServerContents(servers), Share(MEMBERS, member), limit_s))
 
     return make
 
@@ -143,7 +144,7 @@ def test_copies_are_made_once_and_assigned_by_all(session):
     assert value_of(chief, ours) == [3]
     worker.copy_to(theirs, 1)
     assert theirs.copies == ours.copies == {1: "0:rate:@1"}
-    assert worker.links.read([[Piece(1, "0:rate:@1")]])[0].tolist() == [3]
+    assert worker.servers.read([[Piece(1, "0:rate:@1")]])[0].tolist() == [3]
 
 
 def test_a_chief_that_starts_again_goes_on_with_what_is_there(session, stores):
@@ -163,7 +164,7 @@ def test_half_of_an_array_is_made_whole(session, stores):
     first = session("chief 0")
     array = new(first, "w", [[1.0], [2.0]], [(0, 1), (1, 2)])
     value_of(first, array)
-    first.links.drop(array.pieces[:1])
+    ServerContents(first.servers).drop(array.pieces[:1])
     again = session("chief 0")
     assert value_of(again, new(again, "w", [[5.0], [6.0]], [(0, 1), (1, 2)])) == [[5.0], [2.0]]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from exported import update_program, worker_program
-from replicax._src.parameter_servers.client.links import NewPiece, PsLinks
+from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
 from replicax._src.parameter_servers.client.steps import Ask
 from replicax._src.parameter_servers.errors import ClosureAbortedError, MessageError, UnknownProgramError
 from replicax._src.parameter_servers.programs.programs import Input, Operand, Piece, Push, signature_of
@@ -15,6 +15,7 @@ from replicax._src.parameter_servers.transport.messages import Message
 from replicax._src.parameter_servers.worker import worker as worker_module
 from replicax._src.parameter_servers.worker.resources import WorkerPlace, dump
 from replicax._src.parameter_servers.worker.worker import Worker
+from store_connections import server_clients
 
 ME = "me"
 COUNTER = Piece(0, "n")
@@ -28,16 +29,16 @@ def store():
 
 
 @pytest.fixture
-def links(store):
+def servers(store):
     """The coordinator's: it has made a counter, and given the program that adds to it."""
-    made = PsLinks.of_stores([store], ME)
-    made.create([NewPiece(COUNTER, (), np.float32, np.zeros((), np.float32))])
+    made = server_clients([store], ME)
+    ServerContents(made).create([NewPiece(COUNTER, (), np.float32, np.zeros((), np.float32))])
     return made
 
 
 @pytest.fixture
 def worker(store):
-    made = Worker(PsLinks.of_stores([store], ME), WorkerPlace(1, 2))
+    made = Worker(server_clients([store], ME), WorkerPlace(1, 2))
     yield made
     made.close()
 
@@ -46,10 +47,10 @@ def ask(worker, op, arrays=(), **header):
     return worker.answer(Message({"op": op, **header}, list(arrays)))
 
 
-def counting(links):
+def counting(servers):
     """A program that adds what it takes of a dataset, times a constant and an argument, to the counter."""
     update = update_program(lambda n, x: (n + x,), ["n"], [0], np.float32(0), np.float32(0))
-    links.step(None, 0, {0: ask_of(links, update)})
+    servers.step(None, 0, {0: ask_of(servers, update)})
     inputs = [Input("element", 0), Input("constant", name="c"), Input("argument", 0)]
     return worker_program(
         lambda x, c, y: x.sum() * c * y,
@@ -60,8 +61,8 @@ def counting(links):
     )
 
 
-def ask_of(links, update):
-    return Ask(links.add_program(0, update), [np.float32(0)])
+def ask_of(servers, update):
+    return Ask(ServerContents(servers).send_program(0, update), [np.float32(0)])
 
 
 def signature(*shape):
@@ -86,8 +87,8 @@ def run(worker, number, program, argument=1.0, iterators=("d",), shape=(2,)):
     )
 
 
-def test_a_closure_of_a_dataset_and_a_constant(worker, links):
-    program = counting(links)
+def test_a_closure_of_a_dataset_and_a_constant(worker, servers):
+    program = counting(servers)
     spec = ask(
         worker, "resource", [dump(lambda: [np.ones(2), np.ones(2) * 2, np.ones(3)])], name="d", kind="dataset"
     )
@@ -106,12 +107,12 @@ def test_a_closure_of_a_dataset_and_a_constant(worker, links):
     needed = run(worker, 3, program)
     assert needed.header["need"] == signature_of([None])
     assert "it had 3" in needed.header["end"]
-    assert links.read([[COUNTER]])[0] == 180
+    assert servers.read([[COUNTER]])[0] == 180
     assert worker.statistics()["num_closures"] == 2
 
 
-def test_a_resource_that_is_not_there_aborts_the_closure(worker, links):
-    program = counting(links)
+def test_a_resource_that_is_not_there_aborts_the_closure(worker, servers):
+    program = counting(servers)
     send_program(worker, program)
     with pytest.raises(ClosureAbortedError, match="resource d"):
         run(worker, 0, program)
@@ -122,8 +123,8 @@ def test_a_resource_that_is_not_there_aborts_the_closure(worker, links):
     assert worker.statistics()["num_resources"] == 0
 
 
-def test_a_resource_that_is_made_again_starts_anew(worker, links):
-    program = counting(links)
+def test_a_resource_that_is_made_again_starts_anew(worker, servers):
+    program = counting(servers)
     send_program(worker, program)
     ask(worker, "constant", [np.float32(1)], name="c")
     for number in range(2):

@@ -142,10 +142,10 @@ def test_what_all_variables_share_counts_on_every_server():
     strategy.run_here(lambda: optimizer.apply([np.ones(n, np.float32) for n in (5, 4, 3)], kept))
     iterations = optimizer.iterations._value
     assert sorted(iterations.copies) == [ps for ps in range(3) if ps != iterations.pieces[0].ps]
-    links = strategy.session.links
+    clients = strategy.session.servers
     for ps, key in iterations.copies.items():
         (piece,) = iterations.pieces
-        assert links.read([[type(piece)(ps, key)]])[0] == 1
+        assert clients.read([[type(piece)(ps, key)]])[0] == 1
     optimizer.learning_rate = 0.0  # on all of them
     before = [np.asarray(v.value) for v in kept]
     strategy.run_here(lambda: optimizer.apply([np.ones(n, np.float32) for n in (5, 4, 3)], kept))

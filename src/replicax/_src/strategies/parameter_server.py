@@ -26,8 +26,8 @@ from replicax._src.errors import ContextError, DeviceError, InvalidArgumentError
 from replicax._src.input.split import InputContext, InputOptions
 from replicax._src.jax_compat import default_platform
 from replicax._src.options import whole_number
-from replicax._src.parameter_servers.client.groups import Groups, tell_view
-from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.groups import Groups
+from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.client.session import Session, warn_of_unused_devices
 from replicax._src.parameter_servers.client.tasks import Tasks
 from replicax._src.parameter_servers.errors import UnknownProgramError
@@ -160,9 +160,9 @@ class ParameterServerStrategy(Strategy):
         intervals_s = [snapshot_interval_s(answer) for answer in told]
         groups = _begin_groups(tasks, intervals_s) if replication > 1 else None
         tasks.start_beating()
-        links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
+        servers = ServerClients([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
         platforms = sorted({str(answer["platform"]) for answer in told})
-        session = Session(links, platforms, tasks, intervals_s, groups=groups)
+        session = Session(servers, platforms, tasks, intervals_s, groups=groups)
         self._set_up(session, variable_partitioner, resolver)
         log.info(
             "Using ParameterServerStrategy: %d workers, %d parameter servers%s.",
@@ -196,7 +196,7 @@ class ParameterServerStrategy(Strategy):
         session.devices_per_worker = self._num_devices
         self.variable_partitioner = variable_partitioner
         self.closures = Closures(self, session)
-        self._runner_here = Runner(session.links, pulls_ahead=False)
+        self._runner_here = Runner(session.servers, pulls_ahead=False)
         self._num_here = 0
         self._running_here = threading.RLock()
         self.own_coordinator: ClosesItself | None = None
@@ -405,7 +405,7 @@ def _begin_groups(tasks: Tasks, intervals_s: Sequence[float | None]) -> Groups:
     groups = Groups(len(intervals_s))
     for view in groups.views:
         for task in view.members:
-            tell_view(tasks, task, view, _GROUP_S)
+            tasks.tell_view(task, view, _GROUP_S)
     return groups
 
 

@@ -11,7 +11,8 @@ from replicax._src.cluster.errors import TaskError
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver, membership_of
 from replicax._src.cluster.spec import ClusterSpec, from_source, listed
-from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.server_clients import ServerClients
+from replicax._src.parameter_servers.client.server_contents import ServerContents
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.client.shared_arrays import SharedArrays
 from replicax._src.parameter_servers.client.shared_job import join_shared
@@ -52,10 +53,12 @@ def shared_session(membership: Membership, environ: Mapping[str, str]) -> Sessio
     told = join_shared(tasks, limit)
     tasks.start_beating()
     num_ps = len(tasks.addresses("ps"))
-    links = PsLinks([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
+    servers = ServerClients([tasks.connect("ps", index) for index in range(num_ps)], tasks.incarnation)
     platforms = sorted({str(answer["platform"]) for answer in told})
     intervals_s = [snapshot_interval_s(answer) for answer in told]
-    return Session(links, platforms, tasks, intervals_s, SharedArrays(links, share, limit))
+    return Session(
+        servers, platforms, tasks, intervals_s, SharedArrays(ServerContents(servers), share, limit)
+    )
 
 
 def addresses(spec: ClusterSpec, job: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""What coordinators and workers say to parameter servers."""
+"""The client of parameter servers, which coordinators and workers use."""

@@ -18,22 +18,22 @@ Initial = Callable[[], Any]
 
 
 class Holder(Protocol):
-    """What keeps arrays on parameter servers: ``parameter_servers/client/session.py``."""
+    """Keeps arrays on parameter servers, as ``Session`` does."""
 
     @property
     def num_ps(self) -> int:
-        """How many there are."""
+        """The number of parameter servers."""
         ...
 
     def make(self, arrays: Sequence[ServerArray]) -> None:
         """Puts arrays that are not there yet on the servers, with their first values."""
 
     def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
-        """Their values, each whole."""
+        """Returns the values of arrays, each whole."""
         ...
 
     def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
-        """The rows of one at ``ids`` [n], all of which it has."""
+        """Returns the rows of an array at ``ids`` [n], all of which it has."""
         ...
 
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
@@ -42,23 +42,23 @@ class Holder(Protocol):
 
 @final
 class Balance:
-    """Which parameter server gets the next piece: the one with the fewest bytes, the first of several."""
+    """Chooses the parameter server for the next piece: the one with the fewest bytes, the first of several."""
 
     def __init__(self, num_ps: int):
         self.bytes_on = [0] * num_ps
 
     def take(self, num_bytes: int) -> int:
-        """The index of the server for a piece of this size."""
+        """Returns the index of the server for a piece of this size."""
         ps = min(range(len(self.bytes_on)), key=lambda index: (self.bytes_on[index], index))
         self.add(ps, num_bytes)
         return ps
 
     def add(self, ps: int, num_bytes: int) -> None:
-        """A piece is on server ``ps``; one of no bytes counts as one, so that they too go round."""
+        """Counts a piece on server ``ps``. A piece without bytes counts as one byte, so that such pieces spread, too."""
         self.bytes_on[ps] += max(num_bytes, 1)
 
     def remove(self, ps: int, num_bytes: int) -> None:
-        """A piece that was added is no more."""
+        """Counts a piece no more that was added."""
         self.bytes_on[ps] -= max(num_bytes, 1)
 
 
@@ -67,15 +67,15 @@ class ServerArray:
     """A value on parameter servers. It has no pieces before it is first used, so that it can be put beside another.
 
     Attributes:
-      name: For people.
-      key: What the keys of its pieces begin with; its holder gives it.
-      shape, dtype: Of the whole.
+      name: The name that messages show.
+      key: The beginning of the keys of its pieces; its holder gives it.
+      shape, dtype: Those of the whole value.
       shards: (start, stop) of each shard's rows; empty if it is one piece.
       initial: Gives the first value, until it has been made.
       beside: The array whose servers and shards it shall have; None if it has its own.
-      pieces: Where it is; empty before it is made.
-      copies: Keys of further copies, by parameter server: of what every server needs that updates variables of one
-        optimizer. Each server updates its own.
+      pieces: Its pieces and their servers; empty before it is made.
+      copies: Keys of further copies, by parameter server. Every server that updates variables of an optimizer needs
+        some of its state, and updates its own copy.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ServerArray:
 
     @property
     def is_table(self) -> bool:
-        """Only the rows of it that are looked up travel: it is in shards, or large."""
+        """True if only the rows that are looked up travel: it is in shards, or large."""
         return len(self.shape) > 1 and (bool(self.shards) or self.num_bytes >= _TABLE_BYTES)
 
     @property
@@ -124,11 +124,11 @@ class ServerArray:
         return (piece.rows[1] - piece.rows[0], *self.shape[1:])
 
     def bytes_of(self, piece: Piece) -> int:
-        """How large a piece is."""
+        """The size of a piece in bytes."""
         return math.prod(self.shape_of(piece)) * self.dtype.itemsize
 
     def place(self, balance: Balance) -> None:
-        """Decides where the pieces go: each to the server that has the fewest bytes."""
+        """Places each piece on the server that has the fewest bytes."""
         ranges: Sequence[tuple[int, int] | None] = self.shards or (None,)
         pieces = []
         for number, rows in enumerate(ranges):
@@ -148,16 +148,16 @@ class ServerArray:
             balance.add(piece.ps, self.bytes_of(piece))
 
     def read(self) -> Any:
-        """The value now, as an array of JAX. Communicates, and waits."""
+        """Returns the current value as a JAX array. Communicates, and blocks."""
         # device_put takes over memory that is aligned, and nobody else's.
         return jax.device_put(self.holder.read([self])[0])
 
     def read_rows(self, ids: np.ndarray) -> np.ndarray:
-        """[*ids.shape, ...]: rows that it has, as they are now; only they travel. Waits."""
+        """Returns rows that it has, [*ids.shape, ...], as they are now. Only they travel. Communicates, and blocks."""
         return self.holder.read_rows(self, ids.reshape(-1)).reshape(*ids.shape, *self.shape[1:])
 
     def assign(self, value: Any) -> None:
-        """Replaces the value, and waits until every server has it."""
+        """Replaces the value, and blocks until every server has it."""
         array = np.asarray(value, self.dtype)
         assert array.shape == self.shape
         self.holder.assign(self, array)

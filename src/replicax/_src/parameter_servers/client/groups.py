@@ -1,13 +1,11 @@
-"""``Groups``: who serves each group of pieces, as the coordinator decides it: events in, views out."""
+"""``Groups``: the coordinator decides who serves each group of pieces: events in, views out."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, final
 
-from replicax._src.parameter_servers.client.tasks import Tasks
 from replicax._src.parameter_servers.store.group_rules import Partner, View
 from replicax._src.parameter_servers.store.log import START, Position
 
@@ -16,10 +14,9 @@ from replicax._src.parameter_servers.store.log import START, Position
 class Groups:
     """The views of all groups. Not for several threads at once.
 
-    Group g is on parameter server g, and on the next one, the first after the last. It is *lost* when the only server
-    that has all of it is gone. Then it goes on with what its servers have: what was in their snapshots, or a copy that
-    was not in sync any more. The newer one is used, once the last primary is known to be another process: until then it
-    may still answer clients.
+    Group g is on parameter server g and on the next one; after the last comes the first. A group is *lost* when the only
+    server that has all of it is gone. It resumes from a snapshot, or from a copy that was not in sync any more. The newer
+    one is used, once the last primary is known to be another process: until then it may still answer clients.
 
     Args:
       num_ps: At least 2.
@@ -34,22 +31,22 @@ class Groups:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The last one of each group."""
+        """The last view of each group."""
         return tuple(self._views)
 
     @property
     def primaries(self) -> list[int]:
-        """By group, the parameter server that clients talk to."""
+        """The parameter server that clients ask, for each group."""
         return [view.primary for view in self._views]
 
     @property
     def unprotected(self) -> list[int]:
-        """Groups of which there is one copy."""
+        """The groups that have one copy."""
         return [view.group for view in self._views if not self._may_lead[view.group]]
 
     @property
     def lost(self) -> list[int]:
-        """Groups of which there is none."""
+        """The groups that have no copy."""
         return sorted(self._lost)
 
     def members(self, group: int) -> tuple[int, int]:
@@ -57,7 +54,7 @@ class Groups:
         return group, (group + 1) % len(self._views)
 
     def gone(self, task: int) -> list[View]:
-        """A parameter server died, or does not answer. Returns the views that follow; ``lost`` may grow."""
+        """Notes that a parameter server died or is silent. Returns the views that follow; ``lost`` may grow."""
         changed = []
         for view in self._views:
             self._has[view.group].pop(task, None)
@@ -72,19 +69,19 @@ class Groups:
         return changed
 
     def back(self, task: int) -> None:
-        """It answers again; what the same process had before, it has."""
+        """Notes that a parameter server answers again: the same process, with what it had before."""
         self._lost -= {view.group for view in self._views if view.primary == task} - self._ended
 
     def returned(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Another process has followed one that is gone, and has said what its parts are."""
+        """Notes that another process has replaced one that is gone, and what its parts are."""
         self._ended |= {group for group in self._lost if self._views[group].primary == task}
         self._note(task, parts)
 
     def restart(self, waiting: Collection[int] = ()) -> list[View]:
-        """Has lost groups go on with what is there. Returns the views that follow.
+        """Has lost groups resume with what their servers have. Returns the views that follow.
 
         Args:
-          waiting: Groups of which both servers have to be there before: the other one may have more.
+          waiting: Groups that wait until both servers are there: the other one may have more.
         """
         changed = []
         for group in sorted(self._lost & self._ended):
@@ -96,14 +93,14 @@ class Groups:
         return changed
 
     def refused(self, view: View) -> None:
-        """The primary of a view does not have what it was taken for any more."""
+        """Notes that the primary of a view has lost the pieces for which it was chosen."""
         if view.since is not None and view.epoch == self._views[view.group].epoch:
             self._lost.add(view.group)
             self._ended.add(view.group)
 
     @property
     def hopeless(self) -> list[int]:
-        """Lost groups of which nothing is left: both servers are there, and have nothing."""
+        """Lost groups that nothing is left of: both servers are there, and have nothing."""
         return [
             group
             for group in sorted(self._lost & self._ended)
@@ -111,7 +108,7 @@ class Groups:
         ]
 
     def told(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
-        """A parameter server has said what its parts are, as ``GroupRules.described``.
+        """Takes over what a parameter server says of its parts, as ``GroupRules.described``.
 
         Returns the views that follow.
         """
@@ -133,7 +130,7 @@ class Groups:
         return changed
 
     def join(self, task: int) -> list[View]:
-        """A parameter server is there: it is to have what it may have, and does not. Returns the views that follow."""
+        """Makes a parameter server the backup of its groups that have none. Returns the views that follow."""
         joined = []
         for view in self._views:
             is_member = task in self.members(view.group) and task != view.primary
@@ -145,7 +142,7 @@ class Groups:
         return joined
 
     def to_be_told(self, task: int, parts: Mapping[str, Mapping[str, Any]]) -> list[View]:
-        """Views that a parameter server has to know, and, by what it says, does not."""
+        """Returns the views that a parameter server has to know, and, by what it says, does not."""
         return [
             view
             for view in self._views
@@ -168,19 +165,3 @@ class Groups:
         self._ended.discard(view.group)
         self._may_lead[view.group] = False
         return view
-
-
-def tell_view(tasks: Tasks, task: int, view: View, timeout_s: float) -> None:
-    """Tells a parameter server, by its number, who has a group.
-
-    Raises:
-      UnavailableError: It does not answer.
-      InvalidArgumentError: It does not have what it would need.
-    """
-    header = {
-        "incarnation": tasks.incarnation,
-        "view": view.described(),
-        "ps": list(tasks.addresses("ps")),
-    }
-    with contextlib.closing(tasks.connect("ps", task)) as client:
-        client.ask("group", header, timeout_s)

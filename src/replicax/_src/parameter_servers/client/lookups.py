@@ -1,4 +1,4 @@
-"""Rows of tables that are in pieces: which a lookup needs, where they are, and what is sent back. NumPy only."""
+"""The rows of tables that lookups need, where they are, and the gradients that are sent back. NumPy only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from replicax._src.parameter_servers.programs.programs import Piece
 
 @dataclass(frozen=True)
 class RowsWanted:
-    """What one lookup of a table asks for.
+    """The rows that one lookup of a table needs.
 
     Attributes:
-      num_ids: Of the lookup, equal ones included; the unique ones are padded to as many.
+      num_ids: The number of ids, equal ones included; the unique ones are padded to as many.
       positions: int32, of the ids' shape: where among the unique ones each is. ``num_ids`` for an id that the table
         does not have: out of the range of the rows, as it was out of that of the table.
       parts: For each piece that has some of them: its server, its key, and their numbers from its first row (int32,
         increasing). One after the other these are the unique ids, in order.
-      has_all: Whether the table has all of the ids.
+      has_all: True if the table has all of the ids.
     """
 
     num_ids: int
@@ -31,7 +31,7 @@ class RowsWanted:
 
     @classmethod
     def of(cls, ids: np.ndarray, pieces: Sequence[Piece], num_rows: int) -> Self:
-        """What a lookup of ``ids`` needs of a table of ``num_rows`` rows in ``pieces``."""
+        """Finds the rows at ``ids`` in a table of ``num_rows`` rows in ``pieces``."""
         ids = np.asarray(ids)
         unique, inverse = np.unique(ids, return_inverse=True)
         positions = inverse.reshape(ids.shape).astype(np.int32)
@@ -66,7 +66,7 @@ def _stop(piece: Piece) -> int:
 
 
 def padded(parts: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
-    """The rows of ``parts``, one after the other, then zeros, ``num_rows`` in all."""
+    """Joins the rows of ``parts``, and adds zeros, up to ``num_rows`` rows."""
     if len(parts) == 1 and len(parts[0]) == num_rows:
         return parts[0]
     rows = np.zeros((num_rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -80,14 +80,14 @@ def padded(parts: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
 def gradient_operands(
     wanted: RowsWanted, gradients: np.ndarray, key: str, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What one piece is sent of the gradients of a lookup's rows: the numbers of its rows, and their gradients.
+    """Selects what one piece is sent of the gradients of a lookup's rows: the numbers of its rows, and their gradients.
 
     Both are padded to ``num_ids``, so that one program does for all; the filler is ``num_rows``, which the piece does
     not have.
 
     Args:
       gradients: [num_ids, ...], of the unique ids in order; what comes after them is padding.
-      num_rows: Of the piece.
+      num_rows: The number of rows of the piece.
     """
     numbers = np.full(wanted.num_ids, num_rows, np.int32)
     start = 0

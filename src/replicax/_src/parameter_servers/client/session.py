@@ -1,4 +1,4 @@
-"""``Session``: one client's hold on the parameter servers: which arrays are there, and what is done with them."""
+"""``Session``: the arrays that a coordinator has on the parameter servers, and its time with the tasks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import numpy as np
 
 from replicax._src.errors import DeviceError, UnsupportedError
 from replicax._src.parameter_servers.client.arrays import Balance, ServerArray
-from replicax._src.parameter_servers.client.groups import Groups, tell_view
-from replicax._src.parameter_servers.client.links import NewPiece, PsLinks
+from replicax._src.parameter_servers.client.groups import Groups
+from replicax._src.parameter_servers.client.server_clients import ServerClients
+from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
 from replicax._src.parameter_servers.client.shared_arrays import SharedArrays, copy_key
 from replicax._src.parameter_servers.client.tasks import Tasks
 from replicax._src.parameter_servers.programs.programs import Piece, UpdateProgram
@@ -26,7 +27,7 @@ log = logging.getLogger("replicax")
 
 
 def warn_of_unused_devices(worker: str, num_devices: int, num_used: int) -> None:
-    """Says that a worker has more devices than ``devices_per_worker``, and how to use all of them."""
+    """Warns that a worker has more devices than ``devices_per_worker``, and says how to use all of them."""
     log.warning(
         "%s has %d devices, and %d of them %s used. To use all of them write ParameterServerStrategy(devices_per_worker=%d), "
         "or start the job with `replicax launch --devices-per-worker %d`.",
@@ -48,63 +49,66 @@ class Session:
     """The arrays of one coordinator (or program) on the parameter servers.
 
     Args:
-      links: To the servers.
-      platforms: Of the servers, for which their programs are compiled.
+      servers: The clients of the servers.
+      platforms: The servers' platforms, for which their programs are compiled.
       tasks: The cluster; None if the servers are stores of this process.
-      snapshot_intervals_s: Of the parameter servers, in order; None for one that takes no snapshots.
-      shared: What programs that share the servers have there; None if this one has them to itself.
-      groups: Who serves which pieces, where each piece is on two servers; None where it is on one.
+      snapshot_intervals_s: One for each parameter server, in order; None for one that takes no snapshots.
+      shared: The arrays of programs that share the servers; None if this program has them to itself.
+      groups: The primaries of all groups, if each piece is on two servers; None if it is on one.
 
     Attributes:
-      client: This program's, random: its closures are numbered by it.
-      epoch: Counts what is known here of changes: what workers have read before is old then.
-      devices_per_worker: How many devices of each worker are used.
-      layout: Counts what was moved or copied: functions that were traced before may not know of it.
-      before_close: What a coordinator has done before the time with the tasks ends.
+      client: A random text that names this program: its closures are numbered by it.
+      epoch: Counts the known changes of variables: values that workers have read in an earlier epoch are old.
+      platforms, worker_platforms: The platforms of the servers, and of the workers that have been met.
+      num_made: The number of keys that arrays have got: it grows when arrays are made.
+      devices_per_worker: The number of devices of each worker that are used.
+      layout: Counts moves and copies of pieces: functions that were traced before may not know of them.
+      before_close: Called before the time with the tasks ends.
     """
 
     def __init__(
         self,
-        links: PsLinks,
+        servers: ServerClients,
         platforms: Sequence[str] = ("cpu",),
         tasks: Tasks | None = None,
         snapshot_intervals_s: Sequence[float | None] = (),
         shared: SharedArrays | None = None,
         groups: Groups | None = None,
     ):
-        self.links = links
+        self.servers, self._contents = servers, ServerContents(servers)
         self.groups = groups
         if groups is not None:
-            links.use_primaries(groups.views)
+            servers.use_primaries(groups.views)
         self.client = uuid.uuid4().hex
         self._shared = shared
-        self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * links.num_servers
-        links.wait_for(ps for ps, interval in enumerate(self.snapshot_intervals_s) if interval is not None)
+        self.snapshot_intervals_s = tuple(snapshot_intervals_s) or (None,) * len(servers)
+        for ps, interval_s in enumerate(self.snapshot_intervals_s):
+            servers[ps].returns |= interval_s is not None
         self._tasks = tasks
         self.epoch = self.layout = 0
         self.devices_per_worker = 1
-        self._worker_platforms: tuple[str, ...] = ()
+        self.worker_platforms: tuple[str, ...] = ()
         self.before_close: Callable[[], None] = lambda: None
-        self._platforms = tuple(platforms)
-        self._lock = threading.RLock()
-        self._epoch_lock = threading.Lock()
-        self._balance = Balance(links.num_servers)
+        self.platforms = tuple(platforms)
+        self._lock = threading.RLock()  # held while arrays are made: that waits for servers
+        self._state_lock = threading.Lock()  # never held while something waits
+        self._balance = Balance(len(servers))
         self._unmade: list[weakref.ref[ServerArray]] = []
         self._made: weakref.WeakKeyDictionary[ServerArray, weakref.finalize | None] = (
             weakref.WeakKeyDictionary()
         )
-        self._num_keys = 0
+        self.num_made = 0
         self._dropped: deque[_Dropped] = deque()
         self._num_uses: Counter[tuple[int, str]] = Counter()  # of programs, by server and digest
         self._has_warned = False
 
     @property
     def num_ps(self) -> int:
-        return self.links.num_servers
+        return len(self.servers)
 
     @property
     def incarnation(self) -> Any:
-        return self.links.incarnation
+        return self.servers.incarnation
 
     @property
     def num_workers(self) -> int:
@@ -115,26 +119,16 @@ class Session:
         return () if self._tasks is None else self._tasks.addresses("ps")
 
     def connect(self, job: str, index: int) -> Any:
-        """A new client of a task. Does not wait for it."""
+        """Returns a new client of a task. Does not wait for it."""
         assert self._tasks is not None
         return self._tasks.connect(job, index)
 
     def close(self) -> None:
         """Ends the time with the servers: what is there is dropped."""
         self.before_close()
-        self.links.close()
+        self.servers.close()
         if self._tasks is not None:
             self._tasks.close()
-
-    @property
-    def platforms(self) -> Sequence[str]:
-        """Of the servers."""
-        return self._platforms
-
-    @property
-    def worker_platforms(self) -> Sequence[str]:
-        """Of the workers that have been met."""
-        return self._worker_platforms
 
     def meet_worker(self, name: str, told: Mapping[str, Any]) -> None:
         """A worker has told what it has: programs are made for its platform from now on.
@@ -152,31 +146,27 @@ class Session:
         if have > wanted and not self._has_warned:
             self._has_warned = True  # the other workers are mostly like this one
             warn_of_unused_devices(name, have, wanted)
-        with self._lock:
-            self._worker_platforms = tuple(sorted({*self._worker_platforms, str(told["platform"])}))
+        with self._state_lock:
+            self.worker_platforms = tuple(sorted({*self.worker_platforms, str(told["platform"])}))
 
     def use_primaries(self) -> None:
-        """The groups have other primaries than before."""
+        """Takes over the primaries that ``groups`` names now."""
         assert self.groups is not None
-        self.links.use_primaries(self.groups.views)
+        self.servers.use_primaries(self.groups.views)
         self.renew()
 
     def on_one_server(self) -> list[int]:
-        """Parameter servers of whose pieces there are no two copies that are the same; compares them."""
-        return self.links.on_one_server()
+        """Compares the two copies of all pieces. Returns the parameter servers where they differ."""
+        return self._contents.on_one_server()
 
     def tell_view(self, task: int, view: View, timeout_s: float) -> None:
-        """Tells a parameter server who has a group.
-
-        Raises:
-          UnavailableError: It does not answer.
-        """
+        """Tells a parameter server who serves a group; see ``Tasks.tell_view``."""
         assert self._tasks is not None
-        tell_view(self._tasks, task, view, timeout_s)
+        self._tasks.tell_view(task, view, timeout_s)
 
     @property
     def bytes_on(self) -> list[int]:
-        """By parameter server, how much of our arrays it has."""
+        """The bytes of our arrays on each parameter server."""
         return list(self._balance.bytes_on)
 
     # --- making ---------------------------------------------------------------------------------------
@@ -220,7 +210,7 @@ class Session:
             self._forget_made()
 
     def _make_shared(self, arrays: Sequence[ServerArray], shared: SharedArrays) -> None:
-        """What is gone here stays on the servers: others may have it."""
+        """Makes arrays that others may have, too: they stay on the servers when they are gone here."""
         wanted = _with_those_beside(arrays)
         absent = shared.place(wanted, self._balance)
         try:
@@ -230,9 +220,17 @@ class Session:
                 array.pieces = ()
             raise
         for array in wanted:
-            self._made[array] = None
             array.initial = None
+            self._set_made(array, None)
         self._forget_made()
+
+    def _set_made(self, array: ServerArray, dropping: weakref.finalize | None) -> None:
+        with self._state_lock:
+            self._made[array] = dropping
+
+    def _all_made(self) -> list[ServerArray]:
+        with self._state_lock:
+            return list(self._made)
 
     def _forget_pieces(self, array: ServerArray) -> None:
         for piece in array.pieces:
@@ -243,8 +241,8 @@ class Session:
         self._unmade = [ref for ref in self._unmade if (a := ref()) is not None and not a.is_made]
 
     def _place(self, array: ServerArray) -> None:
-        array.key = f"{self._num_keys}:{array.name}"
-        self._num_keys += 1
+        array.key = f"{self.num_made}:{array.name}"
+        self.num_made += 1
         if array.beside is not None:
             array.place_beside(array.beside, self._balance)
         else:
@@ -257,7 +255,7 @@ class Session:
             sized = [(piece, array.bytes_of(piece)) for piece in array.pieces]
             dropping = weakref.finalize(array, _drop, self._dropped, sized, array.copies, array.num_bytes)
             dropping.atexit = False
-            self._made[array] = dropping
+            self._set_made(array, dropping)
 
     def _create_pieces(self, pieces: Sequence[tuple[ServerArray, Piece]]) -> None:
         new = [
@@ -265,7 +263,7 @@ class Session:
             for array, piece in pieces
         ]
         # Keys are new: one that is there was made by this very call, or by another chief that shares it.
-        self.links.create(new, if_absent=True)
+        self._contents.create(new, if_absent=True)
 
     def _initial(self, array: ServerArray, piece: Piece) -> np.ndarray | UpdateProgram:
         assert array.initial is not None
@@ -273,7 +271,7 @@ class Session:
         program = getattr(array.initial, "program", None)
         if program is not None and size >= _BY_PROGRAM_BYTES:
             start, stop = piece.rows or (0, array.shape[0])
-            made = program(start, stop, self._platforms)
+            made = program(start, stop, self.platforms)
             if made is not None:
                 return made
         value = np.asarray(array.initial(), array.dtype)
@@ -281,7 +279,7 @@ class Session:
         return np.asarray(part, order="C").reshape(array.shape_of(piece))
 
     def keep_whole(self, array: ServerArray) -> None:
-        """An array shall not be cut.
+        """Sees to it that an array is not cut.
 
         Raises:
           UnsupportedError: It is on the servers in shards.
@@ -307,8 +305,8 @@ class Session:
             if self._shared is not None and not self._shared.is_chief:
                 self._shared.wait_beside(array, other)
                 return
-            (value,) = self.links.read([array.pieces])
-            self.links.drop(array.pieces)
+            (value,) = self.servers.read([array.pieces])
+            self._contents.drop(array.pieces)
             dropping = self._made.get(array)
             if dropping is not None:
                 dropping.detach()
@@ -327,36 +325,36 @@ class Session:
                 return
             piece = Piece(ps, copy_key(array, ps))
             if self._shared is None or not self._shared.has_copy(array, ps):
-                (value,) = self.links.read([array.pieces])
+                (value,) = self.servers.read([array.pieces])
                 is_shared = self._shared is not None
-                self.links.create([NewPiece(piece, array.shape, array.dtype, value)], if_absent=is_shared)
+                self._contents.create([NewPiece(piece, array.shape, array.dtype, value)], if_absent=is_shared)
             array.copies[ps] = piece.key
             self._balance.add(ps, array.num_bytes)
             self.layout += 1
 
     def restored(self, ps: int, keys: Collection[str] | None) -> list[str]:
-        """A parameter server has gone back to a snapshot: gives it its programs, and has all values read again.
+        """Gives its programs to a parameter server that has gone back to a snapshot, and has all values read again.
 
         Args:
-          keys: Of the pieces that it has; None: it has all.
+          keys: The keys of the pieces that it has; None: it has all.
 
         Returns:
-          Names of the arrays of which it does not have a piece.
+          Names of the arrays that have a piece there which it does not have.
 
         Raises:
           UnavailableError: It is gone again.
         """
-        self.links.send_all_programs(ps)
+        self._contents.send_all_programs(ps)
         self.renew()
-        with self._lock:
-            made = list(self._made)
-        return [array.name for array in made if keys is not None and not array.keys_on(ps) <= set(keys)]
+        return [
+            array.name
+            for array in self._all_made()
+            if keys is not None and not array.keys_on(ps) <= set(keys)
+        ]
 
     def names_on(self, ps: int) -> list[str]:
-        """Names of the arrays of which a parameter server has a piece or a copy."""
-        with self._lock:
-            made = list(self._made)
-        return sorted(array.name for array in made if array.keys_on(ps))
+        """Returns the names of the arrays that have a piece or a copy on a parameter server."""
+        return sorted(array.name for array in self._all_made() if array.keys_on(ps))
 
     def keep_programs(self, owner: Any, updates: Sequence[tuple[int, UpdateProgram]]) -> None:
         """Gives parameter servers their programs of a function; they are dropped when ``owner`` is gone."""
@@ -365,16 +363,11 @@ class Session:
             self._num_uses.update(uses)
             weakref.finalize(owner, self._dropped.extend, [_Dropped(*use) for use in uses]).atexit = False
             for ps, update in updates:
-                self.links.send_program(ps, update)
+                self._contents.send_program(ps, update)
 
     def has_update(self, digest: str) -> bool:
-        """Whether that is a program of a parameter server."""
-        return self.links.has_update(digest)
-
-    @property
-    def num_made(self) -> int:
-        """How many keys have been given to arrays: another one when arrays were made since."""
-        return self._num_keys
+        """Returns True if a parameter server was given that program."""
+        return self._contents.has_program(digest)
 
     def _drop_waiting(self) -> None:
         """Frees what variables and functions that are gone have left on the servers."""
@@ -391,19 +384,19 @@ class Session:
             if not self._num_uses[use]:
                 del self._num_uses[use]
                 unused.append(use)
-        self.links.drop([each.piece for each in dropped if each.piece is not None], unused)
+        self._contents.drop([each.piece for each in dropped if each.piece is not None], unused)
 
     # --- values ---------------------------------------------------------------------------------------
 
     def read(self, arrays: Sequence[ServerArray]) -> list[np.ndarray]:
         """The values of arrays, each whole; those on one server as they were at one moment."""
         self.make(arrays)
-        return self.links.read([array.pieces for array in arrays])
+        return self.servers.read([array.pieces for array in arrays])
 
     def read_rows(self, array: ServerArray, ids: np.ndarray) -> np.ndarray:
         """The rows of an array at ``ids`` [n]; a copy."""
         self.make([array])
-        return self.links.read_rows(array.pieces, ids, array.shape[0])
+        return self.servers.read_rows(array.pieces, ids, array.shape[0])
 
     def assign(self, array: ServerArray, value: np.ndarray) -> None:
         """Replaces a value, on every server that has a piece or a copy of it."""
@@ -417,20 +410,20 @@ class Session:
             if self._shared is not None:
                 self._shared.find_copies(array)
         pieces = [(array.pieces, value), *(((Piece(ps, key),), value) for ps, key in array.copies.items())]
-        self.links.assign(pieces)
+        self._contents.assign(pieces)
         self.renew()
 
     def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
-        """Has all servers apply the mean of the gradients of these closures; see ``PsLinks.apply_round``."""
-        self.links.apply_round((self.incarnation, number), low, closures)
+        """Has all servers apply the mean of the gradients of these closures; see ``ServerContents.apply_round``."""
+        self._contents.apply_round(number, low, closures)
 
     def renew(self) -> None:
-        """Begins another epoch: what workers have read ahead is read again by the closures sent from now on.
+        """Begins another epoch: closures that are sent from now on read again what workers have read ahead.
 
-        So whoever has assigned a variable, or knows that a closure has run, finds that in the next ones. Waits for
-        nobody who waits for a server.
+        So they see what was assigned before, and what the closures that have ended have changed. It does not wait for
+        a thread that waits for a server.
         """
-        with self._epoch_lock:
+        with self._state_lock:
             self.epoch += 1
 
 
@@ -452,7 +445,7 @@ def _with_those_beside(arrays: Sequence[ServerArray]) -> list[ServerArray]:
 
 @dataclass(frozen=True)
 class _Dropped:
-    """What is to be dropped on a server: a use of a program, by its digest, or a piece, and what it counted there."""
+    """Something to drop on a server: a use of a program, by its digest, or a piece and the bytes it counts."""
 
     ps: int
     program: str = ""

@@ -6,22 +6,15 @@ One makes them, the others find them.
 from __future__ import annotations
 
 import collections
-import logging
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 from replicax._src.cluster.failures import ProgramMismatchError
 from replicax._src.parameter_servers.client.arrays import Balance, ServerArray
-from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.server_contents import ServerContents
 from replicax._src.parameter_servers.client.tasks import Share
-from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.client.waiting import Awaited, wait_for
 from replicax._src.parameter_servers.programs.programs import Piece
-
-log = logging.getLogger("replicax")
-_FIRST_PAUSE_S: Final = 0.02
-_LONGEST_PAUSE_S: Final = 0.5
-_SAY_EVERY_S: Final = 10.0
 
 Found = list[dict[str, tuple[tuple[int, ...], str]]]
 
@@ -33,18 +26,18 @@ class SharedArrays:
     Where an array is the chief decides, and the servers tell: programs may use theirs in another order.
 
     Args:
-      links: To the servers.
-      share: Who this program is.
-      limit_s: How long it waits for the chief to make an array.
+      contents: The pieces on the servers.
+      share: This program among those that share them.
+      limit_s: The longest wait for the chief to make an array.
     """
 
-    def __init__(self, links: PsLinks, share: Share, limit_s: float):
-        self._links, self._share, self._limit_s = links, share, limit_s
+    def __init__(self, contents: ServerContents, share: Share, limit_s: float):
+        self._contents, self._share, self._limit_s = contents, share, limit_s
         self._counts: collections.Counter[str] = collections.Counter()
 
     @property
     def is_chief(self) -> bool:
-        """Whether this program makes what is not there."""
+        """True if this program makes the arrays that are not there."""
         return self._share.is_chief
 
     def name(self, array: ServerArray) -> None:
@@ -53,20 +46,20 @@ class SharedArrays:
         self._counts[array.name] += 1
 
     def place(self, arrays: Sequence[ServerArray], balance: Balance) -> list[tuple[ServerArray, Piece]]:
-        """Finds out where arrays are, those that others stand beside first; of the chief's, where they shall be.
+        """Finds out where arrays are, those that others stand beside first. The chief decides where new ones shall be.
 
         Returns:
           The pieces that are not there yet, and the chief is to make now.
 
         Raises:
-          ProgramMismatchError: What is there is another array.
+          ProgramMismatchError: Another array is there.
           UnavailableError: The chief has not made them in time.
         """
         absent: list[tuple[ServerArray, Piece]] = []
 
         def not_placed() -> list[str]:
             waiting = [array for array in arrays if not array.is_made]
-            found = self._links.find([key for array in waiting for key in _keys(array)])
+            found = self._contents.find([key for array in waiting for key in _keys(array)])
             for array in waiting:
                 absent.extend((array, piece) for piece in self._place(array, found, balance))
             return [array.name for array in waiting if not array.is_made]
@@ -75,29 +68,29 @@ class SharedArrays:
         return absent
 
     def wait_beside(self, array: ServerArray, other: ServerArray) -> None:
-        """Until the chief has moved an array to where another one is."""
+        """Waits until the chief has moved an array to where another one is."""
         wanted = tuple(
             Piece(p.ps, key, p.rows) for p, key in zip(other.pieces, _keys_of(array, other.shards))
         )
 
         def is_moved() -> list[str]:
-            found = self._links.find([piece.key for piece in wanted])
+            found = self._contents.find([piece.key for piece in wanted])
             return [] if all(piece.key in found[piece.ps] for piece in wanted) else [array.name]
 
         self._until(is_moved)
         array.shards, array.pieces, array.beside = other.shards, wanted, other
 
     def has_copy(self, array: ServerArray, ps: int) -> bool:
-        """Whether a server has a copy of an array; of others than the chief's: waits until it has."""
+        """Returns True if a server has a copy of an array. A program that is not the chief waits until it has."""
         key = copy_key(array, ps)
         if self.is_chief:
-            return key in self._links.find([key])[ps]
-        self._until(lambda: [] if key in self._links.find([key])[ps] else [array.name])
+            return key in self._contents.find([key])[ps]
+        self._until(lambda: [] if key in self._contents.find([key])[ps] else [array.name])
         return True
 
     def find_copies(self, array: ServerArray) -> None:
         """Finds the copies that others have made."""
-        found = self._links.find([copy_key(array, ps) for ps in range(self._links.num_servers)])
+        found = self._contents.find([copy_key(array, ps) for ps in range(array.holder.num_ps)])
         array.copies |= {
             ps: copy_key(array, ps) for ps, there in enumerate(found) if copy_key(array, ps) in there
         }
@@ -155,38 +148,26 @@ class SharedArrays:
             )
 
     def _until(self, missing: Callable[[], list[str]]) -> None:
-        start = said = time.monotonic()
-        pause_s = _FIRST_PAUSE_S
-        while names := missing():
+        chief = self._share.chief
+
+        def awaited() -> Awaited | None:
+            names = missing()
+            if not names:
+                return None
             what = ", ".join(map(repr, names[:5])) + (" and others" if len(names) > 5 else "")
-            now = time.monotonic()
-            if now - start > self._limit_s:
-                raise UnavailableError(
-                    f"{self._share.member} waited {self._limit_s:g} s for {self._share.chief} to make the variable {what} on the "
-                    f"parameter servers. Does it run the same program, and use this variable? REPLICAX_START_TIMEOUT_S sets how "
-                    "long to wait.",
-                    self._share.chief,
-                )
-            if now - said > _SAY_EVERY_S:
-                said = now
-                log.warning(
-                    "%s has waited %.0f s for %s to make the variable %s.",
-                    self._share.member,
-                    now - start,
-                    self._share.chief,
-                    what,
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            why = "Does it run the same program, and use this variable?"
+            return Awaited(f"{chief} to make the variable {what} on the parameter servers", why, chief)
+
+        wait_for(awaited, self._share.member, self._limit_s)
 
 
 def copy_key(array: ServerArray, ps: int) -> str:
-    """Of the copy of an array on a server."""
+    """The key of the copy of an array on a server."""
     return f"{array.key}@{ps}"
 
 
 def _keys(array: ServerArray) -> list[str]:
-    """What is to be asked for: its keys, and those that show that it is cut otherwise."""
+    """The keys to look for: the array's, and those that show that it is cut otherwise."""
     shards = array.shards if array.beside is None else array.beside.shards
     return [*_keys_of(array, shards), *_keys_of(array, () if shards else ((0, 0),))]
 

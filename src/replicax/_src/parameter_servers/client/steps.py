@@ -1,4 +1,4 @@
-"""One step of a parameter server, as its client sees it: what is asked, and what is given. Pure."""
+"""One step of a parameter server, as its client sees it: the request, and the answer. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Version = tuple[Any, int]
 
 @dataclass(frozen=True)
 class Ask:
-    """What one step asks of one parameter server: it applies a program, then reads.
+    """One server's part of a step: it applies a program, then reads.
 
     Attributes:
-      program: Its digest.
-      operands: Of the program.
+      program: The program's digest.
+      operands: The program's operands.
       pull: Keys of pieces, each with the version that is known, or None.
       rows: Keys of pieces, each with the numbers of the rows that are pulled (int32, from the piece's first).
       used: Keys of pieces, and the versions that the operands were computed from: the server measures staleness.
-      gradients: For a round: the digest of its program, and this closure's operands.
+      gradients: The digest of a round's program, and this closure's operands; None outside rounds.
     """
 
     program: str | None = None
@@ -41,8 +41,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a parameter server gave. Arrays that came over the transport stay as they are for as long as somebody has
-    them; a store of this process may change its own with the next message.
+    """The answer to an ``Ask``. Arrays that came over the transport stay as they are for as long as somebody has them;
+    a store of this process may change its own with the next message.
 
     Attributes:
       values: By the key of each piece that was pulled: its version, and its value or None if the known one holds.
@@ -55,8 +55,27 @@ class Answered:
     is_duplicate: bool
 
 
+def request_of(ask: Ask, closure: Closure | None, low: int, round_number: int | None) -> Message:
+    """The request for one server's part of a step; see ``ServerClients.step``."""
+    header = {
+        "op": "step",
+        "closure": None if closure is None else list(closure),
+        "low": low,
+        "program": ask.program,
+        "pull": [[key, version] for key, version in ask.pull],
+        "rows": [key for key, _ in ask.rows],
+        "used": list(ask.used),
+    }
+    operands = ask.operands
+    if ask.gradients is not None:
+        digest, gradients = ask.gradients
+        header["gradients"] = {"round": round_number, "program": digest, "operands": len(gradients)}
+        operands = [*operands, *gradients]
+    return Message(header, [*operands, *(numbers for _, numbers in ask.rows)])
+
+
 def answered_of(ask: Ask, answer: Message) -> Answered:
-    """What the answer to ``ask`` gives."""
+    """Reads the answer to ``ask``."""
     versions = [(instance, number) for instance, number in answer.header["versions"]]
     arrays = iter(answer.arrays)
     values = {
@@ -70,7 +89,7 @@ def answered_of(ask: Ask, answer: Message) -> Answered:
 
 
 def row_asks(tables: Sequence[RowsWanted]) -> dict[int, Ask]:
-    """What is asked of each server for the rows of several lookups."""
+    """Each server's part of a step that reads the rows of several lookups."""
     rows: dict[int, list[tuple[str, np.ndarray]]] = {}
     for wanted in tables:
         for ps, key, numbers in wanted.parts:
@@ -79,6 +98,6 @@ def row_asks(tables: Sequence[RowsWanted]) -> dict[int, Ask]:
 
 
 def rows_of(tables: Sequence[RowsWanted], answers: Mapping[int, Answered]) -> list[np.ndarray]:
-    """For each lookup the rows of its unique ids, padded, of what the servers gave for ``row_asks``."""
+    """Reads the answers to ``row_asks``: for each lookup the rows of its unique ids, padded."""
     rows = {ps: iter(answer.rows) for ps, answer in answers.items()}
     return [padded([next(rows[ps]) for ps, _, _ in wanted.parts], wanted.num_ids) for wanted in tables]

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 from replicax._src.cluster.credentials import Credentials
+from replicax._src.parameter_servers.client.waiting import Awaited, wait_for
 from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.group_rules import View
 
 if TYPE_CHECKING:
     from replicax._src.parameter_servers.transport.transport import TaskClient
 
 log = logging.getLogger("replicax")
-_HELLO_S: Final = 5.0
-_PAUSE_S: Final = 0.2
-_SAY_EVERY_S: Final = 10.0
+_ASK_S: Final = 5.0
 _BEAT_S: Final = 5.0
 
 
 @final
 @dataclass(frozen=True)
 class Share:
-    """Who a program is among those that share parameter servers.
+    """One program among those that share parameter servers.
 
     Attributes:
-      members: All of them: ``("chief 0", "worker 0")``. The first is the chief, which makes what they share.
-      member: Which of them this is.
+      members: The names of all: ``("chief 0", "worker 0")``. The first is the chief, which makes what they share.
+      member: The name of this one.
     """
 
     members: Sequence[str]
@@ -46,7 +46,7 @@ class Share:
         return self.member == self.chief
 
     def described(self) -> dict[str, Any]:
-        """What ``hello``, ``beat`` and ``leave`` say of it."""
+        """The fields for it in ``hello``, ``beat`` and ``leave``."""
         return {"member": self.member, "members": list(self.members)}
 
 
@@ -56,11 +56,12 @@ class Tasks:
 
     Args:
       workers, ps: Addresses, in order.
-      credentials: Of all tasks.
-      share: Who this is among programs that share the parameter servers; None if this one has them to itself.
+      credentials: For all tasks.
+      share: This program among those that share the parameter servers; None if it has them to itself.
 
     Attributes:
-      incarnation: Of this coordinator, random; of programs that share one: see ``join_shared``.
+      incarnation: A random text that names this coordinator. Programs that share servers agree on it: see
+        ``join_shared``.
     """
 
     def __init__(
@@ -75,62 +76,69 @@ class Tasks:
         self._leaves = True
 
     def addresses(self, job: str) -> tuple[str, ...]:
-        """Of the tasks of a job."""
+        """The addresses of the tasks of a job."""
         return self._addresses[job]
 
     def connect(self, job: str, index: int) -> TaskClient:
-        """A new client of a task. Does not wait for it."""
+        """Returns a new client of a task. Does not wait for it."""
         from replicax._src.parameter_servers.transport.transport import TaskClient
 
         return TaskClient(self._addresses[job][index], self._credentials, f"{job} {index}")
 
+    @contextlib.contextmanager
+    def clients(self, *jobs: str) -> Iterator[list[TaskClient]]:
+        """New clients of all tasks of these jobs; closed at the end."""
+        with contextlib.ExitStack() as opened:
+            yield [
+                opened.enter_context(self.connect(job, index))
+                for job in jobs
+                for index in range(len(self._addresses[job]))
+            ]
+
+    def tell_view(self, task: int, view: View, timeout_s: float) -> None:
+        """Tells parameter server ``task`` who serves a group.
+
+        Raises:
+          UnavailableError: It does not answer.
+          InvalidArgumentError: It lacks pieces that it would need.
+        """
+        fields = {
+            "incarnation": self.incarnation,
+            "view": view.described(),
+            "ps": list(self._addresses["ps"]),
+        }
+        with self.connect("ps", task) as client:
+            client.ask("group", fields, timeout_s)
+
     def greet_ps(self, limit_s: float) -> list[Mapping[str, Any]]:
-        """Takes the parameter servers over: what others have there is dropped. Says who is missing while it waits.
+        """Takes the parameter servers over: they drop the variables of others. Logs which ones it waits for.
 
         Returns:
-          What each tells of itself.
+          The answer of each server, in order.
 
         Raises:
           UnavailableError: Some do not answer.
           UnauthenticatedError: They take other credentials.
         """
-        start = time.monotonic()
-        clients = [self.connect("ps", index) for index in range(len(self._addresses["ps"]))]
         told: dict[int, Mapping[str, Any]] = {}
-        said = start
-        try:
-            while True:
-                why = self._greet_missing(clients, told)
-                if len(told) == len(clients):
-                    break
-                now = time.monotonic()
-                missing = [
-                    f"ps {i} ({self._addresses['ps'][i]})" for i in range(len(clients)) if i not in told
-                ]
-                if now - start > limit_s:
-                    raise UnavailableError(
-                        f"The chief waited {limit_s:g} s for {', '.join(missing)}: {why} Is its server started, with this "
-                        "TF_CONFIG and these REPLICAX_TLS settings? REPLICAX_START_TIMEOUT_S sets how long to wait.",
-                        missing[0].split(" (")[0],
-                    )
-                if now - said > _SAY_EVERY_S:
-                    said = now
-                    log.warning("The chief has waited %.0f s for %s.", now - start, ", ".join(missing))
-                time.sleep(_PAUSE_S)
-        finally:
-            for client in clients:
-                client.close()
-        return [told[index] for index in range(len(clients))]
+        with self.clients("ps") as clients:
 
-    def _greet_missing(self, clients: Sequence[TaskClient], told: dict[int, Mapping[str, Any]]) -> str:
-        why = ""
-        for index, client in enumerate(clients):
-            if index not in told:
-                try:
-                    told[index] = client.ask("hello", self._hello, _HELLO_S)
-                except UnavailableError as error:
-                    why = str(error)
-        return why
+            def missing() -> Awaited | None:
+                lacking = ask_each(clients, "hello", self._hello, told)
+                return self.awaited(lacking) if lacking else None
+
+            wait_for(missing, "The chief", limit_s)
+        return [told[index] for index in range(len(told))]
+
+    def awaited(self, lacking: Mapping[int, str]) -> Awaited:
+        """Names the parameter servers that do not answer; ``lacking`` has the reasons."""
+        names = [f"ps {index} ({self._addresses['ps'][index]})" for index in lacking]
+        first, why = next(iter(lacking.items()))
+        return Awaited(
+            ", ".join(names),
+            f"{why} Is its server started, with this TF_CONFIG and these REPLICAX_TLS settings?",
+            f"ps {first}",
+        )
 
     @property
     def _hello(self) -> dict[str, Any]:
@@ -141,24 +149,18 @@ class Tasks:
         return {} if self.share is None else self.share.described()
 
     def start_beating(self) -> None:
-        """Lets all tasks know, from now on, that the coordinator is there."""
+        """Sends heartbeats to all tasks from now on."""
         self._beating = threading.Thread(target=self._beat, name="replicax-beats", daemon=True)
         self._beating.start()
         # Or it might be asking when Python is gone. Servers that programs share wait for all to leave.
         atexit.register(self.close, leaves=self.share is not None)
 
     def _beat(self) -> None:
-        clients = [
-            self.connect(job, index) for job in self._addresses for index in range(len(self._addresses[job]))
-        ]
-        try:
+        with self.clients(*self._addresses) as clients:
             while not self._closing.wait(_BEAT_S):
                 self._ask_all(clients, "beat")
-        finally:
             if self._leaves:
                 self._ask_all(clients, "leave")
-            for client in clients:
-                client.close()
 
     def _ask_all(self, clients: Sequence[TaskClient], what: str) -> None:
         for client in clients:
@@ -171,7 +173,7 @@ class Tasks:
         """Ends the time with the tasks.
 
         Args:
-          leaves: Whether they are told; otherwise they find out by the silence.
+          leaves: True if they are told; otherwise they find out by the silence.
         """
         atexit.unregister(self.close)
         if not self._closing.is_set():
@@ -179,3 +181,17 @@ class Tasks:
         self._closing.set()
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(timeout_s)
+
+
+def ask_each(
+    clients: Sequence[TaskClient], what: str, fields: Mapping[str, Any], told: dict[int, Mapping[str, Any]]
+) -> dict[int, str]:
+    """Asks the tasks that are not in ``told``, and adds their answers to it. Returns why the others are missing."""
+    lacking: dict[int, str] = {}
+    for index, client in enumerate(clients):
+        if index not in told:
+            try:
+                told[index] = client.ask(what, fields, _ASK_S)
+            except UnavailableError as error:
+                lacking[index] = str(error)
+    return lacking

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, final
 
-from replicax._src.parameter_servers.client.server_stream import PsClient
+from replicax._src.parameter_servers.client.server_client import Connector
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.transport.messages import Message
 
@@ -26,7 +26,7 @@ class BackupWay:
       UnavailableError: It cannot be reached.
     """
 
-    def __init__(self, epoch: int, client: PsClient):
+    def __init__(self, epoch: int, client: Connector):
         self.epoch = epoch
         self._client = client
         try:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from replicax._src.parameter_servers.client.server_stream import PsClient
+from replicax._src.parameter_servers.client.server_client import Connector
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.store.group_copy import GroupCopy
 from replicax._src.parameter_servers.store.group_rules import View
@@ -40,7 +40,7 @@ class GroupCopies:
         self,
         task: int,
         incarnation: str,
-        connect: Callable[[int, str], PsClient],
+        connect: Callable[[int, str], Connector],
         log_bytes: int = DEFAULT_LOG_BYTES,
         keep: Callable[[int, bool, GroupCopy], SnapshotKeeper] | None = None,
     ):

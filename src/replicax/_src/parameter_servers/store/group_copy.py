@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
-from replicax._src.parameter_servers.client.server_stream import PsClient
+from replicax._src.parameter_servers.client.server_client import Connector
 from replicax._src.parameter_servers.errors import MessageError, SnapshotError, UnavailableError
 from replicax._src.parameter_servers.store.backup_way import ACK_S, BackupWay
 from replicax._src.parameter_servers.store.group_entries import Entry, applied, is_change, is_snapshot
@@ -63,7 +63,7 @@ class GroupCopy:
         group: int,
         task: int,
         incarnation: str,
-        connect: Callable[[int], PsClient],
+        connect: Callable[[int], Connector],
         log_bytes: int = DEFAULT_LOG_BYTES,
         keep: Callable[[GroupCopy], SnapshotKeeper] | None = None,
     ):

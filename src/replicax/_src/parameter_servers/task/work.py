@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from replicax._src.cluster.credentials import Credentials
-from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.errors import StaleCoordinatorError
 from replicax._src.parameter_servers.store.group_copies import GroupCopies
 from replicax._src.parameter_servers.store.group_copy import GroupCopy
@@ -47,21 +47,21 @@ class WorkerHost:
         self.restored = self.snapshots = None
         self.instance = uuid.uuid4().hex
         self._place, self._credentials = place, credentials
-        self._links: PsLinks | None = None
+        self._servers: ServerClients | None = None
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
         """Connects to no ps yet: that is done at first use."""
         clients = [TaskClient(address, self._credentials, f"ps {index}") for index, address in enumerate(ps)]
-        self._links = PsLinks(clients, incarnation)
-        return Worker(self._links, self._place, lambda: _traffic(clients))
+        self._servers = ServerClients(clients, incarnation)
+        return Worker(self._servers, self._place, lambda: _traffic(clients))
 
     def close(self) -> None:
         """Nothing."""
 
     def _primaries(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
         """Variables are on two parameter servers each, and these are the ones that serve them."""
-        if self._links is not None:
-            self._links.use_primaries(map(View.of, header["views"]))
+        if self._servers is not None:
+            self._servers.use_primaries(map(View.of, header["views"]))
         return {}
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
-from replicax._src.parameter_servers.client.links import PsLinks
 from replicax._src.parameter_servers.client.lookups import RowsWanted
+from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.client.steps import Answered, Ask, Version, row_asks, rows_of
 from replicax._src.parameter_servers.programs.programs import Piece
 
@@ -39,15 +39,15 @@ class _Copy:
 
 @final
 class Pulls:
-    """The copies that one worker has of the pieces of variables. Used by one thread; its links are its own.
+    """The copies that one worker has of the pieces of variables. Used by one thread; its clients of the servers are its own.
 
     Attributes:
       moment: Grows whenever what is here is not fresh any more.
       num_pulls: Times that the servers were asked before a closure could run: without a push to ask with.
     """
 
-    def __init__(self, links: PsLinks):
-        self._links = links
+    def __init__(self, servers: ServerClients):
+        self._servers = servers
         self._copies: dict[tuple[int, str], _Copy] = {}
         self._epoch: Any = None
         self._num_closures = 0
@@ -93,7 +93,7 @@ class Pulls:
         if not asks:
             return []
         self.num_pulls += 1
-        answers = self._links.step(None, 0, asks)
+        answers = self._servers.step(None, 0, asks)
         self.take(answers)
         return rows_of(tables, answers)
 

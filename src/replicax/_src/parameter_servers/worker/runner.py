@@ -13,8 +13,8 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
-from replicax._src.parameter_servers.client.links import PsLinks
 from replicax._src.parameter_servers.client.lookups import RowsWanted, gradient_operands
+from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.client.steps import Ask, Closure, row_asks, rows_of
 from replicax._src.parameter_servers.errors import UnknownProgramError
 from replicax._src.parameter_servers.programs.executable import Executable, LoadedProgram
@@ -114,13 +114,13 @@ class Runner:
     is one round trip to each parameter server.
 
     Args:
-      links: If it pulls ahead, its own: what a store of this process gives is valid until their next message.
+      servers: Clients of its own, if it pulls ahead: arrays of a store of this process are valid until the next request.
       pulls_ahead: Whether it does that; not where closures are rare.
     """
 
-    def __init__(self, links: PsLinks, pulls_ahead: bool = True):
-        self._links, self._pulls_ahead = links, pulls_ahead
-        self._pulls = Pulls(links)
+    def __init__(self, servers: ServerClients, pulls_ahead: bool = True):
+        self._servers, self._pulls_ahead = servers, pulls_ahead
+        self._pulls = Pulls(servers)
         self._programs: dict[str, LoadedProgram] = {}
         self._constants: dict[str, Any] = {}
         self._wanted: set[str] = set()  # constants of the closure that runs, or comes next
@@ -174,7 +174,7 @@ class Runner:
         if isinstance(run, ClosureResult):
             return run
         try:
-            with contextlib.nullcontext() if self._pulls_ahead else self._links.held():
+            with contextlib.nullcontext() if self._pulls_ahead else self._servers.held():
                 results = self._run(run)
         except Exception as error:
             self._pulls.forget()
@@ -333,7 +333,7 @@ class Runner:
             )
             for ps, pull in pulls.items()
         }
-        answers = self._links.step(run.call.closure, run.call.low, steps, run.call.round_number)
+        answers = self._servers.step(run.call.closure, run.call.low, steps, run.call.round_number)
         self._pulls.take(answers)
         if self._ahead is not None:
             self._ahead.rows = rows_of(self._ahead.tables, answers)

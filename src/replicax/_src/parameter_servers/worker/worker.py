@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from replicax._src.parameter_servers.client.links import PsLinks
+from replicax._src.parameter_servers.client.server_clients import ServerClients
 from replicax._src.parameter_servers.errors import ClosureAbortedError, MessageError
 from replicax._src.parameter_servers.programs.programs import WorkerProgram
 from replicax._src.parameter_servers.transport.messages import Message
@@ -28,14 +28,16 @@ class Worker:
     """Answers the messages of one coordinator, one at a time.
 
     Args:
-      links: To the parameter servers, its own; closed with it.
+      servers: Its own clients of the parameter servers; closed with it.
       place: Which worker this is.
-      traffic: Bytes that went over the links, by direction.
+      traffic: Bytes that went to and from the servers, by direction.
     """
 
-    def __init__(self, links: PsLinks, place: WorkerPlace, traffic: Callable[[], Mapping[str, int]] = dict):
-        self._links, self._place, self._traffic = links, place, traffic
-        self._runner = Runner(links)
+    def __init__(
+        self, servers: ServerClients, place: WorkerPlace, traffic: Callable[[], Mapping[str, int]] = dict
+    ):
+        self._servers, self._place, self._traffic = servers, place, traffic
+        self._runner = Runner(servers)
         self._resources: dict[str, Resource] = {}
         self._index = ValueResource(np.int32(place.index), place)
         self._lock = threading.Lock()
@@ -68,8 +70,8 @@ class Worker:
         return {**self._runner.statistics(), **own}
 
     def close(self) -> None:
-        """Ends what reads ahead, and the streams to the parameter servers, whatever is running."""
-        self._links.close()
+        """Ends what reads ahead, and the connections to the parameter servers, whatever is running."""
+        self._servers.close()
         for resource in list(self._resources.values()):
             resource.close()
 

@@ -6,7 +6,8 @@ import pytest
 
 from exported import update_program, worker_program
 from replicax._src.cluster.credentials import Credentials
-from replicax._src.parameter_servers.client.links import NewPiece, PsLinks
+from replicax._src.parameter_servers.client.server_clients import ServerClients
+from replicax._src.parameter_servers.client.server_contents import NewPiece, ServerContents
 from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.programs.programs import Input, Operand, Piece, Push, signature_of
 from replicax._src.parameter_servers.store.store import Store
@@ -48,30 +49,33 @@ def servers():
 
 
 @pytest.fixture
-def new_links(servers):
+def new_clients(servers):
     opened = []
 
-    def open_links():
+    def open_clients():
         clients = [TaskClient(server.address, SECRET, f"ps {index}") for index, server in enumerate(servers)]
-        opened.append(PsLinks(clients, ME, timeout_s=60))
+        opened.append(ServerClients(clients, ME, timeout_s=60))
         return opened[-1]
 
-    yield open_links
-    for links in opened:
-        links.close()
+    yield open_clients
+    for servers in opened:
+        servers.close()
 
 
 @pytest.fixture
-def halving(new_links):
+def halving(new_clients):
     """A runner, and its program that halves a variable in two shards, and returns its sum times a frozen one."""
-    links = new_links()
-    links.create([NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS])
-    links.create([NewPiece(FROZEN, (3,), np.float32, np.ones(3, np.float32))])
+    servers = new_clients()
+    contents = ServerContents(servers)
+    contents.create(
+        [NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS]
+    )
+    contents.create([NewPiece(FROZEN, (3,), np.float32, np.ones(3, np.float32))])
     pushes = []
     for piece in SHARDS:
         part = WHOLE[slice(*piece.rows)]
         update = update_program(lambda w, g: (w - g,), [piece.key], [0], part, part)
-        pushes.append(Push(piece.ps, links.add_program(piece.ps, update), (Operand(1, piece.rows),)))
+        pushes.append(Push(piece.ps, contents.send_program(piece.ps, update), (Operand(1, piece.rows),)))
     program = worker_program(
         lambda w, frozen: (w.sum() * frozen[0], w / 2),
         [Input("variable", 0), Input("variable", 1)],
@@ -79,7 +83,7 @@ def halving(new_links):
         [SHARDS, [FROZEN]],
         pushes=tuple(pushes),
     )
-    runner = Runner(links)
+    runner = Runner(servers)
     return runner, runner.add_program(program)
 
 
@@ -90,9 +94,9 @@ def run(halving, number):
 
 
 @pytest.mark.timeout(120)
-def test_closures_and_reads_by_another_client(halving, new_links):
+def test_closures_and_reads_by_another_client(halving, new_clients):
     total = float(jax.numpy.sum(WHOLE))
-    reader = new_links()
+    reader = new_clients()
     for number in range(6):
         assert run(halving, number) == pytest.approx(total / 2**number, rel=1e-5)
         np.testing.assert_array_equal(reader.read([SHARDS])[0], WHOLE / 2 ** (number + 1))
@@ -100,7 +104,7 @@ def test_closures_and_reads_by_another_client(halving, new_links):
 
 @pytest.mark.rest
 @pytest.mark.timeout(120)
-def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, new_links, servers):
+def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, new_clients, servers):
     run(halving, 0)
     service, address = servers[1]._service, servers[1].address
     servers[1].shutdown()
@@ -110,11 +114,11 @@ def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, ne
     servers[1] = TaskServer(address, service, SECRET)
     servers[1].start()
     run(halving, 1)  # the first server has its part of it, and does not take it again
-    np.testing.assert_array_equal(new_links().read([SHARDS])[0], WHOLE / 4)
+    np.testing.assert_array_equal(new_clients().read([SHARDS])[0], WHOLE / 4)
 
 
 @pytest.mark.timeout(120)
-def test_a_stream_that_was_cut_is_opened_again(halving, new_links, servers):
+def test_a_connection_that_was_cut_is_opened_again(halving, new_clients, servers):
     run(halving, 0)
     service, address = servers[0]._service, servers[0].address
     servers[0].shutdown()
@@ -122,38 +126,42 @@ def test_a_stream_that_was_cut_is_opened_again(halving, new_links, servers):
     servers[0].start()
     for number in range(1, 4):
         run(halving, number)
-    np.testing.assert_array_equal(new_links().read([SHARDS])[0], WHOLE / 16)
+    np.testing.assert_array_equal(new_clients().read([SHARDS])[0], WHOLE / 16)
 
 
-def test_what_was_read_stays_what_it_was(new_links):
-    links = new_links()
+def test_what_was_read_stays_what_it_was(new_clients):
+    servers = new_clients()
+    contents = ServerContents(servers)
     piece = Piece(0, "large")
     first, second = np.zeros(100_000, np.float32), np.ones(100_000, np.float32)
-    links.create([NewPiece(piece, first.shape, first.dtype, first)])
-    (found,) = links.read([[piece]])
+    contents.create([NewPiece(piece, first.shape, first.dtype, first)])
+    (found,) = servers.read([[piece]])
     taken_over = jax.device_put(found)
     for _ in range(4):  # more than there are buffers
-        links.assign([([piece], second)])
-        (again,) = links.read([[piece]])
+        contents.assign([([piece], second)])
+        (again,) = servers.read([[piece]])
         np.testing.assert_array_equal(again, second)
         del again
     np.testing.assert_array_equal(found, first)
     del found
-    links.read([[piece]])
+    servers.read([[piece]])
     np.testing.assert_array_equal(taken_over, first)
 
 
-def test_what_is_read_stays_and_jax_takes_its_memory_over(new_links):
-    links, one, other = new_links(), Piece(0, "one"), Piece(0, "other")
-    links.create(
+def test_what_is_read_stays_and_jax_takes_its_memory_over(new_clients):
+    servers, one, other = new_clients(), Piece(0, "one"), Piece(0, "other")
+    contents = ServerContents(servers)
+    contents.create(
         [NewPiece(p, (40_000,), np.float32, np.full(40_000, p.key == "one", "f4")) for p in (one, other)]
     )
-    links.create([NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS])
-    (alone,) = links.read([[one]])
-    together = links.read([[one], SHARDS])
+    contents.create(
+        [NewPiece(p, (p.rows[1] - p.rows[0],), np.float32, WHOLE[slice(*p.rows)]) for p in SHARDS]
+    )
+    (alone,) = servers.read([[one]])
+    together = servers.read([[one], SHARDS])
     for _ in range(5):
-        assert links.read([[other]])[0].max() == 0
-        assert links.read([[other], [other]])[1].max() == 0
+        assert servers.read([[other]])[0].max() == 0
+        assert servers.read([[other], [other]])[1].max() == 0
     for value, expected in zip([alone, *together], [np.ones(40_000), np.ones(40_000), WHOLE], strict=True):
         np.testing.assert_array_equal(value, expected)
         assert jax.device_put(value).unsafe_buffer_pointer() == value.ctypes.data

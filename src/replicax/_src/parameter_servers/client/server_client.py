@@ -1,0 +1,209 @@
+"""``ServerClient``: the client of one parameter server, or of the two that hold the same group of pieces."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+
+from replicax._src.parameter_servers.errors import (
+    MessageError,
+    StaleCoordinatorError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownProgramError,
+)
+from replicax._src.parameter_servers.programs.programs import UpdateProgram
+from replicax._src.parameter_servers.transport.messages import Message
+
+_PAUSES_S: Final = (0.0, 0.2, 1.0)
+"""Seconds before each reconnection. If the server returns after a failure, the last one repeats until the deadline."""
+_TURN_S: Final = 0.1
+"""Seconds before the other server of a group is asked, until one of the two says that it is the primary."""
+
+
+class Connection(Protocol):
+    """A connection to one parameter server, such as ``transport.Link``: requests, and their answers in order.
+
+    A dead peer raises UnavailableError within the timeout. The connection is of no use after that.
+    """
+
+    def send(self, message: Message, timeout_s: float = 60.0) -> None: ...
+    def receive(self, timeout_s: float) -> Message: ...
+    def close(self) -> None: ...
+
+
+class Connector(Protocol):
+    """Opens connections to one parameter server, such as ``transport.TaskClient``."""
+
+    def open(self) -> Connection: ...
+    def close(self) -> None: ...
+
+
+@final
+class ServerClient:
+    """Sends requests to one parameter server: it connects, and after a failure it reconnects and sends again.
+
+    With replication it is the client of a group of pieces, which two servers hold: it asks the primary, and if that
+    does not serve, the other one.
+
+    A request is a message whose ``op`` names an operation of the store. ``begin`` adds the incarnation and the group, and
+    sends it; ``end`` waits for the answer. So a caller can ask several servers at once. It holds ``lock`` from one to
+    the other.
+
+    Args:
+      name: The server's, such as ``"ps 0"``.
+      connector: Connects to it.
+      incarnation: The coordinator for which the requests are made.
+
+    Attributes:
+      programs: The programs that the server has, by digest. They are sent again to a server that has lost them.
+      returns: True if the server comes back after it died, with what it had: requests then wait for it.
+    """
+
+    def __init__(self, name: str, connector: Connector, incarnation: Any):
+        self.name = name
+        self.lock = threading.RLock()
+        self.programs: dict[str, UpdateProgram] = {}
+        self.returns = False
+        self.num_messages = self.num_opened = 0
+        self._incarnation = incarnation
+        self._connectors = [connector]
+        self._group: int | None = None
+        self._view_lock = threading.Lock()
+        self._primary = self._connected_to = self._epoch = 0
+        self._connection: Connection | None = None
+        self._failure: Exception | None = None
+        self._is_closed = False
+
+    def replicate(self, group: int, other: Connector) -> None:
+        """Makes it the client of a group, which ``other`` leads to, too. Call it before the first request."""
+        if self._group is None:
+            self._connectors.append(other)
+            self._group, self.returns = group, True
+
+    def use_primary(self, primary: int, epoch: int) -> None:
+        """Names the primary of the group: its first server (0) or its second (1). Ignores an epoch that is over.
+
+        It does not take ``lock``, and wakes the thread that waits for the other server.
+        """
+        with self._view_lock:
+            if epoch < self._epoch:
+                return
+            self._primary, self._epoch = primary, epoch
+        connection = self._connection
+        if connection is not None and self._connected_to != primary:
+            connection.close()
+
+    def begin(self, request: Message) -> Message:
+        """Sends a request. ``end`` tells of failures, so that the other servers get their requests first.
+
+        Returns:
+          The message that was sent, for ``end``.
+        """
+        header = {**request.header, "incarnation": self._incarnation}
+        if self._group is not None:
+            header["group"] = self._group
+        message = Message(header, request.arrays)
+        self._begin(message)
+        return message
+
+    def end(self, message: Message, deadline: float, may_repeat: bool = True) -> Message | Exception:
+        """Waits for the answer to a request that was begun. Returns it, or the error that came of it.
+
+        Args:
+          message: The message that ``begin`` has returned.
+          deadline: By ``time.monotonic``.
+          may_repeat: True if a request whose answer was lost may be sent again.
+        """
+        pauses = self._pauses() if may_repeat else iter(())
+        stale_at: frozenset[int] = frozenset()
+        resent: frozenset[str] = frozenset()
+        while True:
+            try:
+                return self._receive(deadline)
+            except UnknownProgramError as error:  # a restarted server, which has done nothing of the request
+                if error.digest in resent or error.digest not in self.programs:
+                    return error
+                resent |= {error.digest}
+                answer = self.end(self.begin(message_of(self.programs[error.digest])), deadline)
+                if isinstance(answer, Exception):
+                    return answer
+                self._begin(message)
+            except (UnavailableError, StaleCoordinatorError) as error:
+                if isinstance(error, StaleCoordinatorError):  # one of two may have been out of reach for long
+                    stale_at |= {self._connected_to}
+                    if len(stale_at) == len(self._connectors):
+                        return error
+                with self._view_lock:
+                    if self._primary == self._connected_to:  # or ``use_primary`` has named another one
+                        self._primary = (self._primary + 1) % len(self._connectors)
+                self.disconnect()
+                pause = next(pauses, None)
+                if pause is None or time.monotonic() + pause >= deadline or self._is_closed:
+                    return self._named(error)
+                time.sleep(pause)
+                self._begin(message)
+            except (MessageError, UnauthenticatedError) as error:  # the connection may have ended with it
+                self.disconnect()
+                return error
+            except Exception as error:  # the server answered with it: the connection stays
+                return error
+
+    def disconnect(self) -> None:
+        """Ends the connection; the next request opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Ends the connection for good, from any thread."""
+        self._is_closed = True
+        self.disconnect()
+        self._connectors[0].close()  # the other one is the first of another client
+
+    def _pauses(self) -> Iterator[float]:
+        if not self.returns:
+            return iter(_PAUSES_S)
+        if self._group is not None:
+            return itertools.chain(_PAUSES_S[:1], itertools.repeat(_TURN_S))
+        return itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1]))
+
+    def _begin(self, message: Message) -> None:
+        self._failure = None
+        try:
+            self._send(message)
+        except Exception as error:
+            self._failure = error
+
+    def _send(self, message: Message) -> None:
+        if self._is_closed:
+            raise UnavailableError(f"The client of {self.name} has been closed.", self.name)
+        while self._connection is None or self._connected_to != self._primary:
+            self.disconnect()  # it led to a server that is not the primary any more
+            self._connected_to = self._primary
+            self._connection = self._connectors[self._connected_to].open()
+            self.num_opened += 1
+        self._connection.send(message)
+        self.num_messages += 1
+
+    def _receive(self, deadline: float) -> Message:
+        if self._failure is not None:
+            raise self._failure
+        assert self._connection is not None
+        return self._connection.receive(max(deadline - time.monotonic(), 0.0))
+
+    def _named(self, error: UnavailableError | StaleCoordinatorError) -> Exception:
+        if isinstance(error, UnavailableError) and not error.task:
+            return UnavailableError(f"{self.name}: {error}", self.name)
+        return error
+
+
+def message_of(program: UpdateProgram) -> Message:
+    """The request that gives a server a program."""
+    header = {"op": "program", "digest": program.digest, "described": program.described()}
+    return Message(header, [np.frombuffer(program.blob, np.uint8)])

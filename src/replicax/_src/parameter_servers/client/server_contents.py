@@ -1,0 +1,182 @@
+"""``ServerContents``: the coordinator's requests that change what parameter servers hold: pieces and programs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import numpy as np
+
+from replicax._src.parameter_servers.client.server_client import message_of
+from replicax._src.parameter_servers.client.server_clients import ServerClients
+from replicax._src.parameter_servers.programs.programs import Piece, UpdateProgram
+from replicax._src.parameter_servers.transport.messages import Message
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class NewPiece:
+    """A piece that is to be made.
+
+    Attributes:
+      initial: Its value, or a program without state and operands that gives it, so that nothing of it travels.
+    """
+
+    piece: Piece
+    shape: tuple[int, ...]
+    dtype: Any
+    initial: np.ndarray | UpdateProgram
+
+    def described(self) -> dict[str, Any]:
+        """The piece as it stands in a request."""
+        return {
+            "key": self.piece.key,
+            "shape": list(self.shape),
+            "dtype": str(np.dtype(self.dtype)),
+            "initial": self.initial.digest if isinstance(self.initial, UpdateProgram) else "array",
+        }
+
+
+@final
+class ServerContents:
+    """Makes, assigns, finds and frees pieces, and gives servers their programs. May be used from several threads.
+
+    Making and assigning have numbers, so that a request that is sent again does nothing twice: it would undo what
+    others have done in between.
+    """
+
+    def __init__(self, servers: ServerClients):
+        self._servers = servers
+        self._client = uuid.uuid4().hex
+        self._numbers_lock = threading.Lock()
+        self._num_numbered = 0
+        self._unended: set[int] = set()
+
+    def send_program(self, ps: int, program: UpdateProgram) -> str:
+        """Gives parameter server ``ps`` a program, for all its clients. Returns its digest."""
+        self._servers[ps].programs[program.digest] = program
+        self._servers.ask({ps: message_of(program)})
+        return program.digest
+
+    def send_all_programs(self, ps: int) -> None:
+        """Gives all its programs to parameter server ``ps``, which is another process and has none yet."""
+        server = self._servers[ps]
+        with server.lock:  # a thread that waits for its return sends again, and needs nothing of this
+            server.disconnect()
+            for program in list(server.programs.values()):
+                self._servers.ask({ps: message_of(program)})
+
+    def has_program(self, digest: str) -> bool:
+        """Returns True if a parameter server was given that program."""
+        return any(digest in self._servers[ps].programs for ps in range(len(self._servers)))
+
+    def create(self, pieces: Sequence[NewPiece], if_absent: bool = False) -> None:
+        """Makes pieces, each on its parameter server.
+
+        Args:
+          if_absent: One that is there already, of the same shape and dtype, stays as it is.
+
+        Raises:
+          InvalidArgumentError: One is there already.
+          UnavailableError: A parameter server is not there.
+        """
+        programs = [(new.piece.ps, new.initial) for new in pieces if isinstance(new.initial, UpdateProgram)]
+        for ps, program in programs:
+            self.send_program(ps, program)
+        with self._numbered() as once:
+            requests = {}
+            for ps, ours in _by_ps((new.piece.ps, new) for new in pieces).items():
+                header = {
+                    "op": "create",
+                    "pieces": [new.described() for new in ours],
+                    "if_absent": if_absent,
+                    **once,
+                }
+                arrays = [
+                    part_of(new.initial, None) for new in ours if not isinstance(new.initial, UpdateProgram)
+                ]
+                requests[ps] = Message(header, arrays)
+            self._servers.ask(requests)
+        if programs:
+            self.drop((), [(ps, program.digest) for ps, program in programs])
+
+    def assign(self, values: Sequence[tuple[Sequence[Piece], np.ndarray]]) -> None:
+        """Replaces the values of variables, each given as its pieces."""
+        parts = [(p.ps, (p.key, part_of(value, p.rows))) for pieces, value in values for p in pieces]
+        with self._numbered() as once:
+            requests = {}
+            for ps, ours in _by_ps(parts).items():
+                keys, values = zip(*ours, strict=True)
+                requests[ps] = Message({"op": "assign", "keys": list(keys), **once}, values)
+            self._servers.ask(requests)
+
+    def drop(self, pieces: Sequence[Piece], programs: Sequence[tuple[int, str]] = ()) -> None:
+        """Frees pieces, and programs: each its parameter server and its digest."""
+        keys = _by_ps((piece.ps, piece.key) for piece in pieces)
+        digests = _by_ps(programs)
+        for ps, digest in programs:
+            self._servers[ps].programs.pop(digest, None)
+        self._servers.ask(
+            {
+                ps: Message({"op": "drop", "keys": keys.get(ps, []), "programs": digests.get(ps, [])})
+                for ps in sorted(keys | digests)
+            }
+        )
+
+    def find(self, keys: Sequence[str]) -> list[dict[str, tuple[tuple[int, ...], str]]]:
+        """Returns, for each parameter server, the shape and dtype of those of these pieces that it has."""
+        answers = self._servers.ask_all(Message({"op": "find", "keys": list(keys)}))
+        return [
+            {key: (tuple(shape), dtype) for key, shape, dtype in answer.header["found"]} for answer in answers
+        ]
+
+    def apply_round(self, number: int, low: int, closures: Sequence[int]) -> None:
+        """Has all parameter servers apply the mean of gradients that they hold, once.
+
+        Args:
+          number: The round's.
+          low: All rounds with lower numbers are over.
+          closures: The numbers of those whose gradients count.
+
+        Raises:
+          UnavailableError: A parameter server is not there; others may have applied them.
+        """
+        this = [self._servers.incarnation, number]
+        self._servers.ask_all(Message({"op": "apply", "round": this, "low": low, "closures": list(closures)}))
+
+    def on_one_server(self) -> list[int]:
+        """Compares the two copies of all pieces, bit for bit. Returns the parameter servers where they differ."""
+        answers = self._servers.ask_all(Message({"op": "checksum"}))
+        return [ps for ps, answer in enumerate(answers) if not answer.header.get("is_on_two")]
+
+    @contextlib.contextmanager
+    def _numbered(self) -> Iterator[dict[str, Any]]:
+        """The fields of a request that is done once."""
+        with self._numbers_lock:
+            number = self._num_numbered
+            self._num_numbered += 1
+            self._unended.add(number)
+            low = min(self._unended)
+        try:
+            yield {"number": [self._client, number], "low": low}
+        finally:
+            with self._numbers_lock:
+                self._unended.discard(number)
+
+
+def part_of(value: np.ndarray, rows: tuple[int, int] | None) -> np.ndarray:
+    """The rows of a piece; C-contiguous."""
+    value = np.asarray(value, order="C")
+    return value if rows is None else value[rows[0] : rows[1]]
+
+
+def _by_ps(items: Iterable[tuple[int, _Item]]) -> dict[int, list[_Item]]:
+    groups: dict[int, list[_Item]] = {}
+    for ps, item in items:
+        groups.setdefault(ps, []).append(item)
+    return groups
