@@ -327,7 +327,11 @@ class MemoryCluster:
     def session(self):
         return Session(self)
 
-    def prepare(self, fn, args, kwargs, num_averaged):
+    @property
+    def closures(self):
+        return self
+
+    def prepare(self, fn, args, kwargs, *, num_averaged):
         assert not kwargs
         return Prepared(self, fn, args)
 

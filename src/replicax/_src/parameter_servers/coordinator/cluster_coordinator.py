@@ -204,7 +204,7 @@ class ClusterCoordinator:
             raise
         keeps = (fn, args, kwargs)
         try:
-            prepared = self._strategy.prepare(fn, args, kwargs, self._num_averaged)
+            prepared = self._strategy.closures.prepare(fn, args, kwargs, num_averaged=self._num_averaged)
         except ClosureInputError as error:
             value = RemoteValue(_name_of(fn), None)
             pool.refuse(_name_of(fn), Work(None, value, keeps=keeps), error)

@@ -175,13 +175,25 @@ class PreparedClosure(Protocol):
         ...
 
 
+class Closures(Protocol):
+    """What makes closures of calls of functions."""
+
+    def prepare(
+        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_averaged: int | None
+    ) -> PreparedClosure:
+        """Traces a call for workers, if no earlier call was alike.
+
+        Args:
+          num_averaged: The number of closures whose gradients are averaged for an update; None: each pushes its own.
+        """
+        ...
+
+
 @runtime_checkable
 class ClosureStrategy(Protocol):
     """A strategy with workers that wait for functions."""
 
     @property
     def session(self) -> Session: ...
-
-    def prepare(
-        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], num_averaged: int | None
-    ) -> PreparedClosure: ...
+    @property
+    def closures(self) -> Closures: ...
