@@ -1,4 +1,4 @@
-"""``ClusterCoordinator``: runs functions on whichever worker is free, while the program goes on."""
+"""``ClusterCoordinator``: runs functions on whichever worker is free, while the program continues."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class ClusterCoordinator:
             )
 
     def done(self) -> bool:
-        """Whether all functions that were scheduled have ended. Raises what ``join`` does."""
+        """True if all functions that were scheduled have ended. Raises what ``join`` raises."""
         check_not_traced("done")
         try:
             is_done = self._pool.done()
@@ -256,8 +256,8 @@ class ClusterCoordinator:
         """Has each worker make a dataset of its own: all of it, not a part.
 
         ``iter`` of what is returned is an argument of scheduled functions, which call ``next`` on it. A worker that
-        comes back after it was lost begins anew. The function is Python that runs on the workers, which get it by
-        ``cloudpickle``: they need the packages that it imports.
+        comes back after it was lost starts it again from the beginning. The function is Python that runs on the
+        workers, which get it by ``cloudpickle``: they need the packages that it imports.
 
         Args:
           dataset_fn: A function that returns a dataset, without arguments or of an ``rx.InputContext``; or a dataset.
@@ -292,12 +292,12 @@ class ClusterCoordinator:
     # --- the end ---------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """What there was to do, and how each task is."""
+        """Returns the numbers of functions by state, and the state of each task."""
         return self._pool.statistics()
 
     @property
     def status_url(self) -> str | None:
-        """Of the page that shows how all tasks are; None if there is none. With a token in it, if one is needed."""
+        """The URL of the status page, with a token in it if one is needed; None if there is no page."""
         return None if self._status is None else self._status.url
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VA
 @final
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """As ``ClusterCoordinator`` takes them. Equal options are those of the same coordinator.
+    """The options that ``ClusterCoordinator`` takes. A strategy's coordinator may be asked for again with equal ones.
 
     Raises:
       InvalidArgumentError: One has another type or value than is allowed.

@@ -1,4 +1,4 @@
-"""``LostGroups``: both servers of a group are gone: the job waits for them, and goes on with their snapshots."""
+"""``LostGroups``: when both servers of a group are gone, the job waits, and resumes from their snapshots."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LostGroups:
         self._groups.returned(watch.index, parts)
 
     def parts_of(self, watch: PsWatch) -> Mapping[str, Any] | None:
-        """What a parameter server said with its last beat of its parts; None: that was the process before."""
+        """Returns what a parameter server's last beat said of its parts; None: that was the process before."""
         told = watch.statistics()["statistics"]
         if told == self._told_before.get(watch.index):
             return None
@@ -152,7 +152,7 @@ class LostGroups:
                 self._pool.resume(("group", group))
 
     def resumed(self, view: View, found: Restored | None) -> None:
-        """What ``restored`` returned."""
+        """Takes what ``restored`` returned, and says what of the group is gone."""
         group, snapshot = view.group, self._snapshot_of(view)
         self._resuming.discard(group)
         resumes, num_updates = self._going_on.get(group, (None, 0))
@@ -181,7 +181,7 @@ class LostGroups:
         )
 
     def _snapshot_of(self, view: View) -> Mapping[str, Any]:
-        """What is known of the snapshot that a group resumes with; nothing if the server had more in memory."""
+        """The description of the snapshot that a group resumes from; empty if the server had more in memory."""
         snapshot = self._restored.get(view.primary, {}).get(str(view.group), {})
         assert view.since is not None
         return snapshot if snapshot.get("position") == list(view.since) else {}

@@ -46,13 +46,13 @@ class PoolWorker:
     """One worker of the pool. Two threads: one connects and sends, the other one receives.
 
     Args:
-      index: Of the worker.
+      index: The worker's number.
       pool: That it belongs to.
 
     Attributes:
       wake: Notified when there is something to send.
       is_hungry: True if it has asked for closures, and did not get as many as it could have.
-      depth: How many closures it may have at a time.
+      depth: The most closures that it may have at a time.
     """
 
     def __init__(self, index: int, session: Session, pool: WorkerPool, limits: Limits):
@@ -87,7 +87,7 @@ class PoolWorker:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the connection, and what the worker last said of itself."""
+        """Returns the state of the connection, and what the worker last said of itself."""
         connection = self._connection
         return {
             "connected": connection is not None and not connection.over.is_set(),
@@ -113,12 +113,12 @@ class PoolWorker:
 
     @property
     def _num_together(self) -> int:
-        """How many closures travel together at most: it runs those while it is sent as many others."""
+        """The most closures that travel together: the worker runs those while it is sent as many others."""
         return max(1, self.depth // 2)
 
     @property
     def _function(self) -> str | None:
-        """The name of what the worker is at."""
+        """The name of the function that the worker runs now."""
         with self._pool.lock:
             closure = self._queue.oldest(self.name)
         return None if closure is None else closure.name
@@ -158,7 +158,7 @@ class PoolWorker:
         settle(ended)
 
     def take(self) -> list[Closure]:
-        """What the worker is to be sent now; with the lock held.
+        """Takes closures to be sent to the worker now; with the lock held.
 
         One that has some gets as many as travel together, or none.
         """
@@ -372,7 +372,7 @@ class PoolWorker:
             self.poke()
 
     def _may_ask(self, closure: Closure) -> bool:
-        """Whether a worker may ask for more of a closure; one that never has enough is broken."""
+        """True if a worker may ask for more of a closure; one that never has enough is broken."""
         closure.num_asks += 1
         if closure.num_asks <= _MAX_ASKS:
             return True

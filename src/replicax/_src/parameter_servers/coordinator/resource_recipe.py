@@ -1,4 +1,4 @@
-"""How a per-worker dataset or value comes to be: one recipe, and a resource on each worker for each iterator."""
+"""Makes per-worker datasets and values: by one recipe, a resource on each worker for each iterator."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def per_worker_values(pool: WorkerPool, fn: Callable[[], Any]) -> PerWorkerValue
 
 @final
 class _Recipe:
-    """What makes a resource on each worker, as often as there are iterators.
+    """Makes a resource on each worker, one for each iterator.
 
     Attributes:
-      unused: Names of what has been made and has no iterator.
+      unused: Names of resources that have no iterator.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class _Recipe:
         self._pool.resources.dropped.append(name)
 
     def drop_unused(self) -> None:
-        """As ``drop``, of all that have no iterator."""
+        """Does the same as ``drop`` for all that have no iterator."""
         self._pool.resources.dropped.extend(self.unused)
 
     def _make(self) -> str:

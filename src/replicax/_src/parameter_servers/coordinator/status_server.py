@@ -69,7 +69,7 @@ class StatusServer:
 
     @property
     def url(self) -> str:
-        """Of the page, with the token where one is needed."""
+        """The URL of the page, with the token where one is needed."""
         return f"http://{self._address}/" + ("" if self.access.is_local else f"?token={self.access.token}")
 
     def start(self) -> None:

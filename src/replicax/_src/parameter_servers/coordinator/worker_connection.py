@@ -1,4 +1,4 @@
-"""``WorkerConnection``: one connection to a worker. What it was sent, and which answer is to what.
+"""``WorkerConnection``: one connection to a worker. Knows what it was sent, and which answer belongs to what.
 
 Answers come in the order of the messages. Programs and constants are sent once, before the first closure that needs
 them. Small closures that need nothing more travel together, if they may: they are a *message group*, one write. Each is
@@ -112,7 +112,7 @@ class WorkerConnection:
         )
 
     def running(self) -> list[Closure]:
-        """What the worker was at when the connection ended: a closure, or one of several that travelled together."""
+        """Returns the closure that ran when the connection ended; or several that came together, of which one ran."""
         awaited = list(self._awaited)
         first = next((each for each in awaited if each.kind in ("closure", "resource")), None)
         if first is None or first.kind == "resource":
@@ -120,7 +120,7 @@ class WorkerConnection:
         return [each.what for each in awaited if each.group == first.group and each.kind == "closure"]
 
     def making(self) -> Resource | None:
-        """What the worker was to make when the connection ended."""
+        """Returns the resource that the worker made when the connection ended; None if it did something else."""
         for each in list(self._awaited):
             if each.kind in ("closure", "resource"):
                 return each.what if each.kind == "resource" else None

@@ -48,7 +48,7 @@ class WorkerConnector:
         self._beat: dict[str, Any] = {}
 
     def statistics(self) -> dict[str, Any]:
-        """How often the worker was connected and restarted, and what it last said of itself."""
+        """Returns how often the worker was connected and restarted, and what it last said of itself."""
         return {
             "connections": self._num_connections,
             "restarts": self._num_restarts,
