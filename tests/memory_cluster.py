@@ -109,7 +109,7 @@ class Client:
 
 
 class Link:
-    """Both ends of a stream, and the thread of the task that answers."""
+    """Both ends of a connection, and the thread of the task that answers."""
 
     def __init__(self, task):
         self.task = task
