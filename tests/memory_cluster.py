@@ -40,7 +40,7 @@ class Task:
     Attributes:
       running: Cleared while it is stopped, as by SIGSTOP.
       asked: What it was asked, and by which incarnation.
-      bundles: The numbers of closures that came together.
+      message_groups: The numbers of closures that came together.
     """
 
     numbers = itertools.count()
@@ -50,7 +50,7 @@ class Task:
         self.running = threading.Event()
         self.running.set()
         self.links = []
-        self.bundles = []
+        self.message_groups = []
         self.asked = []
         self.incarnation = None
         self.is_up = False
@@ -109,7 +109,7 @@ class Client:
 
 
 class Link:
-    """Both ends of a stream, and the thread of the task that answers."""
+    """Both ends of a connection, and the thread of the task that answers."""
 
     def __init__(self, task):
         self.task = task
@@ -123,7 +123,7 @@ class Link:
         if self.why is not None:
             raise self.task.gone(self.why)
         if len(messages) > 1:
-            self.task.bundles.append([message.header["closure"][1] for message in messages])
+            self.task.message_groups.append([message.header["closure"][1] for message in messages])
         for message in messages:
             header = json.dumps(message.header)
             self.sent.put((header, [np.array(a) for a in message.arrays]))
@@ -327,7 +327,11 @@ class MemoryCluster:
     def session(self):
         return Session(self)
 
-    def prepare(self, fn, args, kwargs, num_averaged):
+    @property
+    def closures(self):
+        return self
+
+    def prepare(self, fn, args, kwargs, *, num_averaged):
         assert not kwargs
         return Prepared(self, fn, args)
 

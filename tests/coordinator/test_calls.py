@@ -7,7 +7,14 @@ import replicax as rx
 from checks import message
 from in_memory_servers import in_memory_strategy
 from replicax.coordinator import ClusterCoordinator
-from replicax.errors import ClosureInputError, ContextError, InvalidArgumentError, NarrowingError, TraceError
+from replicax.errors import (
+    ClosureInputError,
+    ContextError,
+    InvalidArgumentError,
+    NarrowingError,
+    TraceError,
+    UnsupportedError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +51,15 @@ def test_ids_that_jax_would_cut_to_others_are_refused(coordinator):
     iterator = iter(coordinator.create_per_worker_dataset(lambda: [{"ids": ids}]))
     coordinator.schedule(lambda i: next(i), args=(iterator,))
     message(ClosureInputError, coordinator.join, "batch['ids'] has 4294967297")
+
+
+def test_modules_are_refused_after_a_call_with_arrays_too(coordinator):
+    nnx = pytest.importorskip("flax.nnx")
+    step = lambda model: model  # noqa: E731
+    coordinator.schedule(step, args=(np.ones(2, np.float32),)).fetch()
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    for _ in range(2):
+        message(UnsupportedError, lambda: coordinator.schedule(step, args=(module,)), "nnx.split")
 
 
 def test_what_waits_is_not_called_in_a_function_that_is_traced(coordinator):

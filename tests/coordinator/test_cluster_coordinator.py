@@ -190,6 +190,8 @@ def both_waiting(cluster, coordinator, step):
     """Each worker is at a function that waits, and has another one to do."""
     for worker in cluster.workers:
         worker.ran.clear()
+    # Otherwise one of them may get both that wait: it has asked for more, and the other one has not yet.
+    eventually(lambda: all(worker.is_hungry for worker in coordinator._pool.workers))
     for x in (-1, -1, 0, 0):
         coordinator.schedule(step, (x,))
     eventually(lambda: all(worker.ran for worker in cluster.workers))
@@ -207,11 +209,11 @@ def test_one_that_raises_does_not_harm_those_that_travel_with_it(cluster, coordi
         coordinator.join(JOIN_S)
     with pytest.raises(RemoteError, match="no luck"):
         failing.fetch(0)
-    (bundle,) = [b for worker in cluster.workers for b in worker.bundles if 40 + 4 + 12 in b]
-    assert len(bundle) > 1
+    (group,) = [b for worker in cluster.workers for b in worker.message_groups if 40 + 4 + 12 in b]
+    assert len(group) > 1
     finished = [x for x, value in zip([*range(8, 20), *range(20, 24)], values, strict=True) if ran(value, x)]
     assert cluster.ps[0].counter == before + 4 + len(finished)
-    assert {number for number in bundle if number != 56} <= {40 + 4 + x - 8 + (x >= 20) for x in finished}
+    assert {number for number in group if number != 56} <= {40 + 4 + x - 8 + (x >= 20) for x in finished}
 
 
 def ran(value, expected):
@@ -227,16 +229,16 @@ def test_those_that_travelled_with_a_dead_worker_are_run_again_one_by_one(cluste
     both_waiting(cluster, coordinator, step)
     values = [coordinator.schedule(step, (x,)) for x in range(10, 60)]
     for worker in cluster.workers:
-        worker.bundles.clear()
+        worker.message_groups.clear()
     before = cluster.ps[0].counter
     amid, push = [], cluster.ps[0].push
 
     def dying(closure, low, amount):
         push(closure, low, amount)
         for worker in cluster.workers:
-            for bundle in worker.bundles:
-                if not amid and closure[1] == bundle[1]:
-                    amid.extend(bundle)
+            for group in worker.message_groups:
+                if not amid and closure[1] == group[1]:
+                    amid.extend(group)
                     worker.restart()  # after it has pushed
 
     cluster.ps[0].push = dying
@@ -246,8 +248,8 @@ def test_those_that_travelled_with_a_dead_worker_are_run_again_one_by_one(cluste
     assert cluster.ps[0].counter == before + 4 + 50
     assert cluster.ps[0].duplicates >= 1
     assert coordinator.statistics()["closures"]["retried"] >= 2
-    together = [bundle for worker in cluster.workers for bundle in worker.bundles if bundle != amid]
-    assert not any(set(amid[1:]) & set(bundle) for bundle in together)
+    together = [group for worker in cluster.workers for group in worker.message_groups if group != amid]
+    assert not any(set(amid[1:]) & set(group) for group in together)
 
 
 @pytest.mark.parametrize("is_sent", [False, True])

@@ -126,7 +126,7 @@ def test_one_that_was_cut_off_until_it_gave_the_coordinator_up_is_a_backup_again
         watch.join(20.0)
 
 
-def test_who_asks_how_it_is_does_not_wait_for_servers_that_are_told(session, monkeypatch):
+def test_nothing_waits_for_servers_that_are_told(session, monkeypatch):
     replication, goes_on = Events(session).replication, threading.Event()
     monkeypatch.setattr(session, "tell_view", lambda task, view, timeout_s: goes_on.wait(60.0))
     watch = PsWatch(1, session, Limits(), None)
@@ -134,6 +134,7 @@ def test_who_asks_how_it_is_does_not_wait_for_servers_that_are_told(session, mon
     losing.start()
     until(lambda: replication.statistics()["unprotected"] == [0, 1])
     assert replication.statistics()["primaries"] == [0, 0]
+    assert replication.silent(PsWatch(0, session, Limits(), None)) is None
     assert losing.is_alive()
     goes_on.set()
     losing.join()
@@ -256,6 +257,32 @@ def test_both_are_started_again_and_go_on_with_what_is_newer(both, caplog):
     assert both.session.went_on == [(0, ["w"]), (1, ["w"])]
     assert "that of ps 0, taken 3 s before: 3 updates" in caplog.text
     assert "that of ps 1, taken 3 s before: 2 updates" in caplog.text
+
+
+def test_one_that_is_lost_while_its_group_resumes_is_waited_for_again(both, monkeypatch):
+    """Its programs are sent to it, which may take long."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def restored(group, keys):
+        begun.set()
+        assert goes_on.wait(20.0)
+        return []
+
+    both.both_lost()
+    for task in range(2):
+        both.restarted(task, (1, 5), (1, 5))
+    monkeypatch.setattr(both.session, "restored", restored)
+    resuming = threading.Thread(target=both.beat, args=(1,))
+    resuming.start()
+    assert begun.wait(20.0)
+    assert both.lost(1) is None
+    assert both.replication.statistics()["lost"] == [0, 1]
+    goes_on.set()
+    resuming.join(20.0)
+    assert both.is_paused
+    both.restarted(1, (1, 5), (1, 5))
+    both.beat(1)
+    assert not both.is_paused
 
 
 def test_one_that_is_there_alone_goes_on_when_it_has_waited(both, monkeypatch):

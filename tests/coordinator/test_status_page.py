@@ -8,7 +8,6 @@ import subprocess
 import pytest
 
 from checks import closure_statistics
-from replicax._src.parameter_servers.coordinator import status_server
 from replicax._src.parameter_servers.coordinator.status import status_of, with_rates
 from replicax._src.parameter_servers.coordinator.status_page import page_of
 from replicax._src.parameter_servers.coordinator.status_server import StatusServer
@@ -59,7 +58,7 @@ def server(monkeypatch):
             raise OSError("no answer")
         return with_rates(None, status(len(asked)))
 
-    monkeypatch.setattr(status_server._Listener, "status", told)
+    monkeypatch.setattr(StatusServer, "status", told)
     server = StatusServer("127.0.0.1:0", None, lambda: status(0))
     server.num_answers, server.asked = 1000, asked
     server.start()

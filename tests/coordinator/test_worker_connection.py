@@ -7,7 +7,7 @@ import pytest
 
 from replicax._src.parameter_servers.coordinator.closures import Closure
 from replicax._src.parameter_servers.coordinator.worker_connection import WorkerConnection
-from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.errors import MessageError, UnavailableError
 from replicax._src.parameter_servers.transport.messages import Message
 
 
@@ -36,7 +36,7 @@ def link():
 
 
 @pytest.fixture
-def stream(link):
+def connection(link):
     session = SimpleNamespace(incarnation="me", epoch=0)
     return WorkerConnection("worker 0", None, link, 1, session, None)
 
@@ -50,27 +50,49 @@ def closure(number, num_bytes=8):
     return made
 
 
-def test_beside_much_that_is_unanswered_nothing_is_sent_by_who_may_not_block(stream, link):
-    """A worker whose own answer is not taken takes nothing: who takes answers must not wait for it."""
+def send_now(connection, closures):
+    """Sends what can be sent without blocking; returns the rest."""
+    return closures[connection.send(connection.small(closures, 0, 8), may_block=False) :]
+
+
+def test_beside_much_that_is_unanswered_nothing_is_sent_without_blocking(connection, link):
+    """A worker whose own answer is not taken takes nothing: the thread that takes answers must not wait for it."""
     small = [closure(number) for number in (1, 2)]
-    stream.send(closure(0, 2**20), 0)
-    assert stream.try_send(small, 0, 8) == small
+    connection.send(connection.whole(closure(0, 2**20), 0))
+    assert send_now(connection, small) == small
     link.answers = [Message({})]
-    assert [each.number for each, _ in stream.receive()[0]] == [0]
-    assert stream.try_send(small, 0, 8) == []
+    assert [each.number for each, _ in connection.receive()[0]] == [0]
+    assert send_now(connection, small) == []
     assert link.sent == [[0], [1, 2]]
 
 
-def test_what_could_not_be_sent_is_not_awaited_though_some_of_it_is_answered(stream, link):
+def test_what_could_not_be_sent_is_not_awaited_though_some_of_it_is_answered(connection, link):
     """The first of several frames got through."""
-    stream.try_send([closure(0)], 0, 8)
+    send_now(connection, [closure(0)])
 
     def partly(messages, timeout_s):
         link.answers = [Message({}), Message({})]  # to closure 0, and to the first of these
-        stream.receive()
+        connection.receive()
         raise UnavailableError("broke", "worker 0")
 
     link.send_all = partly
     with pytest.raises(UnavailableError, match="broke"):
-        stream.try_send([closure(1), closure(2)], 0, 8)
-    assert stream.running() == []
+        send_now(connection, [closure(1), closure(2)])
+    assert connection.running() == []
+
+
+def test_a_request_that_cannot_travel_is_left_to_the_thread_that_may_block(connection, link):
+    link.error = MessageError("too large")
+    assert send_now(connection, [closure(0)]) != []
+    with pytest.raises(MessageError):
+        connection.send(connection.whole(closure(0), 0))
+    assert connection.running() == []
+
+
+def test_nothing_is_sent_without_blocking_while_another_thread_sends(connection, link):
+    def others_send():
+        assert send_now(connection, [closure(0)]) != []
+        yield from connection.small([closure(1)], 0, 8)
+
+    assert connection.send(others_send()) == 1
+    assert link.sent == [[1]]

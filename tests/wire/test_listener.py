@@ -10,11 +10,12 @@ import time
 import pytest
 
 from replicax._src.wire import listener as listeners
+from replicax._src.wire.acceptor import AUTHENTICATION_S, MOST_UNAUTHENTICATED
 from replicax._src.wire.client import connect
 from replicax._src.wire.connection import FOREVER
 from replicax._src.wire.errors import PeerEndedError, TokenError, WireError
 from replicax._src.wire.frames import Kind
-from replicax._src.wire.listener import HANDSHAKE_S, MOST_STRANGERS, Listener
+from replicax._src.wire.listener import Listener
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import listen
 
@@ -163,7 +164,7 @@ def test_after_its_end_nobody_is_accepted_and_peers_go_on(echo):
     friend = echo.connect()
     assert said(friend) == b"hello"  # it is served, and no stranger any more
     stranger = echo.raw()
-    wait_until(lambda: echo.listener._strangers)
+    wait_until(lambda: echo.listener._acceptor.num_unauthenticated)
     started = time.monotonic()
     echo.listener.close()
     wait_until(lambda: is_cut(stranger))
@@ -186,23 +187,23 @@ def memory():
 
 @pytest.mark.parametrize("is_encrypted", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_300_idle_strangers_keep_nobody_out(is_encrypted, tls, monkeypatch):
-    monkeypatch.setattr(listeners, "HANDSHAKE_S", 4.0)
+    monkeypatch.setattr(listeners, "AUTHENTICATION_S", 4.0)
     security = tls if is_encrypted else TOKEN
     with Echo(security) as echo, contextlib.ExitStack() as strangers:
         assert_serves(echo, security)
         before, started = memory(), time.monotonic()
         idle = [strangers.enter_context(echo.raw()) for _ in range(300)]
         assert_serves(echo, security, within_s=1.0)
-        wait_until(lambda: len(echo.listener._strangers) <= MOST_STRANGERS)
-        assert num_threads() <= MOST_STRANGERS + 10
+        wait_until(lambda: echo.listener._acceptor.num_unauthenticated <= MOST_UNAUTHENTICATED)
+        assert num_threads() <= MOST_UNAUTHENTICATED + 10
         num_cut = sum(map(is_cut, idle))
-        assert num_cut == 301 - MOST_STRANGERS  # the friend takes a place for a moment
+        assert num_cut == 301 - MOST_UNAUTHENTICATED  # the friend takes a place for a moment
         assert all(map(is_cut, idle[:num_cut]))  # the oldest ones
         assert memory() < before + 30 * MB
         assert time.monotonic() - started < 4.0
         wait_until(lambda: all(map(is_cut, idle)), 10.0)
         assert 3.9 < time.monotonic() - started < 8.0
-        wait_until(lambda: not echo.listener._strangers and not num_threads())
+        wait_until(lambda: not echo.listener._acceptor.num_unauthenticated and not num_threads())
         assert echo.num_rejected == 300
         assert_serves(echo, security)
 
@@ -212,14 +213,14 @@ def test_a_flood_of_strangers_does_not_become_more_than_are_kept(echo):
     with contextlib.ExitStack() as strangers:
         for _ in range(600):
             strangers.enter_context(echo.raw())
-            most = max(most, len(echo.listener._strangers))
-        assert most <= MOST_STRANGERS
+            most = max(most, echo.listener._acceptor.num_unauthenticated)
+        assert most <= MOST_UNAUTHENTICATED
         assert_serves(echo, within_s=1.0)
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_a_stranger_that_says_one_byte_at_a_time_is_cut_in_time(is_encrypted, tls, monkeypatch):
-    monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(listeners, "AUTHENTICATION_S", 0.4)
     first = b"\x16\x03\x01\x02\x00" if is_encrypted else b"RPLX"
     with Echo(tls if is_encrypted else TOKEN) as echo, echo.raw() as slow:
         started = time.monotonic()
@@ -243,7 +244,7 @@ def test_a_stranger_whose_handshake_of_tls_does_not_end_is_cut_before_its_time(t
             for record in records:
                 stranger.sendall(b"\x16\x03\x01" + len(record).to_bytes(2, "big") + record)
         wait_until(lambda: is_cut(stranger))
-        assert time.monotonic() - begun < HANDSHAKE_S / 2
+        assert time.monotonic() - begun < AUTHENTICATION_S / 2
         assert_serves(echo, tls)
 
 
@@ -308,14 +309,14 @@ class OutOfDescriptors:
 
 
 def test_a_listener_without_descriptors_waits_and_goes_on(echo):
-    out = echo.listener._listening = OutOfDescriptors(echo.listener._listening)
+    out = echo.listener._acceptor._listening = OutOfDescriptors(echo.listener._acceptor._listening)
     assert_serves(echo)  # by the call that waits already
     wait_until(lambda: out.num_failed)
     time.sleep(0.5)
     assert out.num_failed <= 8  # not as fast as it can
     out.is_out = False
     assert_serves(echo)
-    echo.listener._listening = out.listening
+    echo.listener._acceptor._listening = out.listening
 
 
 def test_a_listener_without_threads_turns_a_peer_away_and_goes_on(echo, monkeypatch):
@@ -332,5 +333,5 @@ def test_a_listener_without_threads_turns_a_peer_away_and_goes_on(echo, monkeypa
         with pytest.raises((WireError, ConnectionError)):
             echo.connect()
         assert time.monotonic() - started < 2
-    assert not echo.listener._strangers
+    assert not echo.listener._acceptor.num_unauthenticated
     assert_serves(echo)

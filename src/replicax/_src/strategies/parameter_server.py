@@ -294,20 +294,10 @@ class ParameterServerStrategy(Strategy):
             return datasets.distribute_from_function(self.topology, dataset_fn, options, self.worker_of_own)
         return UnbuiltDataset.of_function(dataset_fn, options, self.num_replicas_in_sync)
 
-    def prepare(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        num_averaged: int | None = None,
-    ) -> PreparedClosure:
-        """A call of ``fn``, traced for workers, its gradients to be averaged with others'. For coordinators."""
-        return self.closures.prepare(fn, args, kwargs, num_averaged=num_averaged)
-
     def run_here(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of cross-replica code in this process, with its variables on the servers."""
         with self._running_here:
-            return self._run_here(self.prepare(fn, args, kwargs))
+            return self._run_here(self.closures.prepare(fn, args, kwargs))
 
     def run_replica_here(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a replica function in this process, with its variables on the servers."""

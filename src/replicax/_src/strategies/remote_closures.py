@@ -20,7 +20,7 @@ from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.programs.closure import place_closure
 from replicax._src.parameter_servers.programs.elements import Elements, PerWorkerInput, taking_from
 from replicax._src.parameter_servers.programs.programs import WorkerProgram
-from replicax._src.parameter_servers.programs.random_keys import as_data, is_key
+from replicax._src.parameter_servers.programs.random_keys import taking_data
 from replicax._src.program import key, side_effects
 from replicax._src.program.arguments import ClosureCheck, as_arguments
 from replicax._src.program.cache import (
@@ -106,6 +106,7 @@ class Closures:
     """
 
     def __init__(self, strategy: Any, session: Session):
+        ensure_bridges()  # those of frameworks that are imported later install themselves
         self._strategy, self._session = strategy, session
         self._slots = SlotTable(1)  # of cross-replica code
         self._cache: ProgramCache[WorkerFunction] = ProgramCache()
@@ -125,19 +126,11 @@ class Closures:
           is_replica_function: Whether it is called in replica context.
           num_averaged: Of how many closures the gradients are averaged for an update; None: each pushes its own.
         """
-        ensure_bridges()
         fn = key.unwrap(fn)
         lifted = key.lifted_cells(fn)
         nest = (tuple(args), dict(kwargs or {}), lifted)
-        if open_modules(nest[:2])[1] is not None:
-            raise UnsupportedError(
-                "An nnx module is an argument of a function for workers, which could not update it. Pass the module's state as "
-                "arrays (nnx.split), or keep it in variables made in strategy.scope()."
-            )
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=_is_leaf)
         leaves = as_arguments(leaves, tree)
-        if any(map(is_key, leaves)):
-            leaves, tree = jax.tree_util.tree_flatten(tree.unflatten(map(as_data, leaves)), is_leaf=_is_leaf)
         programs = self._cache.programs_of(fn)
         described, arrays, sources = _describe(leaves, programs)
         signature = (
@@ -150,6 +143,7 @@ class Closures:
         )
         traced = programs.get(signature)
         if traced is None or not traced.is_valid():
+            _check_no_modules(nest[:2])
             num_replicas = self._strategy.num_replicas_in_sync
             with tracing_lock, compiling(key.name_of(fn), num_replicas):
                 traced = self._traced(fn, tree, described, sources, is_replica_function, num_averaged)
@@ -172,10 +166,11 @@ class Closures:
         is_replica_function: bool,
         num_averaged: int | None,
     ) -> WorkerFunction:
-        avals = [leaf.aval() for leaf in described if leaf.kind != "static"]
+        given = [leaf.aval() for leaf in described if leaf.kind != "static"]
+        with_keys, avals = taking_data(lambda *arrays: arrays, given)
 
         def call(tracers: list[Any], elements: Elements) -> Any:
-            arrays, inputs = iter(tracers), iter(sources)
+            arrays, inputs = iter(with_keys(*tracers)), iter(sources)
 
             def thawed(leaf: Leaf) -> Any:
                 if leaf.kind != "static":
@@ -210,6 +205,14 @@ def _is_leaf(leaf: Any) -> bool:
     return is_variable(leaf) or isinstance(leaf, PerWorkerInput)
 
 
+def _check_no_modules(nest: Any) -> None:
+    if open_modules(nest)[1] is not None:
+        raise UnsupportedError(
+            "An nnx module is an argument of a function for workers, which could not update it. Pass the module's state as "
+            "arrays (nnx.split), or keep it in variables made in strategy.scope()."
+        )
+
+
 def _is_of_source(leaf: Leaf) -> bool:
     return isinstance(leaf.value, tuple) and leaf.value[0] is PerWorkerInput
 
@@ -227,16 +230,23 @@ def _describe(
             sources.append(leaf)
         elif key.is_array(leaf):
             described.append(array_leaf(leaf))
-            # It may be written before it is sent: itself, or what it is a view of.
-            is_theirs = isinstance(leaf, np.ndarray) and (leaf.flags.writeable or leaf.base is not None)
-            with np.errstate(over="ignore"):  # what does not fit is found later, if it is used
-                arrays.append((np.array if is_theirs else np.asarray)(leaf, described[-1].dtype))
+            arrays.append(_sendable(leaf, described[-1].dtype))
         elif type(leaf) is float and programs.is_varying(position, leaf):
             described.append(Leaf("whole", (), jnp.result_type(float), weak_type=True))
             arrays.append(np.asarray(leaf, jnp.result_type(float)))
         else:
             described.append(static_leaf(leaf))
     return described, arrays, sources
+
+
+def _sendable(array: Any, dtype: Any) -> np.ndarray:
+    """An array of the arguments as it travels; of typed random keys their data."""
+    if not isinstance(dtype, np.dtype):
+        return np.asarray(jax.random.key_data(array))
+    # It may be written before it is sent: itself, or what it is a view of.
+    is_theirs = isinstance(array, np.ndarray) and (array.flags.writeable or array.base is not None)
+    with np.errstate(over="ignore"):  # what does not fit is found later, if it is used
+        return (np.array if is_theirs else np.asarray)(array, dtype)
 
 
 def _pattern(sources: Sequence[PerWorkerInput]) -> tuple[int, ...]:

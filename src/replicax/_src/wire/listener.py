@@ -1,32 +1,26 @@
 """``Listener``: accepts connections, sends strangers away, and serves each authenticated peer on a thread of its own.
 
-A stranger, whom nobody has authenticated yet, costs a thread, a socket and 96 bytes, for five seconds at most. When
-there are more than 256 strangers, the oldest is dropped: so they cannot keep a peer with the token out.
+A stranger, whom nobody has authenticated yet, costs a thread, a socket and 96 bytes, for five seconds at most.
+``Acceptor`` limits how many there are.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable
-from typing import Final, final
+from typing import final
 
+from replicax._src.wire.acceptor import AUTHENTICATION_S, Acceptor
 from replicax._src.wire.client import is_loopback_peer
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import PeerEndedError
 from replicax._src.wire.handshake import Agreed, greet_client
 from replicax._src.wire.security import Security
-from replicax._src.wire.sockets import shut_down
 from replicax._src.wire.streams import stream_over
 
 _log = logging.getLogger(__name__)
-
-MOST_STRANGERS: Final = 256
-HANDSHAKE_S: Final = 5.0
-_PAUSE_S: Final = 0.1
-"""Before the next connection is accepted, when the process could not: it has no descriptor left, say."""
 
 Serve = Callable[[Connection, str], None]
 """Serves a peer until its connection ends. Its arguments are the connection and the purpose that the peer gave."""
@@ -50,51 +44,14 @@ class Listener:
         serve: Serve,
         rejected: Callable[[], None] = lambda: None,
     ):
-        self._listening, self._security = listening, security
-        self._serve, self._rejected = serve, rejected
-        self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
-        self._is_closed = False
+        self._security, self._serve, self._rejected = security, serve, rejected
         self.port: int = listening.getsockname()[1]
-        threading.Thread(target=self._accept, name="replicax listener", daemon=True).start()
+        self._acceptor = Acceptor(listening, self._meet)
+        self._acceptor.start()
 
     def close(self) -> None:
         """Accepts no more connections, and sends strangers away. Peers go on."""
-        self._is_closed = True
-        shut_down(self._listening)  # wakes the thread that accepts
-        self._listening.close()
-        with self._lock:
-            for stranger in self._strangers:
-                shut_down(stranger)
-
-    def _accept(self) -> None:
-        has_failed = False
-        while True:
-            try:
-                connection, address = self._listening.accept()
-                has_failed = False
-            except OSError:
-                if self._is_closed:
-                    return
-                if has_failed:
-                    self._drop_oldest()  # which gives its descriptor back
-                has_failed = True
-                time.sleep(_PAUSE_S)
-                continue
-            if len(self._strangers) >= MOST_STRANGERS:
-                self._drop_oldest()
-            with self._lock:
-                self._strangers[connection] = None
-            host = str(address[0]).removeprefix("::ffff:")
-            peer = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
-            thread = threading.Thread(
-                target=self._meet, args=(connection, peer), name="replicax peer", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:  # there are too many threads
-                self._forget(connection)
-                connection.close()
+        self._acceptor.close()
 
     def _meet(self, stranger: socket.socket, peer: str) -> None:
         try:
@@ -105,7 +62,7 @@ class Listener:
             self._rejected()
             return
         finally:
-            self._forget(stranger)
+            self._acceptor.authenticated(stranger)
         try:
             self._serve(connection, agreed.purpose)
         except OSError as error:  # the peer is gone
@@ -114,7 +71,7 @@ class Listener:
             connection.close()
 
     def _authenticated(self, stranger: socket.socket, peer: str) -> tuple[Connection, Agreed]:
-        deadline = time.monotonic() + HANDSHAKE_S
+        deadline = time.monotonic() + AUTHENTICATION_S
         try:
             is_loopback = is_loopback_peer(stranger)
             stream = stream_over(stranger, self._security.server, deadline)
@@ -130,14 +87,3 @@ class Listener:
         except BaseException:
             stranger.close()
             raise
-
-    def _drop_oldest(self) -> None:
-        with self._lock:
-            oldest = next(iter(self._strangers), None)
-            if oldest is not None:
-                del self._strangers[oldest]
-                shut_down(oldest)  # its thread sends it away
-
-    def _forget(self, stranger: socket.socket) -> None:
-        with self._lock:
-            self._strangers.pop(stranger, None)

@@ -47,14 +47,14 @@ class Closure:
     """A scheduled function.
 
     Attributes:
-      number: Of the closure, in the order of scheduling.
-      name: Of the function, for people.
-      kind: What closures of one program have in common.
-      work: What is to be run, and who waits for it: whatever the caller needs.
-      num_deaths: How many workers were lost while it ran, or may have run.
-      num_returns: How often it came back for another reason.
-      num_asks: How often a worker asked for a program of it, again.
-      round_key: What closures of the same rounds have in common; None: it is not of rounds.
+      number: Its place in the order of scheduling.
+      name: The function's, for people.
+      kind: Equal for closures of one program.
+      work: Whatever the caller needs to run it, and to tell whoever waits for it.
+      num_deaths: The number of workers that were lost while it ran, or may have run.
+      num_returns: The number of times it came back for another reason.
+      num_asks: The number of times a worker asked for a program of it again.
+      round_key: Equal for closures of the same rounds; None: it is not of rounds.
       round: In which it was taken.
       travels_alone: Since it was taken last: others neither wait for it nor die of it.
     """
@@ -73,11 +73,11 @@ class Closure:
 
 @dataclass(slots=True)
 class _Member:
-    """What is known of a worker.
+    """The state of a worker.
 
     Attributes:
-      in_flight: What it has taken, by number, oldest first.
-      clock: How many closures have ended here; raised to the slowest one's when it comes back.
+      in_flight: Closures that it has taken, by number, oldest first.
+      clock: The number of closures that have ended here; raised to the slowest one's when it comes back.
     """
 
     is_here: bool = False
@@ -87,10 +87,10 @@ class _Member:
 
 @dataclass(slots=True)
 class Counts:
-    """How many closures have come and gone.
+    """Numbers of closures, by what became of them.
 
     Attributes:
-      retried: How often one was queued again.
+      retried: The number of times one was queued again.
     """
 
     scheduled: int = 0
@@ -107,12 +107,12 @@ class ClosureQueue:
     Methods that can end closures without a result return these, each with its error: tell whoever waits for them.
 
     Args:
-      capacity: How many closures may be queued.
+      capacity: The most closures that may be queued.
       max_deaths: With how many workers a closure may die before it fails.
       max_deaths_of_proven: The same, of one of a kind that has finished before.
-      max_staleness: How many closures a worker may be ahead of the slowest; None for no limit.
-      first_number: Of the first closure.
-      replicas_to_aggregate: How many closures' gradients are averaged for an update; None: each is one.
+      max_staleness: The most closures that a worker may be ahead of the slowest; None for no limit.
+      first_number: The number of the first closure.
+      replicas_to_aggregate: The number of closures whose gradients are averaged for an update; None: each is one.
       first_round: The number of the first round.
     """
 
@@ -200,7 +200,7 @@ class ClosureQueue:
 
     @property
     def next_number(self) -> int:
-        """Of the next closure."""
+        """The number of the next closure."""
         return self._next_number
 
     @property
@@ -216,15 +216,15 @@ class ClosureQueue:
         return self._low
 
     def in_flight(self, worker: Worker) -> int:
-        """How many closures a worker has taken that have not ended."""
+        """The number of closures that a worker has taken and that have not ended."""
         return len(self._members[worker].in_flight)
 
     def oldest(self, worker: Worker) -> Closure | None:
-        """What a worker is at, if anything."""
+        """The closure that a worker runs now; None if it has none."""
         return next(iter(self._members[worker].in_flight.values()), None)
 
     def may_take(self, worker: Worker) -> bool:
-        """Whether there is a closure that the worker may have now."""
+        """True if there is a closure that the worker may have now."""
         if not self._queued or self._paused:
             return False
         member = self._members[worker]
@@ -260,7 +260,7 @@ class ClosureQueue:
         return self._fail(closure, error)
 
     def take(self, worker: Worker) -> Closure | None:
-        """A worker asks for a closure; None if there is none for it now."""
+        """Gives a worker the next closure; None if there is none for it now."""
         if not self.may_take(worker):
             return None
         closure = self._queued.popleft()
@@ -352,7 +352,7 @@ class ClosureQueue:
         return self._cancel_queued(f"It was in the queue when gradients could not be applied: {error}")
 
     def mended(self) -> None:
-        """What was broken is there again."""
+        """Ends a breakage: what all closures need is there again."""
         self._breakage = None
 
     def close(self) -> Ended:
@@ -367,9 +367,7 @@ class ClosureQueue:
         return self._cancel(held, _CLOSED) + self._cancel_queued(_CLOSED)
 
     def collect(self) -> BaseException | None:
-        """What ``schedule``, ``join`` or ``done`` is to raise now; a failure is given once, when nothing is in
-        flight.
-        """
+        """Returns what ``schedule``, ``join`` or ``done`` raises now; a failure once, when nothing is in flight."""
         if self._breakage is not None:
             self._error = None
             return self._breakage
@@ -442,7 +440,7 @@ class ClosureQueue:
         )
 
     def _num_waiting(self) -> int:
-        """How many workers have nothing in flight and could have something."""
+        """The number of workers that have nothing in flight and could have something."""
         return sum(
             member.is_here and not member.in_flight and not self._is_too_far_ahead(member)
             for member in self._members.values()

@@ -1,50 +1,41 @@
-"""``ClusterCoordinator``: runs functions on whichever worker is free, while the program goes on."""
+"""``ClusterCoordinator``: runs functions on whichever worker is free, while the program continues."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
-import numpy as np
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.coordinator.closures import ClosureQueue
+from replicax._src.parameter_servers.coordinator.coordinator_options import CoordinatorOptions
 from replicax._src.parameter_servers.coordinator.limits import Limits
-from replicax._src.parameter_servers.coordinator.per_worker import (
-    PerWorkerDataset,
-    PerWorkerIterator,
-    PerWorkerValues,
-)
+from replicax._src.parameter_servers.coordinator.per_worker import PerWorkerDataset, PerWorkerValues
 from replicax._src.parameter_servers.coordinator.pool import WorkerPool
 from replicax._src.parameter_servers.coordinator.prepared import ClosureStrategy
 from replicax._src.parameter_servers.coordinator.ps_recovery import OnPsRestart
 from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue, check_not_traced, fetched
-from replicax._src.parameter_servers.coordinator.resources import Resource
+from replicax._src.parameter_servers.coordinator.resource_recipe import per_worker_dataset, per_worker_values
 from replicax._src.parameter_servers.coordinator.scheduled_work import Work
-from replicax._src.parameter_servers.coordinator.status import STATUS_ADDRESS_VARIABLE, status_of
+from replicax._src.parameter_servers.coordinator.status import status_of
 from replicax._src.parameter_servers.errors import ClosureInputError
-from replicax._src.parameter_servers.programs.elements import ElementSpec
 from replicax._src.parameter_servers.task.process import vitals
-from replicax._src.parameter_servers.transport import structures
-from replicax._src.parameter_servers.worker import resources
-from replicax._src.tensorflow_code import python_function_of
+from replicax._src.program.key import name_of
 
 if TYPE_CHECKING:
     from replicax._src.parameter_servers.coordinator.status_server import StatusServer
 
 log = logging.getLogger("replicax")
 
-_SPEC_S = 600.0
 _EXIT_S = 5.0
 
 _pools_at_work: set[WorkerPool] = set()
@@ -53,7 +44,6 @@ _pools: weakref.WeakKeyDictionary[Any, WorkerPool] = (
 )  # the last one of each strategy
 _coordinators: weakref.WeakKeyDictionary[Any, weakref.ref[ClusterCoordinator]] = weakref.WeakKeyDictionary()
 _construction = threading.Lock()
-_resource_numbers = itertools.count()  # of all coordinators: what one has made is not taken for another's
 
 
 @final
@@ -94,7 +84,7 @@ class ClusterCoordinator:
 
     _strategy: ClosureStrategy
     _pool: WorkerPool
-    _options: Mapping[str, Any]
+    _options: CoordinatorOptions
 
     def __new__(
         cls,
@@ -116,14 +106,9 @@ class ClusterCoordinator:
                 "ClusterCoordinator: every worker runs this program by itself, and none waits for functions: call strategy.run. "
                 "In a chief make ParameterServerStrategy(is_coordinator=True), and let the workers run `replicax server`."
             )
-        _check_options(max_staleness, replicas_to_aggregate, reconnect_timeout_s, status_address)
-        options = {
-            "max_staleness": max_staleness,
-            "replicas_to_aggregate": replicas_to_aggregate,
-            "reconnect_timeout_s": reconnect_timeout_s,
-            "on_ps_restart": on_ps_restart,
-            "status_address": status_address or os.environ.get(STATUS_ADDRESS_VARIABLE) or None,
-        }
+        options = CoordinatorOptions(
+            max_staleness, replicas_to_aggregate, reconnect_timeout_s, on_ps_restart, status_address
+        )
         with _construction:
             existing = _coordinators.get(strategy, lambda: None)()
             if existing is None or existing._pool.is_closed:
@@ -137,23 +122,23 @@ class ClusterCoordinator:
                 )
             return existing
 
-    def _begin(self, strategy: ClosureStrategy, options: Mapping[str, Any]) -> None:
-        self._strategy, self._options = strategy, dict(options)
+    def _begin(self, strategy: ClosureStrategy, options: CoordinatorOptions) -> None:
+        self._strategy, self._options = strategy, options
         # A server knows the numbers that it has applied for as long as the strategy's session lasts.
         before = _pools.get(strategy)
         first = 0 if before is None else before.next_number
         first_round = 0 if before is None else before.next_round_number
-        self._num_averaged: int | None = options["replicas_to_aggregate"]
+        self._num_averaged = options.replicas_to_aggregate
         self._has_warned = False
         queue = ClosureQueue(
-            max_staleness=options["max_staleness"],
+            max_staleness=options.max_staleness,
             first_number=first,
             replicas_to_aggregate=self._num_averaged,
             first_round=first_round,
         )
-        limits = Limits(reconnect_s=options["reconnect_timeout_s"])
-        self._pool = WorkerPool(queue, strategy.session, limits, options["on_ps_restart"])
-        self._status = _status_server(self._pool, options["status_address"])
+        limits = Limits(reconnect_s=options.reconnect_timeout_s)
+        self._pool = WorkerPool(queue, strategy.session, limits, options.on_ps_restart)
+        self._status = _status_server(self._pool, options.status_address)
         _pools[strategy] = self._pool
         self._finalizer = weakref.finalize(self, _end, self._pool, self._status)
         self._finalizer.atexit = False
@@ -204,10 +189,10 @@ class ClusterCoordinator:
             raise
         keeps = (fn, args, kwargs)
         try:
-            prepared = self._strategy.prepare(fn, args, kwargs, self._num_averaged)
+            prepared = self._strategy.closures.prepare(fn, args, kwargs, num_averaged=self._num_averaged)
         except ClosureInputError as error:
-            value = RemoteValue(_name_of(fn), None)
-            pool.refuse(_name_of(fn), Work(None, value, keeps=keeps), error)
+            value = RemoteValue(name_of(fn), None)
+            pool.refuse(name_of(fn), Work(None, value, keeps=keeps), error)
             return value
         value = RemoteValue(prepared.name, prepared.assemble, self._strategy.session.renew)
         kind = next(iter(prepared.programs.values()), None)
@@ -248,7 +233,7 @@ class ClusterCoordinator:
             )
 
     def done(self) -> bool:
-        """Whether all functions that were scheduled have ended. Raises what ``join`` does."""
+        """True if all functions that were scheduled have ended. Raises what ``join`` raises."""
         check_not_traced("done")
         try:
             is_done = self._pool.done()
@@ -271,8 +256,8 @@ class ClusterCoordinator:
         """Has each worker make a dataset of its own: all of it, not a part.
 
         ``iter`` of what is returned is an argument of scheduled functions, which call ``next`` on it. A worker that
-        comes back after it was lost begins anew. The function is Python that runs on the workers, which get it by
-        ``cloudpickle``: they need the packages that it imports.
+        comes back after it was lost starts it again from the beginning. The function is Python that runs on the
+        workers, which get it by ``cloudpickle``: they need the packages that it imports.
 
         Args:
           dataset_fn: A function that returns a dataset, without arguments or of an ``rx.InputContext``; or a dataset.
@@ -281,12 +266,7 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: It cannot be pickled.
         """
-        # A graph of TensorFlow cannot hold a distributed dataset of ours.
-        dataset_fn = python_function_of(dataset_fn)
-        recipe = _Recipe(self._pool, "dataset", resources.dump(dataset_fn), _name_of(dataset_fn))
-        dataset = PerWorkerDataset(recipe.spec, lambda: _iterator(recipe))
-        weakref.finalize(dataset, recipe.drop_unused).atexit = False
-        return dataset
+        return per_worker_dataset(self._pool, dataset_fn)
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Has each worker make a value of its own: in scheduled functions, what is returned stands for the worker's.
@@ -294,10 +274,7 @@ class ClusterCoordinator:
         Args:
           fn: Without arguments; it runs on the workers, as that of ``create_per_worker_dataset``.
         """
-        recipe = _Recipe(self._pool, "value", resources.dump(fn), _name_of(fn))
-        values = PerWorkerValues(recipe.unused[0], recipe.spec)
-        weakref.finalize(values, recipe.drop_unused).atexit = False
-        return values
+        return per_worker_values(self._pool, fn)
 
     # --- copies ----------------------------------------------------------------------------------------
 
@@ -315,12 +292,12 @@ class ClusterCoordinator:
     # --- the end ---------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
-        """What there was to do, and how each task is."""
+        """Returns the numbers of functions by state, and the state of each task."""
         return self._pool.statistics()
 
     @property
     def status_url(self) -> str | None:
-        """Of the page that shows how all tasks are; None if there is none. With a token in it, if one is needed."""
+        """The URL of the status page, with a token in it if one is needed; None if there is no page."""
         return None if self._status is None else self._status.url
 
     def close(self) -> None:
@@ -388,43 +365,15 @@ def _end_with_python() -> None:
 atexit.register(_end_with_python)
 
 
-def _name_of(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _check_options(
-    max_staleness: Any, replicas_to_aggregate: Any, reconnect_timeout_s: Any, status_address: Any
-) -> None:
-    if max_staleness is not None and (type(max_staleness) is not int or max_staleness < 0):
-        raise InvalidArgumentError(
-            f"max_staleness must be a whole number of at least 0, or None for no limit; got {max_staleness!r}."
-        )
-    if replicas_to_aggregate is not None and (
-        type(replicas_to_aggregate) is not int or replicas_to_aggregate < 1
-    ):
-        raise InvalidArgumentError(
-            "replicas_to_aggregate must be a whole number of at least 1, or None to train asynchronously; got "
-            f"{replicas_to_aggregate!r}."
-        )
-    if not isinstance(reconnect_timeout_s, int | float) or not reconnect_timeout_s >= 0:
-        raise InvalidArgumentError(
-            f"reconnect_timeout_s must be a number of seconds, of at least 0; got {reconnect_timeout_s!r}."
-        )
-    if not isinstance(status_address, str | None):
-        raise InvalidArgumentError(
-            f'status_address must be "host:port", such as "127.0.0.1:8080", got {status_address!r}.'
-        )
-
-
 def _arguments(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not isinstance(args, list | tuple | None):
         raise InvalidArgumentError(
-            f"schedule() of '{_name_of(fn)}': args must be a list or tuple of the positional arguments, got "
+            f"schedule() of '{name_of(fn)}': args must be a list or tuple of the positional arguments, got "
             f"{type(args).__name__}. Of one argument: args=(x,)."
         )
     if not isinstance(kwargs, Mapping | None):
         raise InvalidArgumentError(
-            f"schedule() of '{_name_of(fn)}': kwargs must be a dict of arguments by name, got {type(kwargs).__name__}."
+            f"schedule() of '{name_of(fn)}': kwargs must be a dict of arguments by name, got {type(kwargs).__name__}."
         )
     return tuple(args or ()), dict(kwargs or {})
 
@@ -439,67 +388,12 @@ def _check(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     ):
         if isinstance(leaf, PerWorkerDataset):
             raise InvalidArgumentError(
-                f"A per-worker dataset stands in the arguments of '{_name_of(fn)}'. Pass an iterator of it, iter(dataset), which "
+                f"A per-worker dataset stands in the arguments of '{name_of(fn)}'. Pass an iterator of it, iter(dataset), which "
                 "goes on from one function to the next."
             )
         if isinstance(leaf, RemoteValue):
             # The beginning is TensorFlow's.
             raise InvalidArgumentError(
                 "`replicax.coordinator.RemoteValue` used as an input to scheduled function is not yet supported. "
-                f"{leaf!r} stands in the arguments of '{_name_of(fn)}': pass what its fetch() returns."
+                f"{leaf!r} stands in the arguments of '{name_of(fn)}': pass what its fetch() returns."
             )
-
-
-@final
-class _Recipe:
-    """What makes a resource on each worker, as often as there are iterators.
-
-    Attributes:
-      unused: Names of what has been made and has no iterator.
-    """
-
-    def __init__(
-        self, pool: WorkerPool, kind: Literal["dataset", "value"], pickle: np.ndarray, function: str
-    ):
-        self._pool, self._pickle, self._function = pool, pickle, function
-        self._kind: Literal["dataset", "value"] = kind
-        self._known: ElementSpec | None = None
-        self.unused: list[str] = []
-        self.unused.append(self._make())
-        self._last = self.unused[0]
-
-    def take(self) -> str:
-        """The name of one that nobody has had."""
-        self._last = self.unused.pop() if self.unused else self._make()
-        return self._last
-
-    def spec(self) -> ElementSpec:
-        """Waits for the first worker that has made one."""
-        if self._known is None:
-            said = self._pool.resources.spec(self._last, _SPEC_S)
-            leaves = tuple(
-                jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in said["leaves"]
-            )
-            tree = jax.tree.structure(structures.rebuilt(said["tree"], leaves))
-            self._known = ElementSpec(tree, leaves, said.get("cut"))
-        return self._known
-
-    def drop(self, name: str) -> None:
-        """Workers may release it. For garbage collection: takes no lock."""
-        self._pool.resources.dropped.append(name)
-
-    def drop_unused(self) -> None:
-        """As ``drop``, of all that have no iterator."""
-        self._pool.resources.dropped.extend(self.unused)
-
-    def _make(self) -> str:
-        name = f"{self._kind} {next(_resource_numbers)}"
-        self._pool.add(Resource(name, self._kind, self._pickle, self._function))
-        return name
-
-
-def _iterator(recipe: _Recipe) -> PerWorkerIterator:
-    name = recipe.take()
-    iterator = PerWorkerIterator(name, recipe.spec)
-    weakref.finalize(iterator, recipe.drop, name).atexit = False
-    return iterator

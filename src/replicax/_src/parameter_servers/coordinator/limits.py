@@ -1,4 +1,4 @@
-"""``Limits``: when a task counts as lost, and for how long it is waited for."""
+"""``Limits``: the times after which a task counts as lost, or is given up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Limits:
-    """When a task counts as lost, and for how long a lost one is waited for.
+    """The times after which a task counts as lost, and for which a lost one is waited for.
 
     Attributes:
       beat_s: Between two questions whether it is alive.

@@ -1,11 +1,11 @@
-"""``LostGroups``: both servers of a group are gone: the job waits for them, and goes on with their snapshots."""
+"""``LostGroups``: when both servers of a group are gone, the job waits, and resumes from their snapshots."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 from replicax._src.errors import ReplicaxError
 from replicax._src.parameter_servers.coordinator.prepared import Session
@@ -23,11 +23,23 @@ _PARTNER_S: Final = 60.0
 """When the last primary of a group is there again with a snapshot, the other server is waited for so much longer."""
 
 
+class Restored(NamedTuple):
+    """Names of the variables of a group.
+
+    Attributes:
+      missing: Those that the snapshot lacks.
+      names: All.
+    """
+
+    missing: Sequence[str]
+    names: Sequence[str]
+
+
 @final
 class LostGroups:
     """Pauses the job while a group is lost, and says what of it is gone.
 
-    ``Groups`` has the rules; its owner has the lock.
+    ``Groups`` has the rules. The owner has the lock, and holds it for all but ``restored``.
 
     Args:
       session: With groups.
@@ -46,6 +58,7 @@ class LostGroups:
         self._since: dict[int, float] = {}
         self._num_updates: dict[int, int] = {}
         self._going_on: dict[int, tuple[View, int]] = {}
+        self._resuming: set[int] = set()  # of those, the groups that some thread reads again
         # By parameter server.
         self._returned_at: dict[int, float] = {}
         self._restored: dict[int, Mapping[str, Any]] = {}
@@ -84,7 +97,7 @@ class LostGroups:
         self._groups.returned(watch.index, parts)
 
     def parts_of(self, watch: PsWatch) -> Mapping[str, Any] | None:
-        """What a parameter server said with its last beat of its parts; None: that was the process before."""
+        """Returns what a parameter server's last beat said of its parts; None: that was the process before."""
         told = watch.statistics()["statistics"]
         if told == self._told_before.get(watch.index):
             return None
@@ -109,33 +122,48 @@ class LostGroups:
             self._going_on[view.group] = view, updates
         return views
 
+    def ready(self) -> list[View]:
+        """The views of groups whose new primary has taken its view. The caller asks ``restored`` of each, and tells
+        ``resumed``.
+        """
+        views = [
+            view
+            for group, (view, _) in self._going_on.items()
+            if group not in self._groups.lost and self._groups.views[group].since is None
+        ]
+        views = [view for view in views if view.group not in self._resuming]
+        self._resuming.update(view.group for view in views)
+        return views
+
+    def restored(self, view: View) -> Restored | None:
+        """Has a group's values read again. Call it without the lock. None: the primary is gone again."""
+        try:
+            missing = self._session.restored(view.group, self._snapshot_of(view).get("keys"))
+            return Restored(missing, self._session.names_on(view.group))
+        except ReplicaxError as error:  # with the next beat
+            log.debug("ps %d does not resume group %d: %s", view.primary, view.group, error)
+            return None
+
     def end_waiting(self) -> None:
-        """Goes on with groups that are there again."""
+        """Has the job resume where groups are there again."""
         for group in [group for group in self._since if group not in self._groups.lost]:
-            if (
-                group in self._going_on and self._groups.views[group].since is None
-            ):  # its primary has taken it
-                self._go_on(*self._going_on[group])
             if group not in self._going_on:
                 del self._since[group]
                 self._pool.resume(("group", group))
 
-    def _go_on(self, view: View, num_updates: int) -> None:
-        assert view.since is not None
-        group, snapshot = view.group, self._restored.get(view.primary, {}).get(str(view.group), {})
-        if snapshot.get("position") != list(view.since):
-            snapshot = {}  # it had more in memory
-        try:
-            missing = self._session.restored(group, snapshot.get("keys"))
-        except ReplicaxError as error:  # it is gone again: with the next beat
-            log.debug("ps %d does not go on with group %d: %s", view.primary, group, error)
+    def resumed(self, view: View, found: Restored | None) -> None:
+        """Takes what ``restored`` returned, and says what of the group is gone."""
+        group, snapshot = view.group, self._snapshot_of(view)
+        self._resuming.discard(group)
+        resumes, num_updates = self._going_on.get(group, (None, 0))
+        if found is None or resumes is not view:  # it is lost again
             return
         del self._going_on[group]
         members = listed(self._groups.members(group))
-        if missing:
+        if found.missing:
             self.failed = UnavailableError(
                 f"{members} were started again, and the newest snapshot of the variables of ps {group}, that of ps {view.primary}, is "
-                f"from before variables were made, and does not have {', '.join(sorted(missing)[:5])}. Start the program "
+                f"from before variables were made, and does not have {', '.join(sorted(found.missing)[:5])}. Start the program "
                 "again, from a checkpoint.",
                 f"ps {view.primary}",
             )
@@ -149,8 +177,14 @@ class LostGroups:
             view.primary,
             age_of(snapshot),
             max(self._num_updates.get(group, 0) - num_updates, 0),
-            state_of(self._session.names_on(group), snapshot, self._pool.next_number) if snapshot else "",
+            state_of(found.names, snapshot, self._pool.next_number) if snapshot else "",
         )
+
+    def _snapshot_of(self, view: View) -> Mapping[str, Any]:
+        """The description of the snapshot that a group resumes from; empty if the server had more in memory."""
+        snapshot = self._restored.get(view.primary, {}).get(str(view.group), {})
+        assert view.since is not None
+        return snapshot if snapshot.get("position") == list(view.since) else {}
 
 
 def listed(tasks: Iterable[int]) -> str:

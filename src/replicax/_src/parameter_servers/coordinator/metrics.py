@@ -58,7 +58,7 @@ _HIGHEST: Final = tuple((1 << bits) - 1 for bits in range(11))
 
 
 def metrics_of(status: Mapping[str, Any]) -> str:
-    """All metrics, of a status with or without rates. Counters of a task begin anew with its process."""
+    """All metrics, of a status with or without rates. Counters of a task start at 0 with its process."""
     return "".join(
         f"{line}\n" for line in (*_of_closures(status), *_of_tasks(status), *_of_staleness(status))
     )

@@ -1,6 +1,6 @@
-"""What each worker has its own of: a dataset, its iterators, a value.
+"""Handles of what each worker has for itself: a dataset, its iterators, a value.
 
-The coordinator has only these handles of them.
+The coordinator has nothing else of them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def experimental_get_current_worker_index() -> Any:
 class PerWorkerIterator(PerWorkerInput):
     """An iterator on each worker, over its own dataset: an argument of scheduled functions, which call ``next`` on it.
 
-    A worker that comes back after a failure begins its dataset anew. After the last element ``next(iterator)`` raises
-    StopIteration in the function; where that leaves the function, ``join`` raises ``OutOfRangeError``.
-    ``next(iterator, default)`` gives the default then.
+    A worker that comes back after a failure starts its dataset from the beginning. After the last element
+    ``next(iterator)`` raises StopIteration in the function; where that leaves the function, ``join`` raises
+    ``OutOfRangeError``. ``next(iterator, default)`` gives the default then.
     """
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class PerWorkerIterator(PerWorkerInput):
 
     @property
     def element_spec(self) -> Any:
-        """The same, as a nest of ``jax.ShapeDtypeStruct``."""
+        """Shapes and dtypes of an element, as a nest of ``jax.ShapeDtypeStruct``."""
         return _nest_of(self._spec())
 
     @property
@@ -101,7 +101,7 @@ class PerWorkerDataset:
 
     @property
     def element_spec(self) -> Any:
-        """What an element is, as a nest of ``jax.ShapeDtypeStruct``.
+        """Shapes and dtypes of an element, as a nest of ``jax.ShapeDtypeStruct``.
 
         Waits for the first worker that has made its dataset.
         """

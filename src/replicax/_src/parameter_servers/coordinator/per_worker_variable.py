@@ -73,7 +73,7 @@ class PerWorkerVariable(ArrayLike):
         return self.as_array()
 
     def read_value(self) -> Any:
-        """As ``value``."""
+        """Returns the same as ``value``."""
         return self.as_array()
 
     def as_array(self) -> Any:

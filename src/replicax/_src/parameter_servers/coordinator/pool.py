@@ -43,7 +43,7 @@ class WorkerPool:
 
     Attributes:
       queue: The rules. Use it under the lock.
-      resources: What workers make for themselves.
+      resources: Datasets and values that workers make for themselves.
       workers: In the order of their numbers.
       servers: The parameter servers, as far as closures depend on them.
     """
@@ -112,13 +112,13 @@ class WorkerPool:
             self._raise_failure(timeout_s)
 
     def done(self) -> bool:
-        """Whether all closures have ended."""
+        """True if all closures have ended. Raises the failure of an earlier one."""
         with self.lock:
             self._raise_failure(None)
             return self.queue.is_idle
 
     def statistics(self) -> dict[str, Any]:
-        """Of the closures, and of each task."""
+        """Returns the statistics of the closures, and of each task."""
         with self.lock:
             given_up = set(self._given_up)
         return {
@@ -131,7 +131,7 @@ class WorkerPool:
         }
 
     def closure_statistics(self) -> dict[str, Any]:
-        """Of the queue."""
+        """Returns the statistics of the queue."""
         with self.lock:
             queue, counts = self.queue, self.queue.counts
             return {
@@ -190,7 +190,7 @@ class WorkerPool:
         settle(ended)
 
     def mended(self, why: Hashable) -> None:
-        """What broke for this reason is there again. The pool goes on if nothing else is broken."""
+        """Ends a breakage for this reason. The pool resumes if nothing else is broken."""
         with self.lock:
             if why in self._broken:
                 self._broken.remove(why)
@@ -203,7 +203,7 @@ class WorkerPool:
             self.queue.pause(why)
 
     def resume(self, why: Hashable) -> None:
-        """Goes on, if there is no other reason to pause."""
+        """Lets workers get closures again, if there is no other reason to pause."""
         with self.lock:
             self.queue.resume(why)
             self.wake_hungry()
@@ -277,7 +277,7 @@ class WorkerPool:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether gradients are averaged."""
+        """True if gradients are averaged."""
         return self.queue.rounds is not None
 
     @property
@@ -292,7 +292,7 @@ class WorkerPool:
 
     @property
     def num_waiting_gradients(self) -> int:
-        """How many gradients wait for others of their round."""
+        """The number of gradients that wait for others of their round."""
         with self.lock:
             return 0 if self.queue.rounds is None else self.queue.rounds.num_waiting
 
@@ -304,7 +304,7 @@ class WorkerPool:
             return None if queue.is_closed else queue.complete_round
 
     def is_due(self, complete: Round) -> bool:
-        """Whether a round is still to be applied."""
+        """True if a round has not been applied yet, and is to be."""
         with self.lock:
             return self.queue.rounds is not None and self.queue.rounds.is_due(complete)
 
@@ -326,7 +326,7 @@ class WorkerPool:
 
     @property
     def next_number(self) -> int:
-        """Of the next closure."""
+        """The number of the next closure."""
         return self.queue.next_number
 
     @property
@@ -357,7 +357,7 @@ class WorkerPool:
         return None if best is None or best.num_in_flight >= _NUM_AT_ONCE else best
 
     def wake_hungry(self, but: PoolWorker | None = None) -> None:
-        """Something is there that was not when some workers asked."""
+        """Wakes workers that asked for closures in vain, and may have some now."""
         for worker in self.workers:
             if worker.is_hungry and worker is not but and self.queue.may_take(worker.name):
                 worker.is_hungry = False

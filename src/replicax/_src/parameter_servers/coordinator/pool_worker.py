@@ -1,6 +1,6 @@
 """``PoolWorker``: keeps one worker busy: takes closures from the queue, sends them and takes answers.
 
-It connects again when the worker was lost.
+``WorkerConnector`` connects to it, again when it was lost.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, final
 from replicax._src.input.dataset import OutOfRangeError
 from replicax._src.parameter_servers.coordinator.closures import Closure, Ended
 from replicax._src.parameter_servers.coordinator.limits import Limits
-from replicax._src.parameter_servers.coordinator.prepared import Client, Session
+from replicax._src.parameter_servers.coordinator.prepared import Session
 from replicax._src.parameter_servers.coordinator.scheduled_work import settle
 from replicax._src.parameter_servers.coordinator.worker_connection import WorkerConnection
+from replicax._src.parameter_servers.coordinator.worker_connector import WorkerConnector
 from replicax._src.parameter_servers.errors import (
     ClosureAbortedError,
     RemoteError,
@@ -36,8 +37,6 @@ _DEPTH = 2  # closures in flight; 1 if they are slow
 _FAST_DEPTHS = 8, 32  # the more the faster they are, so many that they are done within a time
 _FAST_S, _SLOW_S, _FLIGHT_S = 0.001, 0.1, 0.008
 _WEIGHT, _MOST_WEIGHT = 0.1, 0.5
-_HELLO_S = 5.0
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _JOIN_S = 10.0
 _MAX_ASKS = 16
 
@@ -47,18 +46,18 @@ class PoolWorker:
     """One worker of the pool. Two threads: one connects and sends, the other one receives.
 
     Args:
-      index: Of the worker.
+      index: The worker's number.
       pool: That it belongs to.
 
     Attributes:
       wake: Notified when there is something to send.
       is_hungry: True if it has asked for closures, and did not get as many as it could have.
-      depth: How many closures it may have at a time.
+      depth: The most closures that it may have at a time.
     """
 
     def __init__(self, index: int, session: Session, pool: WorkerPool, limits: Limits):
         self.name = f"worker {index}"
-        self._index, self._session, self._limits = index, session, limits
+        self._session, self._limits = session, limits
         self._pool, self._queue, self._resources = pool, pool.queue, pool.resources
         self.wake = threading.Condition(pool.lock)
         self.is_hungry = self._is_poked = False
@@ -67,10 +66,8 @@ class PoolWorker:
         with pool.lock:
             self._queue.lost(self.name)  # it is not here yet
         self._closing = threading.Event()
-        self._stream: WorkerConnection | None = None
-        self._num_connections = self._num_restarts = 0
-        self._told: dict[str, Any] = {}
-        self._beat: dict[str, Any] = {}
+        self._connector = WorkerConnector(self.name, index, session, pool, limits, self._closing)
+        self._connection: WorkerConnection | None = None
         self._took_s = _SLOW_S
         self._thread = threading.Thread(target=self._live, name=f"replicax-{self.name}", daemon=True)
 
@@ -80,8 +77,8 @@ class PoolWorker:
     def close(self) -> None:
         """Ends the threads; does not wait for them."""
         self._closing.set()
-        if (stream := self._stream) is not None:
-            stream.end(None)
+        if (connection := self._connection) is not None:
+            connection.end(None)
         self.poke()
 
     def join(self, timeout_s: float) -> None:
@@ -90,17 +87,14 @@ class PoolWorker:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the connection, and what the worker last said of itself."""
-        stream = self._stream
+        """Returns the state of the connection, and what the worker last said of itself."""
+        connection = self._connection
         return {
-            "connected": stream is not None and not stream.over.is_set(),
-            "connections": self._num_connections,
-            "restarts": self._num_restarts,
+            "connected": connection is not None and not connection.over.is_set(),
             "function": self._function,
             "in_flight": self.num_in_flight,
             "depth": self.depth,
-            "task": dict(self._told),
-            "statistics": dict(self._beat),
+            **self._connector.statistics(),
         }
 
     def tell_primaries(self) -> None:
@@ -108,21 +102,8 @@ class PoolWorker:
 
         Does not wait.
         """
-        if (stream := self._stream) is not None and not stream.over.is_set():
-            self._started(self._say_new_primaries, stream)
-
-    def _say_new_primaries(self, stream: WorkerConnection) -> None:
-        try:
-            self._say_primaries(stream.client)
-        except Exception as error:
-            log.debug("%s: %s", self.name, error)  # who is no primary says so itself
-
-    def _say_primaries(self, client: Client) -> None:
-        groups = self._session.groups
-        if groups is not None:
-            views = [view.described() for view in groups.views]
-            header = {"incarnation": self._session.incarnation, "views": views}
-            client.ask("primaries", header, _HELLO_S)
+        if (connection := self._connection) is not None and not connection.over.is_set():
+            self._started(self._connector.tell_primaries, connection)
 
     # --- its share of the queue ------------------------------------------------------------------------
 
@@ -132,12 +113,12 @@ class PoolWorker:
 
     @property
     def _num_together(self) -> int:
-        """How many closures travel together at most: it runs those while it is sent as many others."""
+        """The most closures that travel together: the worker runs those while it is sent as many others."""
         return max(1, self.depth // 2)
 
     @property
     def _function(self) -> str | None:
-        """The name of what the worker is at."""
+        """The name of the function that the worker runs now."""
         with self._pool.lock:
             closure = self._queue.oldest(self.name)
         return None if closure is None else closure.name
@@ -177,7 +158,7 @@ class PoolWorker:
         settle(ended)
 
     def take(self) -> list[Closure]:
-        """What the worker is to be sent now; with the lock held.
+        """Takes closures to be sent to the worker now; with the lock held.
 
         One that has some gets as many as travel together, or none.
         """
@@ -200,116 +181,74 @@ class PoolWorker:
 
     def _live(self) -> None:
         while not self._closing.is_set():
-            stream = self._connect()
-            if stream is None:
+            connection = self._connector.connect()
+            if connection is None:
                 return
             try:
-                self._serve(stream)
+                self._serve(connection)
             except Exception as error:
                 log.exception("What keeps %s busy has failed: this is a bug of replicax.", self.name)
                 self._pool.broke(error)
                 return
             finally:
-                stream.end(None)
-                stream.client.close()
+                connection.end(None)
+                connection.client.close()
 
-    def _connect(self) -> WorkerConnection | None:
-        """Tries until the worker is there; None if it is given up, or all is closed."""
-        until = time.monotonic() + self._limits.reconnect_s
-        pause_s = _PAUSE_S
-        while not self._closing.is_set():
-            try:
-                return self._open()
-            except UnavailableError as error:
-                if time.monotonic() > until:
-                    self._pool.given_up(self.name, self._unreachable(error))
-                    return None
-            except Exception as error:
-                self._pool.given_up(self.name, error)
-                return None
-            self._closing.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return None
-
-    def _unreachable(self, error: UnavailableError) -> UnavailableError:
-        return UnavailableError(
-            f"{self.name} could not be reached for {self._limits.reconnect_s:g} s, and is given up: {error}",
-            self.name,
-        )
-
-    def _open(self) -> WorkerConnection:
-        client = self._session.connect("worker", self._index)
-        try:
-            header = {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
-            told = dict(client.ask("hello", header, _HELLO_S))
-            if self._told and self._told.get("instance") != told.get("instance"):
-                self._num_restarts += 1
-                self._beat = {}
-            self._told = told
-            self._session.meet_worker(self.name, told)
-            self._say_primaries(client)
-            link = client.open()
-        except BaseException:
-            client.close()
-            raise
-        instance = self._told.get("instance")
-        return WorkerConnection(self.name, client, link, instance, self._session, self._resources)
-
-    def _serve(self, stream: WorkerConnection) -> None:
-        self._num_connections += 1
-        self._stream = stream
+    def _serve(self, connection: WorkerConnection) -> None:
+        self._connection = connection
         if self._closing.is_set():
             return
         self._took_s, self.depth = _SLOW_S, 1
         self._resources.back(self.name)
         with self._pool.lock:
             self._queue.back(self.name)
-        others = [self._started(self._receive, stream), self._started(self._watch, stream)]
+        others = [self._started(self._receive, connection), self._started(self._connector.watch, connection)]
         try:
-            self._send(stream)
+            self._send(connection)
         except UnavailableError as error:
-            stream.end(error)
+            connection.end(error)
         finally:
-            stream.end(None)
+            connection.end(None)
             for thread in others:
                 thread.join(_JOIN_S)
             self._resources.lost(self.name)
-            making = stream.making()
-            if making is not None and stream.reason is not None:
+            making = connection.making()
+            if making is not None and connection.reason is not None:
                 self._resources.killed(making.name, self.name)
-            running = stream.running() if stream.reason is not None else ()
+            running = connection.running() if connection.reason is not None else ()
             self._ended(lambda: self._queue.lost(self.name, running), is_hungry=False)
-        if stream.reason is not None and not self._closing.is_set():
+        if connection.reason is not None and not self._closing.is_set():
             log.warning(
                 "Lost %s: %s Its in-flight functions will be rescheduled; reconnecting for up to %g s.",
                 self.name,
-                stream.reason,
+                connection.reason,
                 self._limits.reconnect_s,
             )
 
     def _started(
-        self, target: Callable[[WorkerConnection], None], stream: WorkerConnection
+        self, target: Callable[[WorkerConnection], None], connection: WorkerConnection
     ) -> threading.Thread:
         thread = threading.Thread(
-            target=target, args=(stream,), name=f"replicax-{self.name}-{target.__name__}", daemon=True
+            target=target, args=(connection,), name=f"replicax-{self.name}-{target.__name__}", daemon=True
         )
         thread.start()
         return thread
 
     # --- sending ---------------------------------------------------------------------------------------
 
-    def _send(self, stream: WorkerConnection) -> None:
-        while not stream.over.is_set() and not self._pool.is_closed:
-            stream.send_resources(self._resources.all())
-            while stream.needs:
-                self._make(stream, *stream.needs.popleft())
-            while stream.unsent:
-                self._send_closure(stream, stream.unsent.popleft())
+    def _send(self, connection: WorkerConnection) -> None:
+        while not connection.over.is_set() and not self._pool.is_closed:
+            connection.send(connection.changed(self._resources.all()))
+            while connection.needs:
+                self._make(connection, *connection.needs.popleft())
+            while connection.unsent:
+                self._send_closure(connection, connection.unsent.popleft())
             left = self._wait()
             while left:
-                left = stream.try_send(left, self._low, self._num_together)
+                small = connection.small(left, self._low, self._num_together)
+                left = left[connection.send(small, may_block=False) :]
                 if left:
-                    self._send_closure(stream, left[0])
+                    self._send_closure(connection, left[0])
                     left = left[1:]
 
     def send_soon(self, closures: Sequence[Closure]) -> None:
@@ -317,39 +256,40 @@ class PoolWorker:
 
         Nobody else may wait for a peer that takes nothing.
         """
-        stream = self._stream
-        if stream is None:
+        connection = self._connection
+        if connection is None:
             return
         try:
-            left = stream.try_send(closures, self._low, self._num_together)
+            small = connection.small(closures, self._low, self._num_together)
+            left = closures[connection.send(small, may_block=False) :]
         except UnavailableError as error:
-            stream.end(error)
+            connection.end(error)
             return
         if left:
-            stream.unsent.extend(left)
+            connection.unsent.extend(left)
             self.poke()
 
     def interrupt(self, error: BaseException) -> None:
         """Gives up the connection: a thread that sent closures was interrupted, and nobody knows how far it was."""
-        if (stream := self._stream) is not None:
-            stream.interrupt(error)
+        if (connection := self._connection) is not None:
+            connection.interrupt(error)
 
-    def _send_closure(self, stream: WorkerConnection, closure: Closure) -> None:
+    def _send_closure(self, connection: WorkerConnection, closure: Closure) -> None:
         try:
             prepared = closure.work.prepared
-            error = None if prepared is None else stream.input_error(prepared)
+            error = None if prepared is None else connection.input_error(prepared)
             if prepared is None:  # it has ended meanwhile
                 return
             if error is not None:
                 self._failed_here(closure, error)
                 return
-            stream.send(closure, self._low)
+            connection.send(connection.whole(closure, self._low))
         except UnavailableError:
             raise
         except Exception as error:
             self._failed_here(closure, error)
 
-    def _make(self, stream: WorkerConnection, closure: Closure, signature: str, end: str | None) -> None:
+    def _make(self, connection: WorkerConnection, closure: Closure, signature: str, end: str | None) -> None:
         """Traces a closure for the elements that a worker has met."""
         prepared = closure.work.prepared
         if prepared is None:
@@ -361,21 +301,21 @@ class PoolWorker:
         except Exception as error:
             self._failed_here(closure, error)
         else:
-            self._send_closure(stream, closure)
+            self._send_closure(connection, closure)
 
     # --- receiving -------------------------------------------------------------------------------------
 
-    def _receive(self, stream: WorkerConnection) -> None:
+    def _receive(self, connection: WorkerConnection) -> None:
         try:
             last = time.monotonic()
-            while not stream.over.is_set():
-                answers, sent_at = stream.receive()
+            while not connection.over.is_set():
+                answers, sent_at = connection.receive()
                 now = time.monotonic()
                 self._measure(now - max(last, sent_at), len(answers))
                 last = now
-                self._take_answers(stream, answers)
+                self._take_answers(connection, answers)
         except BaseException as error:
-            stream.end(error)
+            connection.end(error)
         finally:
             self.poke()
 
@@ -391,22 +331,22 @@ class PoolWorker:
             self.depth = 1 if self._took_s > _SLOW_S else _DEPTH
 
     def _take_answers(
-        self, stream: WorkerConnection, answers: Sequence[tuple[Closure, Message | Exception]]
+        self, connection: WorkerConnection, answers: Sequence[tuple[Closure, Message | Exception]]
     ) -> None:
         finished: list[tuple[Closure, Message]] = []
         for closure, answer in answers:
             if isinstance(answer, Message) and "need" not in answer.header:
                 finished.append((closure, answer))
                 continue
-            self._finished(stream, finished)
+            self._finished(finished)
             finished = []
             if isinstance(answer, Message):
-                self._needed(stream, closure, answer.header)
+                self._needed(connection, closure, answer.header)
             else:
-                self._failed(stream, closure, answer)
-        self._finished(stream, finished)
+                self._failed(connection, closure, answer)
+        self._finished(finished)
 
-    def _finished(self, stream: WorkerConnection, finished: Sequence[tuple[Closure, Message]]) -> None:
+    def _finished(self, finished: Sequence[tuple[Closure, Message]]) -> None:
         if not finished:
             return
         with self._pool.lock:
@@ -426,13 +366,13 @@ class PoolWorker:
         if following:
             self.send_soon(following)
 
-    def _needed(self, stream: WorkerConnection, closure: Closure, header: Mapping[str, Any]) -> None:
+    def _needed(self, connection: WorkerConnection, closure: Closure, header: Mapping[str, Any]) -> None:
         if self._may_ask(closure):
-            stream.needs.append((closure, header["need"], header["end"]))
+            connection.needs.append((closure, header["need"], header["end"]))
             self.poke()
 
     def _may_ask(self, closure: Closure) -> bool:
-        """Whether a worker may ask for more of a closure; one that never has enough is broken."""
+        """True if a worker may ask for more of a closure; one that never has enough is broken."""
         closure.num_asks += 1
         if closure.num_asks <= _MAX_ASKS:
             return True
@@ -440,17 +380,17 @@ class PoolWorker:
         self._failed_here(closure, RemoteError(text, "", self.name))
         return False
 
-    def _failed(self, stream: WorkerConnection, closure: Closure, error: Exception) -> None:
+    def _failed(self, connection: WorkerConnection, closure: Closure, error: Exception) -> None:
         prepared = closure.work.prepared
-        input_error = None if prepared is None else stream.input_error(prepared)
+        input_error = None if prepared is None else connection.input_error(prepared)
         if isinstance(error, UnknownProgramError) and self._session.has_update(error.digest):
             if self._is_tried_again(closure, None):
                 return
         elif isinstance(error, UnknownProgramError):
-            refusal = stream.forget(error.digest)
+            refusal = connection.forget(error.digest)
             if refusal is None:
                 if self._may_ask(closure):
-                    stream.unsent.append(closure)
+                    connection.unsent.append(closure)
                     self.poke()
                 return
             error = refusal
@@ -473,28 +413,6 @@ class PoolWorker:
             self._returned(closure)
             return True
         return False
-
-    # --- watching --------------------------------------------------------------------------------------
-
-    def _watch(self, stream: WorkerConnection) -> None:
-        """Asks whether the worker is alive; a closure, or its compilation, may take as long as it takes."""
-        limits, missed = self._limits, 0
-        header = {"incarnation": self._session.incarnation}
-        while not stream.over.wait(limits.beat_s):
-            try:
-                answer = stream.client.ask("beat", header, limits.beat_timeout_s)
-            except StaleCoordinatorError as error:
-                self._pool.broke(error)
-                stream.end(error)
-            except Exception as error:
-                missed += 1
-                if missed >= limits.missed_beats:
-                    stream.end(error)
-            else:
-                missed = 0
-                self._beat = dict(answer.get("statistics") or {})
-                if answer.get("instance") != stream.instance:
-                    stream.end(UnavailableError(f"{self.name} is another process than before.", self.name))
 
 
 def _is(error: Exception, kind: type) -> bool:

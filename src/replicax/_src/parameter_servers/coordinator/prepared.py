@@ -1,4 +1,4 @@
-"""What the coordinator needs of a strategy: scheduled functions as data, and the way to the tasks. Types only."""
+"""Types of what the coordinator needs of a strategy: scheduled functions as data, and the way to the tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Link(Protocol):
 
 
 class Client(Protocol):
-    """What asks a task, and opens links to it."""
+    """Asks a task, and opens links to it."""
 
     def ask(self, what: str, header: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]: ...
     def open(self) -> Link: ...
@@ -38,14 +38,14 @@ class Session(Protocol):
     """A strategy's hold on the tasks of its cluster.
 
     Attributes:
-      incarnation: Of the coordinator: what its messages carry.
-      devices_per_worker: How many replicas each worker has.
+      incarnation: The coordinator's; its messages carry it.
+      devices_per_worker: The number of replicas on each worker.
       epoch: What a worker has read of variables in one epoch is read again in the next.
-      ps_addresses: Of the parameter servers.
-      snapshot_intervals_s: Of each parameter server; None for one that takes no snapshots.
+      ps_addresses: Addresses of the parameter servers.
+      snapshot_intervals_s: Seconds, for each parameter server; None for one that takes no snapshots.
       num_made: Is another one after variables were made.
-      before_close: What is done before the time with the tasks ends.
-      groups: Who serves which pieces, where each is on two parameter servers; None where it is on one.
+      before_close: Called before the session ends.
+      groups: The views of which server serves which pieces, with two copies of each; None with one copy.
     """
 
     before_close: Callable[[], None]
@@ -75,7 +75,7 @@ class Session(Protocol):
         ...
 
     def use_primaries(self) -> None:
-        """The groups have other primaries than before: links go there, and workers read all anew."""
+        """The groups have other primaries than before: links go there, and workers read all values again."""
         ...
 
     def on_one_server(self) -> list[int]:
@@ -91,7 +91,7 @@ class Session(Protocol):
         ...
 
     def has_update(self, digest: str) -> bool:
-        """Whether that is a program of a parameter server."""
+        """True if a program of a parameter server has this digest."""
         ...
 
     def names_on(self, ps: int) -> Sequence[str]:
@@ -128,13 +128,13 @@ class PreparedClosure(Protocol):
     """A scheduled function with its arguments, as a worker runs it. What it pushes to is on the servers already.
 
     Attributes:
-      name: Of the function.
+      name: The function's.
       programs: Digests, by the signature of the elements that it takes.
       constants: Arrays that travel once, by name.
       arguments: Arrays that it takes.
       named: Which of ``arguments`` are among ``constants``: names by position.
       iterators: Names of the resources that it takes.
-      round_key: What closures have in common whose gradients are averaged; None: it has none.
+      round_key: Equal for closures whose gradients are averaged; None: it has none.
     """
 
     @property
@@ -170,7 +170,21 @@ class PreparedClosure(Protocol):
         """Returns what the function returns, made of the arrays that a worker has answered, NumPy's or JAX's.
 
         Args:
-          signature: Of the elements, if they are others than those of the first program.
+          signature: The elements', if they are others than those of the first program.
+        """
+        ...
+
+
+class Closures(Protocol):
+    """Makes closures of calls of functions."""
+
+    def prepare(
+        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_averaged: int | None
+    ) -> PreparedClosure:
+        """Traces a call for workers, if no earlier call was alike.
+
+        Args:
+          num_averaged: The number of closures whose gradients are averaged for an update; None: each pushes its own.
         """
         ...
 
@@ -181,7 +195,5 @@ class ClosureStrategy(Protocol):
 
     @property
     def session(self) -> Session: ...
-
-    def prepare(
-        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], num_averaged: int | None
-    ) -> PreparedClosure: ...
+    @property
+    def closures(self) -> Closures: ...

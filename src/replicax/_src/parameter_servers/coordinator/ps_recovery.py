@@ -1,4 +1,4 @@
-"""What is done when a parameter server comes back with a snapshot, and the epochs to which all of them can go back."""
+"""``Recovery``: resumes when a parameter server comes back with a snapshot, or takes all of them back to one epoch."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Epochs:
 
 
 def age_of(restored: Mapping[str, Any]) -> str:
-    """How old a snapshot is, for a message."""
+    """The age of a snapshot, for a message."""
     age_s = restored.get("age_s")
     return "" if age_s is None else f", taken {age_s:.0f} s before"
 

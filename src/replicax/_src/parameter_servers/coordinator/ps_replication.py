@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
@@ -51,20 +51,20 @@ class Replication:
         assert session.groups is not None
         self._lost = LostGroups(session, pool, comes_back_s)
         self._session, self._groups, self._tell_workers = session, session.groups, tell_workers
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # not held while a task is asked
         self._primaries = session.groups.primaries
         self._unprotected: list[int] = []
         self._last_join: dict[int, float] = {}
-        self._described = self._now
 
     def lost(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
         """One does not answer any more. Returns what the job is told, if some variables are nowhere now."""
         with self._lock:
-            self._follow(self._groups.gone(watch.index))
+            views = self._groups.gone(watch.index)
             left = self._without(watch, error)
             if left is None and not self._groups.lost:
                 self._say_moved(watch, "is lost")
-            return left
+        self._tell(_to_members(views))
+        return left
 
     def silent(self, watch: PsWatch) -> UnavailableError | None:
         """One does not answer. Returns what the job is told, if it has waited for it for long enough."""
@@ -80,22 +80,22 @@ class Replication:
         Raises:
           Exception: It is gone again: to be tried again.
         """
+        told = client.ask("status", {}, _HELLO_S)
+        if watch.knows(told["instance"]):
+            return None
         with self._lock:
-            told = client.ask("status", {}, _HELLO_S)
-            if watch.knows(told["instance"]):
-                return None
             views = self._groups.gone(watch.index)
-            self._follow(views)
             self._lost.returned(watch, told)
-            left = self._without(
-                watch, UnavailableError(f"{watch.name} is another process than before.", watch.name)
-            )
-            if left is not None:
-                return left
-            watch.accept(client.ask("hello", self._hello, _HELLO_S)["instance"])
+            error = UnavailableError(f"{watch.name} is another process than before.", watch.name)
+            left = self._without(watch, error)
+        self._tell(_to_members(views))
+        if left is not None:
+            return left
+        watch.accept(client.ask("hello", self._hello, _HELLO_S)["instance"])
+        with self._lock:
             if views and not self._groups.lost:  # it had not been missed before
                 self._say_moved(watch, "was started again")
-            return None
+        return None
 
     def given_up(self, client: Client) -> None:
         """One that was out of reach for long has given this coordinator up, and has nothing any more: it may be used
@@ -115,16 +115,21 @@ class Replication:
             self._groups.back(watch.index)
             given_up = [] if parts is None else self._groups.told(watch.index, parts)
             parts = parts or {}
-            self._follow(self._lost.restart())
-            self._follow(given_up)
             for view in given_up:
                 self._say_given_up(view, parts[str(view.group)])
-            now = time.monotonic()
-            if now >= self._last_join.get(watch.index, 0.0) + _JOIN_EVERY_S:
-                self._last_join[watch.index] = now
-                self._follow(self._groups.join(watch.index))
-            for view in self._groups.to_be_told(watch.index, parts):
-                self._tell(watch.index, view)
+            views = [*self._lost.restart(), *given_up, *self._joined(watch)]
+            unknown = [(watch.index, view) for view in self._groups.to_be_told(watch.index, parts)]
+        self._tell([*_to_members(views), *unknown])
+        with self._lock:
+            ready = self._lost.ready()
+        for view in ready:
+            found = None
+            try:
+                found = self._lost.restored(view)
+            finally:
+                with self._lock:
+                    self._lost.resumed(view, found)
+        with self._lock:
             self._lost.end_waiting()
             self._say_protected()
 
@@ -132,14 +137,30 @@ class Replication:
         """By parameter server: which one serves what is its own, ``primaries``; of which there is one copy,
         ``unprotected``.
         """
-        return dict(
-            self._described
-        )  # not with the lock: it is held while servers are told, which may not answer
+        with self._lock:
+            groups = self._groups
+            return {"primaries": groups.primaries, "unprotected": groups.unprotected, "lost": groups.lost}
 
-    @property
-    def _now(self) -> dict[str, Any]:
-        groups = self._groups
-        return {"primaries": groups.primaries, "unprotected": groups.unprotected, "lost": groups.lost}
+    def _tell(self, told: Iterable[tuple[int, View]]) -> None:
+        """Tells parameter servers, by number, their views, then links and workers whom to use.
+
+        Without the lock: a server may not answer. All of them ignore a view that is older than theirs, so threads need
+        not take turns.
+        """
+        for task, view in dict.fromkeys(told):
+            try:
+                self._session.tell_view(task, view, _TELL_S)
+            except InvalidArgumentError:
+                with self._lock:
+                    self._groups.refused(view)
+            except ReplicaxError as error:  # it is told again with its next beat, if there is one
+                log.debug("ps %d does not take the view %s: %s", task, view, error)
+        with self._lock:
+            before, self._primaries = self._primaries, self._groups.primaries
+            has_changed = before != self._primaries
+        if has_changed:
+            self._session.use_primaries()
+            self._tell_workers()
 
     @property
     def _hello(self) -> dict[str, Any]:
@@ -147,23 +168,13 @@ class Replication:
 
     # --- with the lock ---------------------------------------------------------------------------------
 
-    def _follow(self, views: Sequence[View]) -> None:
-        self._described = self._now
-        for view in views:
-            for task in view.members:
-                self._tell(task, view)
-        if self._groups.primaries != self._primaries:
-            self._primaries = self._groups.primaries
-            self._session.use_primaries()
-            self._tell_workers()
-
-    def _tell(self, task: int, view: View) -> None:
-        try:
-            self._session.tell_view(task, view, _TELL_S)
-        except InvalidArgumentError:
-            self._groups.refused(view)
-        except ReplicaxError as error:  # it is told again with its next beat, if there is one
-            log.debug("ps %d does not take the view %s: %s", task, view, error)
+    def _joined(self, watch: PsWatch) -> Sequence[View]:
+        """Views by which a parameter server gets what it may have, and does not; at most once a second."""
+        now = time.monotonic()
+        if now < self._last_join.get(watch.index, 0.0) + _JOIN_EVERY_S:
+            return ()
+        self._last_join[watch.index] = now
+        return self._groups.join(watch.index)
 
     def _without(self, watch: PsWatch, error: UnavailableError) -> UnavailableError | None:
         """Has the job wait for groups that are lost now. Returns what it is told, if that is of no use."""
@@ -218,3 +229,8 @@ class Replication:
         if self._unprotected and not unprotected:
             log.warning("All variables are on two parameter servers again.")
         self._unprotected = unprotected
+
+
+def _to_members(views: Sequence[View]) -> list[tuple[int, View]]:
+    """Whom to tell of views: the members of each."""
+    return [(task, view) for view in views for task in view.members]

@@ -16,7 +16,7 @@ log = logging.getLogger("replicax")
 
 
 class PsEvents(Protocol):
-    """Who is told. From the threads of the watches."""
+    """Callbacks of watches, from their threads."""
 
     def on_ps_silent(self, watch: PsWatch) -> None:
         """It did not answer once."""
@@ -51,7 +51,7 @@ class PsWatch:
       comes_back_s: For how long it is waited for when it is silent; 0 if nothing of it would be left.
 
     Attributes:
-      num_updates: How many it had applied when it last said so.
+      num_updates: The number of updates that it had applied when it last said so.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PsWatch:
         self._hurry.set()
 
     def knows(self, instance: Any) -> bool:
-        """Whether it is, or was, that process with those values."""
+        """True if the server is, or was, that process with those values."""
         return instance == self._instance or instance in self._past
 
     def accept(self, instance: Any) -> None:
@@ -98,7 +98,7 @@ class PsWatch:
             self._thread.join(timeout_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Whether it answers, how often another process was found in its place, and what it last said of itself."""
+        """Returns if it answers, how often it was restarted, and what it last said of itself."""
         return {
             "connected": not self._is_lost,
             "restarts": self._num_restarts,
@@ -172,7 +172,7 @@ class PsWatch:
 
     @property
     def hint(self) -> str:
-        """What helps the next time."""
+        """Advice that avoids the loss the next time, for a message."""
         if self.comes_back_s:
             return ""
         return (

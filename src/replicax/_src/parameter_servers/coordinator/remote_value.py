@@ -1,4 +1,4 @@
-"""``RemoteValue``: what a scheduled function will have returned."""
+"""``RemoteValue``: the result of a scheduled function, once it has run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _creation = threading.Lock()
 
 @final
 class RemoteValue:
-    """What a scheduled function returns, once it has run. ``ClusterCoordinator.schedule`` returns it, at once.
+    """The future result of a scheduled function. ``ClusterCoordinator.schedule`` returns it at once.
 
     The result is copied here right after the function has run: it can be had when the worker is gone.
     """
@@ -68,11 +68,11 @@ class RemoteValue:
         return self._made(timeout_s)(self._arrays)
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """As ``fetch``, with JAX arrays on the coordinator."""
+        """Does the same as ``fetch``, with JAX arrays on the coordinator."""
         return self._made(timeout_s)([jnp.asarray(array) for array in self._arrays])
 
     def array(self, position: int) -> np.ndarray:
-        """As ``fetch``, of the one array that is number ``position`` in the result."""
+        """Does the same as ``fetch``, for the array number ``position`` in the result."""
         self._made(None)
         return self._arrays[position]
 
@@ -140,7 +140,7 @@ def _open(latch: threading.Lock) -> None:
 
 @final
 class _Leaves(Sequence[Any]):
-    """As many as are asked for."""
+    """A sequence that has as many items as are asked for."""
 
     def __init__(self, leaf: Callable[[int], Any]):
         self._leaf = leaf

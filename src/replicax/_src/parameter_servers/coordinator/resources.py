@@ -17,13 +17,13 @@ from replicax._src.parameter_servers.errors import ClosureInputError, WaitTimeou
 @final
 @dataclass(frozen=True, eq=False)
 class Resource:
-    """What every worker is to make.
+    """A dataset or value that every worker makes.
 
     Attributes:
       name: Never given twice.
       kind: A dataset, which is iterated, or a value.
-      pickle: What makes it, as uint8.
-      function: The name of that, for people.
+      pickle: The pickled function that makes it, as uint8.
+      function: The name of that function, for people.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Resource:
 
 @dataclass
 class _State:
-    """What has come of a resource.
+    """The state of a resource.
 
     Attributes:
-      specs, errors: What workers that are there said of it, by worker.
-      num_deaths: How many workers were lost while they made it.
+      specs, errors: Answers of connected workers, by worker.
+      num_deaths: The number of workers that were lost while they made it.
       is_proven: One has made it.
       killer: Why no worker is asked to make it any more.
     """
@@ -90,7 +90,7 @@ class Resources:
         self._forget(worker, is_here=True)
 
     def lost(self, worker: str) -> None:
-        """What a worker has made is gone."""
+        """A worker is lost, with all that it has made."""
         self._forget(worker, is_here=False)
 
     def made(self, name: str, worker: str, spec: Any) -> None:

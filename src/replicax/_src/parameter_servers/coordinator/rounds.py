@@ -23,7 +23,7 @@ class Round:
     Attributes:
       number: Of all keys' rounds; a later one has a higher one.
       in_flight: Numbers of the closures that have been taken and have not ended.
-      workers: Who has taken some.
+      workers: Those that have taken some.
       ended: Numbers of the closures whose gradients are averaged, in the order in which they ended.
     """
 
@@ -43,11 +43,11 @@ class Rounds:
     """The rounds that are not over, at most one for each key.
 
     Args:
-      num_gradients: How many are averaged, at least 1.
-      first_number: Of the first round.
+      num_gradients: The number of gradients that are averaged, at least 1.
+      first_number: The number of the first round.
 
     Attributes:
-      next_number: Of the next round.
+      next_number: The number of the next round.
       num_applied: Rounds that are over.
       num_dropped: Closures that ended when their round was over.
     """
@@ -69,19 +69,19 @@ class Rounds:
 
     @property
     def num_waiting(self) -> int:
-        """How many gradients wait for others."""
+        """The number of gradients that wait for others."""
         return sum(len(each.ended) for each in self._rounds.values() if not self._is_complete(each))
 
     def may_take(
         self, worker: Hashable, key: Hashable, rounds: Collection[int | None], num_idle: int, num_here: int
     ) -> bool:
-        """Whether a worker may have a closure.
+        """True if a worker may have a closure.
 
         Args:
           key: Of the closure; None if it has no gradients.
           rounds: Of what the worker has in flight; None for one without.
-          num_idle: How many workers have nothing in flight.
-          num_here: How many workers there are.
+          num_idle: The number of workers that have nothing in flight.
+          num_here: The number of workers.
         """
         if key is None:
             return True
@@ -140,7 +140,7 @@ class Rounds:
             del self._rounds[over.key]
 
     def is_due(self, complete: Round) -> bool:
-        """Whether a round is still to be applied."""
+        """True if a round has not been applied yet, and is to be."""
         return self._rounds.get(complete.key) is complete
 
     def clear(self) -> None:

@@ -14,11 +14,11 @@ from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 @final
 @dataclass(slots=True)
 class Work:
-    """What is to be run, and who waits for it.
+    """A prepared closure, and the value that waits for its result.
 
     Attributes:
-      kind: What closures of one program have in common.
-      keeps: What must live as long, iterators say.
+      kind: Equal for closures of one program.
+      keeps: Objects that must live as long, iterators for example.
     """
 
     prepared: PreparedClosure | None

@@ -56,7 +56,7 @@ class ServerMonitor:
             task.join(max(0.0, until - time.monotonic()))
 
     def statistics(self) -> dict[str, Any]:
-        """Of each parameter server, and of the copies."""
+        """Returns the statistics of each parameter server, and of the copies."""
         return {
             "ps": {watch.name: watch.statistics() for watch in self._watches},
             "replication": None if self._replication is None else self._replication.statistics(),

@@ -1,4 +1,4 @@
-"""What is shown of a cluster while it works: the coordinator's statistics as one JSON value, its rates, its table.
+"""The status of a cluster: the coordinator's statistics as one JSON value, its rates, its table.
 
 Pure: ``status_server.py`` serves it, ``replicax top`` shows it. Besides numbers it has names of tasks and of functions
 only.
@@ -128,7 +128,7 @@ def _ps(name: str, told: Mapping[str, Any], replication: Mapping[str, Any] | Non
 
 
 def _beat(told: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """What a task last said of its work, its process and its connections; of a lost one nothing: that is over."""
+    """Returns what a task last said of its work, process and connections; nothing for a lost one: that is over."""
     own = told["statistics"] if told["connected"] else {}
     process = own.get("process") or {}
     return own, process, process.get("transport") or {}
@@ -183,7 +183,7 @@ def _rates(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> dict[s
 
 
 def _per_s(before: float | None, after: float | None, elapsed_s: float) -> float | None:
-    """None if it cannot be said: a counter that has fallen began anew."""
+    """Returns None if it is unknown: a counter that has fallen was reset."""
     if before is None or after is None or elapsed_s <= 0 or after < before:
         return None
     return (after - before) / elapsed_s
@@ -246,7 +246,7 @@ def closures_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def staleness_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same of how old the values were that updates were computed with."""
+    """The same for the age of the values that updates were computed with."""
     staleness = status["staleness"]
     return [
         ("lately", number_text(staleness["recent_mean"])),

@@ -1,4 +1,4 @@
-"""Who may see the status page: a rule, pure. Programs of this machine may, others with a token that only shows."""
+"""The pure rule for the status page: programs of this machine see it, others with a token that allows no more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StatusAccess:
 
     Args:
       address: Where it listens.
-      token: Of the cluster, if it has one.
+      token: The cluster's, if it has one.
 
     Raises:
       InvalidArgumentError: Other machines reach the address, and there is no token.
@@ -41,7 +41,7 @@ class StatusAccess:
             )
 
     def admits(self, peer: str, host: str | None, shown: str | None) -> bool:
-        """Whether somebody may see the status.
+        """True if a peer may see the status.
 
         Args:
           peer: The address that the request comes from.

@@ -93,7 +93,7 @@ def page_of(status: Mapping[str, Any], query: str = "") -> str:
     """The page of a status with rates.
 
     Args:
-      status: What is shown.
+      status: The status to show.
       query: What the page's own links need behind their address: ``"?token=..."``.
     """
     cells = "".join(
@@ -145,7 +145,7 @@ def _cell(tag: str, number: int, text: str) -> str:
 
 
 def _staleness(status: Mapping[str, Any]) -> str:
-    """How many updates were computed with values that were how old."""
+    """A histogram of the age of the values that updates were computed with."""
     staleness = status["staleness"]
     num = staleness["num"]
     if not num:

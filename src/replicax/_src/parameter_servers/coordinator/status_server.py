@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import socket
-import socketserver
 import threading
 import time
 import urllib.parse
@@ -23,21 +22,19 @@ from replicax._src.parameter_servers.coordinator.status import Recent
 from replicax._src.parameter_servers.coordinator.status_access import StatusAccess
 from replicax._src.parameter_servers.coordinator.status_page import CONTENT_SECURITY_POLICY, page_of
 from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.wire.acceptor import AUTHENTICATION_S, Acceptor
 from replicax._src.wire.sockets import shut_down
 
 _log = logging.getLogger(__name__)
-_TICK_S: Final = 0.2
 _SAMPLE_S: Final = 1.0
-_REQUEST_S: Final = 5.0
 _LARGEST_REQUEST: Final = 4096
-_MOST_CONNECTIONS: Final = 256
 _JOIN_S: Final = 5.0
 _ANYWHERE: Final = ("0.0.0.0", "::")
 
 
 @final
 class StatusServer:
-    """Serves ``/``, a page; ``/status.json``; and ``/metrics``. Two or more threads, which end with ``close``.
+    """Serves ``/``, a page; ``/status.json``; and ``/metrics``. Its threads end with ``close``.
 
     Args:
       address: ``host:port``. Port 0 takes a free one.
@@ -50,118 +47,81 @@ class StatusServer:
     """
 
     def __init__(self, address: str, token: str | None, look: Callable[[], dict[str, Any]]):
-        self._access = StatusAccess(address, token)
-        host, _ = split_address(address)
+        self.access = StatusAccess(address, token)
+        host, port = split_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = _Listener(address, self._access, look)
+            listening = socket.create_server((host, port), family=family)
         except OSError as error:
             raise UnavailableError(
                 f"The status cannot be served at {address}: {error.strerror or error}. Is the port in use, or the host of "
                 f"another machine? Choose another address, or port 0 for a free one."
             ) from error
-        self._host = socket.gethostname() if host in _ANYWHERE else host
-        self._thread = threading.Thread(
-            target=self._listener.serve_forever, args=(_TICK_S,), name="replicax-status", daemon=True
+        self._address = join_address(
+            socket.gethostname() if host in _ANYWHERE else host, listening.getsockname()[1]
         )
-        self._is_started = False
-
-    @property
-    def url(self) -> str:
-        """Of the page, with the token where one is needed."""
-        address = join_address(self._host, self._listener.server_address[1])
-        needs_token = not self._access.is_local
-        return f"http://{address}/" + (f"?token={self._access.token}" if needs_token else "")
-
-    def start(self) -> None:
-        """Begins to answer."""
-        self._is_started = True
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends it. May be called again."""
-        if self._is_started:
-            self._listener.shutdown()
-            self._thread.join(_JOIN_S)
-        self._listener.server_close()
-
-
-@final
-class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    # Not http.server's: that looks up its own name, which can take long.
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 32
-
-    def __init__(self, address: str, access: StatusAccess, look: Callable[[], dict[str, Any]]):
-        host, port = split_address(address)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.access = access
+        self._acceptor = Acceptor(listening, self._answer)
         self._look = look
         self._recent = Recent()
         self._lock = threading.Lock()
-        self._next_sample = time.monotonic()
-        self._connections: dict[socket.socket, None] = {}  # in the order in which they came
-        super().__init__((host, port), _Handler)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="replicax-status", daemon=True)
 
-    def get_request(self) -> tuple[Any, Any]:
-        """The next connection. It waits a little when the process has no descriptor left, and would ask at once."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(_TICK_S)
-            raise
+    @property
+    def url(self) -> str:
+        """The URL of the page, with the token where one is needed."""
+        return f"http://{self._address}/" + ("" if self.access.is_local else f"?token={self.access.token}")
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers on a thread of its own. When there are too many connections the oldest is dropped."""
-        with self._lock:
-            if len(self._connections) >= _MOST_CONNECTIONS:
-                oldest = next(iter(self._connections))
-                del self._connections[oldest]
-                shut_down(oldest)
-            self._connections[request] = None
-        super().process_request(request, client_address)
+    def start(self) -> None:
+        """Begins to answer."""
+        self._thread.start()
+        self._acceptor.start()
 
-    def shutdown_request(self, request: Any) -> None:
-        """Ends a connection."""
-        with self._lock:
-            self._connections.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Called at least every 0.2 s."""
-        now = time.monotonic()
-        if now >= self._next_sample:
-            self._next_sample = now + _SAMPLE_S
-            with self._lock:
-                self._recent.add(self._look())
+    def close(self) -> None:
+        """Ends it. May be called again."""
+        self._is_closed.set()
+        self._acceptor.close()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
 
     def status(self) -> dict[str, Any]:
         """The status now, with rates."""
         with self._lock:
             return self._recent.with_rates(self._look())
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Of one request: it has no answer, and all goes on. Most are of peers that have gone."""
-        _log.debug("A request for the status from %s has failed.", client_address, exc_info=True)
+    def _sample(self) -> None:
+        while not self._is_closed.is_set():
+            with self._lock:
+                self._recent.add(self._look())
+            self._is_closed.wait(_SAMPLE_S)
+
+    def _answer(self, connection: socket.socket, peer: str) -> None:
+        try:
+            _Handler(connection, split_address(peer), self)  # type: ignore[arg-type]  # it wants a server of socketserver
+        except Exception:  # it has no answer; most are of peers that have gone
+            _log.debug("A request for the status from %s has failed.", peer, exc_info=True)
+        finally:
+            shut_down(connection)
+            connection.close()
 
 
 @final
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Listener
+    server: StatusServer  # type: ignore[assignment]
     server_version = "replicax"
     sys_version = ""
 
     def setup(self) -> None:
         """Reads the request within a limit of time and of bytes, whoever sends it."""
         super().setup()
-        deadline, data = time.monotonic() + _REQUEST_S, b""
+        deadline, data = time.monotonic() + AUTHENTICATION_S, b""
         while b"\r\n\r\n" not in data and len(data) < _LARGEST_REQUEST:
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             part = self.connection.recv(_LARGEST_REQUEST - len(data))
             if not part:
                 break
             data += part
-        self.connection.settimeout(_REQUEST_S)
+        self.connection.settimeout(AUTHENTICATION_S)
         is_whole = b"\r\n\r\n" in data
         self.rfile = io.BufferedReader(io.BytesIO(data if is_whole else b""))
 

@@ -1,8 +1,9 @@
-"""``WorkerConnection``: one connection to a worker. What it was sent, and which answer is to what.
+"""``WorkerConnection``: one connection to a worker. Knows what it was sent, and which answer belongs to what.
 
 Answers come in the order of the messages. Programs and constants are sent once, before the first closure that needs
-them. Small closures that need nothing more travel together, if they may; each is a message of its own, and is answered
-as such. A connection that broke is given up with all that it awaited: what a worker may still answer is never read.
+them. Small closures that need nothing more travel together, if they may: they are a *message group*, one write. Each is
+a message of its own, and is answered as such. A connection that broke is given up with all that it awaited: what a
+worker may still answer is never read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
@@ -26,25 +27,36 @@ from replicax._src.parameter_servers.worker.resources import WORKER_INDEX
 
 Kind = Literal["closure", "program", "constant", "resource", "release"]
 
-# A closure may take as long as it takes: who is silent is found by the beats.
+# A closure may take as long as it takes: heartbeats find a silent worker.
 _FOREVER_S = math.inf
 _SMALL_BYTES = 4096
 _MOST_UNANSWERED_BYTES = 8 * _SMALL_BYTES  # so much a connection takes without its peer reading
 
 
-class _Awaited(NamedTuple):
-    """A message that has not been answered.
+class Request(NamedTuple):
+    """A message to the worker.
 
     Attributes:
       what: The closure or the resource, or the name of something else.
-      bundle: Messages that travelled together have the same number.
+    """
+
+    kind: Kind
+    what: Any
+    message: Message
+
+
+class _Awaited(NamedTuple):
+    """A request that has not been answered.
+
+    Attributes:
+      group: Requests that travelled together have the same number.
       num_bytes: Of its arrays.
     """
 
     kind: Kind
     what: Any
     sent_at: float
-    bundle: int
+    group: int
     num_bytes: int
 
 
@@ -52,15 +64,17 @@ class _Awaited(NamedTuple):
 class WorkerConnection:
     """A connection. Threads may share it; one of them receives.
 
+    ``send`` sends what ``small``, ``whole`` or ``changed`` have made.
+
     Args:
-      client: To the worker; it is closed with the stream.
+      client: To the worker; it is closed with the connection.
       link: Opened by it.
       instance: Of the worker's process.
 
     Attributes:
       over: Set when the connection has ended.
       reason: Why, if it was not closed on purpose.
-      unsent: Closures that ``send`` is to send.
+      unsent: Closures that the thread that may block is to send.
       needs: Closures, each with the signature of a program that it needs before, and what a dataset says that has too
         few elements for it; None if none has.
     """
@@ -70,11 +84,12 @@ class WorkerConnection:
     ):
         self.worker, self.client, self.instance = worker, client, instance
         self._link, self._session, self._resources = link, session, resources
+        self._incarnation = session.incarnation
         self.unsent: deque[Closure] = deque()
         self.needs: deque[tuple[Closure, str, str | None]] = deque()
         self._awaited: deque[_Awaited] = deque()
         self._came: deque[Message | Exception] = deque()
-        self._num_bundles = 0
+        self._num_groups = 0
         self._bytes_out = self._bytes_done = 0  # each is written by one thread at a time
         self._known: set[str] = set()
         self._refused: dict[str, Exception] = {}
@@ -84,7 +99,7 @@ class WorkerConnection:
         self.reason: BaseException | None = None
 
     def end(self, reason: BaseException | None) -> None:
-        """Gives the connection up, from any thread: who blocks in it gets an UnavailableError."""
+        """Gives the connection up, from any thread: whoever blocks in it gets an UnavailableError."""
         if not self.over.is_set():
             self.reason = reason
             self.over.set()
@@ -97,15 +112,15 @@ class WorkerConnection:
         )
 
     def running(self) -> list[Closure]:
-        """What the worker was at when the connection ended: a closure, or one of several that travelled together."""
+        """Returns the closure that ran when the connection ended; or several that came together, of which one ran."""
         awaited = list(self._awaited)
         first = next((each for each in awaited if each.kind in ("closure", "resource")), None)
         if first is None or first.kind == "resource":
             return []
-        return [each.what for each in awaited if each.bundle == first.bundle]
+        return [each.what for each in awaited if each.group == first.group and each.kind == "closure"]
 
     def making(self) -> Resource | None:
-        """What the worker was to make when the connection ended."""
+        """Returns the resource that the worker made when the connection ended; None if it did something else."""
         for each in list(self._awaited):
             if each.kind in ("closure", "resource"):
                 return each.what if each.kind == "resource" else None
@@ -113,51 +128,32 @@ class WorkerConnection:
 
     # --- sending ---------------------------------------------------------------------------------------
 
-    def send(self, closure: Closure, low: int) -> None:
-        """Sends a closure, and before it what it needs. Blocks while the worker takes nothing.
-
-        Raises:
-          UnavailableError: The connection has ended.
-          Exception: The closure cannot be sent.
-        """
-        prepared: PreparedClosure = closure.work.prepared
-        with self._sending:
-            for name in prepared.iterators:
-                if name not in self._has:
-                    self._send_resource(self._resources.get(name))
-            for name, array in prepared.constants.items():
-                self._send_once("constant", name, {"name": name}, [array])
-            for digest in list(prepared.programs.values()):
-                if digest not in self._known:
-                    program = prepared.program(digest)
-                    blobs = [np.frombuffer(blob, np.uint8) for blob in program.blobs]
-                    header = {"digest": digest, "described": program.described()}
-                    self._send_once("program", digest, header, blobs)
-            self._send_closure(closure, prepared, low)
-
-    def try_send(self, closures: Sequence[Closure], low: int, num_together: int) -> Sequence[Closure]:
-        """Sends closures that are small, if nobody else is sending, and what is unanswered is small. Never blocks: who
-        receives may call it, and a worker takes nothing while its answers are not. Returns those that it did not send.
+    def send(self, groups: Iterable[Sequence[Request]], *, may_block: bool = True) -> int:
+        """Sends message groups, which are made one by one while nobody else sends. Returns how many requests it sent.
 
         Args:
-          num_together: How many travel together at most.
+          may_block: Wait for others who send, and for a worker that takes nothing. If False, stop at what cannot
+            travel: whoever may block finds out why.
 
         Raises:
           UnavailableError: The connection has ended.
+          Exception: One cannot be made, or cannot travel.
         """
-        if self.over.is_set() or not self._sending.acquire(blocking=False):
-            return closures
+        if not self._sending.acquire(blocking=may_block):
+            return 0
+        num_sent = 0
         try:
-            num_sent = 0
-            while num_sent < len(closures):
-                bundle = self._next_bundle(closures[num_sent : num_sent + num_together])
-                if not bundle:
-                    break
-                self._send_bundle(bundle, low)
-                num_sent += len(bundle)
-            return closures[num_sent:]
-        except MessageError:  # one of them cannot travel: who sends them one by one will find it
-            return closures[num_sent:]
+            for requests in groups:
+                self._await(requests)
+                try:
+                    self._link.send_all([request.message for request in requests], _FOREVER_S)
+                except Exception:
+                    self._await_no_more(requests)
+                    raise
+                num_sent += len(requests)
+        except MessageError:
+            if may_block:
+                raise
         except Exception:
             raise
         except BaseException as error:  # Ctrl-C: nobody knows whether they have been sent
@@ -165,36 +161,66 @@ class WorkerConnection:
             raise
         finally:
             self._sending.release()
+        return num_sent
 
-    def _next_bundle(self, closures: Sequence[Closure]) -> list[_Ready]:
-        """The first ones of ``closures`` that can be sent now, and travel together."""
-        bundle: list[_Ready] = []
-        num_bytes = self._bytes_out - self._bytes_done
-        for closure in closures:
-            prepared: PreparedClosure | None = closure.work.prepared
-            if prepared is None or not self._has_all(prepared):
-                break
-            arrays = _sent_along(prepared)
-            size = sum(array.nbytes for array in arrays)
-            if size > _SMALL_BYTES or num_bytes + size > _MOST_UNANSWERED_BYTES:
-                break
-            if bundle and closure.travels_alone:
-                break
-            bundle.append(_Ready(closure, prepared, arrays))
-            num_bytes += size
-            if closure.travels_alone:
-                break
-        return bundle
+    def small(self, closures: Sequence[Closure], low: int, num_together: int) -> Iterator[Sequence[Request]]:
+        """Groups of closures that can be sent without blocking, up to the first one that cannot.
 
-    def send_resources(self, resources: Sequence[Resource]) -> None:
-        """Has the worker make what it has not made yet, and release what is not among them."""
-        with self._sending:
-            for resource in resources:
-                self._send_resource(resource)
-            unused = sorted(self._has.difference((resource.name for resource in resources), (WORKER_INDEX,)))
-            if unused:
-                self._has.difference_update(unused)
-                self._send("release", unused, {"names": unused}, ())
+        They are small, the worker has what they need, and little is unanswered: a worker takes nothing while its
+        answers are not taken, so the thread that receives may not wait for it.
+
+        Args:
+          low: All closures with lower numbers have ended.
+          num_together: How many travel together at most.
+        """
+        begin = 0
+        while begin < len(closures) and not self.over.is_set():
+            group: list[Request] = []
+            num_bytes = self._bytes_out - self._bytes_done
+            for closure in closures[begin : begin + num_together]:
+                prepared: PreparedClosure | None = closure.work.prepared
+                if prepared is None or not self._has_all(prepared) or (group and closure.travels_alone):
+                    break
+                arrays = _sent_along(prepared)
+                size = sum(array.nbytes for array in arrays)
+                if size > _SMALL_BYTES or num_bytes + size > _MOST_UNANSWERED_BYTES:
+                    break
+                group.append(self._closure(closure, prepared, arrays, low))
+                num_bytes += size
+                if closure.travels_alone:
+                    break
+            if not group:
+                return
+            yield group
+            begin += len(group)
+
+    def whole(self, closure: Closure, low: int) -> Iterator[Sequence[Request]]:
+        """A closure, and before it what it needs that the worker does not have."""
+        prepared: PreparedClosure = closure.work.prepared
+        for name in prepared.iterators:
+            if name not in self._has:
+                yield [self._resource(self._resources.get(name))]
+        for name, array in prepared.constants.items():
+            if name not in self._known:
+                yield [self._once("constant", name, {"name": name}, [array])]
+        for digest in list(prepared.programs.values()):
+            if digest not in self._known:
+                program = prepared.program(digest)
+                blobs = [np.frombuffer(blob, np.uint8) for blob in program.blobs]
+                yield [
+                    self._once("program", digest, {"digest": digest, "described": program.described()}, blobs)
+                ]
+        yield [self._closure(closure, prepared, _sent_along(prepared), low)]
+
+    def changed(self, resources: Sequence[Resource]) -> Iterator[Sequence[Request]]:
+        """Has the worker make those of ``resources`` that it has not made yet, and release all others."""
+        for resource in resources:
+            if resource.name not in self._has:
+                yield [self._resource(resource)]
+        unused = sorted(self._has.difference((resource.name for resource in resources), (WORKER_INDEX,)))
+        if unused:
+            self._has.difference_update(unused)
+            yield [self._request("release", unused, {"names": unused}, ())]
 
     def forget(self, name: str) -> Exception | None:
         """The worker does not have a program, or a constant: returns what it said when it was sent, if it refused it.
@@ -205,7 +231,7 @@ class WorkerConnection:
         return self._refused.get(name)
 
     def _has_all(self, prepared: PreparedClosure) -> bool:
-        """Whether the worker has been sent what a closure needs, and could make what it takes."""
+        """True if the worker has been sent what a closure needs, and could make what it takes."""
         known, iterators = self._known, prepared.iterators
         return (
             known.issuperset(prepared.programs.values())
@@ -213,22 +239,13 @@ class WorkerConnection:
             and (not iterators or (self._has.issuperset(iterators) and self.input_error(prepared) is None))
         )
 
-    def _send_bundle(self, bundle: Sequence[_Ready], low: int) -> None:
-        messages = [
-            self._message("closure", self._header(each.closure, each.prepared, low), each.arrays)
-            for each in bundle
-        ]
-        self._send_all(messages, [("closure", each.closure) for each in bundle])
-
-    def _send_closure(self, closure: Closure, prepared: PreparedClosure, low: int) -> None:
-        self._send("closure", closure, self._header(closure, prepared, low), _sent_along(prepared))
-
-    def _header(self, closure: Closure, prepared: PreparedClosure, low: int) -> dict[str, Any]:
-        session = self._session
+    def _closure(
+        self, closure: Closure, prepared: PreparedClosure, arrays: Sequence[np.ndarray], low: int
+    ) -> Request:
         header = {
-            "closure": (session.incarnation, closure.number),
+            "closure": (self._incarnation, closure.number),
             "low": low,
-            "epoch": session.epoch,
+            "epoch": self._session.epoch,
             "program": prepared.programs,
         }
         if iterators := prepared.iterators:
@@ -237,45 +254,40 @@ class WorkerConnection:
             header["named"] = list(prepared.named.items())
         if closure.round is not None:
             header["round"] = closure.round
-        return header
+        return self._request("closure", closure, header, arrays)
 
-    def _send_resource(self, resource: Resource) -> None:
-        if resource.name not in self._has:
-            self._has.add(resource.name)
-            num_replicas = self._session.devices_per_worker
-            header = {"name": resource.name, "kind": resource.kind, "num_replicas": num_replicas}
-            self._send("resource", resource, header, [resource.pickle])
+    def _resource(self, resource: Resource) -> Request:
+        self._has.add(resource.name)
+        num_replicas = self._session.devices_per_worker
+        header = {"name": resource.name, "kind": resource.kind, "num_replicas": num_replicas}
+        return self._request("resource", resource, header, [resource.pickle])
 
-    def _send_once(self, kind: Kind, name: str, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        if name not in self._known:
-            self._known.add(name)
-            self._refused.pop(name, None)
-            self._send(kind, name, header, arrays)
+    def _once(self, kind: Kind, name: str, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> Request:
+        self._known.add(name)
+        self._refused.pop(name, None)
+        return self._request(kind, name, header, arrays)
 
-    def _send(self, kind: Kind, what: Any, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        self._send_all([self._message(kind, header, arrays)], [(kind, what)])
-
-    def _message(self, kind: Kind, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+    def _request(
+        self, kind: Kind, what: Any, header: dict[str, Any], arrays: Sequence[np.ndarray]
+    ) -> Request:
         header["op"] = kind
-        header["incarnation"] = self._session.incarnation
-        return Message(header, arrays)
+        header["incarnation"] = self._incarnation
+        return Request(kind, what, Message(header, arrays))
 
-    def _send_all(self, messages: Sequence[Message], of: Sequence[tuple[Kind, Any]]) -> None:
-        self._num_bundles = number = self._num_bundles + 1
+    def _await(self, requests: Sequence[Request]) -> None:
+        """Before they are sent: an answer may be here sooner than the call is left."""
+        self._num_groups = number = self._num_groups + 1
         now = time.monotonic()
-        sizes = [sum(array.nbytes for array in message.arrays) for message in messages]
-        self._bytes_out += sum(sizes)
-        # Before they are sent: an answer may be here sooner than the call is left.
-        for (kind, what), num_bytes in zip(of, sizes, strict=True):
+        for kind, what, message in requests:
+            num_bytes = sum(array.nbytes for array in message.arrays)
+            self._bytes_out += num_bytes
             self._awaited.append(_Awaited(kind, what, now, number, num_bytes))
-        try:
-            self._link.send_all(messages, _FOREVER_S)
-        except Exception:
-            self._bytes_out -= sum(sizes)
-            with contextlib.suppress(IndexError):  # the first ones may have been answered
-                while self._awaited[-1].bundle == number:
-                    self._awaited.pop()
-            raise
+
+    def _await_no_more(self, requests: Sequence[Request]) -> None:
+        self._bytes_out -= sum(array.nbytes for _, _, message in requests for array in message.arrays)
+        with contextlib.suppress(IndexError):  # the first ones may have been answered
+            while self._awaited[-1].group == self._num_groups:
+                self._awaited.pop()
 
     # --- receiving -------------------------------------------------------------------------------------
 
@@ -334,16 +346,8 @@ class WorkerConnection:
             self._resources.made(resource.name, self.worker, answer.header.get("spec"))
 
     def input_error(self, prepared: PreparedClosure) -> ClosureInputError | None:
-        """Why the worker does not have what a closure takes."""
+        """Returns the error for which the worker does not have what a closure takes; None if it has it."""
         return self._resources.error(prepared.iterators, self.worker)
-
-
-class _Ready(NamedTuple):
-    """A closure that can be sent, with what travels with it."""
-
-    closure: Closure
-    prepared: PreparedClosure
-    arrays: Sequence[np.ndarray]
 
 
 def _sent_along(prepared: PreparedClosure) -> Sequence[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 from replicax._src.errors import UnsupportedError, VariableError
 from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.programs.assignments import assignment_program
-from replicax._src.parameter_servers.programs.elements import Elements, Offer, joined_parts
+from replicax._src.parameter_servers.programs.elements import Elements, Offer, has_parts, joined_parts
 from replicax._src.parameter_servers.programs.events import Applied, Assigned
 from replicax._src.parameter_servers.programs.optimizers import OptimizerUpdate
 from replicax._src.parameter_servers.programs.programs import (
@@ -99,7 +100,12 @@ class RemoteClosure:
         """What the function returned, of the results of the worker."""
         remaining = iter(arrays)
         leaves = [next(remaining) if output.is_array else output.value for output in self.outputs]
-        return joined_parts(jax.tree_util.tree_unflatten(self.tree, leaves))
+        nest = jax.tree_util.tree_unflatten(self.tree, leaves)
+        return joined_parts(nest) if self._has_parts else nest
+
+    @functools.cached_property
+    def _has_parts(self) -> bool:
+        return has_parts(self.tree)
 
 
 def place_closure(

@@ -289,6 +289,12 @@ def in_parts(nest: Any) -> Any:
     )
 
 
+def has_parts(tree: Any) -> bool:
+    """True if ``joined_parts`` would change a nest of this structure."""
+    node = tree.node_data()
+    return node is not None and (node[0] is ReplicaParts or any(map(has_parts, tree.children())))
+
+
 def joined_parts(nest: Any) -> Any:
     """What ``in_parts`` was given, on the host."""
     return jax.tree_util.tree_map(

@@ -49,7 +49,7 @@ def taking_data(
     fn: Callable[..., Any], avals: Sequence[Any]
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """A function of arrays and keys as one of the keys' data, with the shapes and dtypes that it takes then."""
-    given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
     given = [jax.eval_shape(as_data, aval) if jax_compat.is_typed_key(aval.dtype) else aval for aval in given]
     leaves, tree = jax.tree_util.tree_flatten(given)
     return lambda *arrays: fn(*tree.unflatten(arrays)), leaves

@@ -1,0 +1,138 @@
+"""``WorkerConnector``: connects to one worker, again when it was lost, and notices when it is gone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from replicax._src.parameter_servers.coordinator.limits import Limits
+from replicax._src.parameter_servers.coordinator.prepared import Client, Session
+from replicax._src.parameter_servers.coordinator.worker_connection import WorkerConnection
+from replicax._src.parameter_servers.errors import StaleCoordinatorError, UnavailableError
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.coordinator.pool import WorkerPool
+
+log = logging.getLogger("replicax")
+
+_HELLO_S = 5.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+
+
+@final
+class WorkerConnector:
+    """Connects to a worker, and knows what it has told of itself. Starts no thread.
+
+    Args:
+      name: Of the worker.
+      index: The same as a number.
+      pool: That is told when the worker is given up, or works for another coordinator.
+      closing: Set when nothing is to be connected any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        session: Session,
+        pool: WorkerPool,
+        limits: Limits,
+        closing: threading.Event,
+    ):
+        self._name, self._index, self._session, self._limits = name, index, session, limits
+        self._pool, self._closing = pool, closing
+        self._num_connections = self._num_restarts = 0
+        self._told: dict[str, Any] = {}
+        self._beat: dict[str, Any] = {}
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns how often the worker was connected and restarted, and what it last said of itself."""
+        return {
+            "connections": self._num_connections,
+            "restarts": self._num_restarts,
+            "task": dict(self._told),
+            "statistics": dict(self._beat),
+        }
+
+    def connect(self) -> WorkerConnection | None:
+        """Tries until the worker is there; returns None if it is given up, or all is closed."""
+        until = time.monotonic() + self._limits.reconnect_s
+        pause_s = _PAUSE_S
+        while not self._closing.is_set():
+            try:
+                return self._open()
+            except UnavailableError as error:
+                if time.monotonic() > until:
+                    self._pool.given_up(self._name, self._unreachable(error))
+                    return None
+            except Exception as error:
+                self._pool.given_up(self._name, error)
+                return None
+            self._closing.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return None
+
+    def tell_primaries(self, connection: WorkerConnection) -> None:
+        """Tells the worker which parameter servers serve which variables."""
+        try:
+            self._tell_primaries(connection.client)
+        except Exception as error:
+            log.debug("%s: %s", self._name, error)  # a server that is no primary says so itself
+
+    def watch(self, connection: WorkerConnection) -> None:
+        """Asks whether the worker is alive, until the connection is over, and ends it if the worker is not.
+
+        A closure, or its compilation, may take any time.
+        """
+        limits, missed = self._limits, 0
+        header = {"incarnation": self._session.incarnation}
+        while not connection.over.wait(limits.beat_s):
+            try:
+                answer = connection.client.ask("beat", header, limits.beat_timeout_s)
+            except StaleCoordinatorError as error:
+                self._pool.broke(error)
+                connection.end(error)
+            except Exception as error:
+                missed += 1
+                if missed >= limits.missed_beats:
+                    connection.end(error)
+            else:
+                missed = 0
+                self._beat = dict(answer.get("statistics") or {})
+                if answer.get("instance") != connection.instance:
+                    text = f"{self._name} is another process than before."
+                    connection.end(UnavailableError(text, self._name))
+
+    def _open(self) -> WorkerConnection:
+        client = self._session.connect("worker", self._index)
+        try:
+            header = {"incarnation": self._session.incarnation, "ps": list(self._session.ps_addresses)}
+            told = dict(client.ask("hello", header, _HELLO_S))
+            if self._told and self._told.get("instance") != told.get("instance"):
+                self._num_restarts += 1
+                self._beat = {}
+            self._told = told
+            self._session.meet_worker(self._name, told)
+            self._tell_primaries(client)
+            link = client.open()
+        except BaseException:
+            client.close()
+            raise
+        self._num_connections += 1
+        instance, resources = told.get("instance"), self._pool.resources
+        return WorkerConnection(self._name, client, link, instance, self._session, resources)
+
+    def _tell_primaries(self, client: Client) -> None:
+        groups = self._session.groups
+        if groups is not None:
+            views = [view.described() for view in groups.views]
+            header = {"incarnation": self._session.incarnation, "views": views}
+            client.ask("primaries", header, _HELLO_S)
+
+    def _unreachable(self, error: UnavailableError) -> UnavailableError:
+        return UnavailableError(
+            f"{self._name} could not be reached for {self._limits.reconnect_s:g} s, and is given up: {error}",
+            self._name,
+        )

@@ -1,0 +1,103 @@
+"""``Acceptor``: accepts connections, and has each met on a thread of its own. Limits unauthenticated peers.
+
+There are at most 256 of these; the oldest is dropped for the next one, so they cannot keep others out.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+from replicax._src.wire.sockets import shut_down
+
+MOST_UNAUTHENTICATED: Final = 256
+AUTHENTICATION_S: Final = 5.0
+"""How long a peer may take to show that it may be here. Whoever meets it ends it then."""
+_PAUSE_S: Final = 0.1
+"""Before the next connection is accepted, when the process could not: it has no descriptor left, say."""
+
+Meet = Callable[[socket.socket, str], None]
+"""Meets a peer, whose ``host:port`` it gets, and closes the connection in the end."""
+
+
+@final
+class Acceptor:
+    """Accepts connections from ``start`` to ``close``.
+
+    Args:
+      listening: The socket; the acceptor owns it.
+      meet: Called on a thread of its own for each connection.
+    """
+
+    def __init__(self, listening: socket.socket, meet: Meet):
+        self._listening, self._meet = listening, meet
+        self._lock = threading.Lock()
+        self._unauthenticated: dict[socket.socket, None] = {}  # in the order in which they came
+        self._is_closed = False
+
+    @property
+    def num_unauthenticated(self) -> int:
+        return len(self._unauthenticated)
+
+    def start(self) -> None:
+        """Begins to accept."""
+        threading.Thread(target=self._accept, name="replicax listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Accepts no more connections, and ends those of peers that are not authenticated."""
+        self._is_closed = True
+        shut_down(self._listening)  # wakes the thread that accepts
+        self._listening.close()
+        with self._lock:
+            for connection in self._unauthenticated:
+                shut_down(connection)
+
+    def authenticated(self, connection: socket.socket) -> None:
+        """A peer is authenticated, or gone. Also called when ``meet`` returns."""
+        with self._lock:
+            self._unauthenticated.pop(connection, None)
+
+    def _accept(self) -> None:
+        has_failed = False
+        while True:
+            try:
+                connection, address = self._listening.accept()
+                has_failed = False
+            except OSError:
+                if self._is_closed:
+                    return
+                if has_failed:
+                    self._drop_oldest()  # which gives its descriptor back
+                has_failed = True
+                time.sleep(_PAUSE_S)
+                continue
+            if len(self._unauthenticated) >= MOST_UNAUTHENTICATED:
+                self._drop_oldest()
+            with self._lock:
+                self._unauthenticated[connection] = None
+            host = str(address[0]).removeprefix("::ffff:")
+            peer = f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
+            thread = threading.Thread(
+                target=self._met, args=(connection, peer), name="replicax peer", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many threads
+                self.authenticated(connection)
+                connection.close()
+
+    def _met(self, connection: socket.socket, peer: str) -> None:
+        try:
+            self._meet(connection, peer)
+        finally:
+            self.authenticated(connection)
+
+    def _drop_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._unauthenticated), None)
+            if oldest is not None:
+                del self._unauthenticated[oldest]
+                shut_down(oldest)  # its thread closes it
