@@ -315,7 +315,6 @@ def test_who_asks_how_it_is_does_not_wait_for_an_update(network, add):
     [
         ({"pull": ["y"]}, 'no piece "y"'),
         ({"rows": ["y"], "operands": [np.array([0], np.int32)]}, 'no piece "y"'),
-        ({"rows": ["x"], "operands": [np.array([0], np.int64)]}, "Row numbers are int32"),
         ({"rows": ["scalar"], "operands": [np.array([0], np.int32)]}, "rows of it were to be read"),
     ],
 )

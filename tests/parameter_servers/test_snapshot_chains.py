@@ -229,29 +229,6 @@ def test_a_snapshot_that_fails_is_in_the_next_one(tmp_path, monkeypatch):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_where_there_is_no_room_for_all_what_has_changed_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 2)
-    store, fsync = new_store(), os.fsync
-    store.snapshot(tmp_path)
-
-    def full(descriptor):
-        if os.fstat(descriptor).st_size > 100_000:
-            raise OSError("no room")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshots.os, "fsync", full)
-        for number in range(3):
-            update(store, number)
-            assert not store.snapshot(tmp_path)["is_base"]
-            assert_same(restored(tmp_path)[0], values(store))
-        ask(store, "assign", [np.ones((ROWS, COLUMNS), np.float32)], keys=["t"])
-        with pytest.raises(SnapshotError, match="no room"):
-            store.snapshot(tmp_path)
-    assert numbers(tmp_path) == [1, 2, 3, 4]
-    assert store.snapshot(tmp_path)["is_base"]
-
-
 def test_files_that_somebody_removed_are_not_gone_on_from(tmp_path):
     for breaks in (os.unlink, lambda path: os.truncate(path, 100)):
         store = new_store()

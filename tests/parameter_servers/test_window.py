@@ -2,11 +2,9 @@
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.store.window import Window
 
 ADDED = st.tuples(st.just("add"), st.integers(0, 9))
@@ -64,21 +62,3 @@ def test_the_low_water_mark_frees_what_is_below():
     assert 991 not in window
     window.raise_low(3)
     assert window.low == 991
-
-
-def test_a_full_window_refuses_rather_than_forgets():
-    window = Window(max_runs=3)
-    for number in (10, 20, 30):
-        window.add(number)
-    before = window.described()
-    with pytest.raises(InvalidArgumentError, match="higher `low`"):
-        window.add(15)
-    assert window.described() == before
-    for number in (11, 19, 31, 5 + 15):  # these make no new run
-        window.add(number)
-    assert window.num_runs == 3
-    window.raise_low(12)
-    window.add(15)
-    assert 15 in window
-    window.add(3)  # it has ended: nothing is kept
-    assert window.num_runs == 3

@@ -32,14 +32,13 @@ _SUMMED_BYTES: Final = _SUMMED_HEADER.size
 class Kind(IntEnum):
     """What a frame is.
 
-    MESSAGE and ASK carry what the two ends have to say. END says why a connection ends; REFUSAL says the same of a peer
+    MESSAGE carries what the two ends have to say. END says why a connection ends; REFUSAL says the same of a peer
     that sent what is not allowed.
     """
 
     MESSAGE = 1
-    ASK = 2
-    END = 3
-    REFUSAL = 4
+    END = 2
+    REFUSAL = 3
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}

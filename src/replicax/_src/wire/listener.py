@@ -1,7 +1,7 @@
 """``Listener``: accepts connections, sends strangers away, and serves each authenticated peer on a thread of its own.
 
-A stranger, whom nobody has authenticated yet, costs a thread, a socket and 96 bytes, for five seconds at most. When
-there are more than 256 strangers, the oldest is dropped: so they cannot keep a peer with the token out.
+An unauthenticated peer costs a thread, a socket and 96 bytes, and what OpenSSL keeps for it under TLS, for five seconds
+at most. When there are more than 256, the oldest is dropped: so they cannot keep a peer with the token out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, final
 from replicax._src.wire.client import is_loopback_peer
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import PeerEndedError
-from replicax._src.wire.handshake import Agreed, encrypted, greet_client
+from replicax._src.wire.handshake import encrypted, greet_client
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import shut_down
 
@@ -29,8 +29,8 @@ HANDSHAKE_S: Final = 5.0
 _PAUSE_S: Final = 0.1
 """Before the next connection is accepted, when the process could not: it has no descriptor left, say."""
 
-Serve = Callable[[Connection, str], None]
-"""Serves a peer until its connection ends. Its arguments are the connection and the purpose that the peer gave."""
+Serve = Callable[[Connection], None]
+"""Serves a peer until its connection ends."""
 
 
 @final
@@ -99,7 +99,7 @@ class Listener:
 
     def _meet(self, stranger: socket.socket, peer: str) -> None:
         try:
-            connection, agreed = self._authenticated(stranger, peer)
+            connection = self._authenticated(stranger, peer)
         except (OSError, ValueError) as error:  # ValueError: it was shut down meanwhile
             if not isinstance(error, PeerEndedError):
                 _log.info("%s was sent away: %s.", peer, error)
@@ -108,13 +108,13 @@ class Listener:
         finally:
             self._forget(stranger)
         try:
-            self._serve(connection, agreed.purpose)
+            self._serve(connection)
         except OSError as error:  # the peer is gone
             _log.debug("The connection with %s ended: %s.", peer, error)
         finally:
             connection.close()
 
-    def _authenticated(self, stranger: socket.socket, peer: str) -> tuple[Connection, Agreed]:
+    def _authenticated(self, stranger: socket.socket, peer: str) -> Connection:
         deadline = time.monotonic() + HANDSHAKE_S
         context = self._security.server
         connection: socket.socket = stranger
@@ -127,7 +127,7 @@ class Listener:
                 connection = stranger.dup()
                 undo.callback(stranger.close)
                 connection = encrypted(connection, context, deadline)
-            agreed = greet_client(
+            is_checked = greet_client(
                 connection,
                 self._security.token,
                 deadline,
@@ -138,7 +138,7 @@ class Listener:
             undo.pop_all()
         if connection is not stranger:
             stranger.close()
-        return Connection(connection, peer, is_checked=agreed.is_checked), agreed
+        return Connection(connection, peer, is_checked=is_checked)
 
     def _drop_oldest(self) -> None:
         with self._lock:

@@ -77,25 +77,19 @@ class UpdateProgram:
 
     def described(self) -> dict[str, Any]:
         """All but the blob, for a header."""
-        described: dict[str, Any] = {"state": list(self.state), "written": list(self.written)}
-        if self.averaged:
-            described["averaged"] = list(self.averaged)
-        if self.rows:
-            described["rows"] = [
-                None if named is None else [[each.operand, each.start, each.are_indices] for each in named]
-                for named in self.rows
-            ]
-        return described
+        fields = dataclasses.asdict(self)
+        del fields["blob"]
+        return fields
 
     @classmethod
     def of(cls, described: Mapping[str, Any], blob: bytes) -> Self:
         """The program that ``described`` and ``blob`` came from."""
-        averaged = tuple(described.get("averaged", ()))
         rows = tuple(
-            None if named is None else tuple(NamedRows(*each) for each in named)
-            for named in described.get("rows", ())
+            None if named is None else tuple(NamedRows(**each) for each in named)
+            for named in described["rows"]
         )
-        return cls(blob, tuple(described["state"]), tuple(described["written"]), averaged, rows)
+        fields = {name: tuple(described[name]) for name in ("state", "written", "averaged")}
+        return cls(blob, **fields, rows=rows)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.store.group_copy import GroupCopy
 from replicax._src.parameter_servers.store.group_rules import View
 from replicax._src.parameter_servers.store.log import DEFAULT_LOG_BYTES
-from replicax._src.parameter_servers.store.requests import field_of
 from replicax._src.parameter_servers.store.snapshot_keeper import SnapshotKeeper
 from replicax._src.parameter_servers.transport.messages import Message
 
@@ -98,7 +97,7 @@ class GroupCopies:
           UnavailableError: This server does not have the group, or does not serve it.
           Other errors are the store's.
         """
-        group = field_of(message.header, "group", int)
+        group = message.header["group"]
         copy = self._copies.get(group)
         if copy is None:
             raise UnavailableError(f"ps {self._task} does not have group {group}, as far as it knows.")

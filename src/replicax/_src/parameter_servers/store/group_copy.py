@@ -21,6 +21,7 @@ from replicax._src.parameter_servers.store.group_rules import GroupRules, Partne
 from replicax._src.parameter_servers.store.log import DEFAULT_LOG_BYTES, Position, UpdateLog
 from replicax._src.parameter_servers.store.snapshot_keeper import SnapshotKeeper
 from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.store.store_contents import Progress
 from replicax._src.parameter_servers.store.store_snapshots import LONGEST_WAIT_S
 from replicax._src.parameter_servers.store.store_state import StateTaker, program_messages, state_messages
 from replicax._src.parameter_servers.transport.messages import Message
@@ -227,19 +228,9 @@ class GroupCopy:
     # --- its snapshots, for the keeper -------------------------------------------------------------------
 
     @property
-    def instance(self) -> str:
-        """The store's."""
-        return self._store.instance
-
-    @property
-    def num_created(self) -> int:
-        """The store's."""
-        return self._store.num_created
-
-    @property
-    def num_changes(self) -> int:
-        """The store's."""
-        return self._store.num_changes
+    def progress(self) -> Progress:
+        """Tells what has changed, for the snapshot keeper."""
+        return self._store.progress._replace(position=self.position)
 
     @property
     def position(self) -> Position:

@@ -121,7 +121,9 @@ class GroupRules:
         self.position = START
         self.partner = Partner.NONE
         self._acked = self._synced_at = 0
-        self._tenure = 0
+        self._tenure = (
+            0  # how often it became the primary: nothing ordered in one term is answered in another
+        )
         self._has_all = True
         self._is_deposed = False
 
@@ -139,11 +141,6 @@ class GroupRules:
     def is_primary(self) -> bool:
         """Whether it serves clients, as far as it knows."""
         return self.view is not None and self.view.primary == self._task and not self._is_deposed
-
-    @property
-    def tenure(self) -> int:
-        """How often it has become the primary: what was ordered in an earlier time is not answered in a later one."""
-        return self._tenure
 
     @property
     def has_partner(self) -> bool:

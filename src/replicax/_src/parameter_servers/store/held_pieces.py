@@ -26,14 +26,14 @@ class HeldPiece:
     Attributes:
       key: Its name.
       spec: Shape and dtype.
-      value: None when it was lost in an update that failed.
+      value: Deleted if it was lost in an update that failed while it wrote in place.
       number: Of its version; it grows with every change, and is not used again for this key.
       changed: Since the last snapshot.
     """
 
     key: str
     spec: Spec
-    value: jax.Array | None
+    value: jax.Array
     number: int
     changed: ChangedRows = field(init=False)
 
@@ -48,7 +48,7 @@ class HeldPiece:
 
     def held(self) -> jax.Array:
         """The value. Raises RuntimeError if it is lost."""
-        if self.value is None:
+        if self.value.is_deleted():
             raise RuntimeError(
                 f'The value of piece "{self.key}" was lost: an update ran out of memory while it was written in place. '
                 "Assign it, or start the server anew from a snapshot."
@@ -104,16 +104,6 @@ def check_state(update: CompiledUpdate, state: Sequence[HeldPiece]) -> None:
                 f'Program {update.program.digest} takes piece "{piece.key}" as {text(*spec)}, and it is '
                 f"{text(*piece.spec)}. Export the program for the piece as it is."
             )
-
-
-def check_makes(update: CompiledUpdate, key: str, spec: Spec) -> None:
-    """Raises InvalidArgumentError unless the program takes nothing and gives the value of such a piece."""
-    if update.state or update.operands or update.results != [spec]:
-        raise InvalidArgumentError(
-            f'Program {update.program.digest} cannot make piece "{key}", {text(*spec)}: it takes '
-            f"{len(update.state)} pieces and {len(update.operands)} operands, and gives "
-            f"{', '.join(text(*spec) for spec in update.results)}. Give one that takes nothing and gives this."
-        )
 
 
 def check_assigned(piece: HeldPiece, array: np.ndarray) -> None:

@@ -33,7 +33,7 @@ def copied(value: np.ndarray, device: Any) -> jax.Array:
     if value.nbytes > BYTES_PER_BLOCK and value.ndim:
         return filled(value.shape, value.dtype, device, lambda start, stop: value[start:stop])
     with with_dtypes([value.dtype]):
-        # `device_put` may adopt the memory of an array, also with may_alias=False (jax 0.10).
+        # Not `jax_compat.copied`: it adopts memory of NumPy, which XLA does not write to in place (jax 0.10).
         return jnp.array(value, copy=True, device=device).block_until_ready()
 
 

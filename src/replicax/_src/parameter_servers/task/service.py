@@ -10,15 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 from replicax._src.cluster.spec import Task
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.task.lease import Lease
 from replicax._src.parameter_servers.transport.messages import Message
-
-if TYPE_CHECKING:
-    from replicax._src.parameter_servers.transport.transport import Session
 
 _log = logging.getLogger(__name__)
 
@@ -130,20 +127,20 @@ class TaskService:
             )
         return self._asks[what](header)
 
-    def answer(self, message: Message, session: Session) -> Message:
-        """Answers a message of the coordinator, or of one of its workers.
+    def answer(self, message: Message) -> Message:
+        """Answers an ask, or a message of the coordinator or of one of its workers.
 
         Raises:
+          InvalidArgumentError: There is no such ask.
           StaleCoordinatorError: The coordinator's time at this task is over.
         """
+        if "ask" in message.header:
+            return Message(self.ask(str(message.header["ask"]), message.header))
         with self._lock:
             self._lease.check(message.header.get("incarnation"))
             work = self._work
         assert work is not None
         return work.answer(message)
-
-    def closed(self, session: Session) -> None:
-        """A stream has ended. What was made by it stays: another one may come."""
 
     def watch(self, now: float) -> None:
         """Gives up a coordinator that is silent."""

@@ -138,7 +138,7 @@ class Server:
             self._service = TaskService(
                 definition.task, self._host, about_this_process(), lease, self._measured
             )
-            transport = TaskServer(definition.address, self._service, self._credentials)
+            transport = TaskServer(definition.address, self._service.answer, self._credentials)
             transport.start()
             self._transport = transport
         threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()
