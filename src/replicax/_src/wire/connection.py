@@ -47,7 +47,7 @@ Room = Callable[[memoryview, int], memoryview]
 
 
 def no_room(head: memoryview, num_bytes: int) -> memoryview:
-    """For connections on which no bodies travel."""
+    """Refuses a body, on connections on which none travels."""
     raise ForeignPeerError(f"a body of {num_bytes} bytes was announced where none travels")
 
 

@@ -1,4 +1,4 @@
-"""What both ends say before the first frame: which protocol they speak, and that they know the token.
+"""The handshake before the first frame: both ends say which protocol they speak, and prove that they know the token.
 
     both     hello    "RPLX", protocol, flags, 16 zeros, 32 random bytes, checksum                      60 bytes
     client   proof    HMAC-SHA256(token, "client" + both hellos), checksum                              36 bytes
@@ -163,7 +163,9 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _received(connection: socket.socket, size: int, deadline: float, start: bytes = b"") -> bytes:
-    """So many bytes. Bytes that do not begin with ``start`` are another program's: the rest is not waited for."""
+    """Receives so many bytes. If they do not begin with ``start``, another program sent them, and the rest is not
+    waited for.
+    """
     data = b""
     while len(data) < size:
         part = _done(connection, lambda data=data: connection.recv(size - len(data)), deadline)

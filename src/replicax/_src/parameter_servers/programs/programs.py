@@ -1,4 +1,4 @@
-"""What the coordinator sends instead of code: programs of parameter servers and of workers, as data. Pure.
+"""Programs of parameter servers and of workers, as data that the coordinator sends instead of code. Pure.
 
 Both hold a computation as StableHLO (``jax.export``) and say what its operands and results are. The other
 files of this folder make them; ``store/store_contents.py`` and ``worker/runner.py`` run them.
@@ -51,7 +51,7 @@ class NamedRows:
 
 @dataclass(frozen=True)
 class UpdateProgram:
-    """What a parameter server computes when a closure pushes to it: new values of some of its pieces.
+    """A program that a parameter server runs when a closure pushes to it: it computes new values of some of its pieces.
 
     The computation takes the values of ``state``, in order, then the operands; it gives the new values of those of
     ``written``, in order. These it may overwrite.
@@ -125,7 +125,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Push:
-    """What a closure sends to one parameter server at its end: a program by its digest, and its operands.
+    """A message of a closure to one parameter server at its end: a program by its digest, and its operands.
 
     Attributes:
       is_averaged: The program is run for a round, with the mean of its closures' operands.
@@ -157,7 +157,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """What a worker computes for a closure, with all that it needs, and what it sends where.
+    """A program that a worker runs for a closure, with its inputs, and where it sends the results.
 
     Attributes:
       name: Of the user's function, for people.
@@ -223,7 +223,7 @@ class WorkerProgram:
 
 
 def signature_of(elements: Sequence[Sequence[tuple[Sequence[int], Any]] | None]) -> str:
-    """What distinguishes elements for which different computations are needed: shapes and dtypes of their leaves.
+    """Returns a text that distinguishes elements that need different computations: shapes and dtypes of their leaves.
 
     Args:
       elements: In order, each with its leaves; None for one that is missing, because its dataset has ended.

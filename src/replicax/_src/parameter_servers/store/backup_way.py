@@ -41,7 +41,7 @@ class BackupWay:
         self._link.send(message, timeout_s + num_bytes / _SEND_BYTES_PER_S)
 
     def receive(self, timeout_s: float) -> Mapping[str, Any]:
-        """What it says next."""
+        """Returns the header of its next answer."""
         return self._link.receive(timeout_s).header
 
     def bring(self, message: Message) -> Mapping[str, Any]:
@@ -57,6 +57,6 @@ class BackupWay:
         return said
 
     def close(self) -> None:
-        """Who waits at it raises UnavailableError. May be called again, from any thread."""
+        """Closes the link. A thread that waits at it raises UnavailableError. May be called again, from any thread."""
         self._link.close()
         self._client.close()

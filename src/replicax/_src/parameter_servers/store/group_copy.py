@@ -188,7 +188,7 @@ class GroupCopy:
 
     @property
     def is_primary(self) -> bool:
-        """Whether it serves clients, as far as it knows."""
+        """True if it serves clients, as far as it knows."""
         with self._changed:
             return self._rules.is_primary
 
@@ -234,7 +234,7 @@ class GroupCopy:
 
     @property
     def position(self) -> Position:
-        """Of the last update that was applied."""
+        """The position of the last update that was applied."""
         with self._changed:
             return self._rules.position
 
@@ -278,7 +278,7 @@ class GroupCopy:
         return None
 
     def _apply(self, message: Message) -> tuple[Message | None, Exception | None, str]:
-        """Under the order."""
+        """Applies a message. The caller holds the order."""
         if not is_snapshot(message.header):
             return applied(self._store, message)
         if self._keeper is not None:
@@ -292,7 +292,7 @@ class GroupCopy:
     # --- the primary: sending on -----------------------------------------------------------------------
 
     def _send(self, epoch: int, entry: Entry) -> None:
-        """Under the order. What goes wrong is told by ``_wait``."""
+        """Sends an entry to the backup. The caller holds the order. ``_wait`` raises what goes wrong."""
         try:
             way = self._way or self._open(epoch)
             if way is not None and way.epoch == epoch:
@@ -349,7 +349,7 @@ class GroupCopy:
     # --- the primary: waiting --------------------------------------------------------------------------
 
     def _wait(self, place: Place, until: float) -> None:
-        """Until what is at a place may be answered. One of those who wait reads what the backup says."""
+        """Waits until the message at a place may be answered. One of the threads that wait reads what the backup says."""
         while True:
             with self._changed:
                 way = self._reads_next(place, until)
@@ -359,14 +359,12 @@ class GroupCopy:
             self._read(way, self._ack_s())
 
     def _ack_s(self) -> float:
-        """How long the backup may say nothing."""
+        """Returns for how long the backup may say nothing."""
         now = time.monotonic()
         return max(ACK_S, self._patient_until - now, self._writes_until + ACK_S - now)
 
     def _wait_for_room(self) -> None:
-        """While what waits to be brought is much: updates that come slower than it is brought are what makes it
-        less.
-        """
+        """Waits while the joining backup lacks much, so that updates come slower than they are brought."""
         with self._changed:
             self._changed.wait_for(lambda: not self._has_much_waiting, _ROOM_S)
 
@@ -413,7 +411,7 @@ class GroupCopy:
             self._changed.notify_all()
 
     def _note(self, epoch: int, header: Mapping[str, Any]) -> None:
-        """What the backup said to a message. With the lock."""
+        """Takes note of what the backup said to a message. The caller has the lock."""
         if "refused" in header:
             self._error = f"It refuses what it is sent: {header['refused']}."
             self._rules.refused(epoch, Refusal(header["refused"]))

@@ -42,7 +42,7 @@ class HeldPiece:
 
     @property
     def num_bytes(self) -> int:
-        """Of the value."""
+        """The number of bytes of the value."""
         shape, dtype = self.spec
         return math.prod(shape) * dtype.itemsize
 
@@ -78,7 +78,7 @@ def rows_of(piece: HeldPiece, numbers: np.ndarray) -> np.ndarray:
 
 
 def staleness_of(used: Iterable[tuple[HeldPiece, Version | None]], instance: str) -> int | None:
-    """How often one has changed since its version was used, the most often; None if no version is one of this store."""
+    """Returns the largest number of changes since a version was used; None if no version is one of this store."""
     ages = [
         piece.number - version[1] for piece, version in used if version is not None and version[0] == instance
     ]

@@ -1,4 +1,4 @@
-"""What is asked of a parameter server, read from the headers of messages.
+"""Requests to a parameter server, read from the headers of messages.
 
 The peers that send them are authenticated, and of the same version: what does not fit is a mistake of this library, and
 ``Store.answer`` says so.
@@ -32,7 +32,7 @@ class Closure:
 
     @property
     def of_rounds(self) -> Closure:
-        """The same number, as that of a round of the same coordinator."""
+        """This number, as that of a round of the same coordinator."""
         return Closure(f"{self.incarnation} rounds", self.number)
 
 

@@ -1,4 +1,4 @@
-"""What a snapshot writes of each piece: all of it, the rows that have changed, or nothing. The caller has the lock."""
+"""Decides what a snapshot writes of each piece: all of it, the changed rows, or nothing. The caller has the lock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Entry:
     rows: np.ndarray | None = None
 
     def record(self, *written: Any) -> PieceRecord:
-        """What the snapshot has of it, when these parts are written."""
+        """Returns the record of the piece, once these parts are written."""
         before = () if self.before is None else self.before.parts
         return PieceRecord(self.key, self.spec, self.number, rows_per_unit(self.spec), (*before, *written))
 
@@ -68,7 +68,7 @@ def write_entry(file: BufferedWriter, number: int, entry: Entry) -> PieceRecord:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is written now.
+    """A plan of what the next snapshot writes.
 
     Attributes:
       previous: The snapshot from which it goes on; None: it is a base.
@@ -109,7 +109,7 @@ class Plan:
 @final
 @dataclass(frozen=True)
 class _Change:
-    """Of a piece since the snapshot before.
+    """The change of a piece since the snapshot before.
 
     Attributes:
       units: Of rows that have changed; None: all may have.

@@ -19,7 +19,7 @@ _JOIN_S = 1.0
 
 
 class Kept(Protocol):
-    """What snapshots are of: a ``Store``, or a ``GroupCopy``, which has one."""
+    """A source of snapshots: a ``Store``, or a ``GroupCopy``, which has one."""
 
     @property
     def progress(self) -> Progress: ...
@@ -131,7 +131,7 @@ class SnapshotKeeper:
         self._wake.set()
 
     def statistics(self) -> dict[str, Any]:
-        """How many were taken, and why the last one was not."""
+        """Tells how many snapshots were taken, and why the last one failed."""
         return {"num_snapshots": self._num_taken, "snapshot_error": self._error}
 
     @property

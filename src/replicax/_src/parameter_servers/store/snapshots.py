@@ -66,7 +66,7 @@ class SnapshotFolder:
         return self.last
 
     def file(self, number: int) -> Path:
-        """Where the file of this number is."""
+        """Returns the path of the file of this number."""
         return self.path / f"snapshot-{number:010}.rxps"
 
     def write(
@@ -157,7 +157,7 @@ class SnapshotFolder:
         return None
 
     def newest_owner(self) -> tuple[float, str] | None:
-        """When the newest snapshot that says so was taken, and the incarnation that it is of. Reads headers only."""
+        """Returns the time of the newest snapshot, and the incarnation that took it. Reads headers only."""
         for number in sorted(self._numbers(), reverse=True):
             with contextlib.suppress(SnapshotError, OSError):
                 with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
@@ -165,7 +165,7 @@ class SnapshotFolder:
         return None
 
     def _numbers(self) -> list[int]:
-        """Of the files."""
+        """Returns the numbers of the files."""
         if not self.path.is_dir():
             return []
         found = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir())
@@ -212,7 +212,7 @@ class Snapshot:
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """What was given to ``write``."""
+        """The content that was given to ``write``."""
         return self.manifest.content
 
     def close(self) -> None:

@@ -97,14 +97,14 @@ class Store:
         return do(asked, message.header.get("incarnation"))
 
     def hello(self, incarnation: str) -> None:
-        """From now on the store belongs to this coordinator. What another one made is dropped."""
+        """Gives the store to this coordinator. What another one made is dropped."""
         with self._lock:
             if incarnation != self._contents.owner:
                 self._contents.owner = incarnation
                 self._contents.clear()
 
     def leave(self) -> None:
-        """From now on the store belongs to nobody: all that is in it is dropped."""
+        """Drops all that is in the store, which belongs to nobody then."""
         with self._lock:
             self._contents.owner = None
             self._contents.renew()
@@ -187,7 +187,7 @@ class Store:
             return self._contents.state()
 
     def programs(self, digests: Sequence[str]) -> list[UpdateProgram]:
-        """Those of these programs that are here."""
+        """Returns those of these programs that are here."""
         with self._lock:
             found = self._contents.programs
             return [found[digest].program for digest in digests if digest in found]

@@ -96,7 +96,7 @@ class StoreContents:
         self.statistics = StoreStatistics()
 
     def counts(self) -> dict[str, Any]:
-        """What is held now and what has been done, as JSON."""
+        """Counts what is held now and what has been done, as JSON."""
         return {
             "pieces": len(self.pieces),
             "bytes": sum(piece.num_bytes for piece in self.pieces.values()),
@@ -160,7 +160,7 @@ class StoreContents:
         return program
 
     def has(self, new: NewPiece, if_absent: bool) -> bool:
-        """Whether a piece is there already. Raises InvalidArgumentError if it should not be, or is another one."""
+        """True if a piece is there already. Raises InvalidArgumentError if it should not be, or is another one."""
         piece = self.pieces.get(new.key)
         if piece is None:
             return False

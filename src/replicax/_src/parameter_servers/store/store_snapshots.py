@@ -96,7 +96,7 @@ class StoreSnapshots:
         }
 
     def wait_for_room(self, keys: Sequence[str]) -> None:
-        """Until these can change beside a snapshot that is being written.
+        """Waits until these pieces can change beside a snapshot that is being written.
 
         With the lock, which others have meanwhile.
         """
@@ -108,7 +108,7 @@ class StoreSnapshots:
                 return
 
     def _folder_of(self, directory: Path) -> SnapshotFolder:
-        """That of the snapshot before, from which the next one goes on; a new one if it is another folder."""
+        """Returns the folder of the snapshot before, which the next one continues; a new one for another folder."""
         if self._folder is None or self._folder.path != directory:
             self._folder = SnapshotFolder(directory)
         return self._folder

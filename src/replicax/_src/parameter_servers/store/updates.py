@@ -45,7 +45,7 @@ class CompiledUpdate:
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", 0)
 
     def rows(self, operands: Sequence[np.ndarray]) -> list[list[np.ndarray] | None]:
-        """For each piece that is written the numbers of the rows that it may change; None: any."""
+        """Returns for each piece that is written the numbers of the rows that may change; None: any."""
         if not self.program.rows:
             return [None] * len(self.program.written)
         return [

@@ -34,7 +34,7 @@ class Window:
 
     @property
     def num_runs(self) -> int:
-        """How many runs of numbers are kept."""
+        """The number of runs that are kept."""
         return len(self._starts)
 
     @property
@@ -46,7 +46,7 @@ class Window:
         return self._stops[0] if is_joined else self._low, max([self._low, *self._stops[-1:]])
 
     def __contains__(self, number: int) -> bool:
-        """Whether a closure is not to be applied: it has been, or it has ended."""
+        """True if a closure must not be applied: it has been, or it has ended."""
         if number < self._low:
             return True
         before = bisect_right(self._starts, number) - 1
@@ -93,7 +93,7 @@ class Window:
 
 @final
 class Windows:
-    """Those of several clients; of more than ``MAX_WINDOWS`` that of the one that has been silent for longest is
+    """The windows of several clients. Beyond ``MAX_WINDOWS``, that of the client that was silent for longest is
     forgotten.
     """
 
@@ -116,7 +116,7 @@ class Windows:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Self:
-        """Those that ``described`` came from."""
+        """Makes the windows that ``described`` came from."""
         windows = cls()
         windows._windows.update((name, Window.of(window)) for name, window in described.items())
         return windows

@@ -132,7 +132,7 @@ class Server:
 
 @final
 class StatusOrResult:
-    """What a call gives: its result, or why there is none. The methods wait until the call has ended."""
+    """The outcome of a call: its result, or the reason why there is none. The methods wait until the call has ended."""
 
     def __init__(self, future: Future[Any], timeout_s: float, what: str):
         self._future, self._timeout_s, self._what = future, timeout_s, what

@@ -53,7 +53,7 @@ def check_installed() -> None:
 
 @dataclass
 class Counts:
-    """What one end of a connection has sent and received."""
+    """Counts of what one end of a connection has sent and received."""
 
     messages: int = 0
     bytes_in: int = 0
@@ -115,7 +115,7 @@ class TaskServer:
 
     @property
     def port(self) -> int:
-        """Where it listens; before ``start`` what the address says, maybe 0."""
+        """The port at which it listens; before ``start`` that of the address, which may be 0."""
         return split_address(self._address)[1] if self._listener is None else self._listener.port
 
     @property

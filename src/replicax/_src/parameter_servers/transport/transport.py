@@ -179,7 +179,7 @@ class TaskClient:
             raise self._public(error, did) from error
 
     def _public(self, error: OSError, did: str) -> ReplicaxError:
-        """What an error of the wire means.
+        """Translates an error of the wire into a public one.
 
         Args:
           did: What the task did not do: ``"answer 'hello' within 2 s"``.
