@@ -18,9 +18,7 @@ from replicax._src.cluster.hub import Hub
 from replicax._src.cluster.layout import free_ports
 from replicax._src.cluster.service import HubServer
 from replicax._src.cluster.spec import split_address
-from replicax._src.wire.connection import Frame
 from replicax._src.wire.errors import ForeignPeerError, TokenError
-from replicax._src.wire.frames import Kind
 from replicax._src.wire.security import Security
 from replicax._src.wire.sockets import bind_shared, listen
 from replicax.errors import ClusterStartError, PeerFailureError, ProgramMismatchError
@@ -482,7 +480,7 @@ def test_a_port_that_is_held_is_only_for_who_shares_it():
 def test_what_is_no_message(text):
     with serving() as address:
         connection = connect(address, SECURITY, time.monotonic() + PATIENCE_S)
-        connection.receive = lambda deadline: Frame(Kind.MESSAGE, memoryview(text))
+        connection.receive = lambda deadline: memoryview(text)
         with pytest.raises(ForeignPeerError):
             receive(connection, time.monotonic() + PATIENCE_S)
         connection.close()

@@ -17,28 +17,22 @@ from replicax.errors import UnknownProgramError
 
 
 class Echo:
-    """A ``Service``. ``op`` of a message, or what is asked: echo, fail, unknown, sleep, wait, make, statistics."""
+    """Answers messages. ``op`` of a message, or what is asked: echo, fail, unknown, sleep, wait, make, statistics."""
 
     def __init__(self):
         self.server = None
-        self.num_closed = 0
+        self.num_answered = 0
         self.waits, self.may_go_on = threading.Event(), threading.Event()
 
-    def ask(self, what, header):
-        if what == "statistics":
-            return {**self.server.statistics(), "closed": self.num_closed}
-        return {"what": what, **self._done(what, header)}
-
-    def answer(self, message, session):
-        session.state["messages"] = session.state.get("messages", 0) + 1
-        header = self._done(message.header.get("op"), message.header)
-        if message.header.get("op") == "make":
+    def answer(self, message):
+        self.num_answered += 1
+        op = message.header.get("ask", message.header.get("op"))
+        if op == "statistics":
+            return Message(self.server.statistics())
+        header = self._done(op, message.header)
+        if op == "make":
             return Message({}, [np.zeros(message.header["bytes"], np.uint8)])
-        of_session = {"session": session.number, "of_session": session.state["messages"]}
-        return Message({**header, **of_session}, message.arrays)
-
-    def closed(self, session):
-        self.num_closed += 1
+        return Message({**header, "answered": self.num_answered}, message.arrays)
 
     def _done(self, op, header):
         if op == "fail":
@@ -56,7 +50,10 @@ class Echo:
 def echo_server(address="127.0.0.1:0", credentials=None, **options):
     """A server in this process."""
     service = Echo()
-    service.server = TaskServer(address, service, credentials or Credentials(token="secret"), **options)
+    service.server = TaskServer(
+        address, service.answer, credentials or Credentials(token="secret"), **options
+    )
+    service.server.echo = service
     return service.server
 
 

@@ -348,7 +348,7 @@ class World:
                 if server.joining is not None or (server.asked and server.rules.partner is Partner.IN_SYNC):
                     self.loses(server.task)
             for server in self.servers:
-                server.asked = [each for each in server.asked if each[0].tenure == server.rules.tenure]
+                server.asked = [each for each in server.asked if each[0].tenure == server.rules._tenure]
 
     def settle(self):
         """All arrives, and what may be answered is."""

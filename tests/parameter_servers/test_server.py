@@ -161,7 +161,7 @@ def test_a_stream_that_waits_for_a_stopped_task_to_take_a_message_can_be_closed(
             assert time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("kind", [Kind.ASK, Kind.END, Kind.REFUSAL])
+@pytest.mark.parametrize("kind", [Kind.END, Kind.REFUSAL])
 def test_a_frame_of_another_kind_ends_the_stream_and_no_other(kind):
     with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
         link, other = client.open(), client.open()

@@ -22,25 +22,19 @@ WHOLE = np.arange(100_000, dtype=np.float32)
 
 
 class OneStore:
-    """A service that answers with a store."""
+    """Answers with a store."""
 
     def __init__(self):
         self.store = Store()
         self.store.hello(ME)
 
-    def ask(self, what, header, session):
-        return {}
-
-    def answer(self, message, session):
+    def answer(self, message):
         return self.store.answer(message)
-
-    def closed(self, session):
-        pass
 
 
 @pytest.fixture
 def servers():
-    made = [TaskServer("localhost:0", OneStore(), SECRET) for _ in range(2)]
+    made = [TaskServer("localhost:0", OneStore().answer, SECRET) for _ in range(2)]
     for server in made:
         server.start()
     yield made
@@ -106,7 +100,7 @@ def test_closures_and_reads_by_another_client(halving, new_clients):
 @pytest.mark.timeout(120)
 def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, new_clients, servers):
     run(halving, 0)
-    service, address = servers[1]._service, servers[1].address
+    service, address = servers[1]._make_answer, servers[1].address
     servers[1].shutdown()
     with pytest.raises(UnavailableError) as error:
         run(halving, 1)
@@ -120,7 +114,7 @@ def test_a_server_that_ends_is_named_and_one_that_comes_back_is_used(halving, ne
 @pytest.mark.timeout(120)
 def test_a_connection_that_was_cut_is_opened_again(halving, new_clients, servers):
     run(halving, 0)
-    service, address = servers[0]._service, servers[0].address
+    service, address = servers[0]._make_answer, servers[0].address
     servers[0].shutdown()
     servers[0] = TaskServer(address, service, SECRET)
     servers[0].start()

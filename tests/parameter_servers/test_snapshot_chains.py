@@ -29,7 +29,6 @@ from replicax._src.parameter_servers.store import (
     snapshot_parts,
     snapshots,
 )
-from replicax._src.parameter_servers.store.snapshot_manifest import Needs, needed
 from replicax._src.parameter_servers.store.store import Store
 
 ROWS, COLUMNS, NUM_IDS = 1701, 24, 5  # rows of 96 bytes, 3 in a unit; the last unit has fewer
@@ -194,18 +193,24 @@ def test_bounds_of_a_chain(tmp_path, monkeypatch):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_files_that_are_needed():
-    def alone(base, *files):
-        return Needs(base, frozenset(files))
-
-    assert needed({1: alone(1, 1)}, 1) == {1}
-    assert needed({1: alone(1, 1), 2: alone(2, 2), 3: alone(3, 3)}, 3) == {2, 3}
-    chains = {1: alone(1, 1), 2: alone(1, 1, 2), 3: alone(3, 3), 4: alone(3, 3, 4), 5: alone(5, 5)}
-    assert needed(chains, 4) == {1, 2, 3, 4}
-    assert needed(chains, 5) == {3, 4, 5}
-    # Another store has gone back to 2, and on from there; what came after is of nobody.
-    assert needed({**chains, 6: alone(1, 1, 2, 6)}, 6) == {1, 2, 6}
-    assert needed({4: alone(3, 3, 4), 5: alone(5, 5)}, 5) == {3, 4, 5}  # whose own header cannot be read
+def test_snapshots_that_a_store_has_gone_back_from_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 3)
+    store = new_store()
+    for epoch in range(1, 5):
+        update(store, epoch)
+        store.snapshot(tmp_path, epoch=epoch)
+    assert numbers(tmp_path) == [1, 2, 3, 4]  # 4 is a base
+    again, _ = restored(tmp_path, epoch=2)
+    send(again, PROGRAM)
+    update(again, 7)
+    again.snapshot(tmp_path)
+    assert numbers(tmp_path) == [1, 2, 5]
+    assert_same(restored(tmp_path)[0], values(again))
+    update(again, 8)
+    assert again.snapshot(tmp_path)["is_base"]
+    assert numbers(tmp_path) == [1, 2, 5, 6]
+    os.truncate(tmp_path / "snapshot-0000000006.rxps", 100)
+    assert restored(tmp_path)[1]["file"].endswith("5.rxps")
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------
@@ -227,29 +232,6 @@ def test_a_snapshot_that_fails_is_in_the_next_one(tmp_path, monkeypatch):
     told = store.snapshot(tmp_path)
     assert told["bytes"] < 6000
     assert_same(restored(tmp_path)[0], values(store))
-
-
-def test_where_there_is_no_room_for_all_what_has_changed_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 2)
-    store, fsync = new_store(), os.fsync
-    store.snapshot(tmp_path)
-
-    def full(descriptor):
-        if os.fstat(descriptor).st_size > 100_000:
-            raise OSError("no room")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshots.os, "fsync", full)
-        for number in range(3):
-            update(store, number)
-            assert not store.snapshot(tmp_path)["is_base"]
-            assert_same(restored(tmp_path)[0], values(store))
-        ask(store, "assign", [np.ones((ROWS, COLUMNS), np.float32)], keys=["t"])
-        with pytest.raises(SnapshotError, match="no room"):
-            store.snapshot(tmp_path)
-    assert numbers(tmp_path) == [1, 2, 3, 4]
-    assert store.snapshot(tmp_path)["is_base"]
 
 
 def test_files_that_somebody_removed_are_not_gone_on_from(tmp_path):

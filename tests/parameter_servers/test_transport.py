@@ -38,7 +38,7 @@ TOKEN = Credentials(token="secret")
 def server():
     with echo_server(max_message_bytes=2**27, max_streams=8) as server:
         yield server
-        server._service.may_go_on.set()
+        server.echo.may_go_on.set()
 
 
 @pytest.fixture
@@ -63,7 +63,11 @@ def wait_until(condition):
 
 
 def test_asks_are_answered(client):
-    assert client.ask("hello", {"a": [1, None, "x"]}, 30) == {"what": "hello", "a": [1, None, "x"]}
+    assert client.ask("hello", {"a": [1, None, "x"]}, 30) == {
+        "ask": "hello",
+        "a": [1, None, "x"],
+        "answered": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_asks_are_answered(client):
 def test_messages_are_answered(link, arrays):
     for turn in range(3):
         answer = link.call(Message({"op": "echo", "turn": turn}, arrays), 30)
-        assert answer.header == {"op": "echo", "turn": turn, "session": 1, "of_session": turn + 1}
+        assert answer.header == {"op": "echo", "turn": turn, "answered": turn + 1}
         for ours, theirs in zip(answer.arrays, arrays, strict=True):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
             np.testing.assert_array_equal(ours, theirs)
@@ -101,10 +105,10 @@ def test_messages_that_travel_together_are_answered_each_on_its_own(client, serv
         UnknownProgramError,
         Message,
     ]
-    assert [a.header["of_session"] for a in answers if isinstance(a, Message)] == [1, 3, 5]
+    assert [a.header["answered"] for a in answers if isinstance(a, Message)] == [1, 3, 5]
     assert [len(a.arrays[0]) for a in answers if isinstance(a, Message)] == [0, 2, 4]
     link.send_all([Message({"op": "echo"}), Message({"op": "fail"})], 30)
-    assert link.receive(30).header["of_session"] == 6
+    assert link.receive(30).header["answered"] == 6
     with pytest.raises(RemoteError, match="as it was asked"):
         link.receive(30)
     assert client.statistics()["messages"] == server.statistics()["messages"] == 7
@@ -113,12 +117,12 @@ def test_messages_that_travel_together_are_answered_each_on_its_own(client, serv
 def test_answers_do_not_wait_for_one_that_takes_long(link, server):
     ops = ["echo", "echo", "wait", "echo"]
     link.send_all([Message({"op": op}) for op in ops], 30)
-    assert server._service.waits.wait(30)
+    assert server.echo.waits.wait(30)
     early = []
     while len(early) < 2:  # together, if the server's threads have had their turn in time
         early += link.receive_all(30)
     assert [answer.header["op"] for answer in early] == ["echo", "echo"]
-    server._service.may_go_on.set()
+    server.echo.may_go_on.set()
     late = []
     while len(late) < 2:
         late += link.receive_all(30)
@@ -128,15 +132,15 @@ def test_answers_do_not_wait_for_one_that_takes_long(link, server):
 def test_large_answers_do_not_wait_for_others(link, server):
     link.send_all([Message({"op": "make", "bytes": 200_000}), Message({"op": "wait"})], 30)
     assert len(link.receive(30).arrays[0]) == 200_000
-    assert not server._service.may_go_on.is_set()
-    server._service.may_go_on.set()
+    assert not server.echo.may_go_on.is_set()
+    server.echo.may_go_on.set()
     assert link.receive(30).header["op"] == "wait"
 
 
 def test_of_messages_that_travel_together_none_is_sent_if_one_cannot(link):
     with pytest.raises(MessageError, match="does not travel"):
         link.send_all([Message({"op": "echo"}), Message({"op": "echo"}, [np.array(["a"])])], 30)
-    assert link.call(Message({"op": "echo"}), 30).header["of_session"] == 1
+    assert link.call(Message({"op": "echo"}), 30).header["answered"] == 1
 
 
 def test_several_messages_are_sent_before_answers_are_received(link):
@@ -162,7 +166,7 @@ def test_streams_are_answered_at_the_same_time(server, client):
     slow, fast = client.open(), client.open()
     slow.send(Message({"op": "wait"}))
     fast.call(Message({"op": "echo"}), 30)
-    server._service.may_go_on.set()
+    server.echo.may_go_on.set()
     slow.receive(30)
 
 
@@ -191,7 +195,7 @@ def test_an_error_of_the_service_is_raised_and_the_stream_goes_on(link, caplog):
     with pytest.raises(UnknownProgramError, match="no such program") as caught:
         link.call(Message({"op": "unknown"}), 30)
     assert caught.value.digest == "abc"
-    assert link.call(Message({"op": "echo"}), 30).header["session"] == 1
+    assert link.call(Message({"op": "echo"}), 30).header["op"] == "echo"
 
 
 def test_an_error_of_an_ask_is_raised(client):
@@ -246,7 +250,7 @@ def test_an_answer_that_takes_too_long_closes_the_link_and_no_other(client, link
 
 
 def test_an_ask_that_takes_too_long(client):
-    with pytest.raises(UnavailableError, match=r"did not answer 'wait' within 0\.3 s"):
+    with pytest.raises(UnavailableError, match=r"did not answer 'wait'"):
         client.ask("wait", {}, 0.3)
 
 
@@ -302,7 +306,6 @@ def test_closing_a_client_closes_its_links(server, client, link):
     message(UnavailableError, lambda: link.call(Message({}), 30), "was closed")
     message(UnavailableError, lambda: client.ask("hello", {}, 30), "was closed")
     wait_until(lambda: server.statistics()["streams"] == 0)
-    assert server._service.num_closed == 1
 
 
 def test_a_link_that_is_opened_while_its_client_is_closed_is_none(client, monkeypatch):
@@ -331,10 +334,10 @@ def test_a_server_ends_although_streams_are_open(server, client, link):
 
 def test_a_server_that_ends_finishes_what_it_is_answering(server, link):
     link.send(Message({"op": "wait"}))
-    assert server._service.waits.wait(30)
+    assert server.echo.waits.wait(30)
     ending = threading.Thread(target=server.shutdown, args=(60.0,))
     ending.start()
-    threading.Timer(0.2, server._service.may_go_on.set).start()
+    threading.Timer(0.2, server.echo.may_go_on.set).start()
     assert link.receive(30).header["op"] == "wait"
     ending.join(60)
     assert not ending.is_alive()

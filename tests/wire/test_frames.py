@@ -66,7 +66,7 @@ def test_the_checksum_does_not_depend_on_how_a_body_is_cut():
 
 @pytest.mark.parametrize("body", [[], [b""]])
 def test_a_frame_without_a_body_has_no_checksum_of_it(body):
-    assert len(b"".join(frame_parts(Kind.ASK, b"head", body, is_checked=True))) == HEADER_BYTES + 4
+    assert len(b"".join(frame_parts(Kind.MESSAGE, b"head", body, is_checked=True))) == HEADER_BYTES + 4
 
 
 # --- damage -------------------------------------------------------------------------------------------

@@ -36,24 +36,24 @@ def wait_until(condition, limit_s=30.0):
 
 
 class Echo:
-    """A listener that sends back what it is sent, and the purpose in front of it."""
+    """A listener that sends back what it is sent, and the number of the connection in front of it."""
 
     def __init__(self, security=TOKEN, host="127.0.0.1"):
-        self.num_rejected, self.purposes = 0, []
+        self.num_rejected, self.num_served = 0, 0
         self.listener = Listener(listen(host, 0, 512), security, self.serve, self.rejected)
         self.host = host
 
-    def serve(self, connection, purpose):
-        self.purposes.append(purpose)
+    def serve(self, connection):
+        number = self.num_served = self.num_served + 1
         while True:
-            kind, head = connection.receive(FOREVER)
-            connection.send([(kind, purpose.encode() + bytes(head), ())], soon())
+            head = connection.receive(FOREVER)
+            connection.send([(Kind.MESSAGE, b"%d " % number + bytes(head), ())], soon())
 
     def rejected(self):
         self.num_rejected += 1
 
-    def connect(self, security=TOKEN, purpose="", seconds=10.0):
-        return connect(self.host, self.listener.port, security, purpose, soon(seconds))
+    def connect(self, security=TOKEN, seconds=10.0):
+        return connect(self.host, self.listener.port, security, soon(seconds))
 
     def raw(self):
         """A stranger."""
@@ -73,14 +73,14 @@ def echo():
 
 
 def said(connection, text=b"hello"):
-    connection.send([(Kind.ASK, text, ())], soon())
-    return bytes(connection.receive(soon()).head)
+    connection.send([(Kind.MESSAGE, text, ())], soon())
+    return bytes(connection.receive(soon()))
 
 
 def assert_serves(echo, security=TOKEN, within_s=10.0):
     started = time.monotonic()
-    friend = echo.connect(security, "a friend")
-    assert said(friend) == b"a friendhello"
+    friend = echo.connect(security)
+    assert said(friend).endswith(b" hello")
     friend.close()
     assert time.monotonic() - started < within_s
 
@@ -107,14 +107,17 @@ def num_threads():
 def test_peers_are_served_each_on_its_own(is_encrypted, tls):
     security = tls if is_encrypted else TOKEN
     with Echo(security) as echo:
-        friends = [echo.connect(security, f"purpose {n} ") for n in range(5)]
+        friends = []
+        for n in range(1, 6):
+            friends.append(echo.connect(security))
+            assert said(friends[-1]) == b"%d hello" % n
         for n, friend in reversed(list(enumerate(friends))):
-            assert said(friend, b"x" * n) == f"purpose {n} ".encode() + b"x" * n
+            assert said(friend, b"x" * n) == b"%d " % (n + 1) + b"x" * n
         friends[2].close()
-        assert said(friends[3]) == b"purpose 3 hello"
+        assert said(friends[3]) == b"4 hello"
         for friend in friends:
             friend.close()
-        assert sorted(echo.purposes) == [f"purpose {n} " for n in range(5)]
+        assert echo.num_served == 5
         assert echo.num_rejected == 0
     wait_until(lambda: not num_threads())
 
@@ -133,7 +136,7 @@ def test_no_part_of_a_handshake_waits_for_another_one(tls):
 
 def test_the_connection_is_closed_when_its_peer_is_served(echo, monkeypatch):
     served = []
-    monkeypatch.setattr(echo.listener, "_serve", lambda connection, purpose: served.append(connection))
+    monkeypatch.setattr(echo.listener, "_serve", lambda connection: served.append(connection))
     friend = echo.connect()
     with pytest.raises(PeerEndedError):
         friend.receive(soon())
@@ -147,7 +150,7 @@ def test_who_does_not_know_the_token_is_told_and_counted(echo, of_peer):
         with pytest.raises(TokenError):
             echo.connect(Security(of_peer))
         wait_until(lambda number=number: echo.num_rejected == number)
-    assert echo.purposes == []
+    assert echo.num_served == 0
     assert_serves(echo)
     assert echo.num_rejected == 3
 
@@ -162,7 +165,7 @@ def test_checksums_are_used_if_one_end_wants_them(echo):
 
 def test_after_its_end_nobody_is_accepted_and_peers_go_on(echo):
     friend = echo.connect()
-    assert said(friend) == b"hello"  # it is served, and no stranger any more
+    assert said(friend).endswith(b" hello")  # it is served, and no stranger any more
     stranger = echo.raw()
     wait_until(lambda: echo.listener._acceptor.num_unauthenticated)
     started = time.monotonic()
@@ -171,7 +174,7 @@ def test_after_its_end_nobody_is_accepted_and_peers_go_on(echo):
     with pytest.raises(OSError):
         echo.connect()
     assert time.monotonic() - started < 2
-    assert said(friend) == b"hello"
+    assert said(friend).endswith(b" hello")
     friend.close()
     stranger.close()
     wait_until(lambda: not num_threads())
@@ -281,7 +284,7 @@ def test_a_connection_that_fails_leaves_no_descriptor(tls):
                     with pytest.raises(OSError):
                         echo.connect(of_client)
             with pytest.raises(OSError):
-                connect("127.0.0.1", 1, TOKEN, "", soon())
+                connect("127.0.0.1", 1, TOKEN, soon())
             with plain.raw(), encrypted.raw():  # and one that says nothing
                 pass
             wait_until(lambda: not num_threads())
@@ -335,3 +338,13 @@ def test_a_listener_without_threads_turns_a_peer_away_and_goes_on(echo, monkeypa
         assert time.monotonic() - started < 2
     assert not echo.listener._acceptor.num_unauthenticated
     assert_serves(echo)
+
+
+def test_a_name_that_is_not_resolved_in_time_is_given_up(echo, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: may_end.wait(30))
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        echo.connect(seconds=0.2)
+    may_end.set()
+    assert time.monotonic() - started < 10

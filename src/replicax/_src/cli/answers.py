@@ -95,8 +95,7 @@ def answering(address: str, security: Security, ask_once: AskOnce) -> Iterator[A
         listener.close()
 
 
-def _answer_pings(connection: Connection, purpose: str) -> None:
-    del purpose
+def _answer_pings(connection: Connection) -> None:
     deadline = time.monotonic() + _ATTEMPT_S
     receive(connection, deadline)
     send(connection, {"kind": "pong", "cluster": "doctor"}, deadline)

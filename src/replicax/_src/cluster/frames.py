@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from replicax._src.cluster.credentials import Credentials
 from replicax._src.cluster.errors import ClusterEnvironmentError
@@ -18,8 +18,6 @@ from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError
 from replicax._src.wire.frames import Kind
 from replicax._src.wire.security import Security
-
-PURPOSE: Final = "control"
 
 
 def security_of(environ: Mapping[str, str] | None = None) -> Security:
@@ -44,7 +42,7 @@ def connect(
       OSError: Nobody answers there in time, or somebody else; see ``wire.client.connect``.
     """
     route = split_address(routed_address(address, os.environ if environ is None else environ))
-    return wire_connect(*route, security, PURPOSE, deadline, certified_as=split_address(address)[0])
+    return wire_connect(*route, security, deadline, certified_as=split_address(address)[0])
 
 
 def send(connection: Connection, message: Mapping[str, Any], deadline: float) -> None:
@@ -63,8 +61,7 @@ def receive(connection: Connection, deadline: float) -> dict[str, Any]:
       ForeignPeerError: What came is no message.
       OSError: Nothing came in time, or the connection has ended.
     """
-    frame = connection.receive(deadline)
-    text = bytes(frame.head or b"")
+    text = bytes(connection.receive(deadline) or b"")
     try:
         message = json.loads(text)
     except ValueError as error:

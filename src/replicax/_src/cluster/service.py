@@ -106,8 +106,7 @@ class HubServer:
 
     # --- on the thread of a connection ---------------------------------------------------------------------
 
-    def _serve(self, connection: Connection, purpose: str) -> None:
-        del purpose
+    def _serve(self, connection: Connection) -> None:
         try:
             number = None
             while number is None:  # `replicax doctor` and the launcher ask, and do not join

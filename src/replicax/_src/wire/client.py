@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
+from concurrent.futures import Future
+from typing import Any
 
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.handshake import greet_server
@@ -16,7 +19,6 @@ def connect(
     host: str,
     port: int,
     security: Security,
-    purpose: str,
     deadline: float,
     *,
     certified_as: str | None = None,
@@ -24,7 +26,6 @@ def connect(
     """Connects to a listener, and authenticates both ends.
 
     Args:
-      purpose: What the connection is for; the listener is told. At most 16 ASCII characters.
       deadline: On the clock of ``time.monotonic``.
       certified_as: The name in the listener's certificate; that of the host by default.
 
@@ -38,30 +39,43 @@ def connect(
     try:
         is_loopback = is_loopback_peer(connection)
         stream = stream_over(connection, security.client, deadline, certified_as or host)
-        agreed = greet_server(
+        is_checked = greet_server(
             stream,
             security.token,
-            purpose,
             deadline,
             wants_checksums=security.wants_checksums(
                 is_loopback=is_loopback, uses_tls=security.client is not None
             ),
         )
-        return Connection(connection, stream, f"{host}:{port}", is_checked=agreed.is_checked)
+        return Connection(connection, stream, f"{host}:{port}", is_checked=is_checked)
     except BaseException:
         connection.close()
         raise
 
 
 def _connected(host: str, port: int, deadline: float) -> socket.socket:
-    """The first address of the host that answers; all of them share the time."""
+    """Connects to the first address of the host that answers. All addresses share the time."""
     failure: OSError | None = None
-    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for *_, address in _addresses(host, port, deadline):
         try:
             return socket.create_connection((str(address[0]), int(address[1])), seconds_left(deadline))
         except OSError as error:
             failure = error
     raise failure or OSError(f"{host} has no address")
+
+
+def _addresses(host: str, port: int, deadline: float) -> list[Any]:
+    """Resolves a name on another thread, because ``getaddrinfo`` has no deadline and cannot be interrupted."""
+    found: Future[list[Any]] = Future()
+
+    def resolve() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=resolve, name="replicax name", daemon=True).start()
+    return found.result(seconds_left(deadline))
 
 
 def is_loopback_peer(connection: socket.socket) -> bool:

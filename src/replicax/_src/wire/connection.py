@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from replicax._src.wire.errors import ForeignPeerError, PeerEndedError, WireError
 from replicax._src.wire.frames import (
@@ -39,23 +39,12 @@ _RELEASE_S: Final = 1.0
 _LONGEST_REASON: Final = 16 * 1024
 
 
-class Frame(NamedTuple):
-    """A frame that has come whole.
-
-    Attributes:
-      head: Valid until the next frame is received. None for a frame with a body: ``room`` has had it.
-    """
-
-    kind: Kind
-    head: memoryview | None
-
-
 Room = Callable[[memoryview, int], memoryview]
 """Gives memory for a body, by the head of the frame and the number of bytes."""
 
 
 def no_room(head: memoryview, num_bytes: int) -> memoryview:
-    """For connections on which no bodies travel."""
+    """Refuses a body, on connections on which none travels."""
     raise ForeignPeerError(f"a body of {num_bytes} bytes was announced where none travels")
 
 
@@ -105,11 +94,15 @@ class Connection:
         finally:
             self._sending.release()
 
-    def receive(self, deadline: float, room: Room = no_room) -> Frame:
-        """Waits for the next frame of kind MESSAGE or ASK.
+    def receive(self, deadline: float, room: Room = no_room) -> memoryview | None:
+        """Waits for the next message.
 
         Args:
           room: Asked for memory when a frame has a body.
+
+        Returns:
+          The head of the frame, valid until the next one is received. None for a frame with a body, of which ``room``
+          has had the head.
 
         Raises:
           PeerEndedError: The peer has ended the connection; it may say why.
@@ -129,17 +122,17 @@ class Connection:
             self._header = None
             check_head(header, head)
             self.bytes_in += HEADER_BYTES + head_bytes + body_bytes
-            if kind >= Kind.END:
+            if kind is not Kind.MESSAGE:
                 raise PeerEndedError(bytes(head).decode(errors="replace"), is_refusal=kind is Kind.REFUSAL)
             if body_bytes:
                 self._receive_body(header, room(head, body_bytes), deadline)
-                return Frame(kind, None)
-            return Frame(kind, head)
+                return None
+            return head
         finally:
             self._receiving.release()
 
     def has_frame(self) -> bool:
-        """True if a whole MESSAGE or ASK without a body has come already. Only for the thread that receives."""
+        """True if a whole message without a body has come already. Only for the thread that receives."""
         header = self._header
         if header is None:
             if self._end - self._start < HEADER_BYTES:
@@ -148,7 +141,7 @@ class Connection:
                 header = self._take_header()
             except WireError:  # the next ``receive`` raises it
                 return False
-        is_message = header.kind < Kind.END and not header.body_bytes
+        is_message = header.kind is Kind.MESSAGE and not header.body_bytes
         return is_message and self._end - self._start >= header.head_bytes
 
     def wait(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What ends a connection. Callers translate these errors into public ones, which name the task."""
+"""Errors that end a connection. Callers translate them into public ones, which name the task."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class DamagedFrameError(WireError):
 
 
 class ForeignPeerError(WireError):
-    """What came is no frame: another program, or another version of replicax, is at the other end."""
+    """The peer sent no frame: it is another program, or another version of replicax."""
 
 
 class OtherProgramError(ForeignPeerError):
-    """What came before the handshake is none of replicax. It may be damage too: another attempt may succeed."""
+    """The peer's first bytes are not those of replicax. They may be damaged: another attempt may succeed."""
 
 
 class TokenError(WireError):

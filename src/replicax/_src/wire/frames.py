@@ -30,23 +30,22 @@ _SUMMED_BYTES: Final = _SUMMED_HEADER.size
 
 
 class Kind(IntEnum):
-    """What a frame is.
+    """The kind of a frame.
 
-    MESSAGE and ASK carry what the two ends have to say. END says why a connection ends; REFUSAL says the same of a peer
+    MESSAGE carries what the two ends have to say. END says why a connection ends; REFUSAL says the same of a peer
     that sent what is not allowed.
     """
 
     MESSAGE = 1
-    ASK = 2
-    END = 3
-    REFUSAL = 4
+    END = 2
+    REFUSAL = 3
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}
 
 
 class Header(NamedTuple):
-    """What a header says."""
+    """The fields of a header."""
 
     kind: Kind
     head_bytes: int
@@ -67,7 +66,7 @@ def frame_parts(
 
 
 def parsed_header(data: Part, at: int = 0) -> Header:
-    """What the 24 bytes from ``at`` on say.
+    """Reads the 24 bytes from ``at`` on.
 
     Raises:
       DamagedFrameError: They changed on their way.

@@ -1,13 +1,14 @@
-"""What both ends say before the first frame: which protocol they speak, and that they know the token.
+"""The handshake before the first frame: both ends say which protocol they speak, and prove that they know the token.
 
-    both     hello    "RPLX", protocol, flags, purpose, 32 random bytes, checksum                       60 bytes
+    both     hello    "RPLX", protocol, flags, 16 zeros, 32 random bytes, checksum                      60 bytes
     client   proof    HMAC-SHA256(token, "client" + both hellos), checksum                              36 bytes
     server   proof    HMAC-SHA256(token, "server" + both hellos), checksum; or why it refuses
 
 The token never travels, and the server proves that it knows it only after the client did: a strange client learns
 nothing. Whoever listens in the place of a server, or reads the network, sees a proof and can try short tokens on it: a
-token must be random. All sizes are fixed, so that a stranger is read 96 bytes at most (after TLS, where it is used).
-The checksums tell damage from a wrong token.
+token must be random. All sizes are fixed, so that at most 96 bytes of an unauthenticated peer are read. A TLS handshake
+comes before these bytes and is not counted: OpenSSL has its own limits for it, about 130 KB for the first message and
+100 KB for certificates. The checksums tell damage from a wrong token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hmac
 import secrets
 import struct
 import zlib
-from typing import Final, NamedTuple
+from typing import Final
 
 from replicax._src.wire.errors import (
     DamagedFrameError,
@@ -28,10 +29,10 @@ from replicax._src.wire.errors import (
 )
 from replicax._src.wire.streams import Stream
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 _MAGIC: Final = b"RPLX"
-_HELLO: Final = struct.Struct("<4sHH16s32s")
+_HELLO: Final = struct.Struct("<4sHH16x32s")
 _SUM: Final = struct.Struct("<I")
 _HELLO_BYTES: Final = _HELLO.size + _SUM.size
 _PROOF_BYTES: Final = 32 + _SUM.size
@@ -40,26 +41,11 @@ _NO_TOKEN, _WRONG_TOKEN = b"it was shown no token".ljust(32), b"it was shown a w
 _REFUSALS: Final = {text: text.decode().rstrip() for text in (_NO_TOKEN, _WRONG_TOKEN)}
 
 
-class Agreed(NamedTuple):
-    """What the two ends agreed on.
-
-    Attributes:
-      purpose: What the client wants the connection for.
-      is_checked: True if bodies have checksums.
-    """
-
-    purpose: str
-    is_checked: bool
-
-
-def greet_server(
-    stream: Stream, token: bytes, purpose: str, deadline: float, *, wants_checksums: bool
-) -> Agreed:
-    """The client's side.
+def greet_server(stream: Stream, token: bytes, deadline: float, *, wants_checksums: bool) -> bool:
+    """Says what the client has to say. Returns True if bodies have checksums, which one of the two ends wants then.
 
     Args:
       token: Empty if there is none.
-      purpose: At most 16 ASCII characters.
 
     Raises:
       TokenError: The server refuses the token, or does not know it.
@@ -68,21 +54,21 @@ def greet_server(
       TimeoutError: The server did not answer in time.
       OSError: The connection has ended.
     """
-    ours = _hello(purpose, wants_checksums)
+    ours = _hello(wants_checksums)
     stream.write([ours], deadline)
     theirs = _received(stream, _HELLO_BYTES, deadline, _MAGIC)
-    _, is_checked = _parsed(theirs)
+    is_checked = _parsed(theirs)
     stream.write([_summed(_proof(token, b"client", ours, theirs))], deadline)
     shown = _checked(_received(stream, _PROOF_BYTES, deadline))
     if shown in _REFUSALS:
         raise TokenError(_REFUSALS[shown])
     if not hmac.compare_digest(shown, _proof(token, b"server", ours, theirs)):
         raise TokenError("it does not know the token of this process")
-    return Agreed(purpose, wants_checksums or is_checked)
+    return wants_checksums or is_checked
 
 
-def greet_client(stream: Stream, token: bytes, deadline: float, *, wants_checksums: bool) -> Agreed:
-    """The server's side; the arguments are those of ``greet_server``.
+def greet_client(stream: Stream, token: bytes, deadline: float, *, wants_checksums: bool) -> bool:
+    """Says what the server has to say. The arguments and the result are those of ``greet_server``.
 
     Raises:
       TokenError: The client does not know the token.
@@ -92,32 +78,32 @@ def greet_client(stream: Stream, token: bytes, deadline: float, *, wants_checksu
       OSError: The connection has ended.
     """
     theirs = _received(stream, _HELLO_BYTES, deadline, _MAGIC)
-    ours = _hello("", wants_checksums)
+    ours = _hello(wants_checksums)
     stream.write([ours], deadline)  # to another version too: it says so to its user
-    purpose, is_checked = _parsed(theirs)
+    is_checked = _parsed(theirs)
     shown = _checked(_received(stream, _PROOF_BYTES, deadline))
     if not hmac.compare_digest(shown, _proof(token, b"client", theirs, ours)):
         has_none = hmac.compare_digest(shown, _proof(b"", b"client", theirs, ours))
         stream.write([_summed(_NO_TOKEN if has_none else _WRONG_TOKEN)], deadline)
         raise TokenError("the client does not know the token")
     stream.write([_summed(_proof(token, b"server", theirs, ours))], deadline)
-    return Agreed(purpose, wants_checksums or is_checked)
+    return wants_checksums or is_checked
 
 
-def _hello(purpose: str, wants_checksums: bool) -> bytes:
+def _hello(wants_checksums: bool) -> bytes:
     flags = _WANTS_CHECKSUMS if wants_checksums else 0
-    return _summed(_HELLO.pack(_MAGIC, PROTOCOL, flags, purpose.encode(), secrets.token_bytes(32)))
+    return _summed(_HELLO.pack(_MAGIC, PROTOCOL, flags, secrets.token_bytes(32)))
 
 
-def _parsed(hello: bytes) -> tuple[str, bool]:
-    _, protocol, flags, purpose, _ = _HELLO.unpack_from(hello)
+def _parsed(hello: bytes) -> bool:
+    _, protocol, flags, _ = _HELLO.unpack_from(hello)
     _checked(hello)
     if protocol != PROTOCOL:
         raise ForeignPeerError(
             f"it speaks version {protocol} of the protocol, and this process version {PROTOCOL}. Install one version of "
             "replicax on all tasks"
         )
-    return purpose.rstrip(b"\0").decode("ascii", errors="replace"), bool(flags & _WANTS_CHECKSUMS)
+    return bool(flags & _WANTS_CHECKSUMS)
 
 
 def _proof(token: bytes, who: bytes, hello_of_client: bytes, hello_of_server: bytes) -> bytes:
@@ -136,7 +122,9 @@ def _checked(data: bytes) -> bytes:
 
 
 def _received(stream: Stream, size: int, deadline: float, start: bytes = b"") -> bytes:
-    """So many bytes. Bytes that do not begin with ``start`` are another program's: the rest is not waited for."""
+    """Receives so many bytes. If they do not begin with ``start``, another program sent them, and the rest is not
+    waited for.
+    """
     data, at = bytearray(size), 0
     while at < size:
         part = stream.read(memoryview(data)[at:], deadline, fill=False)

@@ -1,6 +1,6 @@
 """``Listener``: accepts connections, sends strangers away, and serves each authenticated peer on a thread of its own.
 
-A stranger, whom nobody has authenticated yet, costs a thread, a socket and 96 bytes, for five seconds at most.
+An unauthenticated peer costs a thread, a socket and 96 bytes, and up to 16 KB under TLS, for five seconds at most.
 ``Acceptor`` limits how many there are.
 """
 
@@ -16,14 +16,14 @@ from replicax._src.wire.acceptor import AUTHENTICATION_S, Acceptor
 from replicax._src.wire.client import is_loopback_peer
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import PeerEndedError
-from replicax._src.wire.handshake import Agreed, greet_client
+from replicax._src.wire.handshake import greet_client
 from replicax._src.wire.security import Security
 from replicax._src.wire.streams import stream_over
 
 _log = logging.getLogger(__name__)
 
-Serve = Callable[[Connection, str], None]
-"""Serves a peer until its connection ends. Its arguments are the connection and the purpose that the peer gave."""
+Serve = Callable[[Connection], None]
+"""Serves a peer until its connection ends."""
 
 
 @final
@@ -55,7 +55,7 @@ class Listener:
 
     def _meet(self, stranger: socket.socket, peer: str) -> None:
         try:
-            connection, agreed = self._authenticated(stranger, peer)
+            connection = self._authenticated(stranger, peer)
         except (OSError, ValueError) as error:  # ValueError: it was shut down meanwhile
             if not isinstance(error, PeerEndedError):
                 _log.info("%s was sent away: %s.", peer, error)
@@ -64,18 +64,18 @@ class Listener:
         finally:
             self._acceptor.authenticated(stranger)
         try:
-            self._serve(connection, agreed.purpose)
+            self._serve(connection)
         except OSError as error:  # the peer is gone
             _log.debug("The connection with %s ended: %s.", peer, error)
         finally:
             connection.close()
 
-    def _authenticated(self, stranger: socket.socket, peer: str) -> tuple[Connection, Agreed]:
+    def _authenticated(self, stranger: socket.socket, peer: str) -> Connection:
         deadline = time.monotonic() + AUTHENTICATION_S
         try:
             is_loopback = is_loopback_peer(stranger)
             stream = stream_over(stranger, self._security.server, deadline)
-            agreed = greet_client(
+            is_checked = greet_client(
                 stream,
                 self._security.token,
                 deadline,
@@ -83,7 +83,7 @@ class Listener:
                     is_loopback=is_loopback, uses_tls=self._security.server is not None
                 ),
             )
-            return Connection(stranger, stream, peer, is_checked=agreed.is_checked), agreed
+            return Connection(stranger, stream, peer, is_checked=is_checked)
         except BaseException:
             stranger.close()
             raise

@@ -1,4 +1,4 @@
-"""What a process needs to authenticate its peers and itself."""
+"""The token and TLS settings by which a process authenticates its peers and itself."""
 
 from __future__ import annotations
 

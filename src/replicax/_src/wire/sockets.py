@@ -15,7 +15,7 @@ _LONGEST_POLL_S: Final = 1000.0
 
 
 def bind_host(host: str) -> str:
-    """Where to listen for those who reach this machine as ``host``: on all its networks, if that is not loopback only.
+    """Returns the address to bind for peers that reach this machine as ``host``: all networks, unless it is loopback.
 
     A name may stand for an address that this machine does not have itself: of a Kubernetes service, say.
     """

@@ -1,4 +1,4 @@
-"""What an assignment is on a parameter server: what it does to the value there, so that concurrent ones add up.
+"""Translates an assignment into what a parameter server does to its value, so that concurrent ones add up.
 
 ``v.assign_add(x)`` is sent as "add x"; a moving average as "multiply by 0.99 and add x". An assignment of which this
 cannot be said replaces the value: the last one stands.
@@ -28,11 +28,11 @@ _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-mi
 
 @dataclass(frozen=True)
 class AssignmentProgram:
-    """What a server does with its value of a variable.
+    """The change that a server makes to its value of a variable.
 
     Attributes:
       operands: Values of the worker's program that it takes.
-      have_rows: Whether each has the variable's rows, so that a shard takes its own of them.
+      have_rows: True for each that has the variable's rows, so that a shard takes its own of them.
       apply: From the value there, of a shard perhaps, the operands and the number of the first row to the new value.
       described: What ``apply`` does, comparable.
       rows: Positions of the operands whose indices name the rows that it changes; None: it may change any.
@@ -71,14 +71,14 @@ def assignment_program(event: Assigned, value: Atom, program: FlatProgram) -> As
 
 
 def reads_of(event: Assigned) -> list[Sequence[int]]:
-    """From which reads of a variable its new value may come: all of them, or else the last that leads to it."""
+    """Lists the reads of a variable that its new value may come from: all, or else the last that leads to it."""
     return [event.reads, *((number,) for number in event.reads)]
 
 
 def _found(
     event: Assigned, value: Atom, reads: Sequence[int], program: FlatProgram
 ) -> tuple[AssignmentProgram | None, Operation | None]:
-    """What a server does to the value that some reads gave; or what keeps it from that; or neither: they do not lead to
+    """Finds what a server does to the value that some reads gave, or what prevents that. Neither: they do not lead to
     it.
     """
     sources = given_by(reads, program)
@@ -89,9 +89,7 @@ def _found(
 
 
 def _takes_one_computed(found: AssignmentProgram, reads: Collection[int], program: FlatProgram) -> bool:
-    """Whether a selection may take a value that the worker computes of what these reads gave: in one branch it
-    replaces.
-    """
+    """True if a selection may take a value that the worker computes from these reads: in one branch it replaces."""
     reached = given_by(reads, program)
     for operation in program.operations:
         if flat.numbers_in([operation]) & reached:
@@ -104,9 +102,7 @@ def _takes_one_computed(found: AssignmentProgram, reads: Collection[int], progra
 def _change(
     event: Assigned, value: Atom, sources: set[int], path: Sequence[Operation]
 ) -> tuple[AssignmentProgram | None, Operation | None]:
-    """What operations do to the value read; or none, and the one that a server does not do to the value of a
-    variable.
-    """
+    """Returns what operations do to the value read; or None, and the operation that a server cannot do."""
     shape = event.slot.shape
     computed = sources | {number for operation in path for number in operation.results}
     by_row = [o for o in path if _is_elementwise(o, shape)]
@@ -144,7 +140,7 @@ def _named_by(scattering: Sequence[Operation], operands: Sequence[int]) -> list[
 
 
 def _described(path: Sequence[Operation], sources: set[int], operands: Sequence[int]) -> list[Any]:
-    """What operations do, whatever the numbers of their values."""
+    """Describes what operations do, whatever the numbers of their values."""
     names: dict[Atom, Any] = dict.fromkeys(sources, "old") | {number: n for n, number in enumerate(operands)}
     described = []
     for place, operation in enumerate(path):
@@ -189,7 +185,7 @@ def _is_elementwise(operation: Operation, shape: Sequence[int]) -> bool:
 
 
 def _is_scatter(operation: Operation, shape: Sequence[int], computed: set[int]) -> bool:
-    """Whether an operation puts values into rows of the variable, and only these come from elsewhere."""
+    """True if an operation puts values into rows of the variable, and only these come from elsewhere."""
     eqn = operation.eqn
     if eqn.primitive.name not in _SCATTERS or tuple(eqn.outvars[0].aval.shape) != tuple(shape):
         return False

@@ -29,7 +29,7 @@ def check_gradients(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: S
 
 
 def takes(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> bool:
-    """Whether it takes them."""
+    """True if the update takes these arrays."""
     have_rows = [kind == "rows" for kind in kinds for _ in range(2 if kind == "rows" else 1)]
     return len(arrays) == len(specs) == len(have_rows) and all(
         array.dtype == dtype and (array.shape == shape or (rows and _is_part(array.shape, shape)))
@@ -88,7 +88,7 @@ def _mean_of_rows(
 
 
 def _as_sum(array: np.ndarray) -> Any:
-    """As what sums are made of: half precision is too little for many terms."""
+    """Converts half precision for a sum: it is too little for many terms."""
     return array.astype(np.float32) if array.dtype.itemsize < 4 else array
 
 

@@ -39,14 +39,14 @@ _KEPT_WHOLE = (
 
 
 class Servers(Protocol):
-    """Where the variables are: ``parameter_servers/client/session.py``."""
+    """The placement of the variables: ``parameter_servers/client/session.py``."""
 
     @property
     def num_ps(self) -> int: ...
 
     @property
     def platforms(self) -> Sequence[str]:
-        """Of the parameter servers."""
+        """The platforms of the parameter servers."""
         ...
 
     def make(self, arrays: Sequence[ServerArray]) -> None:
@@ -97,7 +97,7 @@ class RemoteClosure:
         return self.tree, [None if output.is_array else output.value for output in self.outputs]
 
     def assemble(self, arrays: Sequence[Any]) -> Any:
-        """What the function returned, of the results of the worker."""
+        """Makes what the function returned from the results of the worker."""
         remaining = iter(arrays)
         leaves = [next(remaining) if output.is_array else output.value for output in self.outputs]
         nest = jax.tree_util.tree_unflatten(self.tree, leaves)
@@ -198,7 +198,7 @@ def _array_of(variable: Any, slot: Slot) -> ServerArray:
 
 @final
 class _ServerSide:
-    """What the parameter servers do in a closure. Tells the worker's side what they need for it."""
+    """The part of the parameter servers in a closure. It tells the worker's side what they need for it."""
 
     def __init__(
         self, worker: WorkerBuilder, arrays: Arrays, servers: Servers, num_averaged: int | None = None
@@ -248,7 +248,9 @@ class _ServerSide:
         ]
 
     def round_key(self, programs: Sequence[tuple[UpdateBuilder, UpdateProgram]]) -> str | None:
-        """Of what is averaged: the same variables, updated by the same optimizers, with operands of the same kinds."""
+        """Returns a key that is equal where the same optimizers update the same variables, with operands of the same
+        kinds.
+        """
         averaged = [(builder.ps, program.averaged) for builder, program in programs if builder.is_averaged]
         if not averaged:
             return None
@@ -256,7 +258,7 @@ class _ServerSide:
         return repr((averaged, names))
 
     def _check_order(self) -> None:
-        """What a function assigns is done at once, and what its optimizers do later.
+        """Checks the order: assignments are done at once, and what optimizers do later.
 
         Raises:
           UnsupportedError: It assigns a variable that an optimizer has updated, and has not yet.

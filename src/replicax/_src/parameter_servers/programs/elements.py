@@ -1,4 +1,4 @@
-"""What a function for workers takes of iterators: elements, which are inputs of its program."""
+"""The elements that a function for workers takes from iterators. They are inputs of its program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from replicax._src.values import PerReplica, largest_shape, pad
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """What an iterator gives: the structure, and shape and dtype of each leaf.
+    """The structure of an iterator's elements, and shape and dtype of each leaf.
 
     Attributes:
       cut: How several replicas share it; None: each gets all. "elements": it is a list of what each of them gets.
@@ -42,13 +42,13 @@ class ElementSpec:
 
     @property
     def nest(self) -> Any:
-        """What one replica gets, or all together."""
+        """The nest that one replica gets, or all together."""
         nest = jax.tree_util.tree_unflatten(self.tree, self.leaves)
         return nest[0] if self.cut == "elements" else nest
 
 
 class PerWorkerInput(abc.ABC):
-    """What each worker has its own of, and a scheduled function takes: an iterator, or a value."""
+    """An input of a scheduled function that each worker has its own of: an iterator, or a value."""
 
     def __init__(self, resource: str, spec: Callable[[], ElementSpec]):
         self._resource, self._spec = resource, spec
@@ -60,17 +60,17 @@ class PerWorkerInput(abc.ABC):
 
     @property
     def spec(self) -> ElementSpec:
-        """What it gives, as far as is known before it does. Waits for the first worker that has made it."""
+        """The spec of its elements. Waits for the first worker that has made it."""
         return self._spec()
 
     @property
     @abc.abstractmethod
     def is_iterator(self) -> bool:
-        """Whether each ``next`` gives another element; a value is always the same one."""
+        """True if each ``next`` gives another element; a value is always the same one."""
 
     @property
     def described(self) -> Hashable:
-        """What a trace depends on."""
+        """The part of it that a trace depends on."""
         spec = self.spec
         return self.is_iterator, spec
 
@@ -90,7 +90,7 @@ class Element:
 
 
 class EndOfElements(StopIteration):
-    """In a trace: this call of ``next`` is for an element that is missing, because the dataset has ended.
+    """Raised in a trace by a ``next`` for an element that is missing, because the dataset has ended.
 
     Attributes:
       line: Of the call.
@@ -101,7 +101,7 @@ class EndOfElements(StopIteration):
         self.line = line
 
     def out_of_range(self) -> OutOfRangeError:
-        """What it is for who does not do without the element."""
+        """Returns the error for a function that needs the element."""
         return OutOfRangeError(
             f"next(iterator) at {self.line} was called after the last element. To go on without it give a default, "
             "next(iterator, None), or ask iterator.get_next_as_optional().has_value()."
@@ -123,7 +123,7 @@ class Offer:
 
     @property
     def is_short(self) -> bool:
-        """Whether an element is missing."""
+        """True if an element is missing."""
         return None in self.leaves.values()
 
 
@@ -227,7 +227,7 @@ class Elements:
 
     @property
     def signature(self) -> str:
-        """Of all that is taken."""
+        """The signature of all elements that are taken."""
         return signature_of([[(x.shape, x.dtype) for x in self.taken[key]] for key in sorted(self.taken)])
 
 
@@ -296,7 +296,7 @@ def has_parts(tree: Any) -> bool:
 
 
 def joined_parts(nest: Any) -> Any:
-    """What ``in_parts`` was given, on the host."""
+    """Reverses ``in_parts``, on the host."""
     return jax.tree_util.tree_map(
         lambda leaf: (
             _per_replica([part if is_key(part) else np.asarray(part) for part in leaf.parts])
@@ -334,5 +334,5 @@ def taking_from(elements: Elements) -> Iterator[None]:
 
 
 def current_elements() -> Elements | None:
-    """What takes elements in the function for workers that is being traced in this thread."""
+    """Returns the elements of the function for workers that is being traced in this thread."""
     return getattr(_local, "elements", None)

@@ -1,4 +1,4 @@
-"""What a scheduled function does to variables, noted while it is traced: each assignment, each call of an optimizer."""
+"""Notes what a traced scheduled function does to variables: each assignment, each call of an optimizer."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Events:
             self.noted.append((event, [entry.current]))
 
     def forget_reads(self, entry: Entry) -> None:
-        """What is assigned next is not computed from the value."""
+        """Forgets the reads of a variable, because its next value is not computed from them."""
         self._reads.pop(id(entry), None)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What an optimizer's ``apply`` is on parameter servers: each updates its pieces and their slots from the gradients.
+"""Runs an optimizer's ``apply`` on parameter servers: each updates its pieces and their slots from the gradients.
 
 ``update_analysis.py`` decides what a server computes of it. The update is traced for whole variables, and once more for
 shards. A server's program calls one function for each piece that it has: pieces of the same shape, with the same
@@ -32,7 +32,7 @@ TakeScalar = Callable[[Atom], Any]
 
 @dataclass(frozen=True)
 class _Held:
-    """What a server holds, and what the update makes of it."""
+    """A piece that a server holds, and what the update makes of it."""
 
     array: ServerArray
     piece: Piece
@@ -102,17 +102,17 @@ class OptimizerUpdate:
 
     @property
     def cuts(self) -> list[int]:
-        """What the worker computes of the update: values of ``traced``."""
+        """The values of ``traced`` that the worker computes."""
         every = (number for sent in [*self._sent, self._shared_sent] for number in sent.numbers)
         return list(dict.fromkeys(number for number in every if number not in self.traced.gradients))
 
     @property
     def arrays(self) -> list[ServerArray]:
-        """What it updates and keeps, in order."""
+        """The arrays that it updates and keeps, in order."""
         return [*self._arrays, *self._state]
 
     def replaced_gradient(self, i: int) -> int | None:
-        """What the worker computes in place of the gradient of a variable, if it does."""
+        """Returns the value that the worker computes in place of the gradient of a variable, if it does."""
         number = self._sent[i].gradient
         return None if number == self.traced.gradients[i] else number
 
@@ -124,7 +124,7 @@ class OptimizerUpdate:
 
     @property
     def changes_shared(self) -> bool:
-        """Whether it changes what all variables share: a count of steps."""
+        """True if it changes what all variables share: a count of steps."""
         return bool(self._new_shared)
 
     def places(self) -> list[int]:

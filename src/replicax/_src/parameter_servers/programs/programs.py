@@ -1,4 +1,4 @@
-"""What the coordinator sends instead of code: programs of parameter servers and of workers, as data. Pure.
+"""Programs of parameter servers and of workers, as data that the coordinator sends instead of code. Pure.
 
 Both hold a computation as StableHLO (``jax.export``) and say what its operands and results are. The other
 files of this folder make them; ``store/store_contents.py`` and ``worker/runner.py`` run them.
@@ -51,7 +51,7 @@ class NamedRows:
 
 @dataclass(frozen=True)
 class UpdateProgram:
-    """What a parameter server computes when a closure pushes to it: new values of some of its pieces.
+    """A program that a parameter server runs when a closure pushes to it: it computes new values of some of its pieces.
 
     The computation takes the values of ``state``, in order, then the operands; it gives the new values of those of
     ``written``, in order. These it may overwrite.
@@ -77,25 +77,19 @@ class UpdateProgram:
 
     def described(self) -> dict[str, Any]:
         """All but the blob, for a header."""
-        described: dict[str, Any] = {"state": list(self.state), "written": list(self.written)}
-        if self.averaged:
-            described["averaged"] = list(self.averaged)
-        if self.rows:
-            described["rows"] = [
-                None if named is None else [[each.operand, each.start, each.are_indices] for each in named]
-                for named in self.rows
-            ]
-        return described
+        fields = dataclasses.asdict(self)
+        del fields["blob"]
+        return fields
 
     @classmethod
     def of(cls, described: Mapping[str, Any], blob: bytes) -> Self:
         """The program that ``described`` and ``blob`` came from."""
-        averaged = tuple(described.get("averaged", ()))
         rows = tuple(
-            None if named is None else tuple(NamedRows(*each) for each in named)
-            for named in described.get("rows", ())
+            None if named is None else tuple(NamedRows(**each) for each in named)
+            for named in described["rows"]
         )
-        return cls(blob, tuple(described["state"]), tuple(described["written"]), averaged, rows)
+        fields = {name: tuple(described[name]) for name in ("state", "written", "averaged")}
+        return cls(blob, **fields, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Push:
-    """What a closure sends to one parameter server at its end: a program by its digest, and its operands.
+    """A message of a closure to one parameter server at its end: a program by its digest, and its operands.
 
     Attributes:
       is_averaged: The program is run for a round, with the mean of its closures' operands.
@@ -163,7 +157,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """What a worker computes for a closure, with all that it needs, and what it sends where.
+    """A program that a worker runs for a closure, with its inputs, and where it sends the results.
 
     Attributes:
       name: Of the user's function, for people.
@@ -229,7 +223,7 @@ class WorkerProgram:
 
 
 def signature_of(elements: Sequence[Sequence[tuple[Sequence[int], Any]] | None]) -> str:
-    """What distinguishes elements for which different computations are needed: shapes and dtypes of their leaves.
+    """Returns a text that distinguishes elements that need different computations: shapes and dtypes of their leaves.
 
     Args:
       elements: In order, each with its leaves; None for one that is missing, because its dataset has ended.

@@ -36,7 +36,7 @@ jax.tree_util.register_pytree_node(KeyData, lambda keys: ((keys.data,), keys.imp
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed random keys."""
+    """True if a leaf is an array of typed random keys."""
     return isinstance(leaf, jax.Array) and jax_compat.is_typed_key(leaf.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the replicas of a worker together do to a variable: one assignment, which a parameter server can do as its own.
+"""Combines the assignments of a worker's replicas into one, which a parameter server can do as its own.
 
 A variable of which replicas keep parts (metrics) gets the sum of what they add, one that they average (moving
 statistics) the mean; so that what several workers add still adds up there.
@@ -33,7 +33,7 @@ _SUMS = frozenset(["add", "add_any", "sub"])
 
 
 class Combining(enum.Enum):
-    """What becomes of an operand that each replica has."""
+    """A way to combine an operand that each replica has."""
 
     SAME = "equal on all"
     FIRST = "the first replica's"
@@ -57,7 +57,7 @@ class ReplicaAssignment:
     Attributes:
       operands: Values of one replica's program: an atom, and the shape that it is broadcast to (None: its own).
       combining: Of each.
-      is_change: Whether the new value is computed from the old one, and not put in its place.
+      is_change: True if the new value is computed from the old one, and not put in its place.
       described: What ``apply`` does, comparable.
       apply: From the old value and the combined operands to the new one.
     """
@@ -77,10 +77,10 @@ def replica_assignment(
     is_same: bool,
     are_same: Callable[[Sequence[Atom]], bool],
 ) -> ReplicaAssignment:
-    """What an assignment of ``value`` is when all replicas make it.
+    """Returns the one assignment that stands for an assignment of ``value`` by all replicas.
 
     Args:
-      is_same: Whether ``value`` is the same on all replicas.
+      is_same: True if ``value`` is the same on all replicas.
       are_same: Tells that of other values of the program.
     """
     sharing = event.slot.sharing

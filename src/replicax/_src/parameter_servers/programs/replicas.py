@@ -46,7 +46,7 @@ class Observers:
         self._of_variant: dict[int, list[tuple[Event, int]]] = {}
 
     def observe(self, number: int, call: Callable[[], Any]) -> Any:
-        """What a variant gives: what the function does, then the values of its events."""
+        """Calls a variant: returns what the function does, then the values of its events."""
         capture = current_capture()
         assert capture is not None
         events = capture.observer = Events()
@@ -55,7 +55,7 @@ class Observers:
         return result, [value for _, values in events.noted for value in values]
 
     def events(self, number: int) -> Sequence[tuple[Event, int]]:
-        """Of a variant in order, each with the number of its values."""
+        """Returns the events of a variant in order, each with the number of its values."""
         return self._of_variant[number]
 
 

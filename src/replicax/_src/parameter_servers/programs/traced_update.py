@@ -19,7 +19,7 @@ from replicax._src.program.numbering import number_constant, number_of, number_r
 
 @dataclass(frozen=True)
 class Written:
-    """What the update makes of one value that a server holds.
+    """The change that the update makes to one value that a server holds.
 
     Attributes:
       old: Its number.
@@ -92,11 +92,11 @@ class TracedUpdate:
         ]
 
     def depends(self, atom: Atom, number: int) -> bool:
-        """Whether a value follows from another one."""
+        """True if a value follows from another one."""
         return number in flat.numbers_in(self.program.slice([atom]), [atom])
 
     def function(self, wanted: Sequence[Atom], given: Sequence[int]) -> tuple[Any, Callable[..., list[Any]]]:
-        """What computes some values from others, by position; and a hashable that is equal for equal functions."""
+        """Returns a function that computes some values from others, after a key that is equal for equal functions."""
         operations = self.program.slice(wanted, set(given))
         used = flat.numbers_in(operations, wanted)
         numbers: dict[Any, Any] = {n: number_constant(v) for n, v in self.consts.items() if n in used}
@@ -121,7 +121,7 @@ def computable(program: FlatProgram, given: Collection[int]) -> set[int]:
 
 
 def slots_of(call: OptimizerCall, traced: TracedUpdate) -> list[list[int]]:
-    """For each variable the positions of its slots among the state."""
+    """Returns for each variable the positions of its slots among the state."""
     slots: list[list[int]] = [[] for _ in call.variables]
     position = {id(variable): i for i, variable in enumerate(call.variables)}
     for n, variable in enumerate(call.state):

@@ -30,7 +30,7 @@ log = logging.getLogger("replicax")
 
 @dataclass(frozen=True)
 class TableRows:
-    """What a function takes of tables.
+    """The lookups of a function in tables.
 
     Attributes:
       num_consts: Of the function before its tables were replaced.

@@ -36,7 +36,7 @@ from replicax._src.program.row_parallel import Mixing, mixed_values
 
 @dataclass(frozen=True)
 class Slice:
-    """What is computed for one variable, or for what all variables share.
+    """A part of an update: for one variable, or for what all variables share.
 
     Attributes:
       wanted: The new values.
@@ -53,7 +53,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the worker sends.
+    """The values that the worker sends.
 
     Attributes:
       gradient: The gradient, or the value in its place; None for what all share.
@@ -81,7 +81,7 @@ def find_mixed(traced: TracedUpdate, part: Slice, sent: Sent) -> Mapping[int, Mi
 def find_sent(
     traced: TracedUpdate, part: Slice, at_worker: Collection[int], *, is_averaged: bool
 ) -> Sent | None:
-    """What a server needs of the worker to compute a slice.
+    """Finds what a server needs of the worker to compute a slice.
 
     Args:
       at_worker: The values that the worker can compute.

@@ -1,4 +1,4 @@
-"""What a parameter server computes when a closure pushes: one program of all that the closure does to pieces there."""
+"""Builds the program that a parameter server runs when a closure pushes: all that the closure does to pieces there."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class UpdateBuilder:
         return position
 
     def add(self, step: Step) -> None:
-        """What is done next."""
+        """Adds the next step."""
         self._steps.append(step)
 
     def build(self, platforms: Sequence[str], name: str) -> UpdateProgram:

@@ -72,7 +72,9 @@ class WorkerBuilder:
         self._avals = self._known_avals()
 
     def _kinds(self) -> list[tuple[Any, int]]:
-        """What each input after the constants is: a variable or an argument of the function, or of a lookup."""
+        """Returns the kind of each input after the constants: a variable or an argument of the function, or of a
+        lookup.
+        """
         variant, rows = self._traced.variant, self._traced.rows
         if rows is None:
             return [("input", index) for index in range(len(variant.jaxpr.invars) - len(variant.consts))]
@@ -108,7 +110,7 @@ class WorkerBuilder:
         return self._avals[atom]
 
     def lookups_of(self, gradients: Sequence[Atom]) -> dict[int, int]:
-        """For the gradients that have the rows of a lookup: the number of that."""
+        """Returns the number of the lookup for each gradient that has the rows of one."""
         rows = self._traced.rows
         if rows is None:
             return {}
@@ -119,7 +121,7 @@ class WorkerBuilder:
         return {i: number for i, number in enumerate(numbers) if number is not None}
 
     def num_rows_of(self, gradients: Sequence[Atom]) -> dict[int, int]:
-        """For the same gradients: how many rows they have."""
+        """Returns the number of rows for each gradient that has the rows of a lookup."""
         rows = self._traced.rows
         lookups = () if rows is None else rows.lookups.lookups
         return {i: lookups[number].num_ids for i, number in self.lookups_of(gradients).items()}
@@ -175,7 +177,7 @@ class WorkerBuilder:
 
     @property
     def _shardings(self) -> tuple[Any, Any]:
-        """Of operands that each device of the worker has whole, and of those of which it has some rows."""
+        """The shardings of operands that each device of the worker has whole, and of those of which it has some rows."""
         topology = Topology.elsewhere(self._traced.num_replicas)
         return (topology.replicated, topology.per_replica) if topology.num_replicas > 1 else (None, None)
 
@@ -257,7 +259,7 @@ class WorkerBuilder:
         return placed
 
     def _state_for_cuts(self, update: OptimizerUpdate) -> dict[int, int]:
-        """For the state that the worker needs: its number in the update, and in the function."""
+        """Returns the number in the function, by the number in the update, of the state that the worker needs."""
         of_variable = {id(entry.slot.variable): number for number, entry in self._entries.items()}
         state = update.call.state
         return {update.traced.state[n].old: of_variable[id(state[n])] for n in update.needed_state}
@@ -287,7 +289,7 @@ class WorkerBuilder:
 def _of_update(
     update: OptimizerUpdate, gradients: Sequence[Any], state: Mapping[int, int], env: Mapping[int, Any]
 ) -> dict[int, Any]:
-    """What the worker computes of an update, from the values of the function."""
+    """Computes the worker's part of an update, from the values of the function."""
     traced = update.traced
     inner: dict[int, Any] = dict(traced.consts)
     inner.update(zip(traced.gradients, gradients))
@@ -339,7 +341,7 @@ def _evaluated(jaxpr: Any, *args: Any) -> list[Any]:
 
 
 def name_of(array: np.ndarray) -> str:
-    """What an array that travels once is known by: a hash of it."""
+    """Returns the name of an array that travels once: a hash of it."""
     said = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=16)
     said.update(np.ascontiguousarray(array).view(np.uint8).data)
     return said.hexdigest()

@@ -1,1 +1,1 @@
-"""What a parameter server holds: pieces, updates, copies and snapshots."""
+"""The contents of a parameter server: pieces, updates, copies and snapshots."""

@@ -21,7 +21,7 @@ _UNIT_BYTES: Final = 256
 
 
 def rows_per_unit(spec: Spec) -> int:
-    """How many rows of such a piece are written together."""
+    """Returns the number of rows of such a piece that are written together."""
     shape, dtype = spec
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     return max(1, -(-_UNIT_BYTES // max(1, row_bytes)))
@@ -41,7 +41,7 @@ class ChangedRows:
             bool(self._shape) and math.prod(self._shape) * spec[1].itemsize >= MIN_TRACKED_BYTES
         )
         self._rows_per_unit = rows_per_unit(spec)
-        self._units: np.ndarray | None = None  # whether each has changed; None: any may have
+        self._units: np.ndarray | None = None  # True for each that has changed; None: any may have
 
     def units(self) -> np.ndarray | None:
         """The numbers, ascending, of the units of rows that have changed; None: any may have."""

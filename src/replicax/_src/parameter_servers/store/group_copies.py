@@ -13,7 +13,6 @@ from replicax._src.parameter_servers.errors import UnavailableError
 from replicax._src.parameter_servers.store.group_copy import GroupCopy
 from replicax._src.parameter_servers.store.group_rules import View
 from replicax._src.parameter_servers.store.log import DEFAULT_LOG_BYTES
-from replicax._src.parameter_servers.store.requests import field_of
 from replicax._src.parameter_servers.store.snapshot_keeper import SnapshotKeeper
 from replicax._src.parameter_servers.transport.messages import Message
 
@@ -79,7 +78,7 @@ class GroupCopies:
 
     @property
     def restored(self) -> dict[str, Any]:
-        """By group, what was restored."""
+        """Tells for each group what was restored."""
         return {
             str(group): copy.restored for group, copy in self._copies.items() if copy.restored is not None
         }
@@ -98,7 +97,7 @@ class GroupCopies:
           UnavailableError: This server does not have the group, or does not serve it.
           Other errors are the store's.
         """
-        group = field_of(message.header, "group", int)
+        group = message.header["group"]
         copy = self._copies.get(group)
         if copy is None:
             raise UnavailableError(f"ps {self._task} does not have group {group}, as far as it knows.")
@@ -107,8 +106,8 @@ class GroupCopies:
         return copy.answer(message)
 
     def statistics(self) -> dict[str, Any]:
-        """Of all stores together what is held; what was done of those that it serves; and ``groups``: what part it has
-        in each.
+        """Counts what all stores hold together, and what those that it serves have done. ``groups`` tells its part in
+        each.
         """
         counts: Counter[str] = Counter()
         served: list[dict[str, Any]] = []
@@ -124,7 +123,7 @@ class GroupCopies:
         return told if self._keep is None else {**told, "snapshot_error": error}
 
     def described(self) -> Mapping[str, Any]:
-        """By group, the part that this server has."""
+        """Tells for each group the part that this server has."""
         return {str(group): copy.described() for group, copy in sorted(self._copies.items())}
 
     def close_keepers(self) -> None:

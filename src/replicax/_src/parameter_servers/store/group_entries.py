@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """What it counts for in a log."""
+        """The number of bytes that it counts for in a log."""
         return sum(array.nbytes for array in self.arrays) + ENTRY_BYTES
 
     def own(self) -> None:
@@ -64,7 +64,7 @@ class Entry:
 
 
 def is_change(header: Mapping[str, Any]) -> bool:
-    """Whether a message changes anything: what only reads is not sent on."""
+    """True if a message changes anything. Messages that only read are not sent to the backup."""
     op = header.get("op")
     if op == "step":
         return header.get("program") is not None or header.get("gradients") is not None
@@ -72,7 +72,7 @@ def is_change(header: Mapping[str, Any]) -> bool:
 
 
 def is_snapshot(header: Mapping[str, Any] | None) -> bool:
-    """Whether a message asks both servers for a snapshot."""
+    """True if a message asks both servers for a snapshot."""
     return header is not None and header.get("op") == "snapshot"
 
 

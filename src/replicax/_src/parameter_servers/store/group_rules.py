@@ -1,4 +1,4 @@
-"""What a parameter server may do with its copy of a group's pieces: order, apply, answer. Pure: no clock, no transport.
+"""The rules for one server's copy of a group's pieces: order, apply, answer. Pure: no clock, no transport.
 
 With replication the pieces that would be on parameter server g are *group* g: two servers have them, the *primary*,
 which clients talk to, and the *backup*. Who is what is a ``View``; the coordinator alone makes them, each with a higher
@@ -30,7 +30,7 @@ from replicax._src.parameter_servers.store.log import START, Position
 @final
 @dataclass(frozen=True)
 class View:
-    """Who has the pieces of a group.
+    """Says which servers have the pieces of a group.
 
     Attributes:
       group: Its number.
@@ -51,7 +51,7 @@ class View:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who is to know of it, in this order: a backup has to take what the primary sends."""
+        """The servers that have to know of it, in this order: a backup has to take what the primary sends."""
         return (self.primary,) if self.backup is None else (self.backup, self.primary)
 
     def described(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class View:
 
 
 class Partner(StrEnum):
-    """How the backup is, for the primary."""
+    """The state of the backup, as the primary sees it."""
 
     NONE = "none"
     JOINING = "joining"
@@ -87,7 +87,7 @@ class Partner(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Why a backup does not take what a primary sends."""
+    """A reason for which a backup does not take what a primary sends."""
 
     DEPOSED = "deposed"
     """It is the primary, in a view with a higher epoch."""
@@ -96,7 +96,7 @@ class Refusal(StrEnum):
 
 
 class Place(NamedTuple):
-    """Of a message in the order: in which time as the primary, and its number."""
+    """The place of a message in the order: the server's term as the primary, and the number of the message."""
 
     tenure: int
     seq: int
@@ -121,7 +121,9 @@ class GroupRules:
         self.position = START
         self.partner = Partner.NONE
         self._acked = self._synced_at = 0
-        self._tenure = 0
+        self._tenure = (
+            0  # how often it became the primary: nothing ordered in one term is answered in another
+        )
         self._has_all = True
         self._is_deposed = False
 
@@ -132,27 +134,22 @@ class GroupRules:
 
     @property
     def epoch(self) -> int:
-        """Of the view; 0 before the first."""
+        """The epoch of the view; 0 before the first."""
         return 0 if self.view is None else self.view.epoch
 
     @property
     def is_primary(self) -> bool:
-        """Whether it serves clients, as far as it knows."""
+        """True if it serves clients, as far as it knows."""
         return self.view is not None and self.view.primary == self._task and not self._is_deposed
 
     @property
-    def tenure(self) -> int:
-        """How often it has become the primary: what was ordered in an earlier time is not answered in a later one."""
-        return self._tenure
-
-    @property
     def has_partner(self) -> bool:
-        """Whether it is the primary, and there is a backup that has not been lost."""
+        """True if it is the primary, and there is a backup that has not been lost."""
         return self.is_primary and self.partner in (Partner.JOINING, Partner.IN_SYNC)
 
     @property
     def is_backup(self) -> bool:
-        """Whether it takes what a primary sends."""
+        """True if it takes what a primary sends."""
         return self.view is not None and self.view.backup == self._task
 
     def take(self, view: View) -> bool:
@@ -214,7 +211,7 @@ class GroupRules:
         return Place(self._tenure, self.seq)
 
     def may_answer(self, place: Place) -> bool:
-        """Whether what is at a place, and all before it, cannot be lost any more with one server.
+        """True if one lost server cannot lose the message at a place any more, nor any before it.
 
         Raises:
           UnavailableError: It may be lost, or may be not: the client sends it again, to the next primary.
@@ -274,7 +271,7 @@ class GroupRules:
         self.position = position
 
     def takes_copy(self, epoch: int) -> bool:
-        """Whether it is to be brought what there is, by the primary of that epoch."""
+        """True if the primary of that epoch has to bring it the state."""
         return epoch == self.epoch and self.is_backup and not self._has_all
 
     def has_copy(self, epoch: int, position: Position) -> bool:

@@ -25,14 +25,14 @@ class _Held:
 
 @final
 class HeldGradients:
-    """By round, by closure."""
+    """Gradients, by round and by closure."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, dict[int, _Held]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is held."""
+        """The number of bytes of all gradients."""
         return sum(held.num_bytes for held_of in self._rounds.values() for held in held_of.values())
 
     def hold(
@@ -55,7 +55,7 @@ class HeldGradients:
                 yield number, closure, held.update.program.digest, held.arrays
 
     def keys_of(self, number: int) -> list[str]:
-        """Of the pieces that a round will write."""
+        """Returns the keys of the pieces that a round will write."""
         programs = [held.update.program for held in self._rounds.get(number, {}).values()]
         return list(dict.fromkeys(program.state[at] for program in programs for at in program.written))
 
@@ -86,7 +86,7 @@ class HeldGradients:
         self._rounds.pop(number, None)
 
     def end_below(self, low: int) -> None:
-        """So are all below ``low``."""
+        """All rounds below ``low`` are over."""
         for number in [number for number in self._rounds if number < low]:
             del self._rounds[number]
 

@@ -26,14 +26,14 @@ class HeldPiece:
     Attributes:
       key: Its name.
       spec: Shape and dtype.
-      value: None when it was lost in an update that failed.
+      value: Deleted if it was lost in an update that failed while it wrote in place.
       number: Of its version; it grows with every change, and is not used again for this key.
       changed: Since the last snapshot.
     """
 
     key: str
     spec: Spec
-    value: jax.Array | None
+    value: jax.Array
     number: int
     changed: ChangedRows = field(init=False)
 
@@ -42,13 +42,13 @@ class HeldPiece:
 
     @property
     def num_bytes(self) -> int:
-        """Of the value."""
+        """The number of bytes of the value."""
         shape, dtype = self.spec
         return math.prod(shape) * dtype.itemsize
 
     def held(self) -> jax.Array:
         """The value. Raises RuntimeError if it is lost."""
-        if self.value is None:
+        if self.value.is_deleted():
             raise RuntimeError(
                 f'The value of piece "{self.key}" was lost: an update ran out of memory while it was written in place. '
                 "Assign it, or start the server anew from a snapshot."
@@ -78,7 +78,7 @@ def rows_of(piece: HeldPiece, numbers: np.ndarray) -> np.ndarray:
 
 
 def staleness_of(used: Iterable[tuple[HeldPiece, Version | None]], instance: str) -> int | None:
-    """How often one has changed since its version was used, the most often; None if no version is one of this store."""
+    """Returns the largest number of changes since a version was used; None if no version is one of this store."""
     ages = [
         piece.number - version[1] for piece, version in used if version is not None and version[0] == instance
     ]
@@ -104,16 +104,6 @@ def check_state(update: CompiledUpdate, state: Sequence[HeldPiece]) -> None:
                 f'Program {update.program.digest} takes piece "{piece.key}" as {text(*spec)}, and it is '
                 f"{text(*piece.spec)}. Export the program for the piece as it is."
             )
-
-
-def check_makes(update: CompiledUpdate, key: str, spec: Spec) -> None:
-    """Raises InvalidArgumentError unless the program takes nothing and gives the value of such a piece."""
-    if update.state or update.operands or update.results != [spec]:
-        raise InvalidArgumentError(
-            f'Program {update.program.digest} cannot make piece "{key}", {text(*spec)}: it takes '
-            f"{len(update.state)} pieces and {len(update.operands)} operands, and gives "
-            f"{', '.join(text(*spec) for spec in update.results)}. Give one that takes nothing and gives this."
-        )
 
 
 def check_assigned(piece: HeldPiece, array: np.ndarray) -> None:

@@ -19,12 +19,12 @@ _MIN_IN_PLACE_BYTES: Final = 1 << 22
 
 
 def is_wide(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX has this dtype only with x64 enabled."""
+    """True if JAX has this dtype only with x64 enabled."""
     return dtype in (np.int64, np.uint64, np.float64, np.complex128)
 
 
 def with_dtypes(dtypes: Sequence[np.dtype[Any]]) -> contextlib.AbstractContextManager[Any]:
-    """Where arrays of these dtypes stay what they are: a server has the dtypes of whoever it serves."""
+    """Returns a context in which arrays keep these dtypes: a server has the dtypes of whoever it serves."""
     return jax.enable_x64(True) if any(map(is_wide, dtypes)) else contextlib.nullcontext()
 
 
@@ -33,7 +33,7 @@ def copied(value: np.ndarray, device: Any) -> jax.Array:
     if value.nbytes > BYTES_PER_BLOCK and value.ndim:
         return filled(value.shape, value.dtype, device, lambda start, stop: value[start:stop])
     with with_dtypes([value.dtype]):
-        # `device_put` may adopt the memory of an array, also with may_alias=False (jax 0.10).
+        # Not `jax_compat.copied`: it adopts memory of NumPy, which XLA does not write to in place (jax 0.10).
         return jnp.array(value, copy=True, device=device).block_until_ready()
 
 
@@ -58,13 +58,13 @@ def filled(
 
 
 def num_rows_per_block(shape: Sequence[int], dtype: np.dtype[Any], rows_per_unit: int = 1) -> int:
-    """How many rows of an array are filled at once: some units."""
+    """Returns the number of rows of an array that are filled at once: some units."""
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     return max(1, BYTES_PER_BLOCK // max(1, row_bytes * rows_per_unit)) * rows_per_unit
 
 
 def is_overwritten(value: np.ndarray) -> bool:
-    """Whether a new value is better written to the memory of the old one than to new memory."""
+    """True if a new value is better written to the memory of the old one than to new memory."""
     return value.nbytes >= _MIN_IN_PLACE_BYTES
 
 

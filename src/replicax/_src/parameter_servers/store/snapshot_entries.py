@@ -1,4 +1,4 @@
-"""What a snapshot writes of each piece: all of it, the rows that have changed, or nothing. The caller has the lock."""
+"""Decides what a snapshot writes of each piece: all of it, the changed rows, or nothing. The caller has the lock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Entry:
     rows: np.ndarray | None = None
 
     def record(self, *written: Any) -> PieceRecord:
-        """What the snapshot has of it, when these parts are written."""
+        """Returns the record of the piece, once these parts are written."""
         before = () if self.before is None else self.before.parts
         return PieceRecord(self.key, self.spec, self.number, rows_per_unit(self.spec), (*before, *written))
 
@@ -68,30 +68,27 @@ def write_entry(file: BufferedWriter, number: int, entry: Entry) -> PieceRecord:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is written now.
+    """A plan of what the next snapshot writes.
 
     Attributes:
       previous: The snapshot from which it goes on; None: it is a base.
       entries: All pieces, in order.
-      could_be_less: It is a base, and what has changed would be less than half of it.
     """
 
     previous: Manifest | None
     entries: deque[Entry]
-    could_be_less: bool = False
 
     @classmethod
-    def of(cls, pieces: Sequence[HeldPiece], previous: Manifest | None, *, may_be_base: bool = True) -> Plan:
+    def of(cls, pieces: Sequence[HeldPiece], previous: Manifest | None) -> Plan:
         """Takes views and copies of what is to be written.
 
         Args:
           previous: From which it may go on.
-          may_be_base: Whether it does not where the chain is long enough.
 
         Raises:
           SnapshotError: The value of a piece is lost.
         """
-        if lost := [piece.key for piece in pieces if piece.value is None]:
+        if lost := [piece.key for piece in pieces if piece.value.is_deleted()]:
             raise SnapshotError(
                 f'No snapshot was taken: the value of piece "{lost[0]}" was lost in an update that ran out of memory. Assign '
                 "it, or start the server anew from the snapshot before."
@@ -99,9 +96,8 @@ class Plan:
         changes = [_Change.of(piece, previous) for piece in pieces]
         num_new_bytes = sum(change.num_bytes for change in changes)
         num_bytes = sum(piece.num_bytes for piece in pieces)
-        if previous is not None and may_be_base and not previous.goes_on(num_new_bytes, num_bytes):
-            whole = deque(_whole(piece) for piece in pieces)
-            return cls(None, whole, num_new_bytes < _MOST_CHANGED * num_bytes)
+        if previous is not None and not previous.goes_on(num_new_bytes, num_bytes):
+            return cls(None, deque(_whole(piece) for piece in pieces))
         left = _MAX_COPIED_BYTES
         entries: dict[str, Entry] = {}
         for change in sorted(changes, key=lambda change: change.num_bytes):
@@ -113,7 +109,7 @@ class Plan:
 @final
 @dataclass(frozen=True)
 class _Change:
-    """Of a piece since the snapshot before.
+    """The change of a piece since the snapshot before.
 
     Attributes:
       units: Of rows that have changed; None: all may have.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from replicax._src.parameter_servers.errors import SnapshotError
-from replicax._src.parameter_servers.store.log import Position
+from replicax._src.parameter_servers.store.store_contents import Progress
 
 _log = logging.getLogger("replicax")
 _TICK_S = 1.0
@@ -19,18 +19,10 @@ _JOIN_S = 1.0
 
 
 class Kept(Protocol):
-    """What snapshots are of: a ``Store``, or a ``GroupCopy``, which has one."""
+    """A source of snapshots: a ``Store``, or a ``GroupCopy``, which has one."""
 
     @property
-    def instance(self) -> str: ...
-    @property
-    def num_created(self) -> int: ...
-    @property
-    def num_changes(self) -> int: ...
-    @property
-    def position(self) -> Position | None:
-        """Of the last update, if updates are numbered."""
-        ...
+    def progress(self) -> Progress: ...
 
     def statistics(self) -> dict[str, Any]: ...
     def snapshot(self, directory: Path, epoch: int = 0) -> dict[str, Any]: ...
@@ -79,9 +71,7 @@ class SnapshotKeeper:
         self._num_taken = 0
         self._error = ""
         self.restored = store.restore(directory) if restores else None
-        self._last = self._state
-        self._last_position = store.position
-        self._last_created = store.num_created
+        self._last = store.progress  # of what is in the newest snapshot
         self._thread = threading.Thread(target=self._run, name="replicax-snapshots", daemon=True)
         self._thread.start()
 
@@ -93,10 +83,6 @@ class SnapshotKeeper:
     def is_writing(self) -> bool:
         """True from ``ask`` until the snapshot is written."""
         return self._is_asked or self._is_taking
-
-    @property
-    def _state(self) -> tuple[str, int]:
-        return self._store.instance, self._store.num_changes
 
     def ask(self) -> None:
         """Has the thread write a snapshot, if something has changed. Does not wait for it."""
@@ -110,11 +96,10 @@ class SnapshotKeeper:
           SnapshotError: It could not be written.
         """
         with self._lock:
-            before, created = self._state, self._store.num_created
-            position = self._store.position
+            before = self._store.progress
             self._is_driven = self._is_driven or epoch > 0
             told = self._store.snapshot(self._directory, epoch)
-            self._last, self._last_position, self._last_created = before, position, created
+            self._last = before
             self._error = ""
             self._num_taken += 1  # last: who waits for it may look at the error
         return told
@@ -127,7 +112,7 @@ class SnapshotKeeper:
         """
         with self._lock:
             self.restored = self._store.restore(self._directory, epoch)
-            self._last = self._state
+            self._last = self._store.progress
         return self.restored
 
     def close(self) -> None:
@@ -137,7 +122,7 @@ class SnapshotKeeper:
         """
         self.end()
         self._thread.join(_JOIN_S)  # it may wait for the other server; while it writes, ``take`` waits
-        if self._has_changed or (self._holds_pieces and self._store.position != self._last_position):
+        if self._has_changed or (self._holds_pieces and self._store.progress.position != self._last.position):
             self._take()
 
     def end(self) -> None:
@@ -146,7 +131,7 @@ class SnapshotKeeper:
         self._wake.set()
 
     def statistics(self) -> dict[str, Any]:
-        """How many were taken, and why the last one was not."""
+        """Tells how many snapshots were taken, and why the last one failed."""
         return {"num_snapshots": self._num_taken, "snapshot_error": self._error}
 
     @property
@@ -155,14 +140,14 @@ class SnapshotKeeper:
 
     @property
     def _has_changed(self) -> bool:
-        return self._state != self._last and self._holds_pieces
+        return self._store.progress[:2] != self._last[:2] and self._holds_pieces
 
     def _run(self) -> None:
-        due, created = time.monotonic() + self._interval_s, self._store.num_created
+        due, created = time.monotonic() + self._interval_s, self._store.progress.num_created
         while not self._is_over:
             if not self._wake.wait(min(self._interval_s, _TICK_S)):
-                before, created = created, self._store.num_created
-                has_new = created == before != self._last_created and self._interval_s < math.inf
+                before, created = created, self._store.progress.num_created
+                has_new = created == before != self._last.num_created and self._interval_s < math.inf
                 if has_new or time.monotonic() >= due:
                     if self._has_changed:
                         self._when_due()

@@ -1,4 +1,4 @@
-"""What a snapshot says of itself: where the bytes of each piece are, in which files, and which files are needed. Pure.
+"""The description in a snapshot: the places of the bytes of each piece, and the files that they are in. Pure.
 
 A snapshot is a *base*, in whose file all pieces are, or it goes on from another one: its file has what has changed
 since, and says where the rest is. The files from the base to this one are its *chain*.
@@ -35,7 +35,7 @@ class Block:
     checksum: int
 
     def described(self) -> list[int]:
-        """As JSON."""
+        """Returns it as JSON."""
         return [self.file, self.offset, self.num_bytes, self.checksum]
 
 
@@ -53,7 +53,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Of both."""
+        """The number of bytes of both."""
         return self.values.num_bytes + (0 if self.units is None else self.units.num_bytes)
 
 
@@ -75,7 +75,7 @@ class PieceRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Of the value."""
+        """The number of bytes of the value."""
         shape, dtype = self.spec
         return math.prod(shape) * dtype.itemsize
 
@@ -85,7 +85,7 @@ class PieceRecord:
         return {part.values.file for part in self.parts}
 
     def described(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns it as JSON."""
         shape, dtype = self.spec
         return {
             "key": self.key,
@@ -134,19 +134,22 @@ class Manifest:
         return self.chain[0][0]
 
     @property
+    def number(self) -> int:
+        """The number of the last file, its own."""
+        return self.chain[-1][0]
+
+    @property
     def files(self) -> set[int]:
-        """Those that have parts of it."""
+        """The numbers of the files that have parts of it."""
         return {file for piece in self.pieces.values() for file in piece.files}
 
     def goes_on(self, num_new_bytes: int, num_bytes: int) -> bool:
-        """Whether a snapshot of ``num_bytes``, of which so many have changed, is to go on from this one, or be a
-        base.
-        """
+        """True if a snapshot of ``num_bytes`` continues this one's chain; False if it has to be a base."""
         held = sum(of_file for _, of_file in self.chain)
         return len(self.chain) < MAX_FILES and held + num_new_bytes <= GROWTH * num_bytes
 
     def described(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns it as JSON."""
         return {
             "format": FORMAT,
             "content": self.content,
@@ -165,22 +168,3 @@ class Manifest:
         whole = (file, sum(piece.num_bytes for piece in pieces.values()))
         chain = [(number, num_bytes) for number, num_bytes in described.get("chain", [whole])]
         return cls(described["content"], pieces, chain)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What one snapshot needs to be there: its base, and the files that have parts of it."""
-
-    base: int
-    files: frozenset[int]
-
-
-def needed(snapshots: Mapping[int, Needs], newest: int) -> set[int]:
-    """The files that stay, of snapshots by their numbers: of the newest one's base all, and of the base before.
-
-    So two snapshots that have no file in common are there, once there are two bases.
-    """
-    current = snapshots[newest].base
-    before = max((each.base for each in snapshots.values() if each.base < current), default=current)
-    kept = {number for number, each in snapshots.items() if each.base in (current, before)}
-    return kept.union(*(snapshots[number].files for number in kept))

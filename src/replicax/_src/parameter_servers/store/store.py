@@ -11,12 +11,12 @@ from typing import Any, Final, final
 import jax
 import numpy as np
 
+from replicax._src.errors import ReplicaxError
 from replicax._src.parameter_servers.errors import MessageError, UnavailableError
 from replicax._src.parameter_servers.programs.programs import UpdateProgram
 from replicax._src.parameter_servers.store.held_pieces import (
     HeldPiece,
     check_assigned,
-    check_makes,
     check_tables,
     rows_of,
     shown,
@@ -25,20 +25,20 @@ from replicax._src.parameter_servers.store.held_values import copied, is_overwri
 from replicax._src.parameter_servers.store.requests import (
     ApplyRound,
     Assign,
+    Create,
+    Drop,
     NewPiece,
     Step,
-    field_of,
     keys_of,
-    new_pieces,
-    once_of,
     program_of,
 )
-from replicax._src.parameter_servers.store.store_contents import StoreContents, StoreState
+from replicax._src.parameter_servers.store.store_contents import Progress, StoreContents, StoreState
 from replicax._src.parameter_servers.store.store_snapshots import Moment, StoreSnapshots, any_moment
 from replicax._src.parameter_servers.store.updates import CompiledUpdate
 from replicax._src.parameter_servers.transport.messages import Message
 
 _BRIEFLY_S: Final = 0.2
+_Read = Callable[[Mapping[str, Any], Sequence[np.ndarray]], Any]
 
 
 @final
@@ -59,15 +59,15 @@ class Store:
         self._contents = StoreContents()
         self._snapshots = StoreSnapshots(self._contents, self._lock, self.device)
         self._told: dict[str, Any] = {}
-        self._operations: dict[str, Callable[[Mapping[str, Any], Sequence[np.ndarray]], Message]] = {
-            "create": self._create,
-            "program": self._program,
-            "step": self._step,
-            "apply": self._apply_round,
-            "assign": self._assign,
-            "drop": self._drop,
-            "find": self._find,
-            "checksum": self._checksum,
+        self._operations: dict[str, tuple[_Read, Callable[[Any, str | None], Message]]] = {
+            "create": (Create.of, self._create),
+            "program": (program_of, self._program),
+            "step": (Step.of, self._step),
+            "apply": (ApplyRound.of, self._apply_round),
+            "assign": (Assign.of, self._assign),
+            "drop": (Drop.of, self._drop),
+            "find": (keys_of, self._find),
+            "checksum": (lambda header, arrays: None, self._checksum),
         }
 
     def answer(self, message: Message) -> Message:
@@ -78,24 +78,33 @@ class Store:
             messages are answered is its rule, and this message was overtaken.
           UnknownProgramError: The program is to be sent again; nothing has happened.
           InvalidArgumentError: Something does not fit; nothing has happened.
-          MessageError: The header is not one of these operations.
+          MessageError: The header is not that of one of these operations; nothing has happened.
         """
-        op = field_of(message.header, "op", str)
+        op = message.header.get("op")
         if op not in self._operations:
             raise MessageError(
-                f'A parameter server has no operation "{op}"; it has {", ".join(self._operations)}.'
+                f"A parameter server has no operation {op!r}; it has {', '.join(self._operations)}."
             )
-        return self._operations[op](message.header, message.arrays)
+        read, do = self._operations[op]
+        try:
+            asked = read(message.header, message.arrays)
+        except ReplicaxError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise MessageError(
+                f'A message "{op}" lacks something: {error!r}. Its header is {message.header!r:.200}.'
+            ) from error
+        return do(asked, message.header.get("incarnation"))
 
     def hello(self, incarnation: str) -> None:
-        """From now on the store belongs to this coordinator. What another one made is dropped."""
+        """Gives the store to this coordinator. What another one made is dropped."""
         with self._lock:
             if incarnation != self._contents.owner:
                 self._contents.owner = incarnation
                 self._contents.clear()
 
     def leave(self) -> None:
-        """From now on the store belongs to nobody: all that is in it is dropped."""
+        """Drops all that is in the store, which belongs to nobody then."""
         with self._lock:
             self._contents.owner = None
             self._contents.renew()
@@ -124,18 +133,9 @@ class Store:
         return self._contents.instance
 
     @property
-    def num_created(self) -> int:
-        """How many pieces have been made here, those that are gone too."""
-        return self._contents.num_created
-
-    @property
-    def num_changes(self) -> int:
-        """Is another one after every change of a value."""
-        return self._contents.num_changes
-
-    @property
-    def position(self) -> None:
-        """Updates of a store that is not a copy of a group have no numbers."""
+    def progress(self) -> Progress:
+        """Tells what has changed, for a snapshot keeper."""
+        return Progress(self.instance, self._contents.num_changes, self._contents.num_created)
 
     def snapshot(self, directory: str | Path, epoch: int = 0, moment: Moment = any_moment) -> dict[str, Any]:
         """Writes what has changed since the one before, and which closures have been applied, to a new file.
@@ -187,7 +187,7 @@ class Store:
             return self._contents.state()
 
     def programs(self, digests: Sequence[str]) -> list[UpdateProgram]:
-        """Those of these programs that are here."""
+        """Returns those of these programs that are here."""
         with self._lock:
             found = self._contents.programs
             return [found[digest].program for digest in digests if digest in found]
@@ -210,54 +210,50 @@ class Store:
 
     # What is asked of it.
 
-    def _create(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        contents, if_absent = self._contents, bool(header.get("if_absent"))
-        asked, (number, low) = new_pieces(header, arrays), once_of(header)
+    def _create(self, asked: Create, sender: str | None) -> Message:
+        contents = self._contents
         with self._lock:
-            self._check(header)
-            if number is not None and contents.has_done(number, low):
+            self._check(sender)
+            if contents.has_done(asked.number, asked.low):
                 return Message({"duplicate": True})
-            new = [piece for piece in asked if not contents.has(piece, if_absent)]
-            programs = [self._initial_program(piece) for piece in new]
+            new = [piece for piece in asked.pieces if not contents.has(piece, asked.if_absent)]
+            programs = [None if piece.value is not None else contents.program(piece.initial) for piece in new]
         values = [self._initial_value(piece, program) for piece, program in zip(new, programs)]
         with self._lock:
-            self._check(header)
-            if number is not None and contents.has_done(
-                number, low
-            ):  # the same message, on an earlier connection
+            self._check(sender)
+            if contents.has_done(asked.number, asked.low):  # the same message, on an earlier connection
                 return Message({"duplicate": True})
-            absent = [not contents.has(piece, if_absent) for piece in new]
+            absent = [not contents.has(piece, asked.if_absent) for piece in new]
             for piece, value, is_new in zip(new, values, absent):
                 if is_new:
                     contents.add(piece.key, piece.spec, value)
-            if number is not None:
-                contents.windows.of_client(number.incarnation).add(number.number)
-            contents.statistics.bytes_received += sum(array.nbytes for array in arrays)
+                if piece.value is not None:
+                    contents.statistics.bytes_received += piece.value.nbytes
+            contents.did(asked.number)
         return Message({})
 
-    def _program(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        program = program_of(header, arrays)
+    def _program(self, program: UpdateProgram, sender: str | None) -> Message:
         digest = program.digest
         with self._compile_lock:  # several workers send one program: one of them waits for the compiler
             with self._lock:
-                self._check(header)
+                self._check(sender)
                 is_known = digest in self._contents.programs
             compiled = None if is_known else CompiledUpdate(program, self.device)
             with self._lock:
-                self._check(header)
+                self._check(sender)
                 if compiled is not None:
                     self._contents.programs[digest] = compiled
         return Message({})
 
-    def _step(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        contents, step = self._contents, Step.of(header, arrays)
+    def _step(self, step: Step, sender: str | None) -> Message:
+        contents = self._contents
         with self._lock:
-            self._check(header)
+            self._check(sender)
             update = None if step.program is None else contents.program(step.program)
             averaged = None if step.gradients is None else contents.program(step.gradients.program)
             if update is not None and contents.unwritten is not None:
                 self._snapshots.wait_for_room([update.program.state[at] for at in update.program.written])
-                self._check(header)
+                self._check(sender)
             pulled = [contents.piece(key) for key, _ in step.pull]
             tables = [contents.piece(key) for key in step.rows]
             check_tables(tables)
@@ -266,64 +262,57 @@ class Store:
             if averaged is not None:
                 contents.hold(step, averaged)
             is_duplicate = contents.update(step, update)
-            if header.get("only_apply"):
+            if step.only_apply:
                 return Message({"duplicate": is_duplicate})
             return self._read(step, pulled, tables, is_duplicate)
 
-    def _apply_round(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        asked = ApplyRound.of(header)
+    def _apply_round(self, asked: ApplyRound, sender: str | None) -> Message:
         with self._lock:
-            self._check(header)
+            self._check(sender)
             self._snapshots.wait_for_room(self._contents.gradients.keys_of(asked.number.number))
-            self._check(header)
+            self._check(sender)
             return Message({"duplicate": self._contents.apply_round(asked)})
 
-    def _assign(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        contents, asked = self._contents, Assign.of(header, arrays)
+    def _assign(self, asked: Assign, sender: str | None) -> Message:
+        contents, arrays = self._contents, asked.values
         with self._lock:
             self._snapshots.wait_for_room(asked.keys)
-            self._check(header)
-            if asked.number is not None and contents.has_done(asked.number, asked.low):
+            self._check(sender)
+            if contents.has_done(asked.number, asked.low):
                 return Message({"duplicate": True})
             pieces = [contents.piece(key) for key in asked.keys]
-            for piece, array in zip(pieces, arrays):
+            for piece, array in zip(pieces, arrays, strict=True):
                 check_assigned(piece, array)
             # What needs memory comes first: what is written in place needs none, so that all are assigned or none.
             fresh = [
-                None if p.value is not None and is_overwritten(a) else copied(a, self.device)
-                for p, a in zip(pieces, arrays)
+                copied(array, self.device) if piece.value.is_deleted() or not is_overwritten(array) else None
+                for piece, array in zip(pieces, arrays)
             ]
             for piece, array, value in zip(pieces, arrays, fresh):
-                if value is None:
-                    old, piece.value = piece.held(), None
-                    value = overwritten(old, array)
-                contents.change(piece, value)
-            if asked.number is not None:
-                contents.windows.of_client(asked.number.incarnation).add(asked.number.number)
+                contents.change(piece, overwritten(piece.value, array) if value is None else value)
+            contents.did(asked.number)
             contents.statistics.bytes_received += sum(array.nbytes for array in arrays)
         return Message({})
 
-    def _drop(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        keys, programs = keys_of(header, "keys"), keys_of(header, "programs", [])
+    def _drop(self, asked: Drop, sender: str | None) -> Message:
         with self._lock:
-            self._check(header)
-            for key in keys:
+            self._check(sender)
+            for key in asked.keys:
                 self._contents.pieces.pop(key, None)  # one that was dropped before is not there either
-            self._contents.gradients.forget(keys)
-            for digest in programs:
+            self._contents.gradients.forget(asked.keys)
+            for digest in asked.programs:
                 self._contents.programs.pop(digest, None)
         return Message({})
 
-    def _find(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
-        keys = keys_of(header, "keys")
+    def _find(self, keys: Sequence[str], sender: str | None) -> Message:
         with self._lock:
-            self._check(header)
+            self._check(sender)
             specs = [(key, self._contents.pieces[key].spec) for key in keys if key in self._contents.pieces]
         return Message({"found": [[key, list(shape), str(dtype)] for key, (shape, dtype) in specs]})
 
-    def _checksum(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+    def _checksum(self, asked: None, sender: str | None) -> Message:
         with self._lock:
-            self._check(header)
+            self._check(sender)
             views = {key: piece.view() for key, piece in self._contents.pieces.items()}
         crc = 0
         for key in sorted(views):
@@ -333,20 +322,13 @@ class Store:
 
     # Under the lock.
 
-    def _check(self, header: Mapping[str, Any]) -> None:
+    def _check(self, sender: str | None) -> None:
         owner = self._contents.owner
-        if owner is None or header.get("incarnation") != owner:
+        if owner is None or sender != owner:
             raise UnavailableError(
                 f"The parameter server holds what coordinator {owner} made, and got a message of coordinator "
-                f"{header.get('incarnation')}: it was started again, or another coordinator has taken it over."
+                f"{sender}: it was started again, or another coordinator has taken it over."
             )
-
-    def _initial_program(self, new: NewPiece) -> CompiledUpdate | None:
-        if new.value is not None:
-            return None
-        program = self._contents.program(new.initial)
-        check_makes(program, new.key, new.spec)
-        return program
 
     def _initial_value(self, new: NewPiece, program: CompiledUpdate | None) -> jax.Array:
         if program is not None:
@@ -359,9 +341,7 @@ class Store:
     ) -> Message:
         instance = self.instance
         changed = [
-            piece
-            for piece, (_, version) in zip(pulled, step.pull)
-            if version is None or tuple(version) != (instance, piece.number)
+            piece for piece, (_, version) in zip(pulled, step.pull) if version != (instance, piece.number)
         ]
         values = shown(changed)
         rows = [rows_of(piece, numbers) for piece, numbers in zip(tables, step.row_numbers)]

@@ -7,7 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -18,11 +18,28 @@ from replicax._src.parameter_servers.programs.programs import UpdateProgram
 from replicax._src.parameter_servers.store.held_gradients import HeldGradients
 from replicax._src.parameter_servers.store.held_pieces import HeldPiece, check_state, few, staleness_of, text
 from replicax._src.parameter_servers.store.held_values import Spec
+from replicax._src.parameter_servers.store.log import Position
 from replicax._src.parameter_servers.store.requests import ApplyRound, Closure, NewPiece, Step
 from replicax._src.parameter_servers.store.store_statistics import StoreStatistics
 from replicax._src.parameter_servers.store.unwritten import Unwritten
 from replicax._src.parameter_servers.store.updates import CompiledUpdate
 from replicax._src.parameter_servers.store.window import Windows
+
+
+class Progress(NamedTuple):
+    """Tells a snapshot keeper what has changed.
+
+    Attributes:
+      instance: ``Store.instance``.
+      num_changes: It differs after every change of a value.
+      num_created: The number of pieces that have been made, those that are gone included.
+      position: The position of the last update, if updates are numbered.
+    """
+
+    instance: str
+    num_changes: int
+    num_created: int
+    position: Position | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +67,7 @@ class StoreContents:
       instance: Random; see ``Store.instance``.
       owner: The incarnation of the coordinator that made all this; None if there is none.
       unwritten: What a snapshot that is being written has in common with the pieces; None if none is.
-      num_created: How many pieces have been made here, those that are gone too.
-      num_changes: Is another one after every change of a value.
+      num_created, num_changes: See ``Progress``.
       pieces: By key.
       programs: By digest.
       windows: Which closures have been applied, by client, and which rounds and assignments.
@@ -80,7 +96,7 @@ class StoreContents:
         self.statistics = StoreStatistics()
 
     def counts(self) -> dict[str, Any]:
-        """What is held now and what has been done, as JSON."""
+        """Counts what is held now and what has been done, as JSON."""
         return {
             "pieces": len(self.pieces),
             "bytes": sum(piece.num_bytes for piece in self.pieces.values()),
@@ -144,7 +160,7 @@ class StoreContents:
         return program
 
     def has(self, new: NewPiece, if_absent: bool) -> bool:
-        """Whether a piece is there already. Raises InvalidArgumentError if it should not be, or is another one."""
+        """True if a piece is there already. Raises InvalidArgumentError if it should not be, or is another one."""
         piece = self.pieces.get(new.key)
         if piece is None:
             return False
@@ -155,18 +171,18 @@ class StoreContents:
             'created. Drop it first; or, for one that may be there with this shape and dtype, say "if_absent": true.'
         )
 
-    def has_done(self, number: Closure, low: int) -> bool:
-        """Whether what is done once has been; all of that client's below ``low`` have ended.
-
-        Raises:
-          InvalidArgumentError: There is no room to remember it.
-        """
+    def has_done(self, number: Closure | None, low: int) -> bool:
+        """True if what is done once has been done. All of that client's calls below ``low`` have ended."""
+        if number is None:
+            return False
         window = self.windows.of_client(number.incarnation)
         window.raise_low(low)
-        if number.number in window:
-            return True
-        window.check_room(number.number)
-        return False
+        return number.number in window
+
+    def did(self, number: Closure | None) -> None:
+        """Remembers that what is done once has been done."""
+        if number is not None:
+            self.windows.of_client(number.incarnation).add(number.number)
 
     # --- changes ---------------------------------------------------------------------------------------
 
@@ -192,20 +208,16 @@ class StoreContents:
         if update is None:
             return False
         closure = step.closure
-        if closure is not None:
-            window = self.windows.of_client(closure.incarnation)
-            if closure.number in window:
-                self.statistics.duplicates += 1
-                return True
-            window.check_room(closure.number)
+        if closure is not None and closure.number in self.windows.of_client(closure.incarnation):
+            self.statistics.duplicates += 1
+            return True
         state = self._state(update)
         update.check_operands(step.operands)
         written = {update.program.state[position] for position in update.program.written}
         used = [(self.pieces[key], version) for key, version in step.used if key in written]
         staleness = staleness_of(used, self.instance)
         self._apply(update, state, step.operands)
-        if closure is not None:
-            self.windows.of_client(closure.incarnation).add(closure.number)
+        self.did(closure)
         if staleness is not None:
             self.statistics.staleness.count(staleness)
         self.statistics.updates += 1
@@ -236,7 +248,7 @@ class StoreContents:
             update, operands = found
             self._apply(update, self._state(update), operands)
             self.statistics.updates += 1
-        self.windows.of_client(asked.number.incarnation).add(number)
+        self.did(asked.number)
         self.gradients.end(number)
         return False
 
@@ -249,12 +261,6 @@ class StoreContents:
         self, update: CompiledUpdate, state: Sequence[HeldPiece], operands: Sequence[np.ndarray]
     ) -> None:
         written = [state[position] for position in update.program.written]
-        try:
-            results = update([piece.held() for piece in state], operands)
-        except BaseException:
-            for piece in written:
-                if piece.value is not None and piece.value.is_deleted():
-                    piece.value = None  # what was written in place is nowhere else
-            raise
+        results = update([piece.held() for piece in state], operands)
         for piece, value, rows in zip(written, results, update.rows(operands)):
             self.change(piece, value, rows)

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, final
 
-from replicax._src.parameter_servers.errors import SnapshotError
 from replicax._src.parameter_servers.store.held_pieces import HeldPiece
 from replicax._src.parameter_servers.store.snapshot_entries import Plan
 from replicax._src.parameter_servers.store.snapshot_manifest import Manifest
@@ -35,10 +34,6 @@ def any_moment() -> AbstractContextManager[Mapping[str, Any]]:
     return nullcontext({})
 
 
-class _NoRoomForBaseError(Exception):
-    """A base could not be written, and what has changed would be much less. It goes no further than this file."""
-
-
 @final
 class StoreSnapshots:
     """Snapshots of what a store has, one at a time; and what waits until there is room beside one.
@@ -59,11 +54,7 @@ class StoreSnapshots:
         """See ``Store.snapshot``."""
         with self._turn:
             folder = self._folder_of(directory)
-            previous = folder.previous()
-            try:
-                return self._write(folder, previous, epoch, moment)
-            except _NoRoomForBaseError:  # there may be for what has changed
-                return self._write(folder, previous, epoch, moment, may_be_base=False)
+            return self._write(folder, folder.previous(), epoch, moment)
 
     def restore(self, directory: Path, epoch: int | None) -> dict[str, Any] | None:
         """See ``Store.restore``."""
@@ -105,7 +96,7 @@ class StoreSnapshots:
         }
 
     def wait_for_room(self, keys: Sequence[str]) -> None:
-        """Until these can change beside a snapshot that is being written.
+        """Waits until these pieces can change beside a snapshot that is being written.
 
         With the lock, which others have meanwhile.
         """
@@ -117,23 +108,17 @@ class StoreSnapshots:
                 return
 
     def _folder_of(self, directory: Path) -> SnapshotFolder:
-        """That of the snapshot before, from which the next one goes on; a new one if it is another folder."""
+        """Returns the folder of the snapshot before, which the next one continues; a new one for another folder."""
         if self._folder is None or self._folder.path != directory:
             self._folder = SnapshotFolder(directory)
         return self._folder
 
     def _write(
-        self,
-        folder: SnapshotFolder,
-        previous: Manifest | None,
-        epoch: int,
-        moment: Moment,
-        *,
-        may_be_base: bool = True,
+        self, folder: SnapshotFolder, previous: Manifest | None, epoch: int, moment: Moment
     ) -> dict[str, Any]:
         contents = self._contents
         with moment() as said, self._lock:
-            plan = Plan.of(list(contents.pieces.values()), previous, may_be_base=may_be_base)
+            plan = Plan.of(list(contents.pieces.values()), previous)
             content = {**contents.described(epoch), **said}
             before = [(piece, piece.changed.begin()) for piece in contents.pieces.values()]
             shared = {entry.key for entry in plan.entries if entry.value is not None}
@@ -141,12 +126,10 @@ class StoreSnapshots:
             contents.unwritten = Unwritten(sizes, shared, time.monotonic() + LONGEST_WAIT_S)
         try:
             path, num_bytes = folder.write(content, plan, self._is_written)
-        except BaseException as error:
+        except BaseException:
             with self._lock:
                 for piece, counted in before:
                     piece.changed.put_back(counted)
-            if isinstance(error, SnapshotError) and plan.could_be_less:
-                raise _NoRoomForBaseError from error
             raise
         finally:
             with self._lock:

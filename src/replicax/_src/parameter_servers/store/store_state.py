@@ -1,6 +1,4 @@
-"""What a store has, as messages to another server that is to have the same, and the store that becomes of them
-there.
-"""
+"""The contents of a store as messages to another server, and the store that is made of them there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store has done since its coordinator came. The owner of these counts has the lock."""
+"""Counts of what a store has done since its coordinator came. The owner of these counts has the lock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass
 class Staleness:
-    """By how many updates of others the values were older that closures computed their own updates with."""
+    """Counts by how many updates of others the values were older that closures computed their own updates with."""
 
     num: int = 0
     total: int = 0
@@ -68,5 +68,5 @@ class StoreStatistics:
         self.bytes_sent += sum(array.nbytes for array in (*values, *rows))
 
     def described(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns it as JSON."""
         return {**vars(self), "staleness": self.staleness.described()}

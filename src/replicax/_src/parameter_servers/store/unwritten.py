@@ -34,7 +34,7 @@ class Unwritten:
         self._most_bytes = max(_MIN_TWICE_BYTES, _TWICE * sum(sizes.values()))
 
     def has_room(self, keys: Iterable[str]) -> bool:
-        """Whether these may change now."""
+        """True if these may change now."""
         more = sum(self._shared.get(key, 0) for key in keys)
         return not more or sum(self._twice.values()) + more <= self._most_bytes
 

@@ -36,7 +36,6 @@ class CompiledUpdate:
         exported = _deserialized(program, device)
         inputs, results = _specs(exported.in_avals), _specs(exported.out_avals)
         _check(program, inputs, results)
-        _check_rows(program, inputs[len(program.state) :])
         num_state = len(program.state)
         self.state, self.operands, self.results = inputs[:num_state], inputs[num_state:], results
         self._wide = [dtype for _, dtype in (*inputs, *results) if is_wide(dtype)]
@@ -46,7 +45,7 @@ class CompiledUpdate:
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", 0)
 
     def rows(self, operands: Sequence[np.ndarray]) -> list[list[np.ndarray] | None]:
-        """For each piece that is written the numbers of the rows that it may change; None: any."""
+        """Returns for each piece that is written the numbers of the rows that may change; None: any."""
         if not self.program.rows:
             return [None] * len(self.program.written)
         return [
@@ -108,44 +107,17 @@ def _deserialized(program: UpdateProgram, device: Any) -> export.Exported:
 
 
 def _specs(avals: Sequence[Any]) -> list[Spec]:
-    if any(not isinstance(size, int) for aval in avals for size in aval.shape):
-        raise InvalidArgumentError(
-            f"An update program has symbolic shapes: {[str(aval) for aval in avals]}. Export it with concrete ones."
-        )
     return [(tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals]
 
 
 def _check(program: UpdateProgram, inputs: Sequence[Spec], results: Sequence[Spec]) -> None:
-    state, written = program.state, program.written
-    if len(set(state)) != len(state) or len(set(written)) != len(written):
-        raise InvalidArgumentError(f"An update program names pieces twice: state {state}, written {written}.")
-    if len(state) > len(inputs) or not all(0 <= position < len(state) for position in written):
-        raise InvalidArgumentError(
-            f"An update program of {len(inputs)} inputs cannot have {len(state)} pieces as state and write those at "
-            f"{written}. Give the positions in the state."
-        )
-    expected = [inputs[position] for position in written]
+    expected = [inputs[position] for position in program.written]
     is_initial = not inputs and len(results) == 1
     if not is_initial and (list(results) != expected or not expected):
         raise InvalidArgumentError(
             f"An update program gives {_texts(results)}, where the pieces that it writes are {_texts(expected)}. It has "
             "to give one new value for each of these, in order, with its shape and dtype; and to write at least one."
         )
-
-
-def _check_rows(program: UpdateProgram, operands: Sequence[Spec]) -> None:
-    if program.rows and len(program.rows) != len(program.written):
-        raise InvalidArgumentError(
-            f"An update program says which rows it changes of {len(program.rows)} pieces, and writes {len(program.written)}. "
-            "Say it for each of these, or for none."
-        )
-    for each in (each for named in program.rows if named is not None for each in named):
-        kinds = operands[each.operand : each.operand + 1] if each.operand >= 0 else ()
-        if not kinds or kinds[0][1].kind not in "iu" or not (kinds[0][0] or not each.are_indices):
-            raise InvalidArgumentError(
-                f"Operand {each.operand} of an update program is to name rows, and its operands are {_texts(operands)}. "
-                "Give the position of one that has whole numbers."
-            )
 
 
 def _numbers(named: NamedRows, operand: np.ndarray) -> np.ndarray:

@@ -7,9 +7,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, Self, final
 
-from replicax._src.errors import InvalidArgumentError
-
-MAX_RUNS: Final = 65_536
 MAX_WINDOWS: Final = 1024
 
 
@@ -19,28 +16,16 @@ class Window:
 
     Below the low-water mark every closure has ended: none of these is applied any more. Above it runs of numbers are
     kept. Their count, and so the memory, follows the number of closures that are unfinished or had nothing to apply
-    here; when they would be more than ``max_runs``, a number is refused rather than another one forgotten.
+    here.
 
     Args:
       low: The low-water mark: the lowest number that has not ended.
-      max_runs: At least 1.
     """
 
-    def __init__(self, low: int = 0, max_runs: int = MAX_RUNS):
+    def __init__(self, low: int = 0):
         self._low = low
         self._starts: list[int] = []  # ascending; run i is starts[i] ≤ number < stops[i] < starts[i + 1]
         self._stops: list[int] = []
-        self._max_runs = max_runs
-
-    @property
-    def low(self) -> int:
-        """All numbers below have ended."""
-        return self._low
-
-    @property
-    def num_runs(self) -> int:
-        """How many runs of numbers are kept."""
-        return len(self._starts)
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -51,34 +36,16 @@ class Window:
         return self._stops[0] if is_joined else self._low, max([self._low, *self._stops[-1:]])
 
     def __contains__(self, number: int) -> bool:
-        """Whether a closure is not to be applied: it has been, or it has ended."""
+        """True if a closure must not be applied: it has been, or it has ended."""
         if number < self._low:
             return True
         before = bisect_right(self._starts, number) - 1
         return before >= 0 and number < self._stops[before]
 
-    def check_room(self, number: int) -> None:
-        """Raises InvalidArgumentError if ``add`` would need one run more than there may be."""
-        after = bisect_right(self._starts, number)
-        touches = (after > 0 and self._stops[after - 1] >= number) or (
-            after < len(self._starts) and self._starts[after] == number + 1
-        )
-        if len(self._starts) >= self._max_runs and not touches and number >= self._low:
-            raise InvalidArgumentError(
-                f"Closure {number} cannot be kept apart from those applied before: {len(self._starts)} runs of numbers "
-                f"above {self._low} are kept, and {self._max_runs} are allowed. Send a higher `low`, the lowest number "
-                "of a closure that has not ended, or schedule fewer closures at a time."
-            )
-
     def add(self, number: int) -> None:
-        """Counts a closure as applied.
-
-        Raises:
-          InvalidArgumentError: There is no room; nothing has changed.
-        """
+        """Counts a closure as applied."""
         if number in self:
             return
-        self.check_room(number)
         after = bisect_right(self._starts, number)
         joins_before = after > 0 and self._stops[after - 1] == number
         joins_after = after < len(self._starts) and self._starts[after] == number + 1
@@ -116,7 +83,7 @@ class Window:
 
 @final
 class Windows:
-    """Those of several clients; of more than ``MAX_WINDOWS`` that of the one that has been silent for longest is
+    """The windows of several clients. Beyond ``MAX_WINDOWS``, that of the client that was silent for longest is
     forgotten.
     """
 
@@ -139,7 +106,7 @@ class Windows:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Self:
-        """Those that ``described`` came from."""
+        """Makes the windows that ``described`` came from."""
         windows = cls()
         windows._windows.update((name, Window.of(window)) for name, window in described.items())
         return windows

@@ -46,12 +46,12 @@ class Lease:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has worked for a coordinator, and does for none."""
+        """True if it has worked for a coordinator, and does for none now."""
         return self._has_ended and self._incarnation is None
 
     @property
     def incarnation(self) -> str | None:
-        """Of the coordinator that it works for; None while it waits for one."""
+        """The incarnation of the coordinator that it works for; None while it waits for one."""
         return self._incarnation
 
     def hello(self, incarnation: str, now: float, member: str | None = None, *, again: bool = False) -> bool:
@@ -116,11 +116,11 @@ class Lease:
         self._last_heard = now
 
     def is_silent(self, now: float) -> bool:
-        """Whether it works for a coordinator of which it has heard nothing for too long."""
+        """True if it works for a coordinator of which it has heard nothing for too long."""
         return self._incarnation is not None and now - self._last_heard > self._silence_timeout_s
 
     def waited_s(self, now: float) -> float:
-        """For how long it has waited for a coordinator; 0 if it has one."""
+        """Returns for how long it has waited for a coordinator; 0 if it has one."""
         return 0.0 if self._incarnation is not None else now - self._last_heard
 
     def check(self, incarnation: str | None) -> None:

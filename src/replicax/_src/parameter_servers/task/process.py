@@ -1,4 +1,4 @@
-"""How a process that is a task of a cluster with parameter servers sets up JAX, before JAX starts in it."""
+"""Sets up JAX in a process that is a task of a cluster with parameter servers, before JAX starts in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BEGAN_S: Final = time.monotonic()
 
 
 def vitals() -> dict[str, Any]:
-    """How this process is, as JSON: its number, for how long it runs, its memory in RAM (None where /proc does not
+    """Returns the state of this process as JSON: its number, uptime, and memory in RAM (None where /proc does not
     tell).
     """
     pid = os.getpid()
@@ -51,7 +51,7 @@ def prepare_process(cluster: ClusterSpec, task: Task) -> None:
 
 
 def program_cache(environ: Mapping[str, str]) -> Path | None:
-    """Where compiled programs are kept; None if they are not.
+    """Returns the folder of compiled programs; None if they are not kept.
 
     >>> program_cache({"XDG_CACHE_HOME": "/caches"}), program_cache({"REPLICAX_PROGRAM_CACHE": "off"})
     (PosixPath('/caches/replicax/programs'), None)

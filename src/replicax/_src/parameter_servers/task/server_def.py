@@ -1,4 +1,4 @@
-"""What a server is told when it is made: ``ServerDef``, which task it is, and ``ServerOptions``, how it is one.
+"""The arguments of a server: ``ServerDef`` says which task it is, ``ServerOptions`` how it behaves.
 
 Pure.
 """
@@ -60,7 +60,7 @@ class ServerDef:
 
     @property
     def address(self) -> str:
-        """Where the task listens."""
+        """The address at which the task listens."""
         return self.cluster.task_address(self.job_name, self.task_index)
 
     @classmethod
@@ -74,7 +74,8 @@ class ServerDef:
         task_index: int | None,
         protocol: str | None,
     ) -> ServerDef:
-        """What the arguments of ``Server`` say together, as in TensorFlow: what is left out follows where it can.
+        """Combines the arguments of ``Server``, as in TensorFlow: what is left out follows from the others where it
+        can.
 
         Raises:
           InvalidArgumentError: Something is missing.
@@ -106,7 +107,7 @@ def _only(names: Sequence[Any], argument: str) -> Any:
 @final
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server is a task: the ``config`` of ``Server``.
+    """Options of a server: the ``config`` of ``Server``.
 
     Attributes:
       credentials: What others must have to talk to it, and what it shows to others. None: those of the environment.

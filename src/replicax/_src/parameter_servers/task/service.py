@@ -10,15 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 from replicax._src.cluster.spec import Task
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.parameter_servers.task.lease import Lease
 from replicax._src.parameter_servers.transport.messages import Message
-
-if TYPE_CHECKING:
-    from replicax._src.parameter_servers.transport.transport import Session
 
 _log = logging.getLogger(__name__)
 
@@ -27,14 +24,14 @@ Ask = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Work(Protocol):
-    """What a task does for one coordinator. From several threads."""
+    """The work of a task for one coordinator. Several threads may call it."""
 
     def answer(self, message: Message) -> Message:
         """Does what a message asks."""
         ...
 
     def statistics(self) -> Mapping[str, Any]:
-        """What the coordinator is told with each beat."""
+        """Returns what the coordinator is told with each beat."""
         ...
 
     def close(self) -> None:
@@ -43,7 +40,7 @@ class Work(Protocol):
 
 
 class Host(Protocol):
-    """What a task has, whoever its coordinator is.
+    """The parts of a task that do not depend on its coordinator.
 
     Attributes:
       asks: What a coordinator may ask besides what every task answers.
@@ -58,12 +55,12 @@ class Host(Protocol):
 
     @property
     def snapshots(self) -> Mapping[str, Any] | None:
-        """How often it writes what it has; None if it does not, so that who starts it again finds nothing."""
+        """Tells how often it writes snapshots; None if it does not, so that a restarted task has nothing."""
         ...
 
     @property
     def restored(self) -> Mapping[str, Any] | None:
-        """What it has from a process before it; None if it has nothing."""
+        """Tells what it has restored from a process before it; None if nothing."""
         ...
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
@@ -130,20 +127,20 @@ class TaskService:
             )
         return self._asks[what](header)
 
-    def answer(self, message: Message, session: Session) -> Message:
-        """Answers a message of the coordinator, or of one of its workers.
+    def answer(self, message: Message) -> Message:
+        """Answers an ask, or a message of the coordinator or of one of its workers.
 
         Raises:
+          InvalidArgumentError: There is no such ask.
           StaleCoordinatorError: The coordinator's time at this task is over.
         """
+        if "ask" in message.header:
+            return Message(self.ask(str(message.header["ask"]), message.header))
         with self._lock:
             self._lease.check(message.header.get("incarnation"))
             work = self._work
         assert work is not None
         return work.answer(message)
-
-    def closed(self, session: Session) -> None:
-        """A stream has ended. What was made by it stays: another one may come."""
 
     def watch(self, now: float) -> None:
         """Gives up a coordinator that is silent."""
@@ -157,17 +154,17 @@ class TaskService:
 
     @property
     def incarnation(self) -> str | None:
-        """Of the coordinator; None while there is none."""
+        """The incarnation of the coordinator; None while there is none."""
         return self._lease.incarnation
 
     @property
     def has_lost_coordinator(self) -> bool:
-        """Whether there was one, and is none now."""
+        """True if there was one, and is none now."""
         with self._lock:
             return self._lease.has_ended
 
     def waited_s(self, now: float) -> float:
-        """For how long there has been no coordinator."""
+        """Returns for how long there has been no coordinator."""
         return self._lease.waited_s(now)
 
     def close(self) -> None:
@@ -229,7 +226,7 @@ class TaskService:
         return {}
 
     def _status(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """For whoever is not the coordinator: it changes nothing."""
+        """Tells anybody what it does. Nothing changes."""
         told = {"incarnation": self._lease.incarnation, "statistics": self.statistics()}
         return {**self._described(), **told}
 

@@ -50,7 +50,7 @@ class Server:
       task_index: None: that of the ServerDef, or of the only task of the job.
       protocol: ``grpc`` or ``grpc+tls``; with a certificate among the credentials it is always TLS.
       config: How it is a task, a ``ServerOptions``. TensorFlow has a ConfigProto here.
-      start: Whether to start it at once.
+      start: False: it starts when ``start`` is called.
 
     Raises:
       InvalidArgumentError: Something is missing, or not one of what is allowed.
@@ -109,7 +109,9 @@ class Server:
 
     @property
     def target(self) -> str:
-        """Where it listens: ``grpc://localhost:2222``. Of port 0 it is the one that was found, once it has started."""
+        """The address at which it listens: ``grpc://localhost:2222``. Port 0 is replaced by the free one, once it has
+        started.
+        """
         host, port = split_address(self._server_def.address)
         port = port if self._transport is None else self._transport.port
         scheme = "grpc+tls" if self._credentials.uses_tls else "grpc"
@@ -138,7 +140,7 @@ class Server:
             self._service = TaskService(
                 definition.task, self._host, about_this_process(), lease, self._measured
             )
-            transport = TaskServer(definition.address, self._service, self._credentials)
+            transport = TaskServer(definition.address, self._service.answer, self._credentials)
             transport.start()
             self._transport = transport
         threading.Thread(target=self._watch, name=f"replicax-{definition.task}", daemon=True).start()
@@ -179,7 +181,7 @@ class Server:
         self._is_over.wait(_STOP_TIMEOUT_S)
 
     def statistics(self) -> dict[str, Any]:
-        """Of its connections, of its coordinator, and of what it does for that one."""
+        """Returns the statistics of its connections, of its coordinator, and of its work for that one."""
         if self._transport is None or self._service is None:
             return {}
         return {
@@ -189,7 +191,7 @@ class Server:
         }
 
     def close(self) -> None:
-        """The same as ``stop``."""
+        """Calls ``stop``."""
         self.stop()
 
     def __enter__(self) -> Server:
@@ -205,7 +207,7 @@ class Server:
         return {**vitals(), "transport": {} if transport is None else transport.statistics()}
 
     def _watch(self) -> None:
-        """Until it is to stop: looks whether the coordinator is there."""
+        """Checks that the coordinator is there, until the task has to stop."""
         assert self._service is not None
         while not self._service.is_to_stop.wait(_TICK_S):
             now = time.monotonic()
@@ -225,7 +227,7 @@ class Server:
 
 
 def about_this_process() -> dict[str, Any]:
-    """What a coordinator has to know of a task's process, to export programs for it. Starts JAX's backend."""
+    """Returns what a coordinator has to know of this process, to export programs for it. Starts JAX's backend."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     return {
         "versions": versions,
@@ -236,7 +238,7 @@ def about_this_process() -> dict[str, Any]:
 
 
 def _is_this_process(definition: ServerDef) -> bool:
-    """Whether TF_CONFIG says that this process is that task; not of several servers in one process."""
+    """True if TF_CONFIG says that this process is that task. It is not if several servers are in one process."""
     try:
         resolver = TFConfigClusterResolver()
         return (resolver.task_type, resolver.task_id) == (definition.job_name, definition.task_index)

@@ -1,4 +1,4 @@
-"""What a task does for one coordinator, by its job: a parameter server holds pieces, a worker runs closures."""
+"""The work of a task for one coordinator, by its job: a parameter server holds pieces, a worker runs closures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from replicax._src.parameter_servers.worker.worker import Worker
 
 
 def host_of(definition: ServerDef, options: ServerOptions, credentials: Credentials) -> Host:
-    """What the task of a definition has."""
+    """Makes the host of the task of a definition."""
     if definition.job_name == "ps":
         folder = options.snapshot_dir
         own = None if folder is None else Path(folder) / f"ps-{definition.task_index}"
@@ -119,7 +119,7 @@ class PsHost:
         return self._restored_groups or self._keeper.restored
 
     def begin(self, incarnation: str, ps: Sequence[str]) -> Work:
-        """What is in the store stays, if it is of that coordinator."""
+        """Begins the work for a coordinator. What is in the store stays, if it is of that coordinator."""
         if self._keeper is not None:
             self._keeper.begin()
         restored, self._restored = self._restored, None
@@ -177,7 +177,7 @@ class PsHost:
         return TaskClient(address, self._credentials, f"ps {index}")
 
     def _take_view(self, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Who has a group of pieces is decided; tells which parts this task has now."""
+        """Takes the decision of who has a group of pieces; tells which parts this task has now."""
         assert self._copies is not None
         if header["incarnation"] != self._copies.incarnation:  # another coordinator has come meanwhile
             raise StaleCoordinatorError(f"The time of coordinator {header['incarnation']} is over.")

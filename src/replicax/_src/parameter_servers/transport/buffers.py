@@ -56,13 +56,13 @@ class Buffers:
         return aligned_empty(num_bytes) if found is None else found
 
     def lend(self, memory: np.ndarray) -> np.ndarray:
-        """The same memory, read-only. It comes back here when this array and all views of it are gone."""
+        """Returns this memory, read-only. It comes back here when the array and all views of it are gone."""
         return np.asarray(_Lease(memory, self._idle))
 
 
 @final
 class _Lease:
-    """What the arrays of a message have as their last base."""
+    """The last base of the arrays of a message."""
 
     __slots__ = ("_idle", "_memory")
 

@@ -1,4 +1,4 @@
-"""Where the arrays of a message lie in its body, and what is said of them. Pure.
+"""The places of the arrays of a message in its body, and their description. Pure.
 
 The steps of a training have messages with the same arrays again and again, but for their values: a layout is made once.
 """
@@ -61,7 +61,7 @@ _kept: dict[tuple[Spec, ...] | bytes, Layout] = {}
 
 
 def layout_of(arrays: Sequence[np.ndarray]) -> Layout:
-    """That of arrays that are to be sent, of dtypes that travel."""
+    """Returns the layout of arrays to be sent, whose dtypes travel."""
     specs = tuple([(array.dtype, array.shape) for array in arrays])
     found = _kept.get(specs)
     if found is None:
@@ -71,7 +71,7 @@ def layout_of(arrays: Sequence[np.ndarray]) -> Layout:
 
 
 def announced_layout(text: bytes) -> Layout:
-    """That of arrays that were announced by ``text``.
+    """Returns the layout of arrays that ``text`` announces.
 
     Raises:
       MessageError: They are none.

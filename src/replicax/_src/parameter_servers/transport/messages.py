@@ -157,7 +157,7 @@ class Decoder:
 
 
 def _decoded_head(head: Part, body_bytes: int, most_bytes: int) -> tuple[_Announced, np.ndarray]:
-    """What a head announces, and the arrays that stand in it.
+    """Returns what a head announces, and the arrays that stand in it.
 
     Raises:
       MessageError: It is no head, or announces too much.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final, Self, final
@@ -21,7 +21,7 @@ from replicax._src.errors import ContextError, InvalidArgumentError
 from replicax._src.parameter_servers.errors import UnavailableError, WaitTimeoutError
 from replicax._src.parameter_servers.transport import structures
 from replicax._src.parameter_servers.transport.messages import Message
-from replicax._src.parameter_servers.transport.transport import Link, Session, TaskClient, TaskServer
+from replicax._src.parameter_servers.transport.transport import TaskClient, TaskServer
 
 _CONNECT_S: Final = 10.0
 _LAYERS: Final = ("grpc", "grpc+tls")
@@ -46,7 +46,7 @@ class Server:
 
     def __init__(self, address: str, credentials: Credentials):
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._server = TaskServer(address, self, credentials)
+        self._server = TaskServer(address, self._answer, credentials)
         self._is_started = False
 
     @classmethod
@@ -116,18 +116,10 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- the service of the TaskServer ---------------------------------------------------------------------
-
-    def ask(self, what: str, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a client asks first: the names of the functions."""
-        if what != "methods":
-            raise InvalidArgumentError(
-                f"An rpc.Server answers calls, and was asked {what!r}. Connect with rpc.Client."
-            )
-        return {"methods": sorted(self._functions)}
-
-    def answer(self, message: Message, session: Session) -> Message:
-        """Calls a function."""
+    def _answer(self, message: Message) -> Message:
+        """Calls a function, or tells which there are."""
+        if message.header.get("ask") == "methods":
+            return Message({"methods": sorted(self._functions)})
         name = message.header.get("method")
         if name not in self._functions:
             known = ", ".join(sorted(self._functions)) or "none"
@@ -137,13 +129,10 @@ class Server:
         arguments = structures.rebuilt(message.header["args"], message.arrays)
         return _message({}, "result", self._functions[name](*arguments))
 
-    def closed(self, session: Session) -> None:
-        """A client has gone: nothing was kept for it."""
-
 
 @final
 class StatusOrResult:
-    """What a call gives: its result, or why there is none. The methods wait until the call has ended."""
+    """The outcome of a call: its result, or the reason why there is none. The methods wait until the call has ended."""
 
     def __init__(self, future: Future[Any], timeout_s: float, what: str):
         self._future, self._timeout_s, self._what = future, timeout_s, what
@@ -187,7 +176,6 @@ class Client:
     def __init__(self, address: str, credentials: Credentials, name: str, timeout_s: float):
         self._client = TaskClient(address, credentials, name or "rpc server")
         self._name, self._timeout_s = name or f"The server at {address}", timeout_s
-        self._idle: list[Link] = []
         self._is_closed = False
         try:
             methods = self._client.ask("methods", {}, min(timeout_s, _CONNECT_S))["methods"]
@@ -263,20 +251,12 @@ class Client:
             future.set_exception(error)
 
     def _called(self, message: Message, timeout_s: float) -> Any:
-        """Calls on a connection that no other call uses."""
         try:
-            link = self._idle.pop()  # one step, so that no lock is needed
-        except IndexError:
-            link = self._client.open(min(timeout_s, _CONNECT_S))
-        try:
-            answer = link.call(message, timeout_s)
+            answer = self._client.call(message, timeout_s)
         except UnavailableError as error:
             if error.is_silent:
                 raise WaitTimeoutError(f"{self._name} did not answer within {timeout_s:g} s.") from error
             raise
-        finally:
-            if not link.is_closed:
-                self._idle.append(link)
         return structures.rebuilt(
             answer.header["result"], [jax.numpy.asarray(array) for array in answer.arrays]
         )

@@ -91,7 +91,7 @@ def _class(kind: str, module: str, name: str) -> Any:
 
 
 def _is_kind(kind: str, cls: Any) -> bool:
-    """Whether a class makes nodes of a kind from its children, and does nothing else."""
+    """True if a class makes nodes of a kind from its children, and does nothing else."""
     if not isinstance(cls, type):
         return False
     if kind == "named":

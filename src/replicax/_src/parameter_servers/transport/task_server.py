@@ -1,17 +1,16 @@
-"""A task's side of the transport: ``TaskServer`` answers streams and asks with a ``Service``. See ``transport.py``."""
+"""A task's side of the transport: ``TaskServer`` answers messages. See ``transport.py``."""
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, Self, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Self, final
 
 from replicax._src.cluster.credentials import TOKEN_VARIABLE, Credentials
 from replicax._src.cluster.spec import join_address, split_address
@@ -24,9 +23,7 @@ from replicax._src.parameter_servers.transport.messages import (
     Decoder,
     Encoded,
     Message,
-    decoded_header,
     encode,
-    header_bytes,
 )
 from replicax._src.wire.connection import FOREVER, Connection
 from replicax._src.wire.errors import ForeignPeerError, PeerEndedError
@@ -35,10 +32,6 @@ from replicax._src.wire.listener import Listener
 from replicax._src.wire.sockets import listen
 
 log = logging.getLogger("replicax")
-
-ASKS: Final = "asks"
-STREAM: Final = "stream"
-"""What a client wants a connection for."""
 
 _HELD_S: Final = 0.002
 """For so long an answer waits for those to messages that came with its own."""
@@ -60,7 +53,7 @@ def check_installed() -> None:
 
 @dataclass
 class Counts:
-    """What one end of a connection has sent and received."""
+    """Counts of what one end of a connection has sent and received."""
 
     messages: int = 0
     bytes_in: int = 0
@@ -73,47 +66,18 @@ class Counts:
         self.bytes_out += other.bytes_out
 
 
-@dataclass(eq=False)
-class Session:
-    """One stream at a server, from when it is opened until it ends.
-
-    Attributes:
-      number: From 1, unique at the server.
-      peer: Where it comes from, for people.
-      state: For the service.
-    """
-
-    number: int
-    peer: str
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-class Service(Protocol):
-    """What a ``TaskServer`` answers with. It is called on many threads: at once for different streams and asks."""
-
-    def ask(self, what: str, header: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to an ``ask``, of JSON values."""
-        ...
-
-    def answer(self, message: Message, session: Session) -> Message:
-        """The answer to a message of a stream.
-
-        The next one of this stream waits until it is made, if not until it is sent.
-        """
-        ...
-
-    def closed(self, session: Session) -> None:
-        """The stream has ended, whatever the reason."""
-        ...
+Answer = Callable[[Message], Message]
+"""Answers a message. It is called on many threads: at once for different streams, in order for one."""
 
 
 @final
 class TaskServer:
-    """Listens at an address and answers with a ``Service``. Use it in ``with``, or ``start`` and ``shutdown`` it.
+    """Listens at an address and answers messages. Use it in ``with``, or ``start`` and ``shutdown`` it.
 
     Args:
       address: ``host:port``. A host that is not of the loopback means all networks of this machine. Port 0 takes a
         free one.
+      answer: Makes the answers.
       credentials: Peers without the same are sent away.
       max_message_bytes: Of the arrays of one message; a peer that announces more is told so and its stream ended,
         before memory is allocated for it.
@@ -127,26 +91,23 @@ class TaskServer:
     def __init__(
         self,
         address: str,
-        service: Service,
+        answer: Answer,
         credentials: Credentials,
         *,
         max_message_bytes: int = LARGEST_BODY,
-        max_streams: int = 256,
+        max_streams: int = 512,
     ):
         credentials.check_server(address)
         check_installed()
         self._address = address
-        self._service = service
+        self._make_answer = answer
         self._credentials = credentials
         self._security = credentials.security()
         self._max_message_bytes = max_message_bytes
         self._max_streams = max_streams
         self._listener: Listener | None = None
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._streams: dict[Session, _Stream] = {}
-        self._asking: set[Connection] = set()
-        self._num_answering = 0  # asks
+        self._streams: set[_Stream] = set()
         self._ended = Counts()
         self._num_rejected = 0
         self._is_ending = self._is_shut_down = False
@@ -154,7 +115,7 @@ class TaskServer:
 
     @property
     def port(self) -> int:
-        """Where it listens; before ``start`` what the address says, maybe 0."""
+        """The port at which it listens; before ``start`` that of the address, which may be 0."""
         return split_address(self._address)[1] if self._listener is None else self._listener.port
 
     @property
@@ -189,7 +150,7 @@ class TaskServer:
         """Messages answered and their bytes in both directions, streams that are open, and what was rejected."""
         total = Counts()
         with self._lock:
-            for counts in (self._ended, *(stream.counts for stream in self._streams.values())):
+            for counts in (self._ended, *(stream.counts for stream in self._streams)):
                 total.add(counts)
             return {
                 "messages": total.messages,
@@ -213,7 +174,7 @@ class TaskServer:
             time.sleep(0.005)
         while True:
             with self._lock:
-                connections = [*(stream.connection for stream in self._streams.values()), *self._asking]
+                connections = [stream.connection for stream in self._streams]
             if not connections or time.monotonic() >= deadline:
                 break
             for connection in connections:
@@ -233,7 +194,7 @@ class TaskServer:
 
     def _is_answering(self) -> bool:
         with self._lock:
-            return self._num_answering > 0 or any(stream.is_answering for stream in self._streams.values())
+            return any(stream.is_answering for stream in self._streams)
 
     def _rejected(self) -> None:
         with self._lock:
@@ -241,12 +202,9 @@ class TaskServer:
 
     # --- on the thread of a connection ---------------------------------------------------------------------
 
-    def _serve(self, connection: Connection, purpose: str) -> None:
+    def _serve(self, connection: Connection) -> None:
         try:
-            if purpose == STREAM:
-                self._serve_stream(connection)
-            else:
-                self._serve_asks(connection)
+            self._serve_stream(connection)
         except PeerEndedError:
             pass
         except (MessageError, ForeignPeerError) as error:
@@ -255,40 +213,7 @@ class TaskServer:
         except UnavailableError as error:
             connection.end(str(error))
 
-    def _serve_asks(self, connection: Connection) -> None:
-        with self._lock:
-            self._asking.add(connection)
-        try:
-            while not self._is_ending:
-                kind, head = connection.receive(FOREVER)
-                if kind is not Kind.ASK or head is None:
-                    raise ForeignPeerError(f"a frame of kind {kind} came where asks are answered")
-                with self._lock:
-                    self._num_answering += 1
-                try:
-                    answer = self._answer_ask(bytes(head))
-                    connection.send([(Kind.ASK, answer, ())], time.monotonic() + _TAKE_ANSWER_S)
-                finally:
-                    with self._lock:
-                        self._num_answering -= 1
-            raise UnavailableError("the task is ending")
-        finally:
-            with self._lock:
-                self._asking.discard(connection)
-
-    def _answer_ask(self, head: bytes) -> bytes:
-        what = "an ask"
-        try:
-            fields = decoded_header(head)
-            what, told = str(fields.get("what")), fields.get("fields")
-            if not isinstance(told, dict):
-                raise MessageError(f"{what!r} was asked with {type(told).__name__} in place of fields.")
-            return header_bytes(self._service.ask(what, told))
-        except Exception as error:
-            return header_bytes(_failure(error, what))
-
     def _serve_stream(self, connection: Connection) -> None:
-        session = Session(next(self._numbers), connection.peer)
         stream = _Stream(connection, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             if self._is_ending or len(self._streams) >= self._max_streams:
@@ -298,29 +223,24 @@ class TaskServer:
                     if self._is_ending
                     else f"it has {self._max_streams} streams open, the most"
                 )
-            self._streams[session] = stream
+            self._streams.add(stream)
         try:
             while not self._is_ending:
-                stream.turn(lambda message: self._answer(message, session))
+                stream.turn(self._answer)
             raise UnavailableError("the task is ending")
         finally:
             stream.end()
             with self._lock:
-                del self._streams[session]
+                self._streams.remove(stream)
                 self._ended.add(stream.counts)
-            self._service.closed(session)
 
-    def _answer(self, message: Message, session: Session) -> Encoded:
+    def _answer(self, message: Message) -> Encoded:
         try:
-            return encode(self._service.answer(message, session))
+            return encode(self._make_answer(message))
         except Exception as error:
-            return encode(Message(_failure(error, message.header.get("op", "a message"))))
-
-
-def _failure(error: Exception, what: str) -> dict[str, Any]:
-    if not isinstance(error, ReplicaxError):
-        log.error("%s failed.", what, exc_info=error)
-    return {"error": described(error)}
+            if not isinstance(error, ReplicaxError):
+                log.error("%s failed.", message.header.get("op", "A message"), exc_info=error)
+            return encode(Message({"error": described(error)}))
 
 
 @final
@@ -356,9 +276,7 @@ class _Stream:
           OSError: The connection has ended.
           MessageError: What came is no message.
         """
-        kind, head = self.connection.receive(FOREVER, self._decoder.room)
-        if kind is not Kind.MESSAGE:
-            raise ForeignPeerError(f"a frame of kind {kind} came where messages are answered")
+        head = self.connection.receive(FOREVER, self._decoder.room)
         message = self._decoder.filled() if head is None else self._decoder.decode(head)
         self.is_answering = True
         try:

@@ -1,8 +1,8 @@
 """The calls between tasks: a ``TaskServer`` answers what ``TaskClient`` and its ``Link`` ask, over ``wire``.
 
-``ask`` is one call with a deadline, on a connection that later asks use again; it heals when the task was started
-again. A ``Link`` is a connection of its own for messages and their answers, in order; it does not heal: a new one is
-opened. So an ask does not wait behind the arrays of a link. ``messages.py`` says what travels.
+A ``Link`` is a connection for messages and their answers, in order. It does not heal: a new one is opened. ``call`` is
+one message and its answer, on a link that nothing else uses; it heals when the task was started again. So a call does
+not wait behind the arrays of another link. ``messages.py`` says what travels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
 from replicax._src.cluster.credentials import Credentials
@@ -31,29 +30,20 @@ from replicax._src.parameter_servers.transport.messages import (
     Decoder,
     Encoded,
     Message,
-    decoded_header,
     encode,
-    header_bytes,
 )
-from replicax._src.parameter_servers.transport.task_server import (
-    ASKS,
-    STREAM,
-    Counts,
-    Service,
-    Session,
-    TaskServer,
-    check_installed,
-)
+from replicax._src.parameter_servers.transport.task_server import Counts, TaskServer, check_installed
 from replicax._src.wire.client import connect
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import ForeignPeerError, OtherProgramError, PeerEndedError, TokenError
 from replicax._src.wire.frames import Kind
 
-__all__ = ["Link", "Service", "Session", "TaskClient", "TaskServer"]
+__all__ = ["Link", "TaskClient", "TaskServer"]
 
 _T = TypeVar("_T")
 
 _LAST_WORDS_S: Final = 0.2
+_LONGEST_CONNECT_S: Final = 60.0
 
 
 @final
@@ -82,8 +72,7 @@ class TaskClient:
         self._task = task
         self._max_message_bytes = max_message_bytes
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []  # for asks
-        self._asking: set[Connection] = set()
+        self._idle: list[Link] = []  # for calls
         self._links: set[Link] = set()
         self._ended = Counts()
         self._is_closed = False
@@ -96,12 +85,25 @@ class TaskClient:
           UnauthenticatedError: It refused the credentials.
           ReplicaxError: What ``errors.of_answer`` makes of an answer that is an error.
         """
-        did = f"answer {what!r} within {timeout_s:g} s"
-        head = header_bytes({"what": what, "fields": header})
-        answer = self._reached(did, lambda: self._asked(head, time.monotonic() + timeout_s))
-        if "error" in answer:
-            raise of_answer(answer["error"], self._task)
-        return answer
+        return self.call(Message({**header, "ask": what}), timeout_s, f"answer {what!r}").header
+
+    def call(self, message: Message, timeout_s: float, did: str = "answer a message") -> Message:
+        """Sends a message on a link that nothing else uses, and waits for the answer.
+
+        Args:
+          did: What the task did not do if the call fails, for people.
+
+        Raises:
+          As ``ask``.
+        """
+        deadline = time.monotonic() + timeout_s
+        link = self._idle_link() or self.open(min(timeout_s, _LONGEST_CONNECT_S))
+        try:
+            return link.call(message, deadline - time.monotonic(), did)
+        finally:
+            if not link.is_closed:
+                with self._lock:
+                    self._idle.append(link)
 
     def open(self, timeout_s: float = 10.0) -> Link:
         """Opens a connection for messages.
@@ -110,10 +112,14 @@ class TaskClient:
           UnavailableError: The task is dead or stopped.
           UnauthenticatedError: It refused the credentials.
         """
-        deadline = time.monotonic() + timeout_s
-        connection = self._reached(
-            f"take a connection within {timeout_s:g} s", lambda: self._connected(STREAM, deadline)
-        )
+        if self._is_closed:
+            raise self._closed()
+        try:
+            connection = self._connected(time.monotonic() + timeout_s)
+        except OSError as error:
+            if self._is_closed:
+                raise self._closed() from None
+            raise self._public(error, f"take a connection within {timeout_s:.3g} s") from error
         link = Link(self, connection, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             self._links.add(link)
@@ -140,79 +146,31 @@ class TaskClient:
         """Closes all connections. What waits for an answer raises UnavailableError."""
         with self._lock:
             self._is_closed = True
-            links, asking, idle = list(self._links), list(self._asking), list(self._idle)
-            self._idle.clear()
+            links = list(self._links)
         for link in links:
             link.close()
-        for connection in asking:
-            connection.cancel()  # the thread that uses it closes it
-        for connection in idle:
-            connection.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connected(self, purpose: str, deadline: float) -> Connection:
-        return connect(*self._reached_at, self._security, purpose, deadline, certified_as=self._host)
+    def _connected(self, deadline: float) -> Connection:
+        return connect(*self._reached_at, self._security, deadline, certified_as=self._host)
 
-    def _asked(self, head: bytes, deadline: float) -> dict[str, Any]:
-        connection = self._for_asks(deadline)
-        is_whole = False
-        try:
-            connection.send([(Kind.ASK, head, ())], deadline)
-            answer = connection.receive(deadline).head
-            if answer is None:
-                raise ForeignPeerError("the answer to an ask has a body")
-            fields = decoded_header(bytes(answer))
-            is_whole = True
-            return fields
-        finally:
-            with self._lock:
-                self._asking.discard(connection)
-                is_kept = is_whole and not self._is_closed
-                if is_kept:
-                    self._idle.append(connection)
-            if not is_kept:
-                connection.close()
-
-    def _for_asks(self, deadline: float) -> Connection:
-        """A connection that nobody uses, or a new one."""
+    def _idle_link(self) -> Link | None:
         while True:
             with self._lock:
-                if self._is_closed:
-                    raise self._closed()
-                connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                connection = self._connected(ASKS, deadline)
-            elif connection.wait(0.0):  # the task has ended since
-                connection.close()
-                continue
-            with self._lock:
-                is_closed = self._is_closed
-                if not is_closed:
-                    self._asking.add(connection)
-            if is_closed:  # meanwhile: nobody else would end it
-                connection.close()
-                raise self._closed()
-            return connection
-
-    def _reached(self, did: str, call: Callable[[], _T]) -> _T:
-        if self._is_closed:
-            raise self._closed()
-        try:
-            return call()
-        except OSError as error:
-            if self._is_closed:
-                raise self._closed() from None
-            raise self._public(error, did) from error
+                if not self._idle:
+                    return None
+                link = self._idle.pop()
+            if not link.is_ended:  # the task may have ended since
+                return link
+            link.close()
 
     def _public(self, error: OSError, did: str) -> ReplicaxError:
-        """What an error of the wire means.
+        """Translates an error of the wire into a public one.
 
         Args:
           did: What the task did not do: ``"answer 'hello' within 2 s"``.
@@ -270,6 +228,11 @@ class Link:
         return bool(self._why_closed)
 
     @property
+    def is_ended(self) -> bool:
+        """True if it is closed, or the task has ended it. Only for a link without messages that wait for an answer."""
+        return self.is_closed or self._connection.wait(0.0)
+
+    @property
     def counts(self) -> Counts:
         """Answers that have come, and bytes in both directions."""
         connection = self._connection
@@ -308,20 +271,21 @@ class Link:
           MessageError: What came is no message. The link is closed.
           ReplicaxError: What ``errors.of_answer`` makes of an answer that is an error. The link goes on.
         """
-        answer = self._bounded("answer a message", timeout_s, self._receive)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return _raised_or(self._bounded("answer a message", timeout_s, self._receive))
 
     def receive_all(self, timeout_s: float) -> list[Message | ReplicaxError]:
         """Waits as ``receive``, and returns what has come together: at least one answer, or the error that it is."""
         return self._bounded("answer a message", timeout_s, self._receive_all)
 
-    def call(self, message: Message, timeout_s: float) -> Message:
+    def call(self, message: Message, timeout_s: float, did: str = "answer a message") -> Message:
         """Sends a message and waits for its answer; see ``send`` and ``receive``."""
-        started = time.monotonic()
-        self.send(message, timeout_s)
-        return self.receive(max(0.0, timeout_s - (time.monotonic() - started)))
+        encoded = [encode(message)]
+
+        def sent_and_received(deadline: float) -> Message | ReplicaxError:
+            self._send(encoded, deadline)
+            return self._receive(deadline)
+
+        return _raised_or(self._bounded(did, timeout_s, sent_and_received))
 
     def close(self) -> None:
         """Ends the connection. What waits for an answer raises UnavailableError."""
@@ -390,7 +354,7 @@ class Link:
             return self._received(deadline)
 
     def _received(self, deadline: float) -> Message | ReplicaxError:
-        head = self._connection.receive(deadline, self._decoder.room).head
+        head = self._connection.receive(deadline, self._decoder.room)
         answer = self._decoder.filled() if head is None else self._decoder.decode(head)
         self._num_answers += 1
         error = answer.header.get("error")
@@ -406,3 +370,9 @@ class Link:
             self._why_closed = why
             self._connection.cancel()
             self._client._ended_link(self)
+
+
+def _raised_or(answer: Message | ReplicaxError) -> Message:
+    if isinstance(answer, ReplicaxError):
+        raise answer
+    return answer

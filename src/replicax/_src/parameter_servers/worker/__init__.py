@@ -1,1 +1,1 @@
-"""What a worker does with the functions that it is sent."""
+"""The part of parameter-server training that runs on workers: functions, their inputs and their pulls."""

@@ -30,11 +30,11 @@ Elements = Sequence[Sequence[Leaves | End]]
 
 
 class LeafIterator(Protocol):
-    """What elements are taken from: ``resources.DatasetResource``."""
+    """A source of elements: ``resources.DatasetResource``."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``next`` need not wait."""
+        """True if ``next`` need not wait."""
         ...
 
     def next(self) -> Leaves | End:
@@ -56,14 +56,14 @@ class ElementQueue:
         return [[self._next(iterator) for _ in range(count)] for iterator, count in pairs]
 
     def put_back(self, iterators: Sequence[LeafIterator], elements: Elements, counts: Sequence[int]) -> None:
-        """Of what was taken, only so many elements of each iterator were needed: the others are taken next."""
+        """Gives back the elements of each iterator beyond ``counts``, which were not needed: they are taken next."""
         for iterator, calls, count in zip(iterators, elements, counts, strict=True):
             unused = [leaves for leaves in calls[count:] if not isinstance(leaves, End)]
             if unused:
                 self._seen.setdefault(iterator, deque()).extendleft(reversed(unused))
 
     def look_ahead(self, iterators: Sequence[LeafIterator], counts: Sequence[int]) -> Elements | None:
-        """What ``take`` will give, if that is known without waiting, and is no error, nor the end."""
+        """Returns what ``take`` will give, if that is known without waiting, and is no error, nor the end."""
         if len(set(iterators)) < len(iterators):
             return None
         elements: list[list[Leaves]] = []
@@ -96,7 +96,7 @@ def end_of(elements: Elements) -> End | None:
 
 
 def are_same(some: Elements, others: Elements) -> bool:
-    """Whether they are the very same arrays."""
+    """True if they are the very same arrays."""
     return list(map(id, _leaves_of(some))) == list(map(id, _leaves_of(others)))
 
 

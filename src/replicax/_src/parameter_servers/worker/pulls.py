@@ -1,4 +1,4 @@
-"""What a worker has of the variables: pulled when it is needed, or with the push of the closure before."""
+"""A worker's copies of the variables: pulled when they are needed, or with the push of the closure before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSURES_PER_SWEEP: Final = 1000
 
 @dataclass
 class _Copy:
-    """What is known of one piece.
+    """A worker's copy of one piece.
 
     Attributes:
       value: Its value, in the memory of its message unless ``is_kept``; None once that has been given back.
@@ -74,7 +74,7 @@ class Pulls:
                 copy.value = None
 
     def used(self, pieces: Sequence[Piece]) -> dict[int, list[tuple[str, Version]]]:
-        """By server, the versions of ``pieces`` that are here."""
+        """Returns by server the versions of ``pieces`` that are here."""
         versions: dict[int, list[tuple[str, Version]]] = {}
         for piece in pieces:
             versions.setdefault(piece.ps, []).append((piece.key, self._copies[piece.ps, piece.key].version))
@@ -98,7 +98,9 @@ class Pulls:
         return rows_of(tables, answers)
 
     def asks_for(self, pieces: Sequence[Piece], servers: Sequence[int]) -> dict[int, list]:
-        """What is to be pulled of ``pieces`` together with a push, by server; of ``servers`` at least an empty list."""
+        """Returns by server what to pull of ``pieces`` together with a push; for each of ``servers`` at least an empty
+        list.
+        """
         return {ps: self._pull(ps, pieces) for ps in {*servers, *(piece.ps for piece in pieces)}}
 
     def take(self, answers: Mapping[int, Answered]) -> None:

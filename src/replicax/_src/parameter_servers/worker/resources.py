@@ -1,4 +1,4 @@
-"""What a worker keeps for the coordinator: datasets, and values of its own.
+"""Resources that a worker keeps for the coordinator: datasets, and values of its own.
 
 Both are made here, by the user's functions.
 """
@@ -68,7 +68,7 @@ class WorkerPlace:
 
     @property
     def input_context(self) -> InputContext:
-        """What dataset functions are told."""
+        """The argument of dataset functions."""
         return InputContext(self.num_workers, self.index, self.num_replicas_in_sync)
 
 
@@ -84,7 +84,7 @@ class Resource(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``next`` need not wait."""
+        """True if ``next`` need not wait."""
         ...
 
     def next(self) -> Sequence[np.ndarray] | End:
@@ -134,7 +134,7 @@ def _flags_of_worker(values: Mapping[str, Any]) -> Any:
 
 
 def make(kind: str, pickled: np.ndarray, place: WorkerPlace) -> Resource:
-    """What the coordinator asks a worker to make: ``kind`` "dataset" or "value", of what ``dump`` gave.
+    """Makes what the coordinator asks a worker for: ``kind`` "dataset" or "value", of what ``dump`` gave.
 
     Only for what an authenticated coordinator has sent: unpickling runs its code.
 
@@ -192,7 +192,7 @@ class DatasetResource:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``next`` need not wait."""
+        """True if ``next`` need not wait."""
         return self._first is not None or self._rest.is_ready
 
     def next(self) -> list[np.ndarray] | End:
@@ -287,7 +287,7 @@ def _spec(tree: structures.Structure, leaves: Sequence[np.ndarray]) -> dict[str,
 
 
 def _called(function: Callable[..., Any], place: WorkerPlace) -> Any:
-    """What a function gives, which may take an InputContext."""
+    """Calls a function, which may take an InputContext."""
     if not _takes_context(function):
         return function()
     return function(place.input_context)

@@ -63,7 +63,7 @@ class ClosureCall:
 
 @dataclass(frozen=True)
 class ClosureResult:
-    """What a closure gave.
+    """The result of a closure.
 
     Attributes:
       results: Its arrays.
@@ -115,7 +115,7 @@ class Runner:
 
     Args:
       servers: Clients of its own, if it pulls ahead: arrays of a store of this process are valid until the next request.
-      pulls_ahead: Whether it does that; not where closures are rare.
+      pulls_ahead: False where closures are rare: it does not do that.
     """
 
     def __init__(self, servers: ServerClients, pulls_ahead: bool = True):
@@ -190,7 +190,7 @@ class Runner:
         return ClosureResult(arrays, run.signature)
 
     def statistics(self) -> dict[str, Any]:
-        """How many closures ran, how long compiling took (s), how often variables had to be pulled before one."""
+        """Counts the closures that ran, the seconds of compiling, and the pulls of variables before a closure."""
         return {
             "num_closures": self._num_closures,
             "num_programs": len(self._programs),
@@ -231,7 +231,7 @@ class Runner:
         return _Run(call, loaded, elements, signature)
 
     def _forget_ended(self, call: ClosureCall) -> None:
-        """What is held for closures that have ended, elsewhere."""
+        """Drops the elements that are held for closures that have ended elsewhere."""
         for closure in [each for each in self._held if each[1] < call.low or each[0] != call.closure[0]]:
             del self._held[closure]
 
@@ -277,7 +277,7 @@ class Runner:
         return ahead
 
     def _pulls_for_next(self, run: _Run) -> bool:
-        """Whether what the next closure needs may come with the answers; not where a round ends between the two."""
+        """True if what the next closure needs may come with the answers. It may not where a round ends between the two."""
         return self._pulls_ahead and run.call.round_number is None
 
     def _inputs(self, run: _Run, inputs: Sequence[Input]) -> list[Any]:

@@ -13,7 +13,7 @@ Cut = Literal["rows", "elements"]
 
 @final
 class UnbuiltDataset:
-    """What ``ParameterServerStrategy`` distributes: give it to ``ClusterCoordinator.create_per_worker_dataset``.
+    """A dataset that ``ParameterServerStrategy`` distributes, for ``ClusterCoordinator.create_per_worker_dataset``.
 
     Each worker opens one of its own then, and has all of it. Nothing is read here.
 
@@ -37,14 +37,14 @@ class UnbuiltDataset:
 
     @classmethod
     def of_dataset(cls, dataset: Any, options: InputOptions | None, num_replicas: int) -> UnbuiltDataset:
-        """Of a dataset of batches, which travels to the workers."""
+        """Makes it of a dataset of batches, which travels to the workers."""
         return cls(lambda input_context: dataset, options, "rows" if num_replicas > 1 else None)
 
     @classmethod
     def of_function(
         cls, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None, num_replicas: int
     ) -> UnbuiltDataset:
-        """Of a function of an ``InputContext``, which each worker calls."""
+        """Makes it of a function of an ``InputContext``, which each worker calls."""
         if not callable(dataset_fn):
             raise InvalidArgumentError(
                 f"distribute_datasets_from_function needs a function of an InputContext that returns a dataset, got "
@@ -65,7 +65,7 @@ class UnbuiltDataset:
 
 @final
 class StrategyOnWorker:
-    """What the strategy is in a dataset function that uses it: the workers have no other part of it.
+    """Stands for the strategy in a dataset function that uses it: the workers have no other part of it.
 
     Attributes:
       num_replicas_in_sync: The strategy's.
@@ -84,7 +84,7 @@ class StrategyOnWorker:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> UnbuiltDataset:
-        """What ``dataset_fn`` makes for this worker."""
+        """Returns what ``dataset_fn`` makes for this worker."""
         return UnbuiltDataset.of_function(dataset_fn, options, self.num_replicas_in_sync)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function

@@ -65,7 +65,7 @@ class Worker:
             return operation(message.header, message.arrays)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the runner, how many resources there are, and what went to and from the parameter servers."""
+        """Returns the statistics of the runner, the number of resources, and the traffic with the parameter servers."""
         own = {"num_resources": len(self._resources), "traffic": dict(self._traffic())}
         return {**self._runner.statistics(), **own}
 
@@ -111,7 +111,7 @@ class Worker:
         return Message({} if result.signature is None else {"signature": result.signature}, result.results)
 
     def _arguments(self, named: Sequence[tuple[int, str]], arrays: Sequence[np.ndarray]) -> Sequence[Any]:
-        """What came with a closure, and in its place what came before."""
+        """Returns the arrays that came with a closure, with those that came before in their places."""
         arguments: list[Any] = list(arrays)
         for position, name in named:  # in order
             arguments.insert(position, self._runner.constant(name))
