@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from replicax._src.parameter_servers.client.server_stream import PsClient
+from replicax._src.parameter_servers.client.server_client import Connector
 from replicax._src.parameter_servers.errors import MessageError, UnavailableError
 from replicax._src.parameter_servers.store.backup_way import BackupWay
 from replicax._src.parameter_servers.store.group_entries import Entry
@@ -31,7 +31,7 @@ class BackupSync:
       connect: Gives a client of another server, by its number.
     """
 
-    def __init__(self, state: GroupState, connect: Callable[[int], PsClient]):
+    def __init__(self, state: GroupState, connect: Callable[[int], Connector]):
         self._state, self._connect = state, connect
 
     def bring(self, view: View) -> None:
