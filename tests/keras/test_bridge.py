@@ -242,21 +242,60 @@ def test_an_optimizer_of_keras_says_which_variables_it_takes(strategy):
 
 
 @pytest.mark.rest
-def test_keras_that_is_imported_in_a_scope_has_its_bridge_at_once():
-    """Else the model would be trained on one device, and nothing would say so."""
+def test_a_scope_in_which_keras_is_imported_ends_with_an_error():
+    """Else the model would be trained on one device, and nothing would say so. The next scope works."""
     program = """
     import replicax as rx
     rx.config.set_local_devices(2)
-    with rx.MirroredStrategy().scope():
-        import keras
-        import numpy as np
+    strategy = rx.MirroredStrategy()
+    try:
+        with strategy.scope():
+            import keras
+            import numpy as np
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    except rx.errors.KerasScopeError as error:
+        print("import keras" in str(error).lower())
+    with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     model.fit(np.ones((5, 3)), np.ones(5), verbose=0)
-    assert type(keras.__spec__.loader).__module__.startswith(("_frozen_importlib", "importlib")), keras.__spec__
     print(len(model.weights[0].value.sharding.device_set))
     """
+    printed = in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax")
+    assert printed.split() == ["True", "2"]
+
+
+@pytest.mark.rest
+def test_keras_may_be_imported_between_a_scope_and_the_next():
+    program = """
+    import sys
+    import replicax as rx
+    rx.config.set_local_devices(2)
+    finders = list(sys.meta_path)
+    scope = rx.MirroredStrategy().scope()
+    with scope:
+        rx.Variable(1.0)
+    assert sys.meta_path == finders, "replicax looks on at imports"
+    import keras
+    with scope:
+        layer = keras.layers.Dense(1)
+        layer.build((None, 3))
+    print(len(layer.kernel.value.sharding.device_set))
+    """
     assert in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax").strip() == "2"
+
+
+def test_an_error_in_a_scope_in_which_keras_is_imported_is_that_error():
+    program = """
+    import replicax as rx
+    try:
+        with rx.OneDeviceStrategy("cpu:0").scope():
+            import keras
+            raise KeyError("own")
+    except KeyError as error:
+        print(error)
+    """
+    assert "own" in in_a_process_of_its_own(program, "-W", "error", KERAS_BACKEND="jax")
 
 
 def test_a_framework_that_is_not_there_is_missed_as_ever():

@@ -14,6 +14,7 @@ import keras
 
 from replicax._src import context, jax_compat
 from replicax._src.collectives.eager import kept_states
+from replicax._src.frameworks.framework import Framework, stop_using, use
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import (
     checkpointing,
@@ -34,15 +35,11 @@ from replicax._src.keras.threads import carry_state
 from replicax._src.keras_backend import check_keras
 from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture, note_created, planning
-from replicax._src.program.program import trace_scopes
-from replicax._src.program.slots import is_local, slot_makers
-from replicax._src.strategies.planning import placers
+from replicax._src.program.slots import is_local
 from replicax._src.tracebacks import bounded, is_full
-from replicax._src.values import variable_types
 from replicax._src.variables.server_placement import ServerPlacement
 
 _originals: list[tuple[type, str, Any]] = []
-_placer = planned_steps.placer(models.PHASES)
 
 
 class _Alone(threading.local):
@@ -95,14 +92,10 @@ def install() -> None:
         _replace_in_models(phase.step_name, replica_steps.wrapped_step(phase))
     for name in models.PHASES:
         _replace_in_models(name, models.wrapped_method(name))
-    placers.append(_placer)
-    slot_makers.insert(0, keras_capture.make_slot)
-    variable_types.append(keras.Variable)
     jax_compat.take_as_arrays(keras.Variable, _value_of)
-    trace_scopes.append(_scope)
     thread_states.append(carry_state)
     kept_states.append(losses.keep_losses)
-    checkpointing.install()
+    use(KERAS)
 
 
 def install_servers() -> None:
@@ -134,13 +127,10 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-    if keras_capture.make_slot in slot_makers:
-        placers.remove(_placer)
-        slot_makers.remove(keras_capture.make_slot)
-        variable_types.remove(keras.Variable)
-        trace_scopes.remove(_scope)
+    if carry_state in thread_states:
         thread_states.remove(carry_state)
         kept_states.remove(losses.keep_losses)
+    stop_using("keras")
 
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -325,3 +315,13 @@ def _wrapped_result(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return result
+
+
+KERAS: Final = Framework(
+    "keras",
+    variable_types=(keras.Variable,),
+    make_slot=keras_capture.make_slot,
+    trace_scope=_scope,
+    tracking=checkpointing.TRACKING,
+    placer_of=planned_steps.placer(models.PHASES),
+)

@@ -50,10 +50,8 @@ class _KerasAccessor:
 accessor = _KerasAccessor()
 
 
-def make_slot(variable: Any, num_replicas: int) -> Slot | None:
-    """The slot of a Keras variable; None for anything else."""
-    if not isinstance(variable, keras.Variable):
-        return None
+def make_slot(variable: Any, num_replicas: int) -> Slot:
+    """The slot of a Keras variable."""
     dtype = jnp.dtype(getattr(variable, "_dtype", None) or variable.dtype)
     sharing = _sharing(variable, dtype) if num_replicas > 1 else Sharing.MIRRORED
     return Slot(variable, accessor, variable.path, tuple(variable.shape), dtype, sharing)
