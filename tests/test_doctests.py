@@ -10,9 +10,9 @@ import keras  # noqa: F401
 import pytest
 
 import replicax
-from replicax._src.bridges import ensure_bridges
+from replicax._src.frameworks.framework import use_imported
 
-ensure_bridges()  # a bridge is imported once its framework has been, as by a user, and never first
+use_imported()  # a bridge is imported once its framework has been, as by a user, and never first
 
 MODULES = sorted(
     info.name

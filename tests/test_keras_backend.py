@@ -81,22 +81,3 @@ def test_people_without_keras_see_nothing_of_it(tmp_path):
     print(sorted(name for name in changed if not name.startswith(("TPU_", "XLA_"))))  # JAX's
     """
     assert in_a_process_of_its_own(program, "-W", "error", **without_backend(tmp_path)).strip() == "[]"
-
-
-@pytest.mark.rest
-def test_keras_that_fails_without_a_backend_says_what_to_write(tmp_path):
-    """Where replicax is in use; the error is Keras's own, which libraries that can do without Keras catch."""
-    program = """
-    import traceback
-    import replicax as rx
-    with rx.MirroredStrategy(["cpu:0"]).scope():
-        pass
-    try:
-        import keras
-    except ModuleNotFoundError:
-        print(traceback.format_exc())
-    """
-    printed = in_a_process_of_its_own(program, "-W", "error", **without_backend(tmp_path))
-    assert "ModuleNotFoundError: No module named 'tensorflow'\n" in printed
-    assert "Keras would run on the 'tensorflow' backend (KERAS_BACKEND is not set" in printed
-    assert 'Write import os; os.environ["KERAS_BACKEND"] = "jax" above' in printed

@@ -102,7 +102,6 @@ LAYERS = {
     "context": 4,
     "program_guard": 4,
     "progress": 4,
-    "bridges": 4,
     "variables": 5,
     "input": 5,
     "data": 5,
@@ -116,8 +115,8 @@ LAYERS = {
     "migrate": 8,
     "gradients": 8,
     "keras": 9,
-    "nnx": 9,
-    "optax": 9,
+    "frameworks/framework": 2,
+    "frameworks": 9,
     "cli": 9,
     "summaries": 9,
     "profiling": 8,
@@ -181,8 +180,8 @@ def imports_of(file: Path, *, with_types: bool = True) -> frozenset[str]:
     """The dotted names that a file imports anywhere, ``from a import b`` as ``a.b``.
 
     ``with_types=False`` leaves out what is imported only for type checkers. Modules that are imported by
-    name, with importlib inside a function, are not among them: these are the bridges to what the user may
-    not have imported.
+    name, with importlib inside a function, are not among them: these are the frameworks that the user
+    may not have imported.
     """
     names = set()
     nodes: list[ast.AST] = [parsed(file)]

@@ -1,6 +1,6 @@
 """optax under strategies: ``rx.optax``."""
 
-from replicax._src.optax import aggregate_gradients
+from replicax._src.frameworks.optax import aggregate_gradients
 from replicax._src.public_names import publish_all
 
 __all__ = ["aggregate_gradients"]

@@ -1,3 +1,4 @@
+import threading
 from types import SimpleNamespace
 
 import grain
@@ -5,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from replicax._src.input import dataset as dataset_module
+from replicax._src import context, errors
 from replicax._src.input.arrays import from_arrays
 from replicax._src.input.dataset import DistributedDataset, EmptyOptionalError, OutOfRangeError
 from replicax._src.input.elements import EmptyDatasetError, OneShotSourceError
@@ -41,13 +42,6 @@ class PartLists(Lists):
 def distribute(dataset, num_replicas=2, **options):
     """A distributed dataset whose elements are lists."""
     return DistributedDataset(open_source(dataset, num_replicas=num_replicas), Lists(), **options)
-
-
-@pytest.fixture
-def guard(monkeypatch):
-    guards = []
-    monkeypatch.setattr(dataset_module, "iteration_guard", guards)
-    return guards
 
 
 def test_batches_are_cut_in_order():
@@ -157,22 +151,23 @@ def test_pulled_parts():
     assert distributed.num_replicas == 2
 
 
-def test_guards_forbid_iteration(guard):
+def test_iteration_can_be_forbidden_to_a_thread():
     distributed = distribute(from_arrays(np.arange(8)).batch(2))
     iterator = iter(distributed)
 
-    def forbid():
-        raise RuntimeError("not here")
-
-    guard.append(forbid)
-    for call in (
-        lambda: iter(distributed),
-        lambda: next(iterator),
-        iterator.get_next,
-        iterator.get_next_as_optional,
-        iterator.initialize,
-    ):
-        with pytest.raises(RuntimeError, match="not here"):
-            call()
-    guard.clear()
+    with context.no_iteration("not here"):
+        for call in (
+            lambda: iter(distributed),
+            lambda: next(iterator),
+            iterator.get_next,
+            iterator.get_next_as_optional,
+            iterator.initialize,
+        ):
+            with pytest.raises(errors.InvalidArgumentError, match="not here"):
+                call()
+        elsewhere = []
+        thread = threading.Thread(target=lambda: elsewhere.extend(distributed))
+        thread.start()
+        thread.join(60)
+        assert len(elsewhere) == 4
     assert next(iterator) == [[0], [1]]

@@ -267,16 +267,11 @@ def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan
     assert same.memory.arguments == plan.memory.arguments - IN * OUT * F32  # of w and of momentum a half
 
 
-def test_listeners_hear_of_the_plan_before_its_remedies(training, plan, machine_of):
+def test_who_asked_hears_of_the_plan_before_its_remedies(training, plan, machine_of):
     machine_of(2 * plan.memory.peak)
     heard = []
-    planning.listeners.append(lambda text, plan: heard.append((text, plan)))
-    try:
-        found = training.strategy.plan(
-            training.step, args=training.batch(), topology="cpu:2", global_batch=16 * ROWS
-        )
-    finally:
-        planning.listeners.pop()
+    request = planning.PlanRequest("cpu:2", 16 * ROWS, tell=lambda text, plan: heard.append((text, plan)))
+    found = planning.plan_of(training.strategy, training.step, training.batch(), {}, request)
     (traced, none), (answer, first), *remedies = heard
     assert "compiling for cpu:2" in traced
     assert none is None

@@ -24,11 +24,14 @@ from replicax._src.errors import (
     ContextError,
     CrossReplicaContextError,
     InvalidArgumentError,
+    IterationContextError,
+    KerasScopeError,
     MixedStrategiesError,
     ReplicaContextError,
     ScopeNestingError,
     UnsupportedError,
 )
+from replicax._src.frameworks.framework import imported_since, use_imported
 from replicax._src.options import CommunicationOptions, ReduceOp
 from replicax._src.values import DistributedValues, Mirrored, PerReplica, is_value
 
@@ -57,6 +60,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.no_variables: str | None = None
+        self.no_iteration: str | None = None
 
 
 _local = _Local()
@@ -151,6 +155,8 @@ def merge_communicator() -> Communicator | None:
 def experimental_set_strategy(strategy: Any) -> None:
     """Makes ``strategy`` current without ``with strategy.scope()``; None takes it back.
 
+    Import Keras before: a model of a Keras that is imported later belongs to no strategy.
+
     Raises:
       ScopeNestingError: Inside a scope.
     """
@@ -160,6 +166,7 @@ def experimental_set_strategy(strategy: Any) -> None:
             "Must not be called inside a `tf.distribute.Strategy` scope (rx.experimental_set_strategy): leave the "
             "`with strategy.scope():` block first."
         )
+    use_imported()
     _global_strategy = None if strategy is None or strategy is _default_strategy() else strategy
 
 
@@ -167,12 +174,14 @@ class Scope:
     """Cross-replica context of a strategy, as a context manager that may be entered again and nested in itself.
 
     Args:
-      made_at: The user's line. If the scope is dropped before it is entered, a warning names the line.
+      made_at: The user's line, of a scope that the user enters. If the scope is dropped before it is entered, a warning
+        names the line.
     """
 
     def __init__(self, strategy: Any, made_at: str | None = None):
         self._strategy = strategy
         self._made_at = made_at
+        self._is_of_user = made_at is not None
 
     def __del__(self) -> None:
         if self._made_at is not None and not sys.is_finalizing():
@@ -184,6 +193,7 @@ class Scope:
 
     def __enter__(self) -> Any:
         self._made_at = None
+        use_imported()
         strategy = self._strategy
         check_may_enter(strategy)
         replica = (
@@ -196,8 +206,13 @@ class Scope:
             _local.frames.append(_Frame(strategy, replica))
         return strategy
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
         _local.frames.pop()
+        if self._is_of_user and kind is None and "keras" in imported_since():
+            raise KerasScopeError(
+                f"Keras was imported inside the scope of {self._strategy!r}, which does not see what Keras makes there: a model "
+                "would be trained on one device. Import keras above `with strategy.scope():`."
+            )
 
 
 def check_may_enter(strategy: Any) -> None:
@@ -271,6 +286,32 @@ def no_new_variables(reason: str) -> Iterator[None]:
         yield
     finally:
         _local.no_variables = before
+
+
+@contextlib.contextmanager
+def no_iteration(reason: str) -> Iterator[None]:
+    """Inside, in this thread, no distributed dataset can be iterated, for ``reason``."""
+    before, _local.no_iteration = _local.no_iteration, reason
+    try:
+        yield
+    finally:
+        _local.no_iteration = before
+
+
+def check_may_iterate() -> None:
+    """Raises where no distributed dataset may be iterated.
+
+    Raises:
+      InvalidArgumentError: In ``no_iteration``.
+      IterationContextError: In a replica function.
+    """
+    if _local.no_iteration is not None:
+        raise InvalidArgumentError(_local.no_iteration)
+    if in_replica_function():
+        raise IterationContextError(
+            "next(iterator) should be called from outside of replica_fn: a distributed dataset was iterated inside a "
+            "function that strategy.run runs. Take the batch outside and pass it: strategy.run(fn, args=(batch,))."
+        )
 
 
 def stand_in_of(strategy: Any) -> Any | None:

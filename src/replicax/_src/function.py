@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import context, program_guard
-from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
-from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
+from replicax._src.frameworks.framework import is_variable, use_imported
+from replicax._src.input.dataset import DistributedDataset, DistributedIterator, IteratedInTrace
 from replicax._src.program import key, side_effects
 from replicax._src.program.arguments import ClosureCheck, as_arguments, used_by
 from replicax._src.program.cache import (
@@ -36,11 +36,18 @@ from replicax._src.strategies.code import (
     set_makers,
     trace_code,
 )
-from replicax._src.strategies.planning import PlanRequest, Unrun, arguments_on, of_slots, on_plan, placers
+from replicax._src.strategies.planning import (
+    PlannableFunction,
+    PlanRequest,
+    Unrun,
+    arguments_on,
+    of_slots,
+    on_plan,
+)
 from replicax._src.tensorflow_code import check_not_in_tensorflow
 from replicax._src.topology import REPLICA_AXIS
 from replicax._src.tracebacks import boundary
-from replicax._src.values import is_value, is_variable
+from replicax._src.values import is_value
 
 log = logging.getLogger("replicax")
 _ITERATED = (DistributedDataset, DistributedIterator)
@@ -100,7 +107,7 @@ _ACCEPTED = ("input_signature", "autograph", "jit_compile", "reduce_retracing", 
 
 
 @final
-class Function(Generic[_P, _R]):
+class Function(PlannableFunction, Generic[_P, _R]):
     """What ``rx.function`` returns: call it like the function that it was made of."""
 
     def __init__(self, python_function: Callable[_P, _R]):
@@ -136,7 +143,7 @@ class Function(Generic[_P, _R]):
         Raises:
           UnsupportedError: It loops over a distributed dataset.
         """
-        ensure_bridges()
+        use_imported()
         nest = (tuple(args), kwargs, key.lifted_cells(self.python_function))
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
         leaves = as_arguments(leaves, tree)
@@ -148,7 +155,7 @@ class Function(Generic[_P, _R]):
         arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
         try:
             return _trace(self.python_function, tree, described, mesh), arrays
-        except _IteratesDataset:
+        except IteratedInTrace:
             self._runs_as_python = True
         raise UnsupportedError(
             f"{key.name_of(self.python_function)} loops over a distributed dataset, so that rx.function runs it as Python: each "
@@ -156,12 +163,24 @@ class Function(Generic[_P, _R]):
             "batch is next(iterator), or described by jax.ShapeDtypeStruct."
         )
 
+    def place_for_plan(
+        self, strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
+    ) -> Unrun:
+        """Places a call for a plan."""
+        topology = strategy.topology
+        given = arguments_on(topology, args, kwargs, request.global_batch)
+        placed, arrays = self.ahead(given.args, given.kwargs, topology.mesh)
+        compiled, operands = placed.ahead(on_plan(arrays, topology))
+        variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
+        name = key.name_of(self.python_function)
+        return Unrun(name, compiled, operands, [*variables, *given.arrays], given.rows)
+
     @boundary
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         check_not_in_tensorflow("A function of rx.function")
         if self._runs_as_python or current_capture() is not None or context.in_replica_function():
             return self.python_function(*args, **kwargs)
-        ensure_bridges()
+        use_imported()
         fn = self.python_function
         if self._strategy_with_servers is not None:
             return self._strategy_with_servers.run_here(fn, *args, **kwargs)
@@ -188,7 +207,7 @@ class Function(Generic[_P, _R]):
                 programs.put(signature, described, placed)
                 self._cache.report_trace(fn, described)
                 return _checked_call(placed, leaves, arrays)
-        except _IteratesDataset:
+        except IteratedInTrace:
             return self._run_as_python(args, kwargs)
         except RunsOnServers as found:
             self._strategy_with_servers = found.strategy
@@ -215,43 +234,10 @@ def _num_replicas(mesh: Any) -> int | None:
 
 def _checked_call(placed: PlacedCode, leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
     placed.check_closure(leaves)
-    if program_guard.current:
-        with program_guard.current[-1]():
+    if (guard := program_guard.current) is not None:
+        with guard():
             return placed(arrays)
     return placed(arrays)
-
-
-class _IteratesDataset(BaseException):
-    """A distributed dataset was iterated while a function was being traced. Users' ``except`` must miss it."""
-
-
-def _notice_iteration() -> None:
-    capture = current_capture()
-    if capture is not None and not capture.is_replica:
-        raise _IteratesDataset
-
-
-iteration_guard.append(_notice_iteration)
-
-
-def _placer(fn: Any) -> Any:
-    """Places an ``rx.function`` for a plan."""
-    if not isinstance(fn, Function):
-        return None
-
-    def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest) -> Unrun:
-        topology = strategy.topology
-        given = arguments_on(topology, args, kwargs, request.global_batch)
-        placed, arrays = fn.ahead(given.args, given.kwargs, topology.mesh)
-        compiled, operands = placed.ahead(on_plan(arrays, topology))
-        variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
-        name = key.name_of(fn.python_function)
-        return Unrun(name, compiled, operands, [*variables, *given.arrays], given.rows)
-
-    return place
-
-
-placers.append(_placer)
 
 
 def _describe(leaves: Sequence[Any], programs: FunctionPrograms) -> tuple[list[Leaf], list[Any]]:

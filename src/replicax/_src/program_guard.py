@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 Guard = Callable[[], AbstractContextManager[None]]
 
-# One at a time, or none; programs look here for 30 ns.
-current: list[Guard] = []
+current: Guard | None = None
+"""The guard of the innermost ``guarding``. Of the process, not of a thread; programs look here for 30 ns."""
 
 
 @contextlib.contextmanager
@@ -19,8 +19,9 @@ def guarding(guard: Guard) -> Iterator[None]:
     """Meanwhile each call of a strategy or a compiled function by the program as a whole is in a ``with`` of
     ``guard()``.
     """
-    current.append(guard)
+    global current
+    before, current = current, guard
     try:
         yield
     finally:
-        current.remove(guard)
+        current = before

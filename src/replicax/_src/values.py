@@ -18,6 +18,7 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import DonatedError, PerReplicaUseError
+from replicax._src.frameworks.framework import is_variable
 from replicax._src.pictures import html
 from replicax._src.tensorflow_code import in_tf_function, is_converted_by_tf_function
 from replicax._src.topology import Topology, device_name
@@ -473,15 +474,6 @@ def per_replica_from_components(
     padded = largest_shape(shapes)
     array = topology.join_rows([pad(a, padded)[None] for a in arrays], padded)
     return PerReplica(array, topology.num_replicas, shapes if len(set(shapes)) > 1 else None)
-
-
-# The classes whose objects are variables: ours, and those of the frameworks whose bridge is installed.
-variable_types: list[type] = []
-
-
-def is_variable(value: Any) -> bool:
-    """Whether a value is a variable, ours or a framework's: a leaf, for those who walk nests."""
-    return isinstance(value, tuple(variable_types))
 
 
 def is_value(value: Any) -> bool:

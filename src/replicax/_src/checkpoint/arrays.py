@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context, jax_compat
-from replicax._src.checkpoint.tracked import Leaf, Parts, walkers
+from replicax._src.checkpoint.tracked import Leaf
+from replicax._src.frameworks.framework import is_variable, make_slot
 from replicax._src.options import VariableAggregation
 from replicax._src.parameter_servers.client.arrays import ServerArray
-from replicax._src.program.slots import Sharing, Slot, note_unshared, own_copy, slot_makers
+from replicax._src.program.slots import Sharing, Slot, note_unshared, own_copy
 from replicax._src.topology import Topology
-from replicax._src.values import is_variable
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
 from replicax._src.variables.variable import Variable
@@ -94,7 +94,7 @@ def slot_of(variable: Any) -> Slot:
     strategy = context.owner_of(variable)
     if strategy is not None:
         return strategy.slots.slot_of(variable)
-    return next(slot for make in slot_makers if (slot := make(variable, 1)) is not None)
+    return make_slot(variable, 1)
 
 
 @final
@@ -251,11 +251,9 @@ class ShardsLeaf(ArrayLeaf):
         self.of.assign(value)
 
 
-def _walk_variables(tracked: Any) -> Leaf | Parts | None:
+def leaf_of_variable(tracked: Any) -> Leaf | None:
+    """The leaf that a variable is; None for anything else."""
     if isinstance(tracked, ShardedVariable):
         shards = tracked.shards
         return VariableLeaf(shards.held[0]) if isinstance(shards, ShardsOfOne) else ShardsLeaf(tracked)
     return VariableLeaf(tracked) if is_variable(tracked) else None
-
-
-walkers.append(_walk_variables)

@@ -24,32 +24,30 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from replicax._src import context, jax_compat
-from replicax._src.bridges import ensure_bridges
 from replicax._src.checkpoint import processes
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedObject
 from replicax._src.checkpoint.errors import CheckpointWriteError
+from replicax._src.checkpoint.graph import Graph, kind_of
 from replicax._src.checkpoint.host_copy import HostArray, HostBuffers, copy_to_host
 from replicax._src.checkpoint.nests import Holder
 from replicax._src.checkpoint.orbax_files import orbax
-from replicax._src.checkpoint.restoring import Restoration, advance_all, watchers
+from replicax._src.checkpoint.restoring import Restoration, advance_all
 from replicax._src.checkpoint.saved import SavedCheckpoint
 from replicax._src.checkpoint.status import LoadStatus
-from replicax._src.checkpoint.tracked import Graph, Leaf, Parts, kind_of, walkers
+from replicax._src.checkpoint.tracked import Growing, Leaf, Parts, Trackable
 from replicax._src.checkpoint.trees import StateLeaf
 from replicax._src.checkpoint.writing import Snapshot, new_part, write
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError
+from replicax._src.frameworks.framework import trackings, use_imported
 from replicax._src.options import path_of
 from replicax._src.program.capture import current_capture
 
 log = logging.getLogger("replicax")
 
-before_reading: list[Callable[[Any], None]] = []
-"""Called with each object before its values are copied: frameworks may hold newer ones elsewhere."""
-
 
 @final
-class Checkpoint:
+class Checkpoint(Trackable, Growing):
     """Saves and restores objects by the names that they are given here.
 
     It saves ``rx.Variable`` and ``ShardedVariable``, Keras models, layers, optimizers, metrics and seed generators,
@@ -93,7 +91,7 @@ class Checkpoint:
         for name, value in named.items():
             _check_name(name, is_counter_own=False)
             setattr(self, name, value)
-        ensure_bridges()
+        use_imported()
         self.parts()  # what cannot be saved is said here
 
     if TYPE_CHECKING:  # the objects that it was given, by name
@@ -109,6 +107,11 @@ class Checkpoint:
             advance_all(self._waiting)
         finally:
             self._waiting = {each for each in self._waiting if not each.has_ended}
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether it is sure to get more: it is not, attributes may be set later or never. Private."""
+        return False
 
     def awaits(self, restoration: Restoration) -> None:
         """Has it advance when an attribute is set. Private."""
@@ -188,8 +191,8 @@ class Checkpoint:
         """The graph of what is tracked, and copies of its arrays and states."""
         graph = Graph(self)
         for node in graph.nodes:
-            for prepare in before_reading:
-                prepare(node.object)
+            for tracking in trackings():
+                tracking.prepare(node.object)
         leaves = dict(graph.leaves())
         states = self._states(leaves)
         arrays = copy_to_host(
@@ -286,7 +289,7 @@ class Checkpoint:
     def restore_saved(self, saved: SavedCheckpoint, *, is_strict: bool = False) -> LoadStatus:
         """Restores a checkpoint whose files have been verified; a strict one is of no other model. Private."""
         _check_context("restore")
-        ensure_bridges()
+        use_imported()
         restoration = Restoration(saved, self, processes.own_state)
         restoration.advance(is_strict=is_strict)
         if self._restoration is not None:  # what fails changes nothing: the one before goes on waiting
@@ -360,16 +363,3 @@ def _without(objects: tuple[SavedObject, ...], keys: set[str]) -> tuple[SavedObj
         )
         for number, node in enumerate(objects)
     )
-
-
-def _walk_checkpoints(tracked: Any) -> Leaf | Parts | None:
-    return tracked.parts() if isinstance(tracked, Checkpoint) else None
-
-
-def _watch_checkpoints(tracked: Any, restoration: Restoration) -> None:
-    if isinstance(tracked, Checkpoint):
-        tracked.awaits(restoration)
-
-
-walkers.insert(0, _walk_checkpoints)
-watchers.append(_watch_checkpoints)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, final
 
 from replicax._src.checkpoint.errors import UntrackableError
-from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, found_in, has_tracked, items_of, walkers
+from replicax._src.checkpoint.graph import found_in, has_tracked, items_of
+from replicax._src.checkpoint.tracked import Parts, Trackable, escaped
 from replicax._src.checkpoint.trees import HeldTree
 
 
@@ -40,7 +41,7 @@ class Holder:
 
 
 @final
-class HeldNest:
+class HeldNest(Trackable):
     """A list, tuple or dict that has objects in it. What else it has is replaced in it when it is restored.
 
     Args:
@@ -85,10 +86,3 @@ class HeldNest:
             items = [item if i == key else old for i, old in enumerate(nest)]
             make = getattr(type(nest), "_make", type(nest))  # named tuples have it
             self._holder[self._name] = make(items)
-
-
-def _walk_nests(tracked: Any) -> Leaf | Parts | None:
-    return tracked.parts() if isinstance(tracked, HeldNest) else None
-
-
-walkers.append(_walk_nests)

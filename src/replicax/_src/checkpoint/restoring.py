@@ -20,24 +20,14 @@ import numpy as np
 from replicax._src.checkpoint.arrays import ArrayLeaf
 from replicax._src.checkpoint.contents import SavedArray, SavedObject
 from replicax._src.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
+from replicax._src.checkpoint.graph import Graph, found_in, kind_of
 from replicax._src.checkpoint.newest import Newest
 from replicax._src.checkpoint.saved import SavedCheckpoint
-from replicax._src.checkpoint.tracked import Graph, Leaf, found_in, kind_of
+from replicax._src.checkpoint.tracked import Growing, Leaf
 from replicax._src.checkpoint.trees import HeldTree, StateLeaf, TreeNumber
+from replicax._src.frameworks.framework import trackings
 
 log = logging.getLogger("replicax")
-
-watchers: list[Callable[[Any, Restoration], None]] = []
-"""Given an object that is to have more below it, and what is to advance when it has got more; each knows a kind of
-object.
-"""
-
-finishers: list[Callable[[Any], None]] = []
-"""Called with each object that has been matched when values have been given: some compute others from them."""
-
-growing: list[Callable[[Any], bool]] = []
-"""Whether an object is going to have more below it than it has; each knows a kind of object."""
-
 
 _numbers = itertools.count()
 _newest = Newest()
@@ -66,7 +56,10 @@ def advance_all(restorations: Iterable[Restoration]) -> None:
 
 
 def _is_growing(tracked: Any) -> bool:
-    return any(grows(tracked) for grows in growing)
+    """Whether an object is going to have more below it than it has."""
+    if isinstance(tracked, Growing):
+        return tracked.is_growing
+    return any(tracking.is_growing(tracked) for tracking in trackings())
 
 
 @final
@@ -358,8 +351,8 @@ class Restoration:
 
     def _finish(self) -> None:
         for tracked in self._objects.values():
-            for finish in finishers:
-                finish(tracked)
+            for tracking in trackings():
+                tracking.finish(tracked)
 
     def _watch(self) -> None:
         waited_for = self._waited_for()
@@ -367,8 +360,10 @@ class Restoration:
             if number in self._watched or number not in waited_for:
                 continue
             self._watched.add(number)
-            for watcher in watchers:
-                watcher(tracked, self)
+            if isinstance(tracked, Growing):
+                tracked.awaits(self)
+            for tracking in trackings():
+                tracking.watch(tracked, self)
 
     def _waited_for(self) -> set[int]:
         """Objects that lack something, and those above them, which may be what makes it.

@@ -1,16 +1,10 @@
-"""What is saved: the objects under a checkpoint, by the names of attributes and positions, down to arrays.
-
-Keys are structural. The names that Keras gives to variables count what was made in a process, so they only serve as
-labels.
-"""
+"""The words for what is saved: leaves, objects with parts, and the keys by which files know them."""
 
 from __future__ import annotations
 
 import abc
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, final
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 from replicax._src.checkpoint.errors import UntrackableError
 
@@ -35,111 +29,26 @@ class Leaf(abc.ABC):
 Parts = Mapping[str, Any]
 """What an object has below it, by name; names of users are ``escaped``, and "/" stands between those of a nest."""
 
-Walker = Callable[[Any], "Parts | Leaf | None"]
 
-walkers: list[Walker] = []
-"""Each knows a kind of object: its parts, or the leaf that it is; None for what it does not know.
+class Trackable(abc.ABC):
+    """An object of replicax that says itself what is below it."""
 
-Frameworks add theirs.
-"""
-
-
-kinds: list[Callable[[Any], str]] = []
-"""Each knows objects whose parts mean something else than parts of the same names of another kind, and says of which
-kind one is; "" for what it does not know.
-"""
+    @abc.abstractmethod
+    def parts(self) -> Parts:
+        """What is below it, by name."""
 
 
-def kind_of(tracked: Any) -> str:
-    """The kind of an object whose parts are only those of others of this kind; "" for what only has parts."""
-    return next(filter(None, (kind(tracked) for kind in kinds)), "")
-
-
-def found_in(tracked: Any) -> Parts | Leaf | None:
-    """What is below an object, or the leaf that it is; None if nothing of it is saved."""
-    if isinstance(tracked, Leaf):
-        return tracked
-    for walker in walkers:
-        found = walker(tracked)
-        if found is not None:
-            return found
-    return None
-
-
-def items_of(nest: Any) -> Mapping[Any, Any] | None:
-    """What a list, tuple or dict has, by position or key; None for what is none of these."""
-    if isinstance(nest, Mapping):
-        return nest
-    return dict(enumerate(nest)) if isinstance(nest, (list, tuple)) else None
-
-
-def has_tracked(nest: Any) -> bool:
-    """Whether there is something in a list, tuple or dict, or in one in it, that is saved where it is."""
-    items = items_of(nest) or {}
-    return any(found_in(item) is not None or has_tracked(item) for item in items.values())
-
-
-@final
-@dataclass
-class Node:
-    """One object under a checkpoint.
-
-    Attributes:
-      object: It.
-      path: From the checkpoint to it, the shortest way.
-      children: By name, the number of the node.
-      leaf: If it is one.
-    """
-
-    object: Any
-    path: tuple[str, ...]
-    children: dict[str, int] = field(default_factory=dict)
-    leaf: Leaf | None = None
+class Growing(abc.ABC):
+    """An object of replicax that may get more parts than it has."""
 
     @property
-    def key(self) -> str:
-        return "/".join(self.path)
+    @abc.abstractmethod
+    def is_growing(self) -> bool:
+        """Whether it is going to have more."""
 
-
-@final
-class Graph:
-    """All objects under one, each once."""
-
-    def __init__(self, root: Any):
-        self.nodes: list[Node] = []
-        self._numbers: dict[Hashable, int] = {}
-        self._walk(root)
-
-    def _walk(self, root: Any) -> None:
-        waiting: deque[int] = deque([self._number(root, found_in(root), ())])
-        while waiting:
-            node = self.nodes[waiting.popleft()]
-            parts = {} if node.leaf is not None else found_in(node.object) or {}
-            assert isinstance(parts, Mapping)
-            for name, part in parts.items():
-                found = found_in(part)
-                if found is None:
-                    continue
-                num_known = len(self.nodes)
-                number = node.children[name] = self._number(
-                    part, found, (*node.path, *filter(None, name.split("/")))
-                )
-                if number == num_known:
-                    waiting.append(number)
-
-    def _number(self, tracked: Any, found: Parts | Leaf | None, path: tuple[str, ...]) -> int:
-        leaf = found if isinstance(found, Leaf) else None
-        identity = id(tracked) if leaf is None else leaf.identity
-        if identity not in self._numbers:
-            self._numbers[identity] = len(self.nodes)
-            self.nodes.append(Node(tracked, path, leaf=leaf))
-        return self._numbers[identity]
-
-    def leaves(self) -> Iterator[tuple[str, Leaf]]:
-        """By key; the root itself, if it is one, by no name."""
-        for node in self.nodes:
-            if node.leaf is not None:
-                yield node.key, node.leaf
+    @abc.abstractmethod
+    def awaits(self, restoration: Any) -> None:
+        """Has a restoration advance when it has got more."""
 
 
 def escaped(name: str) -> str:

@@ -16,14 +16,14 @@ import numpy as np
 from replicax._src import jax_compat
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held, placed_as
 from replicax._src.checkpoint.errors import UntrackableError
-from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, untrackable, walkers
+from replicax._src.checkpoint.tracked import Leaf, Parts, Trackable, escaped, untrackable
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _PLAIN = (bool, int, float, str)
 
 
 @final
-class HeldTree:
+class HeldTree(Trackable):
     """A nest that an attribute holds. It is replaced when it is restored, not changed.
 
     Args:
@@ -264,16 +264,12 @@ class _ObjectState(StateLeaf):
         self.of.set_state(state)
 
 
-def _walk_states(tracked: Any) -> Leaf | Parts | None:
-    if isinstance(tracked, HeldTree):
-        return tracked.parts()
+def leaf_of_state(tracked: Any) -> Leaf | None:
+    """The leaf of what has ``get_state`` and ``set_state``; None for anything else."""
     get, set_ = getattr(tracked, "get_state", None), getattr(tracked, "set_state", None)
     if isinstance(tracked, type) or not callable(get) or not callable(set_):
         return None
     return _ObjectState(tracked)
-
-
-walkers.append(_walk_states)
 
 
 class HostRandomState:

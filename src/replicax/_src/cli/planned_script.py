@@ -24,16 +24,17 @@ from typing import Any
 import jax
 
 from replicax._src import context
-from replicax._src.bridges import ensure_bridges
 from replicax._src.cli.planned_clusters import stand_in_for_clusters
 from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
+from replicax._src.frameworks.framework import use_imported
 from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
+from replicax._src.options import RunOptions
 from replicax._src.placement.ahead import check_compiler
 from replicax._src.plan.hardware import hardware_of
 from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture, planning
-from replicax._src.strategies.planning import components_of_one, listeners
+from replicax._src.strategies.planning import PlanRequest, components_of_one, plan_of
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.user_code import UNKNOWN, user_line_of
 
@@ -51,8 +52,8 @@ class _Planned(BaseException):
 class _FirstProgram:
     """Plans whatever the script runs first."""
 
-    def __init__(self, how: dict[str, Any]):
-        self._how = how
+    def __init__(self, how: dict[str, Any], tell: Callable[[str, Plan | None], None]):
+        self._how, self._tell = how, tell
         self._strategies: list[Strategy] = []
 
     def install(self) -> None:
@@ -68,7 +69,7 @@ class _FirstProgram:
     def _install_keras(self) -> None:
         import keras
 
-        ensure_bridges()
+        use_imported()
         for name in _LOOPS:
             self._replace(keras.Model, name, functools.partial(self._loop, name=name))
         self._replace(keras.Variable, "__init__", functools.partial(_variable, scope=keras.StatelessScope))
@@ -84,7 +85,10 @@ class _FirstProgram:
         setattr(owner, name, method)
 
     def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
-        raise _Planned(strategy.plan(fn, args, kwargs, options, **self._how))
+        context.check_may_enter(strategy)
+        use_imported()
+        request = PlanRequest(options=options or RunOptions(), tell=self._tell, **self._how)
+        raise _Planned(plan_of(strategy, fn, args, kwargs or {}, request))
 
     def _init(self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
         original(strategy, *args, **kwargs)
@@ -190,8 +194,7 @@ def main() -> int:
     is_module = asked.pop("is_module")
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))  # as Python's
     result = Path(asked.pop("result"))
-    listeners.append(functools.partial(_heard, result))
-    _FirstProgram(asked).install()
+    _FirstProgram(asked, functools.partial(_heard, result)).install()
     stand_in_for_clusters(asked["topology"], _say)
     try:
         check_compiler(

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import jax
 
+from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.agreed import agreed
 from replicax._src.input.elements import NotResumableError, Pass
@@ -15,14 +16,23 @@ from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
 from replicax._src.pictures import html
+from replicax._src.program.capture import current_capture
 
 # Where steps are small and quickly read, waking a thread for each costs more than reading it (35 µs and 115 µs in a
 # loop of 1 ms steps): so it reads several at a time.
 _MOST_AHEAD: Final = 16
 _BYTES_AHEAD: Final = 2**20
 
-iteration_guard: Final[list[Callable[[], None]]] = []
-"""Called before a distributed dataset is iterated and before each element; they raise to forbid it."""
+
+class IteratedInTrace(BaseException):
+    """A distributed dataset was iterated while an ``rx.function`` was traced. Users' ``except`` must miss it."""
+
+
+def _check_may_iterate() -> None:
+    context.check_may_iterate()
+    capture = current_capture()
+    if capture is not None and not capture.is_replica:
+        raise IteratedInTrace
 
 
 class OutOfRangeError(ReplicaxError, LookupError):
@@ -275,14 +285,12 @@ class DistributedIterator:
             raise
 
     def _check_may_read(self) -> None:
-        for guard in iteration_guard:
-            guard()
+        _check_may_iterate()
         if self._is_closed:
             raise _closed()
 
     def _start(self) -> Reader:
-        for guard in iteration_guard:
-            guard()
+        _check_may_iterate()
         return self._dataset.reader_of(self._dataset.start())
 
     def get_next(self) -> Any:

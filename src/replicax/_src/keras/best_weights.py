@@ -9,14 +9,13 @@ from typing import Any, final
 
 import keras
 
-from replicax._src.checkpoint import restoring
 from replicax._src.checkpoint.nests import Holder
 from replicax._src.checkpoint.restoring import Restoration, advance_all
-from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, walkers
+from replicax._src.checkpoint.tracked import Growing, Parts, Trackable, escaped
 
 
 @final
-class BestWeights:
+class BestWeights(Trackable, Growing):
     """Those of each ``EarlyStopping(restore_best_weights=True)`` that has some.
 
     Args:
@@ -43,6 +42,11 @@ class BestWeights:
         held = [name for name in self._callbacks if self[name] is not None]
         return {escaped(name): self._holder.part(name) for name in held}
 
+    @property
+    def is_growing(self) -> bool:
+        """Callbacks get theirs in training."""
+        return True
+
     def awaits(self, restoration: Restoration) -> None:
         """Remembers a checkpoint that may have more of them."""
         self._waiting.add(restoration)
@@ -64,17 +68,3 @@ class BestWeights:
             for name, place in places.items():
                 if self[name] is place:  # nothing was saved
                     self[name] = None
-
-
-def _walk(tracked: Any) -> Leaf | Parts | None:
-    return tracked.parts() if isinstance(tracked, BestWeights) else None
-
-
-def _watch(tracked: Any, restoration: Restoration) -> None:
-    if isinstance(tracked, BestWeights):
-        tracked.awaits(restoration)
-
-
-walkers.append(_walk)
-restoring.watchers.append(_watch)
-restoring.growing.append(lambda tracked: isinstance(tracked, BestWeights))

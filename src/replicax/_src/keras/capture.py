@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 import numpy as np
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from replicax._src import context, jax_compat
 from replicax._src.collectives.seeds import seed_of_replica, shared_seed
+from replicax._src.keras.losses import note_added
 from replicax._src.program.capture import Capture, current_capture, planning, replaced_capture
 from replicax._src.program.slots import Sharing, Slot
 
@@ -50,10 +53,8 @@ class _KerasAccessor:
 accessor = _KerasAccessor()
 
 
-def make_slot(variable: Any, num_replicas: int) -> Slot | None:
-    """The slot of a Keras variable; None for anything else."""
-    if not isinstance(variable, keras.Variable):
-        return None
+def make_slot(variable: Any, num_replicas: int) -> Slot:
+    """The slot of a Keras variable."""
     dtype = jnp.dtype(getattr(variable, "_dtype", None) or variable.dtype)
     sharing = _sharing(variable, dtype) if num_replicas > 1 else Sharing.MIRRORED
     return Slot(variable, accessor, variable.path, tuple(variable.shape), dtype, sharing)
@@ -111,6 +112,11 @@ def _communicator() -> Any:
     return replica.communicator
 
 
+def stateless_scope() -> Any:
+    """The innermost ``keras.StatelessScope``; None outside of all. No public name gives it (Keras 3.15)."""
+    return get_stateless_scope()
+
+
 @contextmanager
 def outside_functions() -> Iterator[None]:
     """Inside, a variable that a traced function creates gets its first value: at once, and as if there were no
@@ -144,6 +150,10 @@ class CaptureScope(keras.StatelessScope):
     def get_current_value(self, variable: Any) -> Any:
         capture = current_capture()
         return super().get_current_value(variable) if capture is None else read(capture, variable)
+
+    def add_loss(self, loss: Any) -> None:
+        note_added(loss, sys._getframe(1))
+        super().add_loss(loss)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         capture = current_capture()

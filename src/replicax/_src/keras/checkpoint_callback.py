@@ -13,10 +13,10 @@ from typing import Any, Final, final
 
 import keras
 
-from replicax._src.bridges import ensure_bridges
 from replicax._src.checkpoint.checkpoint import Checkpoint
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import ContextError, InvalidArgumentError, UnsupportedError
+from replicax._src.frameworks.framework import use_imported
 from replicax._src.keras.passes import LoopOfFit
 from replicax._src.keras.resumable_fit import ResumableFit
 from replicax._src.options import path_of
@@ -92,7 +92,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._in_fit: tuple[Any, LoopOfFit, Mapping[str, Any], list[Any]] | None = None
         self._run: ResumableFit | None = None
         self._restored_from: str | None = None
-        ensure_bridges()
+        use_imported()
 
     @property
     def manager(self) -> CheckpointManager | None:

@@ -14,30 +14,15 @@ from typing import Any
 
 import keras
 
-from replicax._src.checkpoint import checkpoint, restoring
 from replicax._src.checkpoint.restoring import Restoration, advance_all
-from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, kinds, walkers
+from replicax._src.checkpoint.tracked import Parts, escaped
+from replicax._src.frameworks.framework import Tracking
 
 _OBJECTS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
 
 # Of the loop of fit, which begins each epoch anew; to keep them, track model.metrics. The last one shows layers again.
 _OF_LOOPS = {"_loss_tracker", "_compile_metrics", "_compile_loss", "_functional"}
 _OF_TRACKERS = {"_variables", "_trainable_variables", "_non_trainable_variables", "_layers", "_metrics"}
-
-
-def install() -> None:
-    """Makes checkpoints see into Keras objects. Does nothing if it has been done."""
-    if _walk not in walkers:
-        walkers.insert(0, _walk)
-        restoring.watchers.append(_watch)
-        restoring.growing.append(_is_unbuilt)
-        restoring.finishers.append(_finish)
-        checkpoint.before_reading.append(_bring_state)
-        kinds.append(_kind_of)
-
-
-def _walk(tracked: Any) -> Leaf | Parts | None:
-    return _parts_of(tracked) if isinstance(tracked, _OBJECTS) else None
 
 
 def _kind_of(tracked: Any) -> str:
@@ -171,3 +156,13 @@ def _growing(restoration: Restoration) -> Iterator[None]:
         if not _grown.depth:
             waiting, _grown.waiting = _grown.waiting, set()
     advance_all(waiting)
+
+
+TRACKING = Tracking(
+    parts_of=lambda tracked: _parts_of(tracked) if isinstance(tracked, _OBJECTS) else None,
+    kind_of=_kind_of,
+    is_growing=_is_unbuilt,
+    watch=_watch,
+    finish=_finish,
+    prepare=_bring_state,
+)

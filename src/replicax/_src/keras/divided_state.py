@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
 
 _Init = Callable[..., None]
+_Apply = Callable[[Any, Any, Any], tuple[Any, Any]]
 _Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -41,32 +43,16 @@ class _Making(threading.local):
 _making = _Making()
 
 
-def wrapped_add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes that the variable that is made is an optimizer's."""
-
-    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _making.is_for_optimizer
-        _making.is_for_optimizer = True
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _making.is_for_optimizer = before
-
-    return add_variable
-
-
-def wrapped_add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes for which variable of the model an optimizer's is made."""
-
-    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _making.reference
-        _making.reference = reference_variable
-        try:
-            return original(self, reference_variable, *args, **kwargs)
-        finally:
-            _making.reference = before
-
-    return add_variable_from_reference
+@contextlib.contextmanager
+def of_optimizer(reference: Any = None) -> Iterator[None]:
+    """Inside, variables are made for an optimizer; with a ``reference`` for that variable of the model."""
+    before = _making.is_for_optimizer, _making.reference
+    _making.is_for_optimizer = True
+    _making.reference = _making.reference if reference is None else reference
+    try:
+        yield
+    finally:
+        _making.is_for_optimizer, _making.reference = before
 
 
 def make(
@@ -213,32 +199,45 @@ def _reading(read: _DividedRead | None) -> Iterator[None]:
         _read.reset(token)
 
 
-def with_divided_state(step: _Step, layouts: StateLayouts, state: Sequence[Any], data: Any) -> Any:
+def with_divided_state(
+    step: _Step, layouts: StateLayouts, state: Sequence[Any], data: Any, optimizer: Any
+) -> Any:
     """Calls a model's step, whose state is divided.
 
     Args:
       step: (state, batch) -> (outputs, new state).
       layouts: Of the strategy.
       state: By lists, the first one that of the trainable variables.
+      optimizer: The model's.
     """
     read = _DividedRead(layouts, state[0])
-    with _reading(read):
+    with _reading(read), _in_pieces(optimizer):
         outputs, new = step((read.values, *state[1:]), data)
     return outputs, (list(map(read.piece_of, new[0])), *new[1:])
 
 
-def wrapped_stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Optimizer.stateless_apply`` of pieces, in a step whose state is divided."""
+def apply_to_pieces(own: _Apply, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+    """``Optimizer.stateless_apply``, which is ``own``: of pieces, in a step whose state is divided."""
+    read = _read.get()
+    if read is None:
+        return own(optimizer_variables, grads, trainable_variables)
+    grads = list(map(read.gradient_in_pieces, grads))
+    pieces = [read.in_pieces(read.piece_of(value)) for value in trainable_variables]
+    with _reading(None):  # an optimizer in this one gets them as they are
+        return own(optimizer_variables, grads, pieces)
 
-    def stateless_apply(
-        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[Any, Any]:
-        read = _read.get()
-        if read is None:
-            return original(self, optimizer_variables, grads, trainable_variables)
-        grads = list(map(read.gradient_in_pieces, grads))
-        pieces = [read.in_pieces(read.piece_of(value)) for value in trainable_variables]
-        with _reading(None):  # an optimizer in this one gets them as they are
-            return original(self, optimizer_variables, grads, pieces)
 
-    return stateless_apply
+@contextlib.contextmanager
+def _in_pieces(optimizer: Any) -> Iterator[None]:
+    """Inside, a ``LossScaleOptimizer``, whose ``stateless_apply`` is its own, gets pieces too: where gradients are not
+    finite it returns what it was given.
+    """
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        yield
+        return
+    own: Any = optimizer.stateless_apply
+    optimizer.__dict__["stateless_apply"] = functools.partial(apply_to_pieces, own)
+    try:
+        yield
+    finally:
+        del optimizer.__dict__["stateless_apply"]

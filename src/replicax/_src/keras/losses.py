@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
@@ -124,14 +123,9 @@ def _is_shared() -> bool:
     return _local.rows is not None and capture is not None and (capture.num_replicas or 1) > 1
 
 
-def wrapped_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Model.compute_loss``, whose losses are those of the whole batch."""
-
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _inside(is_in_compute_loss=True):
-            return original(self, *args, **kwargs)
-
-    return compute_loss
+def in_compute_loss() -> contextlib.AbstractContextManager[None]:
+    """Inside ``Model.compute_loss`` runs, whose losses are those of the whole batch."""
+    return _inside(is_in_compute_loss=True)
 
 
 @contextlib.contextmanager
@@ -165,31 +159,26 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
         del model.__dict__["compute_loss"]
 
 
-def _adds_sums() -> bool:
-    """Whether the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15)."""
-    return "divide_no_nan" not in inspect.getsource(keras.Layer.__call__)
+_SOURCE_OF_LAYER: Final = inspect.getfile(keras.Layer)
+# Whether the loss of an activity regulariser is its sum over the rows (Keras 3.12), not their mean (3.15).
+_ADDS_SUMS: Final = "divide_no_nan" not in inspect.getsource(keras.Layer.__call__)
 
 
-def wrapped_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Layer.add_loss``, which notes the layer, and the losses that Keras itself adds for activity regularisers."""
-    source, adds_sums = inspect.getfile(keras.Layer), _adds_sums()
+def note_added(loss: Any, caller: Any) -> None:
+    """Notes a loss that a layer adds, and the layer.
 
-    def add_loss(self: Any, loss: Any) -> Any:
-        caller = sys._getframe(1).f_code
-        if (
-            adds_sums
-            and _local.rows is not None
-            and caller.co_name == "__call__"
-            and caller.co_filename == source
-        ):
-            _local.summed = (*_local.summed, loss)
-        capture = current_capture()
-        in_own_thread = isinstance(capture, EagerCapture) and capture.num_replicas > 1
-        if in_own_thread and not any(self is layer for layer in _local.adding):
-            _local.adding = (*_local.adding, self)
-        return original(self, loss)
-
-    return add_loss
+    Args:
+      caller: The frame of ``Layer.add_loss``, which Keras itself calls for activity regularisers.
+    """
+    layer = caller.f_locals["self"]
+    called_by = caller.f_back.f_code
+    is_of_keras = called_by.co_name == "__call__" and called_by.co_filename == _SOURCE_OF_LAYER
+    if _ADDS_SUMS and is_of_keras and _local.rows is not None:
+        _local.summed = (*_local.summed, loss)
+    capture = current_capture()
+    in_own_thread = isinstance(capture, EagerCapture) and capture.num_replicas > 1
+    if in_own_thread and not any(layer is known for known in _local.adding):
+        _local.adding = (*_local.adding, layer)
 
 
 def keep_losses() -> Callable[[], None]:

@@ -1,15 +1,16 @@
 """Keras models made in a strategy's scope: ``fit`` and its kin run their steps on the replicas.
 
-What stands here wraps public methods of ``keras.Model``; ``bridge.py`` installs it. Models made outside of every scope
-are left to Keras.
+``PlacedModel`` stands before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there. Models
+made outside of every scope are left to Keras.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -29,17 +30,20 @@ from replicax._src.keras import checkpoint_callback, servers, shared_reads
 from replicax._src.keras.callback_states import check_has_tensorflow, written_by_chief
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
+from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
 from replicax._src.keras.planned_steps import PlannedSteps
-from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style
+from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, keras_step
 from replicax._src.keras.server_steps import ServerStepFunction
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
 from replicax._src.keras.tensorboard_callback import closed_on_error
 from replicax._src.keras.worker_datasets import WorkerInput, as_worker_input
 from replicax._src.keras.workers import start_together
 from replicax._src.program.capture import current_capture, planning
+from replicax._src.tracebacks import bounded
 from replicax._src.variables.server_placement import ServerPlacement
 
 Method = Callable[..., Any]
+_Keras: Any = keras.Model if TYPE_CHECKING else object
 
 PHASES = {
     "fit": TRAIN,
@@ -61,90 +65,57 @@ STEPS_OF_DATA = {
 """The arguments that may be datasets, each with the one that says how many of its batches to take."""
 
 
-def wrapped_init(original: Method) -> Method:
-    """Remembers the strategy in whose scope a model is made."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        context.remember_owner(self)
-        original(self, *args, **kwargs)
-
-    return __init__
-
-
-def wrapped_compile(original: Method) -> Method:
-    """Compiles in the scope of the model's strategy, so that what is made is made there."""
-
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = _strategy_of(self, "compile")
-        if strategy is None:
-            return original(self, *args, **kwargs)
-        with strategy.scope():
-            given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-            for name in ("metrics", "weighted_metrics"):
-                _check_metrics(given.get(name), strategy, self)
-            if _has_servers(strategy):
-                servers.adopt(given.get("optimizer"), strategy.variable_placement)
-            return original(self, *args, **kwargs)
-
-    return compile
-
-
-def wrapped_method(name: str) -> Callable[[Method], Method]:
+def _placed(name: str) -> Method:
     """``fit``, ``evaluate``, ... in the scope of the model's strategy, with placed steps."""
+    original = getattr(keras.Model, name)
+    signature = inspect.signature(original)
 
-    def wrap(original: Method) -> Method:
-        signature = inspect.signature(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_not_in_a_function(self, name)
+        give_values()
+        strategy = _strategy_of(self, name)
+        if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
+            strategy = context.get_strategy()  # Keras on JAX cannot run it
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tensorflow_code.explained(is_in_trace=False))
+            if strategy is not None:
+                _check_has_steps(strategy, name)
+                stack.enter_context(strategy.scope())
+            args, kwargs, inputs = _with_datasets(
+                name,
+                signature,
+                self,
+                args,
+                kwargs,
+                context.get_strategy(),
+                narrows=strategy is not None,
+            )
+            for made in inputs:
+                stack.enter_context(made.in_use())
+            if strategy is None and inputs:
+                strategy = context.get_strategy()  # Keras's own steps would not see where the data end
+            is_loop = name in STEPS_OF_DATA
+            if is_loop and strategy is not None:
+                args, kwargs = _quiet(signature, self, args, kwargs, strategy.topology.peers)
+            given = _given(signature, self, args, kwargs) if is_loop else {}
+            if strategy is not None and strategy.topology.peers is not None and is_loop:
+                start_together(strategy.topology.peers, name, self, given)
+            if strategy is not None:
+                _check_has_rows(self, name, given)
+                stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
+            check_has_tensorflow(given.get("callbacks"))
+            stack.enter_context(closed_on_error(given.get("callbacks")))
+            if name == "fit":
+                callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
+                stack.enter_context(written_by_chief(strategy, callbacks))
+                callbacks = stack.enter_context(checkpoint_callback.in_fit(self, strategy, given, callbacks))
+                if callbacks is not given.get("callbacks"):
+                    bound = signature.bind(self, *args, **kwargs)
+                    bound.arguments["callbacks"] = callbacks
+                    return original(*bound.args, **bound.kwargs)
+            return original(self, *args, **kwargs)
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _check_not_in_a_function(self, name)
-            give_values()
-            strategy = _strategy_of(self, name)
-            if strategy is None and not context.has_strategy() and is_replica_style(self, PHASES[name]):
-                strategy = context.get_strategy()  # Keras on JAX cannot run it
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(tensorflow_code.explained(is_in_trace=False))
-                if strategy is not None:
-                    _check_has_steps(strategy, name)
-                    stack.enter_context(strategy.scope())
-                args, kwargs, inputs = _with_datasets(
-                    name,
-                    signature,
-                    self,
-                    args,
-                    kwargs,
-                    context.get_strategy(),
-                    narrows=strategy is not None,
-                )
-                for made in inputs:
-                    stack.enter_context(made.in_use())
-                if strategy is None and inputs:
-                    strategy = context.get_strategy()  # Keras's own steps would not see where the data end
-                is_loop = name in STEPS_OF_DATA
-                if is_loop and strategy is not None:
-                    args, kwargs = _quiet(signature, self, args, kwargs, strategy.topology.peers)
-                given = _given(signature, self, args, kwargs) if is_loop else {}
-                if strategy is not None and strategy.topology.peers is not None and is_loop:
-                    start_together(strategy.topology.peers, name, self, given)
-                if strategy is not None:
-                    _check_has_rows(self, name, given)
-                    stack.enter_context(_placed_steps(self, name, strategy, given, is_loop=is_loop))
-                check_has_tensorflow(given.get("callbacks"))
-                stack.enter_context(closed_on_error(given.get("callbacks")))
-                if name == "fit":
-                    callbacks = stack.enter_context(shared_reads.in_fit(strategy, given))
-                    stack.enter_context(written_by_chief(strategy, callbacks))
-                    callbacks = stack.enter_context(
-                        checkpoint_callback.in_fit(self, strategy, given, callbacks)
-                    )
-                    if callbacks is not given.get("callbacks"):
-                        bound = signature.bind(self, *args, **kwargs)
-                        bound.arguments["callbacks"] = callbacks
-                        return original(*bound.args, **bound.kwargs)
-                return original(self, *args, **kwargs)
-
-        return method
-
-    return wrap
+    return functools.wraps(original)(bounded(method))
 
 
 def _quiet(
@@ -365,3 +336,72 @@ def _narrowed(data: Any, argument: str) -> Any:
         if old is not new
     }
     return keras.tree.map_structure(lambda leaf: new.get(id(leaf), leaf), data) if new else data
+
+
+# --- the class ------------------------------------------------------------------------------------------
+
+
+def _placed_step(phase: Phase) -> Method:
+    """``super().train_step(data)`` in a step in TensorFlow's style; with the state too it is Keras's own."""
+    of_variables = keras_step(phase, forgets_masks=False)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if rows_of_replica_step() is not None and len(args) + len(kwargs) == 1:
+            return of_variables(self, *args, **kwargs)
+        return getattr(super(PlacedModel, self), phase.step_name)(*args, **kwargs)
+
+    step.__name__ = step.__qualname__ = phase.step_name
+    return bounded(step)
+
+
+class PlacedModel(_Keras):
+    """A Keras model of the strategy in whose scope it is made.
+
+    It stands before Keras's own classes among the bases of ``keras.Model``.
+    """
+
+    fit, train_on_batch = _placed("fit"), _placed("train_on_batch")
+    evaluate, test_on_batch = _placed("evaluate"), _placed("test_on_batch")
+    predict, predict_on_batch = _placed("predict"), _placed("predict_on_batch")
+    train_step, test_step, predict_step = _placed_step(TRAIN), _placed_step(TEST), _placed_step(PREDICT)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().__new__(cls, *args, **kwargs)
+        context.remember_owner(model)
+        return model
+
+    @functools.wraps(keras.Model.compile)
+    @bounded
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        strategy = _strategy_of(self, "compile")
+        if strategy is None:
+            return super().compile(*args, **kwargs)
+        with strategy.scope():  # so that what is made is made there
+            given = _SIGNATURE_OF_COMPILE.bind(self, *args, **kwargs).arguments
+            for name in ("metrics", "weighted_metrics"):
+                _check_metrics(given.get(name), strategy, self)
+            if _has_servers(strategy):
+                servers.adopt(given.get("optimizer"), strategy.variable_placement)
+            return super().compile(*args, **kwargs)
+
+    @functools.wraps(keras.Model.compile_from_config)
+    def compile_from_config(self, config: Any) -> None:
+        if type(self).compile is not keras.Model.compile:
+            super().compile_from_config(config)  # says that a user's own is not called
+            return
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    @functools.wraps(keras.Model.compute_loss)
+    @bounded
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with in_compute_loss():
+            return super().compute_loss(*args, **kwargs)
+
+    def _get_jax_state(self, *args: Any, **kwargs: Any) -> Any:
+        with shared_reads.pieces():  # Keras's loops begin with values as they lie
+            return super()._get_jax_state(*args, **kwargs)
+
+
+_SIGNATURE_OF_COMPILE = inspect.signature(keras.Model.compile)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import keras
 
 from replicax._src.errors import PerReplicaUseError, VariableError
-from replicax._src.keras import servers
+from replicax._src.keras import divided_state, servers
+from replicax._src.keras.variable import made_alone
 from replicax._src.parameter_servers.programs.events import Events
 from replicax._src.program.capture import Capture, current_capture
 from replicax._src.user_code import user_line
@@ -15,22 +19,53 @@ from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.variable import Variable
 
 Apply = Callable[..., Any]
+_Keras: Any = keras.optimizers.Optimizer if TYPE_CHECKING else object
 
 
-def wrapped_apply(original: Apply) -> Apply:
-    """``Optimizer.apply`` that sums gradients over replicas where it is called in a replica function."""
+class PlacedOptimizer(_Keras):
+    """A Keras optimizer that keeps its variables where those are that it updates, and sums gradients over replicas.
 
-    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+    It stands before Keras's own classes among the bases of ``keras.optimizers.Optimizer``.
+    """
+
+    @functools.wraps(keras.optimizers.Optimizer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # One of the base class itself is not for training: Keras makes it, to see its attributes, where a model is saved. One
+        # worker may save alone, so the others are not asked for the values of its variables.
+        with made_alone(type(self) is keras.optimizers.Optimizer):
+            super().__init__(*args, **kwargs)
+
+    @functools.wraps(keras.optimizers.Optimizer.add_variable)
+    def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+        with divided_state.of_optimizer():
+            return super().add_variable(*args, **kwargs)
+
+    @functools.wraps(keras.optimizers.Optimizer.add_variable_from_reference)
+    def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        with divided_state.of_optimizer(reference_variable), servers.where(reference_variable):
+            slot = super().add_variable_from_reference(reference_variable, *args, **kwargs)
+        servers.note_slot(slot, reference_variable)
+        return slot
+
+    @functools.wraps(keras.optimizers.Optimizer.apply)
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         _check(self, grads, trainable_variables)
         capture = current_capture()
         if capture is not None and capture.is_replica:
             variables = self._trainable_variables if trainable_variables is None else trainable_variables
             grads = aggregated(capture, grads, variables)
         if capture is not None and isinstance(capture.observer, Events):
-            return servers.apply(original, self, grads, trainable_variables, capture.observer)
-        return original(self, grads, trainable_variables)
+            return servers.apply(_own_apply, self, grads, trainable_variables, capture.observer)
+        return super().apply(grads, trainable_variables)
 
-    return apply
+    @functools.wraps(keras.optimizers.Optimizer.stateless_apply)
+    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        own = super().stateless_apply
+        return divided_state.apply_to_pieces(own, optimizer_variables, grads, trainable_variables)
+
+
+def _own_apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
+    return super(PlacedOptimizer, optimizer).apply(grads, trainable_variables)
 
 
 def wrapped_loss_scale_apply(original: Apply) -> Apply:

@@ -6,7 +6,6 @@ several processes have are placed elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from replicax._src.keras.capture import accessor
 from replicax._src.program.capture import current_capture, planning
 from replicax._src.variables.placement import VariablePlacement
 
-_Method = Callable[..., Any]
 _HOST_VALUES = (np.ndarray, np.generic, bool, int, float, list, tuple)
 
 
@@ -32,16 +30,8 @@ def place(variable: Any) -> None:
         accessor.set([variable], [placement.beside(value, has_components=False)])
 
 
-def wrapped_assign(original: _Method) -> _Method:
-    """``assign``, ``assign_add`` or ``assign_sub``: the value is moved to where the variable is."""
-
-    def assign(self: Any, value: Any) -> Any:
-        return original(self, _beside(self, value))
-
-    return assign
-
-
-def _beside(variable: Any, value: Any) -> Any:
+def beside(variable: Any, value: Any) -> Any:
+    """A value that is assigned outside of functions, where the variable is."""
     placement = _placement_of(variable) if current_capture() is None else None
     if placement is None or not accessor.is_built(variable):
         return value

@@ -146,7 +146,7 @@ def _component(leaf: Any, have: int, rows: int) -> jax.ShapeDtypeStruct:
 
 
 def placer(phases: dict[str, Phase]) -> Callable[[Any], Any]:
-    """What places ``model.fit`` and its kin, for ``strategies.planning.placers``."""
+    """What places ``model.fit`` and its kin for a plan."""
 
     def find(fn: Any) -> Any:
         model = getattr(fn, "__self__", None)

@@ -144,25 +144,14 @@ def weighted_mean(rows: jax.Array, weights: jax.Array) -> jax.Array:
 # --- the steps that Keras's other backends have -------------------------------------------------------
 
 
-def wrapped_step(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``super().train_step(data)`` in a step in TensorFlow's style; with the state too it is Keras's own."""
-    own = {"train": _train_step, "test": _test_step, "predict": _predict_step}[phase.name]
+def keras_step(phase: Phase, *, forgets_masks: bool = True) -> Callable[[Any, Any], Any]:
+    """Keras's own step of a model, in terms of variables.
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if rows_of_replica_step() is not None and len(args) + len(kwargs) == 1:
-                return own(self, *args, **kwargs)
-            return original(self, *args, **kwargs)
-
-        return step
-
-    return wrap
-
-
-def keras_step(phase: Phase) -> Callable[[Any, Any], Any]:
-    """Keras's own step of a model, in terms of variables: what it is on JAX, where metrics see no mask in training."""
+    Args:
+      forgets_masks: As on JAX, where metrics see no mask in training.
+    """
     return {
-        "train": functools.partial(_train_step, forgets_masks=True),
+        "train": functools.partial(_train_step, forgets_masks=forgets_masks),
         "test": _test_step,
         "predict": _predict_step,
     }[phase.name]

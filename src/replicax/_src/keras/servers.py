@@ -95,53 +95,27 @@ def reference_of(variable: Any) -> Any:
     return None if found is None else found()
 
 
-def wrapped_add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., Any]:
+@contextlib.contextmanager
+def where(reference_variable: Any) -> Iterator[None]:
+    """Inside, an optimizer makes a slot where the variable is that it belongs to; also in a ``build()`` outside of the
+    scope.
+    """
+    owner = context.owners.get(id(reference_variable))
+    with contextlib.ExitStack() as stack:
+        if owner is not None and owner.has_servers and not context.has_strategy():
+            stack.enter_context(context.Scope(owner))
+        yield
+
+
+def note_slot(slot: Any, reference_variable: Any) -> None:
     """Remembers whose slot a variable of an optimizer is."""
-
-    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        owner = context.owners.get(id(reference_variable))
-        with contextlib.ExitStack() as stack:
-            if owner is not None and owner.has_servers and not context.has_strategy():
-                # build() outside of the scope: a slot is where its variable is.
-                stack.enter_context(context.Scope(owner))
-            slot = original(self, reference_variable, *args, **kwargs)
-        if isinstance(reference_variable, keras.Variable):
-            _references[id(slot)] = weakref.ref(reference_variable)
-            weakref.finalize(slot, _references.pop, id(slot), None)
-            (stored,), (of_reference,) = accessor.get([slot]), accessor.get([reference_variable])
-            if isinstance(stored, ServerArray) and isinstance(of_reference, ServerArray):
-                stored.beside = of_reference
-        return slot
-
-    return add_variable_from_reference
-
-
-def wrapped_value(original: property) -> property:
-    """``Variable.value``, read from the servers."""
-    read = original.fget
-    assert read is not None
-
-    def value(self: Any) -> Any:
-        found = read(self)
-        return found.read() if isinstance(found, ServerArray) else found
-
-    return property(value)
-
-
-def wrapped_assign(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Variable.assign``, which outside of traced functions writes to the servers."""
-
-    def assign(self: Any, value: Any) -> Any:
-        (stored,) = accessor.get([self])
-        result = original(self, value)
-        if isinstance(stored, ServerArray):
-            (assigned,) = accessor.get([self])
-            if assigned is not stored:
-                accessor.set([self], [stored])
-                stored.assign(assigned)
-        return result
-
-    return assign
+    if not isinstance(reference_variable, keras.Variable):
+        return
+    _references[id(slot)] = weakref.ref(reference_variable)
+    weakref.finalize(slot, _references.pop, id(slot), None)
+    (stored,), (of_reference,) = accessor.get([slot]), accessor.get([reference_variable])
+    if isinstance(stored, ServerArray) and isinstance(of_reference, ServerArray):
+        stored.beside = of_reference
 
 
 def stand_in(variable: Any) -> Any:

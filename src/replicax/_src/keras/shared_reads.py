@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import jax
@@ -85,7 +85,7 @@ class SharedReads:
         chosen = next((n for n in asked if n != _DONE), _DONE)
         if chosen == _DONE:
             return _DONE, None
-        with _pieces():
+        with pieces():
             value = self._by_number[chosen].value
         return chosen, self._layouts.whole(value) if is_divided(value) else value
 
@@ -111,7 +111,8 @@ def is_divided(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _pieces() -> Iterator[None]:
+def pieces() -> Iterator[None]:
+    """Inside, this thread takes values as they lie."""
     before = _here.takes_pieces
     _here.takes_pieces = True
     try:
@@ -120,29 +121,12 @@ def _pieces() -> Iterator[None]:
         _here.takes_pieces = before
 
 
-def wrapped_value(original: property) -> property:
-    """``Variable.value``, of which each process has a piece: whole."""
-    get = original.fget
-    assert get is not None
-
-    def value(self: Any) -> Any:
-        held = get(self)
-        if _here.takes_pieces or not is_divided(held) or not jax_compat.is_evaluating():
-            return held
-        reads = of(context.owners.get(id(self)))
-        return held if reads is None else reads.whole(self, held)
-
-    return property(value)
-
-
-def wrapped_get_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What Keras's loops begin with: values as they lie."""
-
-    def get_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _pieces():
-            return original(self, *args, **kwargs)
-
-    return get_state
+def whole(variable: Any, held: Any) -> Any:
+    """The whole of what a variable holds, of which each process may have a piece."""
+    if not _of_layouts or _here.takes_pieces or not is_divided(held) or not jax_compat.is_evaluating():
+        return held
+    reads = of(context.owners.get(id(variable)))
+    return held if reads is None else reads.whole(variable, held)
 
 
 @final

@@ -179,7 +179,9 @@ class GlobalStepFunction(StepFunction):
         layouts = self._strategy.variable_placement.layouts
         if layouts is None:
             return self._step_of_whole_state(state, data)
-        return with_divided_state(self._step_of_whole_state, layouts, state, data)
+        return with_divided_state(
+            self._step_of_whole_state, layouts, state, data, getattr(self._model, "optimizer", None)
+        )
 
     def _step_of_whole_state(self, state: State, data: Any) -> tuple[Any, State]:
         result = getattr(self._model, self._phase.step_name)(state, data)

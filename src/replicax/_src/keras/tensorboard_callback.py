@@ -17,8 +17,8 @@ import keras
 import numpy as np
 
 from replicax._src import context
-from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.frameworks.framework import use_imported
 from replicax._src.options import path_of, whole_number
 from replicax._src.profiling.profile import profile
 from replicax._src.summaries.events import check_installed
@@ -75,7 +75,7 @@ class TensorBoard(keras.callbacks.Callback):
                 "TensorFlow. Leave embeddings_freq and embeddings_metadata out."
             )
         check_installed()
-        ensure_bridges()  # for `closed_on_error`: Keras tells callbacks nothing of an error
+        use_imported()  # for `closed_on_error`: Keras tells callbacks nothing of an error
         self.log_dir = path_of(log_dir, "log_dir", "logs/run-1")
         self.histogram_freq = whole_number("histogram_freq", histogram_freq, least=0)
         self.write_graph, self.write_images = write_graph, write_images

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context, jax_compat, tensorflow_code
-from replicax._src.bridges import ensure_bridges
 from replicax._src.collectives.eager import EagerCommunicator, from_host, host_bytes, to_host
 from replicax._src.collectives.meeting import Meeting
 from replicax._src.context import ReplicaContext
@@ -27,13 +26,14 @@ from replicax._src.errors import (
     TraceError,
     UnsupportedError,
 )
+from replicax._src.frameworks.framework import frameworks_in_use, use_imported
 from replicax._src.placement.eager_capture import EagerCapture, StateBefore
 from replicax._src.placement.spmd import SlotGroup
 from replicax._src.program import key
 from replicax._src.program.arguments import as_arguments
 from replicax._src.program.capture import Uneven, created_again, current_capture, replaced_capture
 from replicax._src.program.modules import enter_modules, open_modules
-from replicax._src.program.program import is_output_leaf, trace_scopes
+from replicax._src.program.program import is_output_leaf
 from replicax._src.program.recording import NO_AXIS
 from replicax._src.program.slots import Sharing, Slot, own_copy
 from replicax._src.program.verdict import Verdict
@@ -69,7 +69,7 @@ def run_eagerly(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwar
       VariableError: Each call would create a variable.
       Exception: What ``fn`` raises in one replica; all state is as it was before.
     """
-    ensure_bridges()
+    use_imported()
     if current_capture() is not None or not jax_compat.is_evaluating():
         raise TraceError(
             "strategy.run(..., options=rx.RunOptions(eager=True)) was called in a function that is being traced "
@@ -264,8 +264,8 @@ class _Run:
         opened = jax.tree_util.tree_unflatten(self._tree, leaves)
         replica = ReplicaContext(self._strategy, None, communicator)
         with contextlib.ExitStack() as stack:
-            for scope in trace_scopes:
-                stack.enter_context(scope(capture))  # type: ignore[arg-type]
+            for framework in frameworks_in_use():
+                stack.enter_context(framework.trace_scope(capture))
             stack.enter_context(replaced_capture(capture))
             stack.enter_context(context.replica_context(self._strategy, replica))
             stack.enter_context(jax_compat.with_axis_names([(_CACHE_NAME, 1)]))

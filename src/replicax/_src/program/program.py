@@ -27,6 +27,7 @@ from replicax._src.errors import (
     TraceError,
     UnsupportedError,
 )
+from replicax._src.frameworks.framework import frameworks_in_use, is_variable
 from replicax._src.program.capture import Capture, Entry, Uneven, created_again
 from replicax._src.program.key import is_array
 from replicax._src.program.rewrite import Rewriter, SumGradients
@@ -34,11 +35,7 @@ from replicax._src.program.slots import Sharing, Slot
 from replicax._src.program.verdict import Verdict, analyse, has_replica_collective
 from replicax._src.topology import REPLICA_AXIS
 from replicax._src.user_code import user_line_of
-from replicax._src.values import DistributedValues, is_value, is_variable
-
-TraceScope = Callable[[Capture], contextlib.AbstractContextManager]
-# Each framework (Keras) adds a context that is entered around every trace.
-trace_scopes: list[TraceScope] = []
+from replicax._src.values import DistributedValues, is_value
 
 Rewrite = Callable[[Any, int, Sequence[Entry], int, Sequence[tuple[str, int]]], tuple[Any, list[Any]]]
 """From a trace, the number of its constants, its variables, the number of arrays that it returns and the names of axes,
@@ -210,8 +207,8 @@ def _trace(call: Callable[[list[Any]], Any], avals: Sequence[Any], capture: Capt
             return arrays + [e.current for e in capture.entries.values() if e.written]
 
     with contextlib.ExitStack() as scopes, _explained(capture.is_replica), tensorflow_code.explained():
-        for scope in trace_scopes:
-            scopes.enter_context(scope(capture))
+        for framework in frameworks_in_use():
+            scopes.enter_context(framework.trace_scope(capture))
         jaxpr, consts = jax_compat.trace(body, avals, _axis_env(capture.num_replicas))
     if capture.read_in_inner_trace:
         _epoch = next(_epochs)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from replicax._src import jax_compat
 from replicax._src.errors import TraceError, VariableError
+from replicax._src.frameworks.framework import make_slot
 from replicax._src.program.companions import accompanied_by, companions_of
 from replicax._src.topology import Topology
 
@@ -111,11 +112,6 @@ class Slot:
         return f"Slot({self.name!r}, {self.sharing.name})"
 
 
-SlotMaker = Callable[[Any, int], "Slot | None"]
-# Each kind of variable (ours, Keras's) adds a function that makes slots for its kind.
-slot_makers: list[SlotMaker] = []
-
-
 class SlotTable:
     """The slots of the variables that one strategy's programs have met.
 
@@ -145,8 +141,8 @@ class SlotTable:
         """The slot of ``variable``, made when it is first met."""
         slot = self._slots.get(id(variable))
         if slot is None:
-            made = (make(variable, self._num_replicas) for make in slot_makers)
-            slot = next(slot for slot in made if slot is not None)
+            slot = make_slot(variable, self._num_replicas)
+            assert isinstance(slot, Slot)
             slot.num_replicas = self._num_replicas
             slot.layout = None if slot.sharing.is_per_replica else self.layout_of(variable)
             placed, components = self._components.get(id(variable), (None, None))

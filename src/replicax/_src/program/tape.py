@@ -14,10 +14,10 @@ import numpy as np
 
 from replicax._src import jax_compat
 from replicax._src.errors import InvalidArgumentError, TapeError
+from replicax._src.frameworks.framework import is_variable
 from replicax._src.options import UnconnectedGradients
 from replicax._src.program.capture import current_capture
 from replicax._src.user_code import user_line
-from replicax._src.values import is_variable
 
 log = logging.getLogger("replicax")
 _ids = itertools.count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import math
@@ -16,6 +17,7 @@ import numpy as np
 
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaxError, UnsupportedError
+from replicax._src.frameworks.framework import frameworks_in_use
 from replicax._src.options import RunOptions, ShardState
 from replicax._src.placement.ahead import Compilation, bytes_on_device, compile_ahead, topology_ahead
 from replicax._src.plan.costs import Costs, costs_of
@@ -44,6 +46,7 @@ class PlanRequest:
 
     Attributes:
       remedy_limit_s: For how long something is compiled that would make it fit.
+      tell: Called with what the plan has come to: in words, and the plan when there is one. Remedies come afterwards.
       num_replicas_here: R of the strategy as it is, for which the arguments are.
       shard_state: What replicas divide in place of what the strategy says; None: what it says.
     """
@@ -52,6 +55,7 @@ class PlanRequest:
     global_batch: int | None = None
     options: RunOptions = dataclasses.field(default_factory=RunOptions)
     remedy_limit_s: float = 120.0
+    tell: Callable[[str, Plan | None], None] = lambda text, plan: None
     num_replicas_here: int = 1
     shard_state: ShardState | None = None
 
@@ -77,19 +81,14 @@ class Unrun:
     is_split: bool = False
 
 
-# Told of what a plan has come to: in words, and the plan when there is one. Remedies come afterwards.
-listeners: list[Callable[[str, Plan | None], None]] = []
+class PlannableFunction(abc.ABC):
+    """A function of replicax that is no replica function, and places itself for a plan."""
 
-
-def _tell(text: str, plan: Plan | None = None) -> None:
-    for listener in listeners:
-        listener(text, plan)
-
-
-Placer = Callable[[Any, Sequence[Any], dict[str, Any], PlanRequest], Unrun]
-
-# What places other things than replica functions: each gives a placer for its kind, or None.
-placers: list[Callable[[Any], Placer | None]] = []
+    @abc.abstractmethod
+    def place_for_plan(
+        self, strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
+    ) -> Unrun:
+        """Places a call; nothing is run."""
 
 
 def plan_of(
@@ -103,7 +102,7 @@ def plan_of(
     what = f"{key.name_of(fn).rpartition('<locals>.')[2]} for {hardware.name}"
     with working(f"planning {what}", f"planned {what}"):
         plan = step.plan()
-        _tell(answer(plan), plan)
+        request.tell(answer(plan), plan)
         return plan if plan.fits else _with_remedies(plan, step)
 
 
@@ -312,8 +311,10 @@ def place_replica_function(
 def _placed(
     strategy: Any, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
 ) -> Unrun:
-    for find in placers:
-        place = find(fn)
+    if isinstance(fn, PlannableFunction):
+        return fn.place_for_plan(strategy, args, kwargs, request)
+    for framework in frameworks_in_use():
+        place = framework.placer_of(fn)
         if place is not None:
             return place(strategy, args, kwargs, request)
     return place_replica_function(strategy, fn, args, kwargs, request)
@@ -340,8 +341,9 @@ class _Step:
         with self._placed(self.request, self.topology) as (unrun, shard_size):
             trace_s = time.monotonic() - start
             arguments = size(_argument_bytes(unrun))
-            _tell(
-                f"traced in {trace_s:.1f} s, {arguments} of arguments on a device; compiling for {self.hardware.name}"
+            self.request.tell(
+                f"traced in {trace_s:.1f} s, {arguments} of arguments on a device; compiling for {self.hardware.name}",
+                None,
             )
             compilation = compile_ahead(unrun.compiled, unrun.operands, self.hardware)
         plan = _assembled(unrun, compilation, self.hardware, self.topology, trace_s)
@@ -388,7 +390,7 @@ def _with_remedies(plan: Plan, step: _Step) -> Plan:
     try:
         for remedy in search.remedies():
             found.append(remedy)
-            _tell(f"{remedy.change}: {outcome(remedy)}")
+            step.request.tell(f"{remedy.change}: {outcome(remedy)}", None)
     except ReplicaxError as error:
         # The plan stands. A dataset that gives one batch only cannot be planned a second time, for example.
         notes.append(f"Further remedies could not be computed: {error}")

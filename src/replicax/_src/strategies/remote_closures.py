@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context
-from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import UnsupportedError
+from replicax._src.frameworks.framework import is_variable, use_imported
 from replicax._src.parameter_servers.client.session import Session
 from replicax._src.parameter_servers.programs.closure import place_closure
 from replicax._src.parameter_servers.programs.elements import Elements, PerWorkerInput, taking_from
@@ -36,7 +36,6 @@ from replicax._src.program.slots import SlotTable
 from replicax._src.progress import compiling
 from replicax._src.strategies.remote_running import run_on_replicas
 from replicax._src.strategies.worker_function import WorkerFunction, tracing_lock
-from replicax._src.values import is_variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,6 @@ class Closures:
     """
 
     def __init__(self, strategy: Any, session: Session):
-        ensure_bridges()  # those of frameworks that are imported later install themselves
         self._strategy, self._session = strategy, session
         self._slots = SlotTable(1)  # of cross-replica code
         self._cache: ProgramCache[WorkerFunction] = ProgramCache()
@@ -126,6 +124,7 @@ class Closures:
           is_replica_function: Whether it is called in replica context.
           num_averaged: Of how many closures the gradients are averaged for an update; None: each pushes its own.
         """
+        use_imported()
         fn = key.unwrap(fn)
         lifted = key.lifted_cells(fn)
         nest = (tuple(args), dict(kwargs or {}), lifted)

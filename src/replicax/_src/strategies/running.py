@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from replicax._src import jax_compat
-from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import (
     CrossReplicaContextError,
     TraceError,
     UnsupportedError,
 )
+from replicax._src.frameworks.framework import use_imported
 from replicax._src.options import RunOptions
 from replicax._src.placement.spmd import Launcher
 from replicax._src.program import key
@@ -104,7 +104,7 @@ class Runner:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> Any:
         """Runs ``fn`` once per replica; see ``Strategy.run``."""
-        ensure_bridges()
+        use_imported()
         fn = key.unwrap(fn)
         cells = key.lifted_cells(fn)
         is_plain = not (kwargs or cells or options is not DEFAULT_OPTIONS)
@@ -188,7 +188,7 @@ class Runner:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> tuple[PlacedFunction, list[Any]]:
         """The program that ``run`` would run, and what it takes, for a plan: nothing is run or kept."""
-        ensure_bridges()
+        use_imported()
         fn = key.unwrap(fn)
         nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))
         opened, close = open_modules(nest)

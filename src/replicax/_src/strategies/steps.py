@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context
-from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import (
     CrossReplicaContextError,
     InvalidArgumentError,
@@ -19,6 +18,7 @@ from replicax._src.errors import (
     StructureError,
     UnsupportedError,
 )
+from replicax._src.frameworks.framework import use_imported
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator, OutOfRangeError, StackedSteps
 from replicax._src.options import ReduceOp
 from replicax._src.program import key
@@ -274,7 +274,7 @@ class StepsRunner:
         """
         num_steps = _check(fn, num_steps)
         _check_iterator(iterator, self._strategy)
-        ensure_bridges()
+        use_imported()
         fn = key.unwrap(fn)
         results = []
         remaining = num_steps

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import context, jax_compat, program_guard
-from replicax._src.bridges import ensure_bridges
 from replicax._src.chief import note_role
 from replicax._src.cluster.membership import Membership
 from replicax._src.cluster.resolver import ClusterResolver
@@ -23,12 +22,12 @@ from replicax._src.errors import (
     ContextError,
     CrossReplicaContextError,
     InvalidArgumentError,
-    IterationContextError,
     MixedStrategiesError,
     UnsupportedError,
 )
+from replicax._src.frameworks.framework import use_imported
 from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
-from replicax._src.input.dataset import DistributedDataset, DistributedIterator, iteration_guard
+from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.input.narrowing import as_numpy, narrowed_nest
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.jax_compat import Device
@@ -233,7 +232,6 @@ class Strategy:
           CrossReplicaContextError: Inside a replica function.
         """
         context.check_may_enter(self)
-        ensure_bridges()
         return context.Scope(self, user_line())
 
     def __enter__(self) -> Self:
@@ -313,8 +311,8 @@ class Strategy:
                 self._check_may_run_eagerly()
                 with context.Scope(self):
                     return run_eagerly(self, fn, args, kwargs or {})
-            if program_guard.current:
-                with program_guard.current[-1]():
+            if (guard := program_guard.current) is not None:
+                with guard():
                     return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
             return self.parts.runner.run(fn, args, kwargs or {}, options or DEFAULT_OPTIONS)
         except TypeError:
@@ -382,8 +380,8 @@ class Strategy:
         (15.0, [1.0, 3.0, 5.0])
         """
         context.check_may_enter(self)
-        if program_guard.current:
-            with program_guard.current[-1]():
+        if (guard := program_guard.current) is not None:
+            with guard():
                 return self.steps_runner.run_all(fn, iterator, steps, state)
         return self.steps_runner.run_all(fn, iterator, steps, state)
 
@@ -431,7 +429,7 @@ class Strategy:
         (True, 256, 8192)
         """
         context.check_may_enter(self)
-        ensure_bridges()  # which know how to place what is not a replica function
+        use_imported()  # which know how to place what is not a replica function
         request = PlanRequest(topology, global_batch, options or DEFAULT_OPTIONS, remedy_limit_s)
         return plan_of(self, fn, args, kwargs or {}, request)
 
@@ -648,7 +646,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.experimental_distribute_dataset.
         """
-        ensure_bridges()  # Keras may be given it before any scope is entered
+        use_imported()  # Keras may be given it before any scope is entered
         return datasets.distribute(self.topology, dataset, options, distribute_options)
 
     def distribute_datasets_from_function(
@@ -663,7 +661,7 @@ class Strategy:
 
         Source: tf.distribute.Strategy.distribute_datasets_from_function.
         """
-        ensure_bridges()
+        use_imported()
         return datasets.distribute_from_function(self.topology, dataset_fn, options, self.worker_of_own)
 
     def experimental_distribute_datasets_from_function(
@@ -825,14 +823,3 @@ class Strategy:
 
     def _repr_html_(self) -> str:
         return table_of(type(self).__name__, self.topology, self.variable_placement)
-
-
-def _forbid_iteration_while_tracing() -> None:
-    if context.in_replica_function():
-        raise IterationContextError(
-            "next(iterator) should be called from outside of replica_fn: a distributed dataset was iterated inside a "
-            "function that strategy.run runs. Take the batch outside and pass it: strategy.run(fn, args=(batch,))."
-        )
-
-
-iteration_guard.append(_forbid_iteration_while_tracing)

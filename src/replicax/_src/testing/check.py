@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from replicax._src import context, jax_compat
-from replicax._src.bridges import ensure_bridges
 from replicax._src.errors import CrossReplicaContextError, InvalidArgumentError, MixedStrategiesError
+from replicax._src.frameworks.framework import use_imported
 from replicax._src.input.arrays import as_array
 from replicax._src.input.sources import LocalRows
 from replicax._src.input.split import split_sizes
@@ -72,7 +72,7 @@ def check_against_one_device(
     True
     """
     _check_arguments(fn, strategy, args)
-    ensure_bridges()
+    use_imported()
     nest, num_rows = _checked_batch(batch)
     sizes = split_sizes(num_rows, strategy.num_replicas_in_sync)
     with jax.default_matmul_precision("highest"):

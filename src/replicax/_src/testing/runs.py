@@ -12,6 +12,7 @@ import numpy as np
 
 from replicax._src import context, jax_compat
 from replicax._src.errors import MixedStrategiesError
+from replicax._src.frameworks.framework import is_variable
 from replicax._src.options import VariableAggregation
 from replicax._src.placement.spmd import SlotGroup
 from replicax._src.program import key
@@ -23,13 +24,15 @@ from replicax._src.strategies.code import on_mesh
 from replicax._src.strategies.parts import Parts
 from replicax._src.strategies.running import Runner
 from replicax._src.strategies.strategy import Strategy
-from replicax._src.testing.iteration import iteration_forbidden
 from replicax._src.testing.observation import Applied, ObservedRunner, on_host
 from replicax._src.topology import Topology
-from replicax._src.values import is_variable
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.variable import Variable
 
+_NO_ITERATION = (
+    "A distributed dataset was iterated in the function that check_against_one_device runs, so that both runs would see other "
+    "rows. Give the function that takes one batch, and the batch."
+)
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 
@@ -117,7 +120,7 @@ class Side:
 
     def run(self, step: Callable[..., Any], arguments: Any) -> Outcome:
         """Traces ``step(*arguments)``, cross-replica code, and runs it on copies of the state."""
-        with context.standing_in(self._strategy, self.parts), iteration_forbidden():
+        with context.standing_in(self._strategy, self.parts), context.no_iteration(_NO_ITERATION):
             variant, arrays = self._trace(step, arguments)
             slots = [entry.slot for entry in variant.entries]
             olds = {id(s): on_host(_held(self._own_slots.slot_of(s.variable))) for s in slots}

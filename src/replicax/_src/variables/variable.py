@@ -14,14 +14,15 @@ from replicax._src.collectives import in_replica
 from replicax._src.collectives.in_replica import Communicator, IndexedSlices
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import ReplicaxError, TraceError, UnsupportedError, VariableError
+from replicax._src.frameworks.framework import Framework, use
 from replicax._src.input.narrowing import narrowed_nest
 from replicax._src.options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._src.pictures import html
 from replicax._src.program.capture import current_capture, note_created
-from replicax._src.program.slots import Sharing, Slot, slot_makers, state_lock
+from replicax._src.program.slots import Sharing, Slot, state_lock
 from replicax._src.topology import device_name
 from replicax._src.user_code import user_line
-from replicax._src.values import ArrayLike, DistributedValues, PerReplica, shown_value, variable_types
+from replicax._src.values import ArrayLike, DistributedValues, PerReplica, shown_value
 from replicax._src.variables.caching import cached_read
 from replicax._src.variables.placement import VariablePlacement
 
@@ -564,17 +565,14 @@ class _VariableAccessor:
 _accessor = _VariableAccessor()
 
 
-def _make_slot(variable: Any, num_replicas: int) -> Slot | None:
-    if not isinstance(variable, Variable):
-        return None
+def _make_slot(variable: Variable, num_replicas: int) -> Slot:
     sharing = Sharing.COMPONENTS if variable._has_components else Sharing.MIRRORED
     if variable._is_summed and num_replicas > 1:  # elsewhere it is one value
         sharing = Sharing.SUMMED
     return Slot(variable, _accessor, variable.name, variable.shape, variable.dtype, sharing)
 
 
-slot_makers.append(_make_slot)
-variable_types.append(Variable)
+use(Framework("replicax", variable_types=(Variable,), make_slot=_make_slot))
 
 # In functions of JAX a variable is its value.
 _as_its_value: Any = lambda _, values: values[0]  # noqa: E731

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._src import jax_compat
+from replicax._src.frameworks.framework import is_variable
 from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.programs.elements import Element, Elements, Offer, in_parts
 from replicax._src.parameter_servers.programs.events import Applied, Event, Events
@@ -23,7 +24,6 @@ from replicax._src.program.lookups import Lookups, find_lookups, is_looked_up
 from replicax._src.program.program import Variant, check_no_leaks, trace_variant
 from replicax._src.program.slots import Slot
 from replicax._src.program.verdict import Verdict
-from replicax._src.values import is_variable
 
 log = logging.getLogger("replicax")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ from flax import nnx
 
 from replicax._src import context, jax_compat
 from replicax._src.checkpoint.arrays import ArrayLeaf, Held, placed_as
-from replicax._src.checkpoint.tracked import Leaf, Parts, escaped, walkers
+from replicax._src.checkpoint.tracked import Leaf, Parts, escaped
 from replicax._src.errors import DivergenceError
+from replicax._src.frameworks.framework import Framework, Modules, Tracking, use
 from replicax._src.program.capture import current_capture
-from replicax._src.program.modules import module_hooks
 from replicax._src.values import DistributedValues, PerReplica
 
 
@@ -55,9 +55,7 @@ class _Place:
 
 def install() -> None:
     """Makes ``run`` accept nnx modules, and checkpoints save them. Does nothing if it has been done."""
-    if not module_hooks:
-        module_hooks.append((_open, _enter))
-        walkers.insert(0, _walk)
+    use(NNX)
 
 
 def _is_module(value: Any) -> bool:
@@ -211,3 +209,8 @@ def _walk(tracked: Any) -> Leaf | Parts | None:
         return None
     found = ((path, value) for path, value in nnx.iter_graph(tracked) if isinstance(value, nnx.Variable))
     return {"/".join(escaped(str(name)) for name in path): variable for path, variable in found}
+
+
+NNX: Final = Framework(
+    "flax.nnx", modules=Modules(open=_open, enter=_enter), tracking=Tracking(parts_of=_walk)
+)

@@ -1,0 +1,116 @@
+"""What is saved: the objects under a checkpoint, by the names of attributes and positions, down to arrays.
+
+Keys are structural. The names that Keras gives to variables count what was made in a process, so they only serve as
+labels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from replicax._src.checkpoint.arrays import leaf_of_variable
+from replicax._src.checkpoint.tracked import Leaf, Parts, Trackable
+from replicax._src.checkpoint.trees import leaf_of_state
+from replicax._src.frameworks.framework import trackings
+
+
+def kind_of(tracked: Any) -> str:
+    """The kind of an object whose parts are only those of others of this kind; "" for what only has parts."""
+    return next(filter(None, (tracking.kind_of(tracked) for tracking in trackings())), "")
+
+
+def found_in(tracked: Any) -> Parts | Leaf | None:
+    """What is below an object, or the leaf that it is; None if nothing of it is saved.
+
+    Variables come before the objects of frameworks: those of nnx-backed Keras are both. What only has ``get_state`` and
+    ``set_state`` comes last: layers may have them, too.
+    """
+    if isinstance(tracked, Leaf):
+        return tracked
+    if isinstance(tracked, Trackable):
+        return tracked.parts()
+    found: Parts | Leaf | None = leaf_of_variable(tracked)
+    for tracking in () if found is not None else trackings():
+        found = tracking.parts_of(tracked)
+        if found is not None:
+            break
+    return leaf_of_state(tracked) if found is None else found
+
+
+def items_of(nest: Any) -> Mapping[Any, Any] | None:
+    """What a list, tuple or dict has, by position or key; None for what is none of these."""
+    if isinstance(nest, Mapping):
+        return nest
+    return dict(enumerate(nest)) if isinstance(nest, (list, tuple)) else None
+
+
+def has_tracked(nest: Any) -> bool:
+    """Whether there is something in a list, tuple or dict, or in one in it, that is saved where it is."""
+    items = items_of(nest) or {}
+    return any(found_in(item) is not None or has_tracked(item) for item in items.values())
+
+
+@final
+@dataclass
+class Node:
+    """One object under a checkpoint.
+
+    Attributes:
+      object: It.
+      path: From the checkpoint to it, the shortest way.
+      children: By name, the number of the node.
+      leaf: If it is one.
+    """
+
+    object: Any
+    path: tuple[str, ...]
+    children: dict[str, int] = field(default_factory=dict)
+    leaf: Leaf | None = None
+
+    @property
+    def key(self) -> str:
+        return "/".join(self.path)
+
+
+@final
+class Graph:
+    """All objects under one, each once."""
+
+    def __init__(self, root: Any):
+        self.nodes: list[Node] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._walk(root)
+
+    def _walk(self, root: Any) -> None:
+        waiting: deque[int] = deque([self._number(root, found_in(root), ())])
+        while waiting:
+            node = self.nodes[waiting.popleft()]
+            parts = {} if node.leaf is not None else found_in(node.object) or {}
+            assert isinstance(parts, Mapping)
+            for name, part in parts.items():
+                found = found_in(part)
+                if found is None:
+                    continue
+                num_known = len(self.nodes)
+                number = node.children[name] = self._number(
+                    part, found, (*node.path, *filter(None, name.split("/")))
+                )
+                if number == num_known:
+                    waiting.append(number)
+
+    def _number(self, tracked: Any, found: Parts | Leaf | None, path: tuple[str, ...]) -> int:
+        leaf = found if isinstance(found, Leaf) else None
+        identity = id(tracked) if leaf is None else leaf.identity
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self.nodes)
+            self.nodes.append(Node(tracked, path, leaf=leaf))
+        return self._numbers[identity]
+
+    def leaves(self) -> Iterator[tuple[str, Leaf]]:
+        """By key; the root itself, if it is one, by no name."""
+        for node in self.nodes:
+            if node.leaf is not None:
+                yield node.key, node.leaf

@@ -1,0 +1,154 @@
+"""What ``keras.Variable`` does besides: it belongs to the strategy in whose scope it is made, and is kept where that says.
+
+``PlacedVariable`` stands before Keras's own class among the bases of ``keras.Variable``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from replicax._src import context, jax_compat
+from replicax._src.keras import capture as keras_capture
+from replicax._src.keras import divided_state, placed_variables, servers, shared_reads
+from replicax._src.keras.capture import accessor, outside_functions
+from replicax._src.parameter_servers.client.arrays import ServerArray
+from replicax._src.program.capture import current_capture, note_created, planning
+from replicax._src.program.slots import is_local
+from replicax._src.variables.server_placement import ServerPlacement
+
+_Keras: Any = keras.Variable if TYPE_CHECKING else object
+
+
+class _Local(threading.local):
+    """Whether this thread makes variables that the other processes do not make."""
+
+    is_alone = False
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def made_alone(is_alone: bool) -> Iterator[None]:
+    """Inside, if ``is_alone``, this thread makes variables that the other processes do not make."""
+    before = _local.is_alone
+    _local.is_alone = before or is_alone
+    try:
+        yield
+    finally:
+        _local.is_alone = before
+
+
+class PlacedVariable(_Keras):
+    """A Keras variable, made, read and assigned where the strategy in whose scope it is made keeps variables."""
+
+    @functools.wraps(keras.Variable.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if current_capture() is None or planning.get():
+            self._make(args, kwargs)
+        else:  # what a traced function creates has its value at once
+            with outside_functions():
+                self._make(args, kwargs)
+        note_created(self.path)
+
+    def _make(self, args: Any, kwargs: Any) -> None:
+        placement = servers.placement_of_scope()
+        if placement is not None:
+            servers.make(_own_init, self, placement, args, kwargs)
+        else:
+            divided_state.make(_own_init, self, args, kwargs, is_alone=_local.is_alone)
+        context.remember_owner(self)
+        layouts = getattr(_placement_of(self), "logical_layouts", None)
+        if layouts is not None:
+            layouts.note(self)
+        reads = shared_reads.of(context.owners.get(id(self)))
+        if reads is not None and not _local.is_alone:
+            reads.note(self)
+        _take_leaders_value(self)
+        placed_variables.place(self)
+        jax_compat.take_as_arrays(type(self), value_of)
+
+    def _deferred_initialize(self) -> None:
+        """The first value of a variable of a model that was built while Keras traced it."""
+        if accessor.is_built(self):
+            return
+        placement = _placement_of(self)
+        if isinstance(placement, ServerPlacement):
+            servers.keep(self, placement)
+            return
+        if planning.get():
+            keras_capture.without_values.append(self)
+            return
+        owner = context.owners.get(id(self))
+        with divided_state.laid_out(owner, self._initializer) as self._initializer:
+            super()._deferred_initialize()
+        divided_state.stay_as_assigned(owner, self)
+        _take_leaders_value(self)
+        placed_variables.place(self)
+
+    @property
+    def value(self) -> Any:
+        """The value: read from the servers, or gathered from the processes, if it is there."""
+        capture, stored = current_capture(), getattr(self, "_value", None)
+        if capture is None and not isinstance(stored, ServerArray):
+            return shared_reads.whole(self, super().value)
+        scope = keras_capture.stateless_scope()
+        value = None if scope is None else scope.get_current_value(self)
+        if value is None and scope is not None:
+            # A user's own scope that does not map it: the value is of the trace, not frozen.
+            value = servers.stand_in(self) if capture is None else keras_capture.read(capture, self)
+        if value is None:
+            value = stored.read() if isinstance(stored, ServerArray) else stored
+        return super().value if value is None else self._maybe_autocast(value)
+
+    def assign(self, value: Any) -> Any:
+        """Assigns where the variable is kept."""
+        stored = getattr(self, "_value", None)
+        result = super().assign(placed_variables.beside(self, value))
+        if isinstance(stored, ServerArray):
+            (assigned,) = accessor.get([self])
+            if assigned is not stored:
+                accessor.set([self], [stored])
+                stored.assign(assigned)
+        return result
+
+    def assign_add(self, value: Any) -> Any:
+        """Adds, where the variable is kept."""
+        return super().assign_add(placed_variables.beside(self, value))
+
+    def assign_sub(self, value: Any) -> Any:
+        """Subtracts, where the variable is kept."""
+        return super().assign_sub(placed_variables.beside(self, value))
+
+
+def value_of(variable: Any) -> Any:
+    """The value of a Keras variable."""
+    return variable.value
+
+
+def _own_init(variable: Any, *args: Any, **kwargs: Any) -> None:
+    super(PlacedVariable, variable).__init__(*args, **kwargs)
+
+
+def _take_leaders_value(variable: Any) -> None:
+    """In several processes a new variable begins with the value that it has in the first."""
+    strategy = context.owners.get(id(variable))
+    if strategy is None or strategy.topology.peers is None or _local.is_alone:
+        return
+    if not accessor.is_built(variable):
+        return
+    with jax_compat.outside_traces():
+        (value,) = accessor.get([variable])
+        if is_local(value):
+            accessor.set([variable], [strategy.topology.put_leaders(value)])
+
+
+def _placement_of(variable: Any) -> Any:
+    """Where the strategy in whose scope a variable was made keeps variables; None if it was made in none."""
+    return getattr(context.owners.get(id(variable)), "variable_placement", None)
