@@ -318,7 +318,7 @@ def say(*words):
     if words == ("ready",):
         is_ready.set()
 process = Process([sys.executable, "-u", "-c", sys.argv[2]], on_line=say)
-say("pid", process.pid, process._keeper.pid)
+say("pid", process.pid, process._guard.pid)
 if sys.argv[3] == "fork":  # a child that holds all descriptors
     if os.fork() == 0:
         os.setsid()
@@ -367,8 +367,8 @@ def test_all_is_gone_soon_after_the_parent(how):
 
 
 @ON_LINUX
-def test_it_dies_with_its_keeper():
+def test_it_dies_with_its_guard():
     with python("import time; time.sleep(60)") as process:
-        process._keeper.kill()
+        process._guard.kill()
         assert process.wait(LIMIT_S).signal == signal.SIGKILL
         until(lambda: not is_there(process.pid), "its end")

@@ -18,7 +18,7 @@ from typing import Final
 
 from replicax._src.cli.display import Display, Row
 from replicax._src.cli.failed_start import tell_failed_start
-from replicax._src.cli.restarts import Restarts, ServerRestarts
+from replicax._src.cli.restarts import Restarts
 from replicax._src.cli.status import Speed, read_status
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Ending, Process, resident_bytes, signal_name
@@ -131,8 +131,9 @@ class Supervisor:
     def _run_once(self) -> Ending | None:
         """Runs all tasks once; returns how the first that failed has ended. Servers may run on."""
         restarts = {
-            start.task: ServerRestarts(start.max_restarts, self._options.checkpoint_dir)
+            start.task: Restarts(start.max_restarts, self._options.checkpoint_dir)
             for start in self._starts
+            if start.max_restarts
         }
         for start in self._starts:
             if start.task not in self._processes:
@@ -214,7 +215,7 @@ class Supervisor:
 
     # --- how it goes --------------------------------------------------------------------------------------
 
-    def _is_decided(self, restarts: Mapping[Task, ServerRestarts]) -> bool:
+    def _is_decided(self, restarts: Mapping[Task, Restarts]) -> bool:
         """Whether the training has ended, or failed. A task that may be started again by itself is, here."""
         if self._is_trained():
             return True
@@ -226,7 +227,7 @@ class Supervisor:
                 self._display.note(f"{start.task} was told to end. Starting it again; this is not counted.")
                 self._start(start)
                 continue
-            note = restarts[start.task].after()
+            note = restarts[start.task].after(process.ending, "it") if start.task in restarts else None
             if note is None:
                 return True
             self._display.note(f"{start.task} {process.ending}. {note}")
