@@ -372,3 +372,19 @@ def test_it_dies_with_its_guard():
         process._guard.kill()
         assert process.wait(LIMIT_S).signal == signal.SIGKILL
         until(lambda: not is_there(process.pid), "its end")
+
+
+def test_its_folder_is_gone_after_close_however_it_ended(tmp_path):
+    for how in ("it has ended", "its guard was killed", "it was not started"):
+        folder = tmp_path / how
+        folder.mkdir()
+        (folder / "file").touch()
+        if how == "it was not started":
+            with pytest.raises(ProcessStartError):
+                Process(["no-such-program"], own_folder=folder)
+        else:
+            with python("import time; time.sleep(60)", own_folder=folder) as process:
+                process._guard.kill() if how == "its guard was killed" else process.kill()
+                process.wait(LIMIT_S)
+                assert folder.exists()
+        assert not folder.exists()

@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -105,6 +106,7 @@ class Process:
         self.name = name
         self.is_stopped = False
         self._on_line, self._on_end = on_line, on_end
+        self._own_folder = os.fspath(own_folder)
         self._error: BaseException | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=num_lines_kept)
         self._num_lines = 0
@@ -115,7 +117,7 @@ class Process:
         self._start_failure = "its guard did not answer"
         self.pid = 0
         self._control, of_guard = socket.socketpair()
-        guarded = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), os.fspath(own_folder), *command]
+        guarded = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), self._own_folder, *command]
         with of_guard:
             try:
                 self._guard = subprocess.Popen(
@@ -130,6 +132,7 @@ class Process:
                 )
             except OSError as error:
                 self._control.close()
+                self._remove_folder()
                 raise ProcessStartError(f"{name} could not be started: {error}.") from error
         self._thread = threading.Thread(target=self._watch, name=f"replicax-{name}", daemon=True)
         self._thread.start()
@@ -206,7 +209,12 @@ class Process:
             self._guard.kill()
             self._guard.wait(_CLOSE_TIMEOUT_S)
         self._thread.join(_CLOSE_TIMEOUT_S)
+        self._remove_folder()
         self._raise_error()
+
+    def _remove_folder(self) -> None:
+        if self._own_folder:  # the guard has removed it, unless it was killed or has started nothing
+            shutil.rmtree(self._own_folder, ignore_errors=True)
 
     def statistics(self) -> dict[str, Any]:
         """Its number, how many lines it has written, and how many of them are kept."""
