@@ -75,7 +75,7 @@ LAYERS = {
     "cluster/service": 2,
     "cluster/start": 2,
     "cluster/status_file": 2,
-    "cluster/keeper": 2,
+    "cluster/process_guard": 2,
     "cluster/layout": 2,
     "cluster/processes": 2,
     "parameter_servers/errors": 0,

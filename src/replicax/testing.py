@@ -5,7 +5,6 @@
 from replicax._src.public_names import publish_all
 from replicax._src.testing.check import check_against_one_device
 from replicax._src.testing.cluster import LocalCluster, server_cluster
-from replicax._src.testing.proxy import Fault, Proxy
 from replicax._src.testing.report import Difference, OneDeviceReport
 from replicax._src.testing.reports import report
 from replicax._src.testing.tasks import ClusterResults, LocalTask, TaskResult
@@ -13,11 +12,9 @@ from replicax._src.testing.tasks import ClusterResults, LocalTask, TaskResult
 __all__ = [
     "ClusterResults",
     "Difference",
-    "Fault",
     "LocalCluster",
     "LocalTask",
     "OneDeviceReport",
-    "Proxy",
     "TaskResult",
     "check_against_one_device",
     "report",

@@ -318,7 +318,7 @@ def say(*words):
     if words == ("ready",):
         is_ready.set()
 process = Process([sys.executable, "-u", "-c", sys.argv[2]], on_line=say)
-say("pid", process.pid, process._keeper.pid)
+say("pid", process.pid, process._guard.pid)
 if sys.argv[3] == "fork":  # a child that holds all descriptors
     if os.fork() == 0:
         os.setsid()
@@ -367,8 +367,24 @@ def test_all_is_gone_soon_after_the_parent(how):
 
 
 @ON_LINUX
-def test_it_dies_with_its_keeper():
+def test_it_dies_with_its_guard():
     with python("import time; time.sleep(60)") as process:
-        process._keeper.kill()
+        process._guard.kill()
         assert process.wait(LIMIT_S).signal == signal.SIGKILL
         until(lambda: not is_there(process.pid), "its end")
+
+
+def test_its_folder_is_gone_after_close_however_it_ended(tmp_path):
+    for how in ("it has ended", "its guard was killed", "it was not started"):
+        folder = tmp_path / how
+        folder.mkdir()
+        (folder / "file").touch()
+        if how == "it was not started":
+            with pytest.raises(ProcessStartError):
+                Process(["no-such-program"], own_folder=folder)
+        else:
+            with python("import time; time.sleep(60)", own_folder=folder) as process:
+                process._guard.kill() if how == "its guard was killed" else process.kill()
+                process.wait(LIMIT_S)
+                assert folder.exists()
+        assert not folder.exists()

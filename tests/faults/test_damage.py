@@ -11,26 +11,12 @@ import pytest
 
 import replicax as rx
 from damaging_proxy import DamagingProxy
-from replicax._src.testing import cluster as cluster_module
+from faulty_network import faulty_server_cluster
 from replicax.coordinator import ClusterCoordinator
 from replicax.testing import LocalCluster, server_cluster
 
 pytestmark = pytest.mark.timeout(280)
 JOIN_S = 120.0
-
-
-class _Proxy(DamagingProxy):
-    """As ``rx.testing``'s, which clusters make."""
-
-    def statistics(self):
-        return {"frames": self.num_frames, "damaged": self.num_damaged}
-
-
-@pytest.fixture
-def damaged(monkeypatch):
-    """Clusters that are made have proxies that damage every 50th frame, and checksums."""
-    monkeypatch.setattr(cluster_module, "Proxy", _Proxy)
-    monkeypatch.setenv("REPLICAX_CHECKSUMS", "1")
 
 
 class Job:
@@ -71,15 +57,15 @@ class Job:
 
 
 @pytest.mark.rest
-def test_counts_and_values_are_exact_where_every_50th_frame_is_damaged(damaged):
+def test_counts_and_values_are_exact_where_every_50th_frame_is_damaged(monkeypatch):
+    monkeypatch.setenv("REPLICAX_CHECKSUMS", "1")
     with (
-        server_cluster(workers=2, ps=2, has_proxies=True) as cluster,
+        faulty_server_cluster(workers=2, ps=2, make_proxy=DamagingProxy) as (cluster, network),
         contextlib.closing(Job(cluster)) as job,
     ):
         for _ in range(4):
             job.check(job.schedule(150))
-        proxies = [proxy.statistics() for proxy in cluster._proxies.values()]
-    assert sum(proxy["damaged"] for proxy in proxies) > 30
+    assert sum(proxy.num_damaged for proxy in network.proxies.values()) > 30
 
 
 def fit_on_two(pause_s):

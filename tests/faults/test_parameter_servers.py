@@ -13,6 +13,7 @@ import pytest
 
 import replicax as rx
 from checks import message
+from faulty_network import faulty_server_cluster
 from replicax._src.parameter_servers.coordinator import (
     cluster_coordinator,
     limits,
@@ -28,6 +29,7 @@ from replicax.errors import (
     UnavailableError,
 )
 from replicax.testing import LocalCluster, server_cluster
+from slowed_tasks import slowed
 
 pytestmark = pytest.mark.timeout(250)
 
@@ -283,15 +285,12 @@ def test_others_go_on_beside_a_slow_worker(job):
                 yield np.float32(1.0)
 
     iterator = iter(job.coordinator.create_per_worker_dataset(dataset_fn))
-    job.cluster.tasks["worker", 0].slow_down(0.2)
-    try:
+    with slowed(job.cluster.tasks["worker", 0], 0.2):
         for _ in range(30):
             job.coordinator.schedule(job.take, args=(iterator,))
         job.join()
         ran = lambda index: job.worker(index)["statistics"]["num_closures"]  # noqa: E731
         until(lambda: ran(0) + ran(1) == 30, "beats tell who ran what")
-    finally:
-        job.cluster.tasks["worker", 0].resume()
     assert job.counts == [30.0, 30.0]
     assert ran(1) >= 20  # by turns it would be 15
     assert job.worker(0)["connections"] == 1
@@ -378,7 +377,7 @@ def test_the_counter_is_exact_when_workers_are_killed_amid_functions_that_travel
 @pytest.mark.parametrize("what", ["stop", "partition"])
 def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
     with (
-        server_cluster(workers=2, ps=2, has_proxies=what == "partition") as cluster,
+        faulty_server_cluster(workers=2, ps=2) as (cluster, network),
         contextlib.closing(Job(cluster)) as job,
     ):
         job.until_connected(0, 1)
@@ -386,13 +385,13 @@ def test_training_goes_on_when_all_parameter_servers_were_silent_for_20_s(what):
         job.join()
         job.schedule(400)
         for index in range(2):
-            cluster.tasks["ps", index].stop() if what == "stop" else cluster.partition("ps", index)
+            cluster.tasks["ps", index].stop() if what == "stop" else network.partition("ps", index)
         job.schedule(50)
         time.sleep(20)
         for index in range(2):
             cluster.tasks["ps", index].resume() if what == "stop" else None
         if what == "partition":
-            cluster.heal()
+            network.heal()
         job.schedule(50)
         job.join()
         assert job.counts == [550.0, 550.0]

@@ -12,6 +12,7 @@ import pytest
 
 import replicax as rx
 from checks import message
+from faulty_network import faulty_server_cluster
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.parameter_servers.store.snapshots import Snapshot
 from replicax._src.strategies import parameter_server
@@ -446,12 +447,12 @@ def test_a_backup_is_stopped(job):
 @pytest.mark.parametrize("how", ["blackhole", "cut"])
 def test_two_servers_are_parted_that_all_others_reach(how):
     with (
-        server_cluster(workers=1, ps=2, has_proxies=True) as cluster,
+        faulty_server_cluster(workers=1, ps=2) as (cluster, network),
         contextlib.closing(Job(cluster)) as job,
     ):
         job.steps(20)
         job.join()
-        cluster.partition("ps", 1, how=how, from_job="ps")
+        network.partition("ps", 1, how=how, from_job="ps")
         started = time.monotonic()
         job.steps(20)
         job.join()
@@ -459,7 +460,7 @@ def test_two_servers_are_parted_that_all_others_reach(how):
         assert job.replication["unprotected"] == [0, 1]
         assert job.replication["primaries"] == [0, 1]
         job.check()
-        cluster.heal()
+        network.heal()
         job.until_protected()
         assert job.coordinator.check_copies() == []
         job.ps(0).kill()

@@ -1,10 +1,13 @@
 """Workers that wait for one that is alive, networks that fail and heal, clocks that are wrong: in real processes."""
 
+import contextlib
 import os
 import re
 import time
 
 import pytest
+
+from faulty_network import FaultyNetwork
 
 pytestmark = pytest.mark.timeout(250)
 LIMIT_S = 150
@@ -108,15 +111,27 @@ def test_after_the_time_that_was_given_the_step_ends(local_cluster):
 # --- the network ----------------------------------------------------------------------------------------
 
 
-def parted(local_cluster, how, silence_s):
-    """A cluster in which worker 1 is parted from the others, on the control channel, in the middle of its steps."""
+@pytest.fixture
+def faulty_network():
+    """Puts a cluster that has not started on a network whose faults the test sets."""
+    with contextlib.ExitStack() as stack:
+        yield lambda cluster: stack.enter_context(FaultyNetwork(cluster))
+
+
+def parted(local_cluster, faulty_network, how, silence_s):
+    """A cluster in which worker 1 is parted from the others, on the control channel, in the middle of its steps.
+
+    Returns:
+      The cluster, and its network.
+    """
     environment = {"REPLICAX_SILENCE_TIMEOUT_S": str(silence_s)}
-    cluster = local_cluster(2, has_proxies=True, environment=environment, timeout_s=LIMIT_S)
+    cluster = local_cluster(2, environment=environment, timeout_s=LIMIT_S)
+    network = faulty_network(cluster)
     cluster.start(steps, ["none", "140"])
     for task in cluster.tasks.values():
         task.wait_for_report("at_20", LIMIT_S)
-    cluster.partition("worker", 1, how=how)
-    return cluster
+    network.partition("worker", 1, how=how)
+    return cluster, network
 
 
 @pytest.mark.rest
@@ -133,9 +148,11 @@ def parted(local_cluster, how, silence_s):
         ),
     ],
 )
-def test_a_worker_that_is_parted_and_the_others_name_each_other(local_cluster, how, of_hub, of_worker_1):
+def test_a_worker_that_is_parted_and_the_others_name_each_other(
+    local_cluster, faulty_network, how, of_hub, of_worker_1
+):
     """Their collectives go on meanwhile: those go another way."""
-    cluster = parted(local_cluster, how, silence_s=4 if how == "blackhole" else 20)
+    cluster, _ = parted(local_cluster, faulty_network, how, silence_s=4 if how == "blackhole" else 20)
     results = cluster.wait()
     for number, said in ((0, of_worker_1), (1, of_hub)):
         result = results["worker", number]
@@ -146,20 +163,20 @@ def test_a_worker_that_is_parted_and_the_others_name_each_other(local_cluster, h
 
 
 @pytest.mark.rest
-def test_a_partition_that_heals_in_time_is_no_failure(local_cluster):
+def test_a_partition_that_heals_in_time_is_no_failure(local_cluster, faulty_network):
     """A cable is pulled and put back."""
-    cluster = parted(local_cluster, "blackhole", silence_s=20)
+    cluster, network = parted(local_cluster, faulty_network, "blackhole", silence_s=20)
     time.sleep(4)
-    cluster.heal()
+    network.heal()
     assert_trained(cluster, 140)
 
 
 @pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.0, marks=pytest.mark.long)])
 @pytest.mark.rest
-def test_a_slow_network_is_no_failure(local_cluster, delay_s):
+def test_a_slow_network_is_no_failure(local_cluster, faulty_network, delay_s):
     """From the start on: what is agreed takes as long, the steps do not."""
-    cluster = local_cluster(2, has_proxies=True, timeout_s=LIMIT_S)
-    cluster.delay("worker", 1, delay_s)
+    cluster = local_cluster(2, timeout_s=LIMIT_S)
+    faulty_network(cluster).delay("worker", 1, delay_s)
     cluster.start(steps, ["none", "40"])
     assert_trained(cluster, 40)
 

@@ -1,21 +1,19 @@
-"""``LocalCluster``: real processes with TF_CONFIG that a test kills, stops, slows down, restarts and parts."""
+"""``LocalCluster``: real processes with TF_CONFIG that a test kills, stops and restarts."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
 
 from checks import message
 from replicax import errors
-from replicax._src.cluster.layout import free_ports
-from replicax.testing import Fault, LocalCluster, Proxy, report
+from replicax.testing import LocalCluster, report
+from slowed_tasks import slowed
 
 LIMIT_S = 100
 pytestmark = pytest.mark.timeout(250)
@@ -67,6 +65,8 @@ def test_results(local_cluster):
 
 def test_what_tasks_are_told(local_cluster):
     cluster = local_cluster(2, devices_per_worker=3, environment={"MORE": "1", "HOME": None})
+    cluster.own_environment["worker", 1] = {"OWN": "2", "MORE": "3"}
+    assert cluster.environment_of("worker", 1).items() >= {"OWN": "2", "MORE": "3"}.items()
     cluster.start(script("report(config=config, **os.environ)"))
     told = [result.report for result in cluster.wait().values()]
     for index, environment in enumerate(told):
@@ -75,10 +75,10 @@ def test_what_tasks_are_told(local_cluster):
             "task": {"type": "worker", "index": index},
         }
         assert environment["JAX_NUM_CPU_DEVICES"] == "3"
-        assert environment["MORE"] == "1"
+        assert environment["MORE"] == ("3" if index else "1")
+        assert environment.get("OWN") == ("2" if index else None)
         assert environment["REPLICAX_RESTART_COUNT"] == "0"
         assert "HOME" not in environment
-        assert "REPLICAX_ROUTES" not in environment
 
 
 def a_program(first, second):
@@ -148,28 +148,18 @@ def has_no_more_output(task):
     return len(task.output) == before
 
 
-def test_slowing_down(local_cluster):
+def test_a_slowed_task_runs_a_part_of_the_time(local_cluster):
     cluster = local_cluster(2)
-    cluster.start(
-        script("report(ready=True)\nwhile True: print()\n".replace("print()", "time.process_time()"))
-    )
+    cluster.start(script("report(ready=True)\nwhile True: time.process_time()"))
     slow, fast = cluster.tasks["worker", 0], cluster.tasks["worker", 1]
     for task in (slow, fast):
         task.wait_for_report("ready")
-    slow.slow_down(0.1)
-    states = [state_of(slow.pid) for _ in range(150) if time.sleep(0.005) is None]
-    assert states.count("T") > 75
-    until(lambda: state_of(slow.pid) != "T", "running at times")
-    slow.resume()
+    with slowed(slow, 0.1):
+        states = [state_of(slow.pid) for _ in range(150) if time.sleep(0.005) is None]
+        assert states.count("T") > 75
+        until(lambda: state_of(slow.pid) != "T", "running at times")
     assert "T" not in [state_of(slow.pid) for _ in range(40) if time.sleep(0.005) is None]
     assert state_of(fast.pid) != "T"
-    for share in (0, 1, -1):
-        message(
-            errors.InvalidArgumentError,
-            lambda share=share: slow.slow_down(share),
-            "above 0 and below 1",
-            "stop()",
-        )
 
 
 def state_of(pid):
@@ -262,176 +252,8 @@ def test_what_cannot_be(local_cluster, tmp_path):
     cluster.start(script(""))
     message(refused, lambda: cluster.start(script("")), "was called before")
     message(refused, lambda: cluster.restart("ps", 0), "no ps 0", "worker 0, worker 1")
-    message(refused, lambda: cluster.partition("worker", 1), "no proxies", "has_proxies=True")
-    message(
-        refused,
-        lambda: local_cluster(2, has_proxies=True).partition("worker", 2),
-        "no worker 2",
-        "worker 0, worker 1",
-    )
     message(refused, lambda: LocalCluster(devices_per_worker=0), "at least 1, got 0")
     message(errors.ClusterError, lambda: LocalCluster(0), "at least one worker")
-
-
-# --- partitions ---------------------------------------------------------------------------------------
-
-# Worker 0 echoes; the others ask it again and again, and print how long the answer took, or what went wrong.
-TALK = """
-import socket, threading
-address = config["cluster"]["worker"][0]
-if task == "worker 0":
-    def echo(connection):
-        while data := connection.recv(100):
-            connection.sendall(data)
-    server = socket.create_server(("127.0.0.1", int(address.split(":")[1])))
-    while True:
-        threading.Thread(target=echo, args=server.accept()[:1], daemon=True).start()
-host, port = json.loads(os.environ["REPLICAX_ROUTES"])[address].split(":")
-while True:
-    try:
-        with socket.create_connection((host, int(port))) as connection:
-            connection.settimeout(0.2)
-            number = 0
-            while True:
-                began = time.monotonic()
-                connection.sendall(b"%d;" % number)
-                answer = b""
-                while not answer.endswith(b"%d;" % number):
-                    try:
-                        piece = connection.recv(100)
-                    except TimeoutError:
-                        print("silence")
-                        continue
-                    if not piece:
-                        raise ConnectionError
-                    answer += piece
-                print("answer", "slow" if time.monotonic() - began > 0.15 else "fast")
-                number += 1
-                time.sleep(0.02)
-    except ConnectionError:
-        print("cut")
-        time.sleep(0.02)
-"""
-
-
-def says_next(task, word):
-    """Waits until a task says something that it has not said yet."""
-    before = len(task.output)
-    until(lambda: any(word in line for line in task.output[before:]), f"{task.task} says {word}")
-
-
-def test_partitions_and_delays(local_cluster):
-    cluster = local_cluster(3, has_proxies=True)
-    cluster.start(script(TALK))
-    parted, other = cluster.tasks["worker", 1], cluster.tasks["worker", 2]
-    for task in (parted, other):
-        says_next(task, "answer fast")
-    cluster.partition("worker", 1)
-    says_next(parted, "silence")
-    says_next(other, "answer fast")
-    num_cuts = sum("cut" in line for line in parted.output)
-    cluster.heal()
-    says_next(parted, "answer fast")
-    assert sum("cut" in line for line in parted.output) == num_cuts, "a blackhole has cut a connection"
-    cluster.partition("worker", 0, how="cut")
-    says_next(parted, "cut")
-    says_next(other, "cut")
-    assert parted.is_running
-    cluster.heal()
-    says_next(parted, "answer fast")
-    cluster.delay("worker", 1, 0.1)
-    says_next(parted, "answer slow")
-    says_next(other, "answer fast")
-    statistics = cluster.statistics()["proxies"]
-    assert len(statistics) == 6
-    assert statistics["worker 1 to worker 0"]["num_connections"] >= 2
-    assert statistics["worker 0 to worker 1"]["num_connections"] == 0
-
-
-@pytest.fixture
-def echo():
-    """The address of a server that sends back all that it has got, at the end."""
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return
-            with connection:
-                data = b""
-                while piece := connection.recv(65536):
-                    data += piece
-                connection.sendall(data)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    yield server.getsockname()
-    server.shutdown(socket.SHUT_RDWR)
-    server.close()
-    thread.join()
-
-
-def connected(proxy):
-    host, port = proxy.address.split(":")
-    return socket.create_connection((host, int(port)), timeout=LIMIT_S)
-
-
-def all_of(connection):
-    return b"".join(iter(lambda: connection.recv(65536), b""))
-
-
-def test_a_proxy_passes_all_bytes_and_ends(echo):
-    data = os.urandom(5_000_000)
-    with Proxy(*echo) as proxy:
-        for _ in range(2):
-            with connected(proxy) as connection:
-                threading.Thread(
-                    target=lambda c=connection: (c.sendall(data), c.shutdown(socket.SHUT_WR))
-                ).start()
-                assert all_of(connection) == data
-        until(lambda: proxy.statistics()["num_open"] == 0, "its connections ended")
-        assert proxy.statistics() == {"num_connections": 2, "num_open": 0, "num_bytes": 4 * len(data)}
-    with pytest.raises(ConnectionError):
-        connected(proxy)
-    assert not [thread for thread in threading.enumerate() if thread.name == "replicax-proxy"]
-
-
-def test_a_proxy_that_cuts_refuses_until_it_is_healed(echo):
-    with Proxy(*echo) as proxy:
-        with connected(proxy) as connection:
-            until(lambda: proxy.statistics()["num_open"] == 1, "the connection")
-            proxy.set("cut")
-            assert connection.recv(1) == b""
-        with connected(proxy) as connection:
-            assert connection.recv(1) == b""
-        proxy.set()
-        with connected(proxy) as connection:
-            connection.sendall(b"x")
-            connection.shutdown(socket.SHUT_WR)
-            assert all_of(connection) == b"x"
-        assert proxy.statistics()["num_connections"] == 2
-
-
-def test_a_blackhole_holds_even_the_end_of_a_connection(echo):
-    with Proxy(*echo) as proxy, connected(proxy) as connection:
-        until(lambda: proxy.statistics()["num_open"] == 1, "the connection")
-        proxy.set(Fault.BLACKHOLE)
-        connection.sendall(b"abc")
-        connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            connection.recv(1)
-        assert proxy.statistics()["num_bytes"] == 0
-        proxy.set()
-        connection.settimeout(LIMIT_S)
-        assert all_of(connection) == b"abc"
-
-
-def test_a_proxy_before_nobody():
-    with Proxy("127.0.0.1", *free_ports(1)) as proxy, connected(proxy) as connection:
-        assert connection.recv(1) == b""
 
 
 # --- the fixture --------------------------------------------------------------------------------------

@@ -15,16 +15,15 @@ from typing import Any, Final, TextIO, final
 from replicax._src.cluster.spec import Task
 
 _COLOURS: Final = (
-    "cyan",
-    "yellow",
-    "magenta",
-    "green",
-    "blue",
-    "bright_cyan",
-    "bright_yellow",
-    "bright_magenta",
-)
-_ANSI: Final = {"cyan": 36, "yellow": 33, "magenta": 35, "green": 32, "blue": 34}  # bright: 60 more
+    36,
+    33,
+    35,
+    32,
+    34,
+    96,
+    93,
+    95,
+)  # of ANSI: cyan, yellow, magenta, green, blue, and three bright ones
 _COLUMNS: Final = ("task", "state", "pid", "step", "steps/s", "memory", "restarts")
 
 
@@ -105,11 +104,7 @@ class PlainDisplay(Display):
     def __init__(self, tasks: Sequence[Task], output: TextIO, notes: TextIO, *, is_coloured: bool = False):
         self.is_broken = False
         self._output, self._notes = output, notes
-        colours = colours_of(tasks)
-        self._prefixes = {
-            task: _in_colour(prefix, colours[task]) if is_coloured else prefix
-            for task, prefix in prefixes_of(tasks).items()
-        }
+        self._prefixes = prefixes_of(tasks, is_coloured=is_coloured)
         self._lock = threading.Lock()
 
     def line(self, task: Task, text: str) -> None:
@@ -148,7 +143,7 @@ class TableDisplay(Display):
         self.is_broken = False
         self._text: Any = importlib.import_module("rich.text").Text
         self._table: Any = importlib.import_module("rich.table").Table
-        self._prefixes, self._colours = prefixes_of(tasks), colours_of(tasks)
+        self._tasks, self._prefixes = list(tasks), prefixes_of(tasks, is_coloured=True)
         console = importlib.import_module("rich.console").Console(file=output, highlight=False)
         self._live: Any = importlib.import_module("rich.live").Live(
             console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
@@ -156,8 +151,7 @@ class TableDisplay(Display):
         self._live.start()
 
     def line(self, task: Task, text: str) -> None:
-        prefix = (self._prefixes[task], self._colours[task])
-        self._print(self._text.assemble(prefix, self._text.from_ansi(text)))
+        self._print(self._text.from_ansi(self._prefixes[task] + text))
 
     def note(self, text: str) -> None:
         self._print(self._text(text, style="bold"))
@@ -174,7 +168,8 @@ class TableDisplay(Display):
             table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
         for row in rows:
             name, *others = row.cells
-            table.add_row(self._text(name, style=self._colours[row.task]), *map(self._text, others))
+            coloured = self._text.from_ansi(_in_colour(name, self._tasks.index(row.task)))
+            table.add_row(coloured, *map(self._text, others))
         with contextlib.suppress(OSError):
             self._live.update(table, refresh=True)
 
@@ -250,20 +245,19 @@ def make_display(
     return PlainDisplay(tasks, output, notes, is_coloured=is_terminal and not environment.get("NO_COLOR"))
 
 
-def prefixes_of(tasks: Sequence[Task]) -> dict[Task, str]:
-    """``"worker 0    | "``, all of one width."""
+def prefixes_of(tasks: Sequence[Task], *, is_coloured: bool) -> dict[Task, str]:
+    """``"worker 0    | "``, all of one width, and each with its own colour."""
     width = max(len(str(task)) for task in tasks)
-    return {task: f"{task!s:{width}} | " for task in tasks}
+    prefixes = [f"{task!s:{width}} | " for task in tasks]
+    return {
+        task: _in_colour(prefix, number) if is_coloured else prefix
+        for number, (task, prefix) in enumerate(zip(tasks, prefixes, strict=True))
+    }
 
 
-def colours_of(tasks: Sequence[Task]) -> dict[Task, str]:
-    """A colour for each task."""
-    return {task: _COLOURS[number % len(_COLOURS)] for number, task in enumerate(tasks)}
-
-
-def _in_colour(text: str, colour: str) -> str:
-    code = _ANSI[colour.removeprefix("bright_")] + (60 if colour.startswith("bright_") else 0)
-    return f"\x1b[{code}m{text}\x1b[0m"
+def _in_colour(text: str, number: int) -> str:
+    """A text in the colour of the task that has this place in the list of tasks."""
+    return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m"
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from typing import Any, Final
+
+from replicax._src.cluster.processes import Process, ProcessTimeoutError
 
 _NUM_TIMES: Final = 5
 _NUM_VALUES: Final = 1 << 20  # 4 MB
 _NUM_ROWS: Final = 32  # of each replica
 _NUM_FEATURES: Final = 256
 _MOST_LINES: Final = 12
-_LOOKS_EVERY_S: Final = 0.5
 
 
 def run_test(timeout_s: float) -> tuple[list[tuple[str, str]], str | None]:
     """Runs the test in a process of its own; returns the rows to show, and what is wrong."""
-    command = [sys.executable, "-m", "replicax._src.cli.doctor_test", str(os.getpid())]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, errors = child.communicate(timeout=None if math.isinf(timeout_s) else timeout_s)
-    except subprocess.TimeoutExpired:
-        hint = "The other processes may be missing: start the test in all of them, or raise --test-timeout."
-        return [("result", "not finished")], f"The test did not finish in {timeout_s:g} s. {hint}"
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-    found = [line for line in out.splitlines() if line.startswith("{")]
-    if child.returncode or not found:
-        last = "\n".join((errors or out).strip().splitlines()[-_MOST_LINES:])
-        return [("result", "failed")], f"The test failed with exit code {child.returncode}:\n{last}"
+    command = [sys.executable, "-m", "replicax._src.cli.doctor_test"]
+    with Process(command, name="the test") as child:
+        try:
+            ending = child.wait(timeout_s)
+        except ProcessTimeoutError:
+            hint = (
+                "The other processes may be missing: start the test in all of them, or raise --test-timeout."
+            )
+            return [("result", "not finished")], f"The test did not finish in {timeout_s:g} s. {hint}"
+    found = [line for line in child.lines if line.startswith("{")]
+    if not (ending.is_success and found):
+        last = "\n".join(child.lines[-_MOST_LINES:])
+        return [("result", "failed")], f"The test {ending}:\n{last}"
     return [(name, str(value)) for name, value in json.loads(found[-1]).items()], None
 
 
@@ -50,7 +41,6 @@ def main() -> None:
     Raises:
       AssertionError: A number is wrong.
     """
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -136,15 +126,6 @@ def main() -> None:
         rows["not tested"] = "parameter servers: only the devices of this process were"
     rows["result"] = "the numbers are right"
     print(json.dumps(rows), flush=True)
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when ``parent`` has ended, however it did: the test may be waiting for tasks that never
-    come.
-    """
-    while os.getppid() == parent:
-        time.sleep(_LOOKS_EVERY_S)
-    os._exit(1)
 
 
 def _timed(call: Any) -> tuple[float, float, Any]:

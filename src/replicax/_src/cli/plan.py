@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from replicax._src.cli.arguments import positive, seconds
+from replicax._src.cluster.processes import Process, ProcessTimeoutError
 from replicax._src.errors import MissingExtraError, ReplicaxError
 from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Hardware, check_extra, hardware_of
 from replicax._src.progress import VARIABLE as PROGRESS_VARIABLE
@@ -126,7 +125,6 @@ def run(options: argparse.Namespace) -> int:
             "remedy_limit_s": options.remedy_limit,
             "result": str(result),
             "is_module": options.module is not None,
-            "parent": os.getpid(),
         }
         command = [
             sys.executable,
@@ -177,19 +175,18 @@ def _environment(environ: Mapping[str, str], hardware: Hardware) -> dict[str, st
 
 
 def _run_child(command: list[str], environ: Mapping[str, str], limit_s: float, what: str) -> str:
-    """Runs the script until it has been planned; what it was where it did not end by itself."""
+    """Runs the script until it has been planned. Returns how it ended if it did not end by itself."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the child too
-    child = subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True)
     try:
-        with working(f"planning {what}", None):
-            child.wait(limit_s)
+        with Process(command, environment=environ, name="the script", on_line=_say) as child:
+            with working(f"planning {what}", None):
+                child.wait(limit_s)
         return ""
-    except subprocess.TimeoutExpired:
+    except ProcessTimeoutError:
         return f"not finished after {limit_s:g} s (--limit)"
     except KeyboardInterrupt:
         return "interrupted"
-    finally:
-        # With what the script has started, such as readers of its data. (macOS calls it forbidden where all have ended.)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -12,10 +12,7 @@ import json
 import math
 import os
 import runpy
-import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -190,7 +187,6 @@ def main() -> int:
     """Runs the script that the command line names; writes the plan to a file. Returns the exit code."""
     asked, script = json.loads(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
-    threading.Thread(target=_end_with, args=(asked.pop("parent"),), daemon=True).start()
     is_module = asked.pop("is_module")
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))  # as Python's
     result = Path(asked.pop("result"))
@@ -222,13 +218,6 @@ def main() -> int:
             told = "it called no strategy.run, no rx.function and no fit"
             _say(str(PlanError(f"{script} ended without a program: {told}.")))
     return 0 if result.exists() else 1  # a plan may be there if the script caught what leaves it
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process and what the script has started when the command is gone, however it went."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 
 from replicax._src.cli.display import Display, Row
 from replicax._src.cli.failed_start import tell_failed_start
-from replicax._src.cli.restarts import Restarts, ServerRestarts
+from replicax._src.cli.restarts import Restarts
 from replicax._src.cli.status import Speed, read_status
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Ending, Process, resident_bytes, signal_name
@@ -99,7 +99,6 @@ class Supervisor:
         self._signals: list[int] = []
         self._wake = threading.Event()
         self._processes: dict[Task, Process] = {}
-        self._held: dict[Task, contextlib.ExitStack] = {}
         self._speeds: dict[Task, Speed] = {}
         self._restarts = Restarts(options.max_restarts, options.checkpoint_dir)
         self._num_starts: collections.Counter[Task] = collections.Counter()
@@ -131,8 +130,9 @@ class Supervisor:
     def _run_once(self) -> Ending | None:
         """Runs all tasks once; returns how the first that failed has ended. Servers may run on."""
         restarts = {
-            start.task: ServerRestarts(start.max_restarts, self._options.checkpoint_dir)
+            start.task: Restarts(start.max_restarts, self._options.checkpoint_dir)
             for start in self._starts
+            if start.max_restarts
         }
         for start in self._starts:
             if start.task not in self._processes:
@@ -175,20 +175,19 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _none_left(self) -> Iterator[None]:
-        """Afterwards there is no process of a task, and none of their folders."""
+        """Afterwards no process of a task is left."""
         try:
             yield
         finally:
             with contextlib.ExitStack() as stack:
-                for held in self._held.values():
-                    stack.enter_context(held)
+                for process in self._processes.values():
+                    stack.callback(process.close)
 
     def _start(self, start: Start) -> None:
-        """Starts a task; of its process before, if there was one, nothing is left."""
-        if start.task in self._held:
-            self._held.pop(start.task).close()
-        held = self._held[start.task] = contextlib.ExitStack()
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="replicax-launch-"))
+        """Starts a task. Nothing is left of its earlier process, if there was one."""
+        if start.task in self._processes:
+            self._processes[start.task].close()
+        folder = tempfile.mkdtemp(prefix="replicax-launch-")
         self._status_files[start.task] = Path(folder) / "status.json"
         self._speeds[start.task] = Speed()
         own = {
@@ -197,7 +196,7 @@ class Supervisor:
         }
         self._display.started(start.task, self._num_starts[start.task])
         self._num_starts[start.task] += 1
-        process = Process(
+        self._processes[start.task] = Process(
             start.command,
             environment={**start.environment, **own},
             name=str(start.task),
@@ -206,7 +205,6 @@ class Supervisor:
             on_line=functools.partial(self._line, start.task),
             on_end=self._wake.set,
         )
-        self._processes[start.task] = held.enter_context(process)
 
     def _line(self, task: Task, text: str) -> None:
         if not _NOISE.fullmatch(text):
@@ -214,7 +212,7 @@ class Supervisor:
 
     # --- how it goes --------------------------------------------------------------------------------------
 
-    def _is_decided(self, restarts: Mapping[Task, ServerRestarts]) -> bool:
+    def _is_decided(self, restarts: Mapping[Task, Restarts]) -> bool:
         """Whether the training has ended, or failed. A task that may be started again by itself is, here."""
         if self._is_trained():
             return True
@@ -226,7 +224,7 @@ class Supervisor:
                 self._display.note(f"{start.task} was told to end. Starting it again; this is not counted.")
                 self._start(start)
                 continue
-            note = restarts[start.task].after()
+            note = restarts[start.task].after(process.ending, "it") if start.task in restarts else None
             if note is None:
                 return True
             self._display.note(f"{start.task} {process.ending}. {note}")

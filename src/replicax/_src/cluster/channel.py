@@ -34,7 +34,7 @@ log = logging.getLogger("replicax")
 _BEAT_S = 1.0
 _STATUS_FILE_S = 0.5
 _RETRY_S = 0.1
-_ANSWER_S = 5.0
+_ANSWER_S = 10.0  # three round trips: two to authenticate each other, one to join
 EARLIER_RUN_S = 35.0
 """For so long the controller of an earlier run may be at the address, with another token."""
 _TAKE_MESSAGE_S = 10.0

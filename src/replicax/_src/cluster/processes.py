@@ -1,6 +1,6 @@
 """``Process``: a command that runs on this machine for one task, watched, and gone when this process is.
 
-POSIX only. Each is started by a small process of its own, ``keeper.py``, which outlives neither side.
+POSIX only. Each is started by a small process of its own, ``process_guard.py``, which outlives neither side.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import functools
 import os
 import re
 import selectors
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +21,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from replicax._src.errors import ReplicaxError
 
-_KEEPER: Final = str(Path(__file__).with_name("keeper.py"))
-_START_TIMEOUT_S: Final = 60.0  # of a keeper: 20 ms, if the machine is not busy
+_GUARD: Final = str(Path(__file__).with_name("process_guard.py"))
+_START_TIMEOUT_S: Final = 60.0  # a guard takes 30 ms, if the machine is not busy
 _CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_LINE_BYTES: Final = 1 << 16
-_LINE_END: Final = re.compile(rb"\r\n|\n|\r(?!\Z)")
+_LINE_END: Final = re.compile(rb"(\r\n|\n|\r(?!\Z))")
 
 
 class ProcessStartError(ReplicaxError, RuntimeError):
@@ -104,31 +106,40 @@ class Process:
         self.name = name
         self.is_stopped = False
         self._on_line, self._on_end = on_line, on_end
+        self._own_folder = os.fspath(own_folder)
         self._error: BaseException | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=num_lines_kept)
         self._num_lines = 0
         self._lock = threading.RLock()
         self._is_closed = False
         self._ending: Ending | None = None
-        self._has_ended = threading.Event()
-        self._keeper, self._output, self._report = _start_keeper(
-            name, [os.fspath(own_folder), *command], environment, directory
-        )
-        self.pid = self._await_start()
+        self._has_started, self._has_ended = threading.Event(), threading.Event()
+        self._start_failure = "its guard did not answer"
+        self.pid = 0
+        self._control, of_guard = socket.socketpair()
+        guarded = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), self._own_folder, *command]
+        with of_guard:
+            try:
+                self._guard = subprocess.Popen(
+                    guarded,
+                    stdin=of_guard.fileno(),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=None if environment is None else dict(environment),
+                    cwd=directory,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+            except OSError as error:
+                self._control.close()
+                self._remove_folder()
+                raise ProcessStartError(f"{name} could not be started: {error}.") from error
         self._thread = threading.Thread(target=self._watch, name=f"replicax-{name}", daemon=True)
         self._thread.start()
-
-    def _await_start(self) -> int:
-        word, _, rest = _first_line(self._report, _START_TIMEOUT_S).partition(" ")
-        if word == "started":
-            return int(rest)
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        self._keeper.kill()
-        self._keeper.wait(_CLOSE_TIMEOUT_S)
-        os.close(self._output)
-        os.close(self._report)
-        raise ProcessStartError(f"{self.name} could not be started: {rest or 'its keeper did not answer'}.")
+        self._has_started.wait(_START_TIMEOUT_S)
+        if not self.pid:
+            self.close()
+            raise ProcessStartError(f"{name} could not be started: {self._start_failure}.")
 
     @property
     def ending(self) -> Ending | None:
@@ -176,7 +187,7 @@ class Process:
         Raises:
           ProcessTimeoutError: It has not within ``timeout_s``. It goes on running.
         """
-        if not self._has_ended.wait(timeout_s):
+        if not self._has_ended.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             raise ProcessTimeoutError(
                 f"{self.name} (pid {self.pid}) still runs after {timeout_s:g} s.{shown_lines(self.lines)}"
             )
@@ -190,15 +201,20 @@ class Process:
             if self._is_closed:
                 return
             self._is_closed = True
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        with contextlib.suppress(OSError):  # the guard has ended
+            self._control.shutdown(socket.SHUT_WR)
         try:
-            self._keeper.wait(_CLOSE_TIMEOUT_S)
+            self._guard.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait(_CLOSE_TIMEOUT_S)
+            self._guard.kill()
+            self._guard.wait(_CLOSE_TIMEOUT_S)
         self._thread.join(_CLOSE_TIMEOUT_S)
+        self._remove_folder()
         self._raise_error()
+
+    def _remove_folder(self) -> None:
+        if self._own_folder:  # the guard has removed it, unless it was killed or has started nothing
+            shutil.rmtree(self._own_folder, ignore_errors=True)
 
     def statistics(self) -> dict[str, Any]:
         """Its number, how many lines it has written, and how many of them are kept."""
@@ -219,49 +235,53 @@ class Process:
     # --- in the thread ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Reads output and reports, until the keeper has ended; nothing of the command is left then."""
-        cutter, report = _Cutter(), b""
-        os.set_blocking(self._output, False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._output, selectors.EVENT_READ)
-            selector.register(self._report, selectors.EVENT_READ)
+        """Reads output and reports, until the guard has ended; nothing of the command is left then."""
+        output, cutter, reports = self._guard.stdout, _Cutter(), b""
+        assert output is not None
+        os.set_blocking(output.fileno(), False)
+        with selectors.DefaultSelector() as selector, output, self._control as control:
+            selector.register(output, selectors.EVENT_READ)
+            selector.register(control, selectors.EVENT_READ)
             while True:
-                ready = {key.fd for key, _ in selector.select()}
-                if self._output in ready and self._take(cutter) == b"":
-                    selector.unregister(self._output)
-                if self._report in ready:
-                    piece = os.read(self._report, 4096)
-                    report += piece
-                    if (piece == b"" or b"\n" in report) and self._ending is None:
-                        self._finish(cutter, report.decode())
-                    if piece == b"":
+                ready = [key.fileobj for key, _ in selector.select()]
+                if output in ready and self._take(output, cutter) == b"":
+                    selector.unregister(output)
+                if control in ready:
+                    piece = control.recv(4096)
+                    *lines, reports = (reports + piece).split(b"\n")
+                    for line in lines:
+                        self._reported(line.decode(), output, cutter)
+                    if not piece:
                         break
-        os.close(self._output)
-        os.close(self._report)
+            if self.pid and self._ending is None:  # the guard was killed, and the command with it
+                self._reported(f"killed {signal.SIGKILL:d} {time.monotonic()}", output, cutter)
+        self._has_started.set()
 
-    def _take(self, cutter: _Cutter) -> bytes | None:
+    def _reported(self, report: str, output: IO[bytes], cutter: _Cutter) -> None:
+        """Takes a line of the guard."""
+        word, _, rest = report.partition(" ")
+        if word == "failed":
+            self._start_failure = rest
+        elif word == "started":
+            self.pid = int(rest)
+            self._has_started.set()
+        else:
+            while self._take(output, cutter):
+                pass
+            self._deliver(cutter.rest())
+            number, ended_at = rest.split()
+            with self._lock:
+                code, killer = (int(number), None) if word == "exited" else (None, int(number))
+                self._ending = Ending(code, killer, float(ended_at))
+            self._has_ended.set()
+            self._on_end()
+
+    def _take(self, output: IO[bytes], cutter: _Cutter) -> bytes | None:
         """One piece of output; b"" at its end, None if there is nothing now."""
-        try:
-            piece = os.read(self._output, _MAX_LINE_BYTES)
-        except BlockingIOError:
-            return None
-        self._deliver(cutter.cut(piece) if piece else cutter.rest())
+        piece = output.read(_MAX_LINE_BYTES)
+        if piece is not None:
+            self._deliver(cutter.cut(piece) if piece else cutter.rest())
         return piece
-
-    def _finish(self, cutter: _Cutter, report: str) -> None:
-        while self._take(cutter):
-            pass
-        self._deliver(cutter.rest())
-        words = report.split()
-        with self._lock:
-            if len(words) == 3:
-                code = int(words[1]) if words[0] == "exited" else None
-                number = int(words[1]) if words[0] == "killed" else None
-                self._ending = Ending(code, number, float(words[2]))
-            else:  # its keeper was killed, and the command with it
-                self._ending = Ending(None, signal.SIGKILL, time.monotonic())
-        self._has_ended.set()
-        self._on_end()
 
     def _deliver(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -273,7 +293,7 @@ class Process:
                     self._on_line(line)
                 except (
                     BaseException
-                ) as error:  # raised by wait or close; its output must be read all the same
+                ) as error:  # wait or close raises it; the output must be read all the same
                     self._error, self._on_line = error, None
 
 
@@ -285,14 +305,8 @@ class _Cutter:
 
     def cut(self, piece: bytes) -> list[str]:
         """The lines that ``piece`` completes."""
-        data = self._held + piece
-        lines, start = [], 0
-        for match in _LINE_END.finditer(data):
-            line, start_of_next = data[start : match.start()], match.end()
-            if line or match[0] != b"\r":
-                lines.append(line)
-            start = start_of_next
-        self._held = data[start:]
+        *parts, self._held = _LINE_END.split(self._held + piece)  # line, its end, line, its end, the rest
+        lines = [line for line, end in zip(parts[::2], parts[1::2], strict=True) if line or end != b"\r"]
         if len(self._held) > _MAX_LINE_BYTES:
             lines.append(self._held)
             self._held = b""
@@ -302,50 +316,6 @@ class _Cutter:
         """What stands after the last line end, at the end of the stream."""
         rest, self._held = self._held.removesuffix(b"\r"), b""
         return [rest.decode(errors="replace")] if rest else []
-
-
-def _start_keeper(
-    name: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str] | None,
-    directory: str | os.PathLike[str] | None,
-) -> tuple[subprocess.Popen[bytes], int, int]:
-    """The keeper, where the output is read, and where the keeper's reports are."""
-    output, output_end = os.pipe()
-    report, report_end = os.pipe()
-    try:
-        keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), str(report_end), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=output_end,
-            stderr=output_end,
-            pass_fds=(report_end,),
-            env=None if environment is None else dict(environment),
-            cwd=directory,
-            start_new_session=True,
-            bufsize=0,
-        )
-    except OSError as error:
-        os.close(output)
-        os.close(report)
-        raise ProcessStartError(f"{name} could not be started: {error}.") from error
-    finally:
-        os.close(output_end)
-        os.close(report_end)
-    return keeper, output, report
-
-
-def _first_line(descriptor: int, timeout_s: float) -> str:
-    """The first line that is written; "" if none comes."""
-    line = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            piece = os.read(descriptor, 1) if selector.select(timeout_s) else b""
-            if not piece:
-                return ""
-            line += piece
-    return line.decode().rstrip("\n")
 
 
 def signal_name(number: int) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Self, final
@@ -21,9 +22,11 @@ from replicax._src.options import path_of, whole_number
 from replicax._src.parameter_servers.coordinator.remote_value import RemoteValue
 from replicax._src.summaries import current, events
 from replicax._src.summaries.taking import check_place, fetching, taken
-from replicax._src.summaries.thread import Check, Entry, Make, WritingThread
+from replicax._src.summaries.thread import Entry, WritingThread
 
 log = logging.getLogger("replicax")
+_Check = Callable[[tuple[int, ...], Any], None]
+_Make = Callable[[np.ndarray], Any]
 _AT_THE_END_S = 60.0
 _AFTER_AN_ERROR_S = 10.0
 
@@ -196,7 +199,7 @@ class SummaryWriter:
             lambda array: events.keras_model(name, str(array)),
         )
 
-    def _add(self, what: str, name: str, data: Any, step: Any, check: Check, make: Make) -> bool:
+    def _add(self, what: str, name: str, data: Any, step: Any, check: _Check, make: _Make) -> bool:
         check_place(what, name)
         if self._is_closed:
             raise InvalidArgumentError(
@@ -210,8 +213,14 @@ class SummaryWriter:
             check(data.shape, data.dtype)
         if not self.is_writing:
             return False
-        entry = Entry(f"{what}({name!r})", _step_of(step, what, name), fetching(data), check, make)
-        self._running_thread().add(entry)
+        wall_time, fetch_step, fetch = time.time(), _step_of(step, what, name), fetching(data)
+
+        def write(file: events.EventFile) -> None:
+            array = fetch()
+            check(array.shape, array.dtype)
+            file.add(make(array), fetch_step(), wall_time)
+
+        self._running_thread().add(Entry(f"{what}({name!r})", write))
         return True
 
     def _running_thread(self) -> WritingThread:

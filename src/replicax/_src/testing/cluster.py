@@ -1,10 +1,9 @@
-"""``LocalCluster``: a cluster of real processes on this machine, for tests, to kill, stop, slow down and partition."""
+"""``LocalCluster``: a cluster of real processes on this machine, for tests, to kill, stop and restart."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import sys
 import tempfile
@@ -25,11 +24,9 @@ from replicax._src.cluster.layout import (
     tf_config,
 )
 from replicax._src.cluster.processes import ProcessTimeoutError, shown_lines
-from replicax._src.cluster.routes import ROUTES_VARIABLE
-from replicax._src.cluster.spec import Task, split_address
+from replicax._src.cluster.spec import Task
 from replicax._src.cluster.tf_config import TFConfigClusterResolver
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.testing.proxy import Proxy
 from replicax._src.testing.reports import REPORT_FILE_VARIABLE
 from replicax._src.testing.tasks import ClusterResults, LocalTask
 
@@ -56,9 +53,10 @@ class LocalCluster:
       devices_per_worker: Virtual CPU devices of each task but the parameter servers.
       environment: Variables of all tasks, besides those of this process; None takes one away.
       timeout_s: How long waiting for tasks may take where nothing else is said.
-      has_proxies: Whether ``partition``, ``delay`` and ``heal`` shall work. Each task then reaches each other one
-        through a proxy of its own, by ``REPLICAX_ROUTES``. That concerns replicax's control channel; JAX's own
-        connections go to addresses that only JAX knows.
+
+    Attributes:
+      cluster: The addresses of the tasks, by type, as in ``TF_CONFIG``.
+      own_environment: Further variables of single tasks, by type and index. Fill it before the tasks start.
 
     Raises:
       ClusterError: There would be no tasks.
@@ -82,7 +80,6 @@ class LocalCluster:
         devices_per_worker: int = 1,
         environment: Mapping[str, str | None] | None = None,
         timeout_s: float = 60.0,
-        has_proxies: bool = False,
     ):
         if isinstance(devices_per_worker, bool) or devices_per_worker < 1:
             raise InvalidArgumentError(
@@ -96,23 +93,11 @@ class LocalCluster:
         changed = {**os.environ, "PYTHONUNBUFFERED": "1", **token, **(environment or {})}
         self._environment = {name: value for name, value in changed.items() if value is not None}
         self._directory = tempfile.TemporaryDirectory(prefix="replicax-cluster-")
-        self._proxies: dict[tuple[Task, Task], Proxy] = {}
+        self.own_environment: dict[tuple[str, int], dict[str, str]] = {}
         self._tasks: dict[tuple[str, int], LocalTask] = {}
         self._is_closed = False
         ports = free_ports(len(self._layout.tasks_with_address))
         self.cluster = self._layout.on_this_machine(ports)
-        if has_proxies:
-            self._make_proxies()
-
-    def _make_proxies(self) -> None:
-        for to in self._layout.tasks_with_address:
-            host, port = split_address(self._address_of(to))
-            for source in self._layout.tasks:
-                if source != to:
-                    self._proxies[source, to] = Proxy(host, port)
-
-    def _address_of(self, task: Task) -> str:
-        return self.cluster[task.type][task.index]
 
     @property
     def tasks(self) -> Mapping[tuple[str, int], LocalTask]:
@@ -135,17 +120,8 @@ class LocalCluster:
         told = {"TF_CONFIG": tf_config(self.cluster, task)}
         if self._devices_per_worker > 1:
             told[DEVICES_VARIABLE] = str(self._devices_per_worker)
-        return (
-            told
-            | self._routes_of(task)
-            | {name: self._environment[name] for name in (TOKEN_VARIABLE,) if name in self._environment}
-        )
-
-    def _routes_of(self, task: Task) -> dict[str, str]:
-        routes = {
-            self._address_of(to): p.address for (source, to), p in self._proxies.items() if source == task
-        }
-        return {ROUTES_VARIABLE: json.dumps(routes)} if routes else {}
+        token = {name: self._environment[name] for name in (TOKEN_VARIABLE,) if name in self._environment}
+        return told | token | self.own_environment.get((task_type, index), {})
 
     @property
     def resolver(self) -> TFConfigClusterResolver:
@@ -220,7 +196,7 @@ class LocalCluster:
         if task.type != "ps":
             own |= device_environment(self._devices_per_worker, self._environment)
             own[DEVICES_VARIABLE] = str(self._devices_per_worker)
-        own |= self._routes_of(task)
+        own |= self.own_environment.get((task.type, task.index), {})
         return LocalTask(task, command, {**self._environment, **own}, report_file, self._timeout_s)
 
     def _script_of(self, program: str | os.PathLike[str] | Callable[..., Any]) -> Path:
@@ -283,74 +259,17 @@ class LocalCluster:
                 f"There is no {task_type} {index} in this cluster; there are: {there}."
             ) from None
 
-    def partition(
-        self,
-        task_type: str,
-        index: int,
-        *,
-        how: Literal["blackhole", "cut"] = "blackhole",
-        from_job: str | None = None,
-    ) -> None:
-        """Parts a task from the others until ``heal``, on the connections of replicax; JAX has its own.
-
-        Args:
-          task_type: Of the task.
-          index: Of the task.
-          how: "blackhole": nothing arrives, and nobody is told, as if a cable was pulled. "cut": connections are ended,
-            and new ones end at once.
-          from_job: Parts it only from the tasks of this job; by default from all others.
-
-        Raises:
-          InvalidArgumentError: There is no such task, or the cluster has no proxies.
-        """
-        for proxy in self._proxies_of(task_type, index, from_job):
-            proxy.set(how)
-
-    def delay(self, task_type: str, index: int, delay_s: float) -> None:
-        """Delays all between a task and the others, each way, on the control channel, until ``heal``.
-
-        Raises:
-          InvalidArgumentError: There is no such task, or the cluster has no proxies.
-        """
-        for proxy in self._proxies_of(task_type, index):
-            proxy.set(delay_s=delay_s)
-
-    def heal(self) -> None:
-        """Ends all partitions and delays."""
-        for proxy in self._proxies.values():
-            proxy.set()
-
-    def _proxies_of(self, task_type: str, index: int, from_job: str | None = None) -> list[Proxy]:
-        task = Task(task_type, index)
-        if task not in self._layout.tasks:
-            there = ", ".join(map(str, self._layout.tasks))
-            raise InvalidArgumentError(f"There is no {task} in this cluster; there are: {there}.")
-        if not self._proxies:
-            raise InvalidArgumentError(
-                "This cluster has no proxies between its tasks, so that they cannot be parted. Make it with "
-                "LocalCluster(..., has_proxies=True); it needs several tasks with addresses."
-            )
-        return [
-            proxy
-            for ends, proxy in self._proxies.items()
-            if task in ends and (from_job is None or any(end.type == from_job for end in ends if end != task))
-        ]
-
     def close(self) -> None:
         """Kills what runs, and waits until all is gone: 10 ms for each task."""
         self._is_closed = True
         with contextlib.ExitStack() as stack:  # all are closed, also if one raises
             stack.callback(self._directory.cleanup)
-            for part in (*self._proxies.values(), *self._tasks.values()):
-                stack.callback(part.close)
+            for task in self._tasks.values():
+                stack.callback(task.close)
 
     def statistics(self) -> dict[str, Any]:
-        """Of each task, and of each proxy, by their names."""
-        proxies = {f"{source} to {to}": p.statistics() for (source, to), p in self._proxies.items()}
-        return {
-            "tasks": {str(task.task): task.statistics() for task in self._tasks.values()},
-            "proxies": proxies,
-        }
+        """The statistics of each task, by its name."""
+        return {"tasks": {str(task.task): task.statistics() for task in self._tasks.values()}}
 
     def __enter__(self) -> LocalCluster:
         return self

@@ -1,9 +1,8 @@
-"""One task of a ``LocalCluster``: the process that a test kills, stops and slows down, and what became of it."""
+"""One task of a ``LocalCluster``: the process that a test kills and stops, and what became of it."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import threading
 import time
@@ -15,11 +14,10 @@ from typing import Any, Final
 from replicax._src.cluster.layout import RESTART_COUNT_VARIABLE
 from replicax._src.cluster.processes import Ending, Process, ProcessTimeoutError, shown_lines
 from replicax._src.cluster.spec import Task
-from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.errors import ReplicaxError
 from replicax._src.pictures import html
 from replicax._src.testing.reports import read_reports
 
-_SLOW_PERIOD_S: Final = 0.05
 _NUM_LINES_KEPT: Final = 10_000
 
 
@@ -118,7 +116,6 @@ class LocalTask:
         self._num_lines = 0  # of this process
         self._has_more = threading.Condition()
         self._num_restarts = 0
-        self._slowing: _Slowing | None = None
         self._pids: list[int] = []
         self._process = self._started()
 
@@ -180,39 +177,17 @@ class LocalTask:
 
     def stop(self) -> None:
         """SIGSTOP: it is there, and does nothing, until ``resume``."""
-        self._stop_slowing()
         self._process.stop()
 
     def resume(self) -> None:
-        """SIGCONT; also after ``slow_down``."""
-        self._stop_slowing()
+        """SIGCONT."""
         self._process.resume()
-
-    def slow_down(self, share: float) -> None:
-        """Stops and resumes it by turns, every 50 ms, until ``resume``.
-
-        Args:
-          share: Of the time in which it runs: above 0, below 1.
-        """
-        if not 0 < share < 1:
-            raise InvalidArgumentError(
-                f"slow_down({share!r}): `share` is the part of the time in which the task runs, above 0 and below 1. For "
-                "none of the time call stop(), for all of it resume()."
-            )
-        self._stop_slowing()
-        self._slowing = _Slowing(self._process, share)
-
-    def _stop_slowing(self) -> None:
-        slowing, self._slowing = self._slowing, None
-        if slowing is not None:
-            slowing.close()
 
     def restart(self) -> None:
         """Starts its process again, with the same command, ports and environment; kills it first if it runs.
 
         ``REPLICAX_RESTART_COUNT`` is one more. Output and reports go on.
         """
-        self._stop_slowing()
         self._process.close()
         self._num_restarts += 1
         self._num_lines = 0
@@ -279,34 +254,8 @@ class LocalTask:
 
     def close(self) -> None:
         """Kills it, and all that it has started, if they run."""
-        self._stop_slowing()
         self._process.close()
 
     def statistics(self) -> dict[str, Any]:
         """Its process's, and how often it was restarted."""
         return {**self._process.statistics(), "num_restarts": self._num_restarts}
-
-
-class _Slowing:
-    """Stops and resumes a process by turns, in a thread."""
-
-    def __init__(self, process: Process, share: float):
-        self._process, self._share = process, share
-        self._must_end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="replicax-slowing", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._process.is_running:
-                self._process.stop()
-                if self._must_end.wait(_SLOW_PERIOD_S * (1 - self._share)):
-                    break
-                self._process.resume()
-                if self._must_end.wait(_SLOW_PERIOD_S * self._share):
-                    break
-            self._process.resume()
-
-    def close(self) -> None:
-        self._must_end.set()
-        self._thread.join(5.0)

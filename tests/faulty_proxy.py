@@ -1,4 +1,4 @@
-"""``Proxy``: a TCP proxy on the loopback that can cut, hold up and delay what goes through it."""
+"""``Proxy``: a TCP proxy on the loopback that can cut, hold and delay what goes through it."""
 
 from __future__ import annotations
 
