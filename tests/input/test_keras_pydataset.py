@@ -10,8 +10,8 @@ import pytest
 import replicax as rx
 from replicax._src.input.elements import EmptyDatasetError, NotResumableError, element_spec
 from replicax._src.input.opening import open_elements
-from replicax._src.input.order import INFINITE
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
+from replicax._src.input.specs import INFINITE
 
 
 class Squares(keras.utils.PyDataset):

@@ -288,7 +288,13 @@ def test_the_state_of_another_stream_is_refused(make, differs, num_taken):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"hugging_face": None}, {"hugging_face": {}}, {"position": -1}, {"position": 0}, {"epoch": None}],
+    [
+        {"position": -1},
+        {"iterator": None},
+        {"iterator": {"epoch": 0}},
+        {"iterator": {"epoch": 0, "hugging_face": {}}},
+        {"iterator": {"epoch": None, "hugging_face": None}},
+    ],
 )
 def test_malformed_states_of_a_stream(wrong):
     batches = open_elements(stream_of(7).batch(2)).iterate()

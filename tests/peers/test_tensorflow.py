@@ -9,9 +9,8 @@ from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.elements import NotResumableError, element_spec
 from replicax._src.input.opening import open_elements
-from replicax._src.input.order import INFINITE
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
-from replicax._src.input.specs import ArraySpec
+from replicax._src.input.specs import INFINITE, ArraySpec
 
 Dataset = tf.data.Dataset
 HINT = tf.data.experimental.SHARD_HINT

@@ -11,9 +11,9 @@ import jax
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.agreed import agreed
 from replicax._src.input.elements import NotResumableError, Pass
-from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
+from replicax._src.input.specs import INFINITE, Cardinality
 from replicax._src.pictures import html
 
 # Where steps are small and quickly read, waking a thread for each costs more than reading it (35 µs and 115 µs in a

@@ -38,8 +38,7 @@ from replicax._src.input.elements import (
     element_spec,
 )
 from replicax._src.input.opening import open_elements
-from replicax._src.input.order import INFINITE, Cardinality
-from replicax._src.input.specs import PerReplicaSpec, is_static, spec_of
+from replicax._src.input.specs import INFINITE, Cardinality, PerReplicaSpec, is_static, spec_of
 from replicax._src.input.split import split_sizes
 
 log = logging.getLogger("replicax")

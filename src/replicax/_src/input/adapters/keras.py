@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
 
-from replicax._src.input.elements import Elements, IndexedPass, Pass, Traits, as_arrays, first_element
-from replicax._src.input.order import INFINITE, Cardinality
+from replicax._src.input.elements import Elements, NumberedIterator, Traits
+from replicax._src.input.specs import INFINITE, Cardinality
 
 log = logging.getLogger("replicax")
 
@@ -36,41 +36,29 @@ def open_keras(dataset: Any) -> Elements | None:
             type(dataset).__name__,
             dataset.workers,
         )
-    return PyDatasetElements(dataset)
+    threads = _num_threads(dataset)
+    read = f" (read by {threads} threads)" if threads else ""
+    return Elements(
+        Traits(f"the PyDataset {type(dataset).__name__}{read}"),
+        lambda: _epoch(dataset),
+        count=lambda: _count(dataset),
+        look=lambda: (
+            _batch(dataset, index) for index in range(bool(_count(dataset)))
+        ),  # it belongs to no epoch
+        fingerprint=lambda: {"length": None if _count(dataset) == INFINITE else _count(dataset)},
+    )
 
 
-@final
-class PyDatasetElements(Elements):
-    """The elements of a PyDataset: a list of arrays is made a tuple, as Keras does."""
+def _count(dataset: Any) -> Cardinality:
+    num_batches = dataset.num_batches
+    return INFINITE if num_batches is None else int(num_batches)
 
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
 
-    @property
-    def traits(self) -> Traits:
-        dataset = self._dataset
-        threads = _num_threads(dataset)
-        read = f" (read by {threads} threads)" if threads else ""
-        return Traits(f"the PyDataset {type(dataset).__name__}{read}")
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        num_batches = self._dataset.num_batches
-        return INFINITE if num_batches is None else int(num_batches)
-
-    def iterate(self) -> Pass:
-        """Starts an epoch: ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last."""
-        length = self.cardinality
-        assert length is not None
-        epoch = _Epoch(self._dataset, length)
-        return IndexedPass(epoch.at, length, epoch.end)
-
-    def declared_spec(self) -> Any:
-        return None
-
-    def first(self) -> Any:
-        """Returns the first batch; it belongs to no epoch."""
-        return first_element(_batch(self._dataset, index) for index in range(bool(self.cardinality)))
+def _epoch(dataset: Any) -> NumberedIterator:
+    """Starts an epoch: ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last."""
+    length = _count(dataset)
+    epoch = _Epoch(dataset, length)
+    return NumberedIterator(epoch.at, length, epoch.end)
 
 
 def _num_threads(dataset: Any) -> int:
@@ -80,8 +68,9 @@ def _num_threads(dataset: Any) -> int:
 
 
 def _batch(dataset: Any, index: int) -> Any:
+    """A batch; a list of arrays is made a tuple, as Keras does."""
     batch = dataset[index]
-    return as_arrays(tuple(batch) if isinstance(batch, list) else batch)
+    return tuple(batch) if isinstance(batch, list) else batch
 
 
 @final

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from collections.abc import Callable
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.autoshard import AutoShardPolicy
-from replicax._src.input.elements import Elements, IterableElements, Traits
-from replicax._src.input.order import INFINITE, Cardinality
-from replicax._src.input.specs import ArraySpec
+from replicax._src.input.elements import Elements, Traits
+from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 _NOT_RESUMABLE: Final = (
     "The position of a tf.data.Dataset cannot be saved or restored here: its iterators can be saved in TensorFlow "
@@ -51,21 +50,14 @@ def open_tensorflow(dataset: Any) -> Elements | None:
 
 
 def _elements(dataset: Any, traits: Traits, cardinality: Cardinality | None) -> Elements:
-    numpy_elements = _NumpyElements(dataset)
-    return IterableElements(
-        numpy_elements, cardinality, traits, _NOT_RESUMABLE, lambda: _specs(dataset.element_spec)
+    return Elements(
+        traits,
+        dataset.as_numpy_iterator,
+        count=lambda: cardinality,
+        is_count_promised=True,
+        declare=lambda: _specs(dataset.element_spec),
+        not_resumable=_NOT_RESUMABLE,
     )
-
-
-@final
-class _NumpyElements:
-    """The elements of a tf.data.Dataset as nests of NumPy arrays."""
-
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._dataset.as_numpy_iterator()
 
 
 def _cardinality(dataset: Any) -> Cardinality | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO, Final, final
 
-from replicax._src.input.files.chunks import Chunk
+from replicax._src.input.chunks import Chunk
 from replicax._src.input.files.formats import REWRITE, FileFormat, FileReader, UnreadableFileError, load
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
