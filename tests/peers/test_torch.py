@@ -78,7 +78,7 @@ def test_values_order_and_partial_batches():
     for _ in range(2):
         assert ys(elements.iterate()) == [[0, 1], [2, 3], [4]]
     assert elements.cardinality == 3
-    assert elements.traits.description == "a torch DataLoader (batch_size 2, 0 workers)"
+    assert elements.description == "a torch DataLoader (batch_size 2, 0 workers)"
     element = next(elements.iterate())
     assert isinstance(element["x"], np.ndarray)
     assert element["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
@@ -177,7 +177,7 @@ def test_loaders_without_a_batch_size():
     elements = open_elements(DataLoader([torch.arange(2), torch.arange(3)], batch_size=None))
     assert lists(elements.iterate()) == [[0, 1], [0, 1, 2]]
     assert elements.cardinality == 2
-    assert "no batch_size" in elements.traits.description
+    assert "no batch_size" in elements.description
 
 
 def test_cardinalities():
@@ -219,7 +219,7 @@ def stateful(shuffle, num_rows=11, **options):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_stateful_loader_is_resumed_in_a_new_one(shuffle, num_taken, epoch):
     elements = open_elements(stateful(shuffle))
-    assert elements.traits.description == "a torch StatefulDataLoader (batch_size 2, 0 workers)"
+    assert elements.description == "a torch StatefulDataLoader (batch_size 2, 0 workers)"
     for _ in range(epoch):
         list(elements.iterate())
     before = elements.iterate()

@@ -15,7 +15,7 @@ Functions = tuple[Callable[..., Any], ...]
 
 
 @final
-class Rows:
+class ArrayRows:
     """Rows of arrays, by their numbers. They are read, and the functions of maps called, when they are asked for.
 
     So to shuffle is to permute numbers, and no Python runs per row. Adjacent rows are a ``range``, which is read as a
@@ -39,11 +39,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, places: slice | np.ndarray) -> Rows:
+    def __getitem__(self, places: slice | np.ndarray) -> ArrayRows:
         """Some of the rows."""
         if isinstance(places, slice):
-            return Rows(self.arrays, self.numbers[places], self.of_rows)
-        return Rows(self.arrays, np.asarray(self.numbers, np.intp)[places], self.of_rows)
+            return ArrayRows(self.arrays, self.numbers[places], self.of_rows)
+        return ArrayRows(self.arrays, np.asarray(self.numbers, np.intp)[places], self.of_rows)
 
     def rows(self) -> Iterator[Any]:
         """Yields the rows one by one."""
@@ -63,24 +63,24 @@ class Rows:
         return _called(self.of_batches, batch) if self.of_batches else batch
 
 
-Chunk = list[Any] | Rows
+Chunk = list[Any] | ArrayRows
 """No element at all may be an empty list in both cases."""
 
 
 def elements_of(chunk: Chunk) -> list[Any]:
     """Returns the elements of a chunk, read and mapped."""
-    if isinstance(chunk, Rows):
+    if isinstance(chunk, ArrayRows):
         return list(chunk.rows())
-    return [element.batch() if type(element) is Rows else element for element in chunk]
+    return [element.batch() if type(element) is ArrayRows else element for element in chunk]
 
 
 def mapped(chunk: Chunk, function: Callable[..., Any]) -> Chunk:
     """Returns a chunk whose elements are those of the function; of arrays it is called when they are asked for."""
-    if isinstance(chunk, Rows):
-        return Rows(chunk.arrays, chunk.numbers, (*chunk.of_rows, function))
+    if isinstance(chunk, ArrayRows):
+        return ArrayRows(chunk.arrays, chunk.numbers, (*chunk.of_rows, function))
     return [
-        Rows(element.arrays, element.numbers, element.of_rows, (*element.of_batches, function))
-        if type(element) is Rows
+        ArrayRows(element.arrays, element.numbers, element.of_rows, (*element.of_batches, function))
+        if type(element) is ArrayRows
         else call_with(function, element)
         for element in chunk
     ]
@@ -90,14 +90,14 @@ def chosen(chunk: Chunk, predicate: Callable[..., Any]) -> Chunk:
     """Returns the elements for which the predicate is true. Functions of maps are called once, for all of them."""
     elements = elements_of(chunk)
     places = [place for place, element in enumerate(elements) if call_with(predicate, element)]
-    if isinstance(chunk, Rows) and not chunk.of_rows:
+    if isinstance(chunk, ArrayRows) and not chunk.of_rows:
         return chunk[np.asarray(places, np.intp)]
     return [elements[place] for place in places]
 
 
 def permuted(chunk: Chunk, places: np.ndarray) -> Chunk:
     """Returns the elements at the given places."""
-    return chunk[places] if isinstance(chunk, Rows) else [chunk[place] for place in places]
+    return chunk[places] if isinstance(chunk, ArrayRows) else [chunk[place] for place in places]
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
@@ -105,15 +105,15 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     filled = [chunk for chunk in chunks if len(chunk)]
     if len(filled) <= 1:
         return filled[0] if filled else []
-    rows = [chunk for chunk in filled if isinstance(chunk, Rows)]
+    rows = [chunk for chunk in filled if isinstance(chunk, ArrayRows)]
     if not rows:
         return [element for chunk in filled for element in chunk]  # type: ignore[union-attr]
     arrays, of_rows = rows[0].arrays, rows[0].of_rows
     if all(chunk.arrays is arrays for chunk in rows):
-        return Rows(arrays, np.concatenate([chunk.numbers for chunk in rows]), of_rows)
-    batches = [Rows(chunk.arrays, chunk.numbers).batch() for chunk in rows]
+        return ArrayRows(arrays, np.concatenate([chunk.numbers for chunk in rows]), of_rows)
+    batches = [ArrayRows(chunk.arrays, chunk.numbers).batch() for chunk in rows]
     joined = jax.tree.map(lambda *columns: memory.concatenate(columns), *batches)
-    return Rows(joined, range(sum(map(len, rows))), of_rows)
+    return ArrayRows(joined, range(sum(map(len, rows))), of_rows)
 
 
 def call_with(function: Callable[..., Any], element: Any) -> Any:

@@ -45,35 +45,6 @@ class NotResumableError(ReplicaxError, RuntimeError):
     """
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What is known of a dataset beside its elements.
-
-    Attributes:
-      description: What it is, for people: ``"grain.MapDataset"``.
-      is_batched: Its elements are batches, not rows, as far as it can say.
-      batch_size: How many rows an element has (the last may have fewer), where that is known.
-      row_bytes: How large one row is, where all of them are in memory, so that reading costs no more than a copy.
-      is_immutable: Nobody writes into the arrays of an element after it was yielded. Else they are copied.
-      policy: The autoshard policy that the dataset itself carries.
-      num_files: How many files it reads; None if it cannot be divided by files.
-      count_files: Returns num_files, where finding out costs something: asked only if there are several workers.
-      of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
-      of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
-    """
-
-    description: str
-    is_batched: bool = True
-    batch_size: int | None = None
-    row_bytes: int | None = None
-    is_immutable: bool = False
-    policy: AutoShardPolicy | None = None
-    num_files: int | None = None
-    count_files: Callable[[], int | None] | None = None
-    of_files: Callable[[int, int], Elements] | None = None
-    of_hint: Callable[[int, int], Elements] | None = None
-
-
 class Pass(abc.ABC):
     """One pass through the elements of a dataset."""
 
@@ -118,29 +89,45 @@ class Resumable(Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """The elements of one dataset, as nests of NumPy and JAX arrays.
+    """The elements of one dataset, as nests of NumPy and JAX arrays, and what is known of the dataset.
 
     Attributes:
-      traits: What is known of the dataset.
+      description: What it is, for people: ``"a grain.MapDataset"``.
       start: Returns an iterator from the first element on: a Resumable, unless ``not_resumable`` says why it is none.
       count: Returns the number of elements, INFINITE, or None if it is not known beforehand.
       is_count_promised: The dataset only says so, and its iterators may yield another number, which is an error.
-      declare: Returns the nest of ArraySpecs that the dataset itself declares, or None.
+      declared_spec: Returns the nest of ArraySpecs that the dataset itself declares, or None.
       look: Returns an iterator of which the first element is looked at; None is ``start``.
       fingerprint: Returns what tells the dataset from others, as JSON.
       not_resumable: Why it cannot be continued from a position, and what to use instead.
       are_arrays: The elements are nests of arrays as they come.
+      is_batched: They are batches, not rows, as far as it can say.
+      batch_size: How many rows an element has (the last may have fewer), where that is known.
+      row_bytes: How large one row is, where all of them are in memory, so that reading costs no more than a copy.
+      is_immutable: Nobody writes into the arrays of an element after it was yielded. Else they are copied.
+      policy: The autoshard policy that the dataset itself carries.
+      count_files: Returns how many files it reads, or None if it cannot be divided by files.
+      of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
+      of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
     """
 
-    traits: Traits
+    description: str
     start: Callable[[], Any]
     count: Callable[[], Cardinality | None] = lambda: None
     is_count_promised: bool = False
-    declare: Callable[[], Any] = lambda: None
+    declared_spec: Callable[[], Any] = lambda: None
     look: Callable[[], Iterator[Any]] | None = None
     fingerprint: Callable[[], Mapping[str, Any]] = dict
     not_resumable: str | None = None
     are_arrays: bool = False
+    is_batched: bool = True
+    batch_size: int | None = None
+    row_bytes: int | None = None
+    is_immutable: bool = False
+    policy: AutoShardPolicy | None = None
+    count_files: Callable[[], int | None] = lambda: None
+    of_files: Callable[[int, int], Elements] | None = None
+    of_hint: Callable[[int, int], Elements] | None = None
 
     @property
     def cardinality(self) -> Cardinality | None:
@@ -154,10 +141,6 @@ class Elements:
           OneShotSourceError: The dataset cannot start again.
         """
         return _ElementsPass(self)
-
-    def declared_spec(self) -> Any:
-        """Returns the nest of ArraySpecs that the dataset itself declares, or None."""
-        return self.declare()
 
     def first(self) -> Any:
         """Returns the first element; ``iterate`` yields it all the same.
@@ -266,21 +249,13 @@ class NumberedIterator:
     Args:
       at: Returns the element with a number, from 0.
       length: How many elements there are.
-      on_end: Called once, after the last element.
     """
 
-    def __init__(
-        self, at: Callable[[int], Any], length: Cardinality, on_end: Callable[[], None] = lambda: None
-    ):
-        self._at, self._length, self._on_end = at, length, on_end
-        self._next = 0
-        self._has_ended = False
+    def __init__(self, at: Callable[[int], Any], length: int):
+        self._at, self._length, self._next = at, length, 0
 
     def __next__(self) -> Any:
         if self._next >= self._length:
-            if not self._has_ended:
-                self._has_ended = True
-                self._on_end()
             raise StopIteration
         element = self._at(self._next)
         self._next += 1
@@ -294,7 +269,7 @@ class NumberedIterator:
         """Goes to an element."""
         if not 0 <= state <= self._length:
             raise ValueError(f"element {state} of {self._length}")
-        self._next, self._has_ended = state, False
+        self._next = state
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -16,7 +15,6 @@ from replicax._src.input.elements import (
     Elements,
     NumberedIterator,
     OneShotIterator,
-    Traits,
     UnsupportedSourceError,
 )
 from replicax._src.input.files.dataset import FileDataset
@@ -53,12 +51,10 @@ def open_elements(dataset: Any) -> Elements:
             f"The position of a one-shot {name} cannot be saved or restored: a generator goes through its "
             "elements once. Use rx.data.from_arrays(...), a grain dataset or a list of batches."
         )
-        return Elements(
-            Traits(f"a one-shot {name}"), iterator.start, look=iterator.look, not_resumable=reason
-        )
+        return Elements(f"a one-shot {name}", iterator.start, look=iterator.look, not_resumable=reason)
     if isinstance(dataset, Sequence):
         return Elements(
-            Traits(f"a {name} of {len(dataset)} elements"),
+            f"a {name} of {len(dataset)} elements",
             lambda: NumberedIterator(dataset.__getitem__, len(dataset)),
             count=lambda: len(dataset),
             fingerprint=lambda: {"length": len(dataset)},
@@ -70,7 +66,7 @@ def open_elements(dataset: Any) -> Elements:
             "registered as a collections.abc.Sequence."
         )
         return Elements(
-            Traits(f"a {name}"),
+            f"a {name}",
             lambda: iter(dataset),
             count=lambda: _length(dataset),
             is_count_promised=True,
@@ -90,28 +86,26 @@ def _open_ours(dataset: Dataset) -> Elements:
             f"The elements of {dataset!r} are text or bytes, which no device holds. Call .map(parse), where parse "
             "makes a nest of arrays of one record, and then .batch(n)."
         )
-    traits = Traits(
+    of_hint = of_files = None
+    if dataset.has_hint:
+        of_hint = lambda num, index: _open_ours(dataset.with_hint(num, index))  # noqa: E731
+    if isinstance(dataset, FileDataset):
+        of_files = lambda num, index: _open_ours(dataset.of_files(num, index))  # noqa: E731
+    return Elements(
         source.description,
+        dataset.__iter__,
+        count=lambda: dataset.cardinality,
+        declared_spec=lambda: dataset.element_spec,
+        look=dataset.first,
+        fingerprint=lambda: dataset.fingerprint,
+        are_arrays=not is_mapped,
         is_batched=dataset.is_batched,
         batch_size=dataset.batch_size,
         row_bytes=None if dataset.has(Map, Filter) else source.row_bytes,
         is_immutable=not dataset.is_mapped_in_batches,
-        of_hint=(lambda num, index: _open_ours(dataset.with_hint(num, index))) if dataset.has_hint else None,
-    )
-    if isinstance(dataset, FileDataset):
-        traits = dataclasses.replace(
-            traits,
-            num_files=len(dataset.files),
-            of_files=lambda num, index: _open_ours(dataset.of_files(num, index)),
-        )
-    return Elements(
-        traits,
-        dataset.__iter__,
-        count=lambda: dataset.cardinality,
-        declare=lambda: dataset.element_spec,
-        look=dataset.first,
-        fingerprint=lambda: dataset.fingerprint,
-        are_arrays=not is_mapped,
+        count_files=lambda: source.num_files,
+        of_files=of_files,
+        of_hint=of_hint,
     )
 
 

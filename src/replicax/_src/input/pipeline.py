@@ -16,7 +16,7 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.arrays import UnsupportedElementError, as_array, common_num_rows, describe_shapes
 from replicax._src.input.autoshard import check_shard
-from replicax._src.input.chunks import Chunk, Rows, elements_of
+from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 from replicax._src.input.steps import (
     Batch,
@@ -65,6 +65,11 @@ class RowSource(abc.ABC):
     @abc.abstractmethod
     def row_bytes(self) -> int | None:
         """How large one row is if all of them are in memory, else None."""
+
+    @property
+    @abc.abstractmethod
+    def num_files(self) -> int | None:
+        """How many files it has, None of arrays."""
 
     @property
     @abc.abstractmethod
@@ -425,6 +430,10 @@ class _ArraySource(RowSource):
         return sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
 
     @property
+    def num_files(self) -> None:
+        return None
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         shapes = [[str(array.dtype), *array.shape[1:]] for array in jax.tree.leaves(self._arrays)]
         return {"num_rows": self._num_rows, "arrays": shapes}
@@ -445,7 +454,7 @@ class _ArrayCursor(Cursor):
 
     def read(self, num_rows: int) -> Chunk:
         start, self._next = self._next, min(self._next + num_rows, self._num_rows)
-        return Rows(self._arrays, range(start, self._next))
+        return ArrayRows(self._arrays, range(start, self._next))
 
     def get_state(self) -> int:
         return self._next

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.input.arrays import batch_of_rows
-from replicax._src.input.chunks import Chunk, Rows, chosen, join, mapped, permuted
+from replicax._src.input.chunks import ArrayRows, Chunk, chosen, join, mapped, permuted
 from replicax._src.input.specs import INFINITE, Cardinality
 
 Path = tuple[int, ...]
@@ -139,7 +139,7 @@ class Batch(Step):
             rows = parent.read(self.batch_size)
             if len(rows) < smallest:
                 break
-            batches.append(rows if type(rows) is Rows else batch_of_rows(rows))  # type: ignore[arg-type]
+            batches.append(rows if type(rows) is ArrayRows else batch_of_rows(rows))  # type: ignore[arg-type]
         return batches
 
 

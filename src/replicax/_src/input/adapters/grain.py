@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from replicax._src.input.elements import Elements, Traits
+from replicax._src.input.elements import Elements
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 
@@ -35,11 +35,11 @@ def open_grain(dataset: Any) -> Elements | None:
     else:
         return None
     return Elements(
-        Traits(f"a {kind}"),
+        f"a {kind}",
         ordered.__iter__,
         count=lambda: cardinality,
         is_count_promised=True,
-        declare=lambda: _declared_spec(dataset),
+        declared_spec=lambda: _declared_spec(dataset),
         fingerprint=lambda: {
             "kind": kind,
             "length": length,

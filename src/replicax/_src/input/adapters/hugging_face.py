@@ -16,7 +16,6 @@ from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElement
 from replicax._src.input.elements import (
     Elements,
     NumberedIterator,
-    Traits,
     UnsupportedSourceError,
     as_arrays,
 )
@@ -74,12 +73,13 @@ def _table(dataset: Any) -> Elements:
         return NumberedIterator(lambda index: check.checked(_as_arrays(view[index])), num_elements)
 
     return Elements(
-        Traits(description, is_immutable=not has_transform),
+        description,
         start,
         count=lambda: num_elements,
         look=lambda: (_as_arrays(view[index]) for index in range(min(num_elements, 1))),
         fingerprint=lambda: {"length": num_elements},
         are_arrays=True,
+        is_immutable=not has_transform,
     )
 
 
@@ -92,12 +92,14 @@ def _stream(dataset: Any) -> Elements:
         return _stream(dataset.shard(num_shards=num_shards, index=index, contiguous=False))
 
     return Elements(
-        Traits(description, num_files=dataset.num_shards, of_files=of_files),
+        description,
         lambda: _StreamIterator(_view(dataset), new_check),
         look=lambda: map(_as_arrays, _view(dataset)),
         fingerprint=lambda: _fingerprint(dataset),
         not_resumable=_SHUFFLED if _has_shuffle_buffer(dataset) else None,
         are_arrays=True,
+        count_files=lambda: dataset.num_shards,
+        of_files=of_files,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -11,7 +12,7 @@ import numpy as np
 
 from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.autoshard import AutoShardPolicy
-from replicax._src.input.elements import Elements, Traits
+from replicax._src.input.elements import Elements
 from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 _NOT_RESUMABLE: Final = (
@@ -37,26 +38,25 @@ def open_tensorflow(dataset: Any) -> Elements | None:
     if tf is None or not isinstance(dataset, tf.data.Dataset):
         return None
     _check_dense(dataset.element_spec)
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    traits = Traits(
-        "a tf.data.Dataset",
-        is_immutable=True,
-        policy=AutoShardPolicy.parse(policy.name),
+    policy = AutoShardPolicy.parse(dataset.options().experimental_distribute.auto_shard_policy.name)
+    return dataclasses.replace(
+        _elements(dataset, _cardinality(dataset)),
+        policy=policy,
         count_files=lambda: _count_files(dataset),
         of_files=_shards(dataset, "FILE"),
-        of_hint=_of_hint(dataset, AutoShardPolicy.parse(policy.name)),
+        of_hint=_of_hint(dataset, policy),
     )
-    return _elements(dataset, traits, _cardinality(dataset))
 
 
-def _elements(dataset: Any, traits: Traits, cardinality: Cardinality | None) -> Elements:
+def _elements(dataset: Any, cardinality: Cardinality | None) -> Elements:
     return Elements(
-        traits,
+        "a tf.data.Dataset",
         dataset.as_numpy_iterator,
         count=lambda: cardinality,
         is_count_promised=True,
-        declare=lambda: _specs(dataset.element_spec),
+        declared_spec=lambda: _specs(dataset.element_spec),
         not_resumable=_NOT_RESUMABLE,
+        is_immutable=True,
     )
 
 
@@ -122,14 +122,11 @@ def _specs(element_spec: Any) -> Any:
 # --- shards -------------------------------------------------------------------------------------------
 
 
-_SHARD_TRAITS: Final = Traits("a tf.data.Dataset", is_immutable=True)
-
-
 def _shards(dataset: Any, policy: str) -> Callable[[int, int], Elements]:
     def of_shard(num_shards: int, index: int) -> Elements:
         shard = _auto_shard(dataset, num_shards, index, policy)
         # What it declares may be wrong now (assert_cardinality), and is not asked of a part.
-        return _elements(shard, _SHARD_TRAITS, None)
+        return _elements(shard, None)
 
     return of_shard
 
@@ -146,7 +143,7 @@ def _of_hint(dataset: Any, own_policy: AutoShardPolicy) -> Callable[[int, int], 
 
     def of_hint(num_shards: int, index: int) -> Elements:
         if num_shards == 1:
-            return _elements(dataset, _SHARD_TRAITS, _cardinality(dataset))
+            return _elements(dataset, _cardinality(dataset))
         return shards(num_shards, index)
 
     return of_hint

@@ -20,7 +20,6 @@ from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.elements import (
     Elements,
     NotResumableError,
-    Traits,
     UnsupportedSourceError,
     as_arrays,
 )
@@ -76,11 +75,11 @@ class _Loader:
         size = "no batch_size" if loader.batch_size is None else f"batch_size {loader.batch_size}"
         workers = f"{loader.num_workers} worker" + "s" * (loader.num_workers != 1)
         return Elements(
-            Traits(f"a torch {kind} ({size}, {workers})"),
+            f"a torch {kind} ({size}, {workers})",
             self._start,
             count=self._count,
             is_count_promised=True,
-            declare=lambda: (
+            declared_spec=lambda: (
                 self._spec
             ),  # to look at the first element again would start the workers once more
             look=self._look,

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.errors import ReplicaxError
-from replicax._src.input.chunks import Chunk, Rows, join
+from replicax._src.input.chunks import ArrayRows, Chunk, join
 from replicax._src.input.files.formats import FileReader, load
 from replicax._src.input.specs import ArraySpec
 
@@ -128,7 +128,7 @@ def _advice(types: Any, arrow_type: Any) -> str:
     return "No device holds it; write it as integers or floats."
 
 
-def _as_rows(block: Any, path: str, expected: tuple[Specs, str]) -> Rows:
+def _as_rows(block: Any, path: str, expected: tuple[Specs, str]) -> ArrayRows:
     specs, (first_specs, first_path) = specs_of(block.schema, None, path), expected
     for name in [*first_specs, *specs]:
         got, wanted = specs.get(name), first_specs.get(name)
@@ -138,7 +138,7 @@ def _as_rows(block: Any, path: str, expected: tuple[Specs, str]) -> Rows:
                 "a dataset need the same columns."
             )
     columns = {name: _as_numpy(block.column(name), name, path) for name in specs}
-    return Rows(columns, range(block.num_rows))
+    return ArrayRows(columns, range(block.num_rows))
 
 
 def _described(spec: ArraySpec | None) -> str:

@@ -73,8 +73,7 @@ class FileSource(RowSource):
 
     @property
     def description(self) -> str:
-        number = len(self.files)
-        return f"{number} {self.format.name} file" + "s" * (number != 1)
+        return f"{self.num_files} {self.format.name} file" + "s" * (self.num_files != 1)
 
     @functools.cached_property
     def length(self) -> int | None:
@@ -98,6 +97,10 @@ class FileSource(RowSource):
     @property
     def row_bytes(self) -> None:
         return None
+
+    @property
+    def num_files(self) -> int:
+        return len(self.files)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
