@@ -47,7 +47,6 @@ LAYERS = {
     "dtypes": 0,
     "input/narrowing": 2,
     "input/split": 1,
-    "input/order": 1,
     "input/autoshard": 1,
     "variables/layout_map": 1,
     "variables/partitioners": 1,

@@ -1,6 +1,5 @@
 """Datasets over arrays in memory and over files, and how datasets are distributed."""
 
-from replicax._src.input.arrays import SHARD_HINT, ArrayDataset, Dataset, from_arrays
 from replicax._src.input.autoshard import AutoShardPolicy, DistributeOptions
 from replicax._src.input.files.constructors import (
     from_array_records,
@@ -10,6 +9,7 @@ from replicax._src.input.files.constructors import (
     from_tfrecords,
 )
 from replicax._src.input.files.dataset import FileDataset
+from replicax._src.input.pipeline import SHARD_HINT, ArrayDataset, Dataset, from_arrays
 from replicax._src.public_names import publish_all
 
 __all__ = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from replicax._src.input.arrays import UnsupportedElementError, from_arrays
+from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.elements import (
     DatasetLengthError,
     EmptyDatasetError,
@@ -18,8 +18,8 @@ from replicax._src.input.elements import (
     element_spec,
 )
 from replicax._src.input.opening import UnsupportedSourceError, open_elements
-from replicax._src.input.order import INFINITE
-from replicax._src.input.specs import ArraySpec
+from replicax._src.input.pipeline import from_arrays
+from replicax._src.input.specs import INFINITE, ArraySpec
 
 
 def lists(elements):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import replicax as rx
 from replicax._src.input.autoshard import AutoShardPolicy, WorkerShare
 from replicax._src.input.elements import END
-from replicax._src.input.files.records import masked_crc32c
 from replicax._src.input.opening import open_elements
 from replicax._src.input.sources import open_source
+from tfrecord_files import masked_crc32c
 
 FILE, DATA, AUTO, HINT, OFF = (AutoShardPolicy(name) for name in ("FILE", "DATA", "AUTO", "HINT", "OFF"))
 WORKERS = range(1, 5)
@@ -141,7 +141,7 @@ def test_policies_hint_and_off(tmp_path):
     assert rows_in(steps_of(hinted, 2, 1, 2, HINT)) == [1, 3, 5, 7]
     assert rows_in(steps_of(hinted, 2, 1, 2, OFF)) == list(range(8))
     assert rows_in(steps_of(hinted, 2, 1, 2, FILE)) == [4, 5, 6, 7]
-    assert open_elements(dataset.batch(2)).traits.of_hint is None
+    assert open_elements(dataset.batch(2)).of_hint is None
 
 
 def test_workers_with_csv_files_agree_about_types(tmp_path):
@@ -166,9 +166,9 @@ def test_lengths_on_workers(tmp_path):
     dataset, _ = make_numbers(tmp_path, "parquet", [6, 0, 3])
     elements = open_elements(dataset.batch(2))
     assert elements.cardinality == 5
-    assert elements.traits.num_files == 3
-    assert [elements.traits.of_files(2, worker).cardinality for worker in range(2)] == [5, 0]
-    assert open_elements(dataset.batch(2).repeat()).traits.of_files(2, 0).cardinality == float("inf")
+    assert elements.count_files() == 3
+    assert [elements.of_files(2, worker).cardinality for worker in range(2)] == [5, 0]
+    assert open_elements(dataset.batch(2).repeat()).of_files(2, 0).cardinality == float("inf")
 
 
 # --- replicas -----------------------------------------------------------------------------------------
@@ -208,10 +208,10 @@ def test_arrays_that_a_function_writes_into_again_are_copied(tmp_path):
         memory[:] = batch["n"]
         return {"n": memory}
 
-    assert not open_elements(dataset.batch(2).map(write_again)).traits.is_immutable
-    assert open_elements(dataset.batch(2)).traits.is_immutable
-    assert open_elements(dataset.map(lambda row: row).batch(2)).traits.is_immutable
-    assert not open_elements(dataset.map(lambda row: row)).traits.is_immutable
+    assert not open_elements(dataset.batch(2).map(write_again)).is_immutable
+    assert open_elements(dataset.batch(2)).is_immutable
+    assert open_elements(dataset.map(lambda row: row).batch(2)).is_immutable
+    assert not open_elements(dataset.map(lambda row: row)).is_immutable
     steps = steps_of(dataset.batch(2).map(write_again), 1, 0, 2)
     assert rows_in(steps) == list(range(6))
 

@@ -97,10 +97,10 @@ def test_states_have_no_addresses_and_stay_short():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"grain": None},
-        {"grain": {}},
-        {"grain": {"next_index": 99}},
-        {"grain": {"next_index": "one"}},
+        {"iterator": None},
+        {"iterator": {}},
+        {"iterator": {"next_index": 99}},
+        {"iterator": {"next_index": "one"}},
         {"position": -1},
         {"position": "one"},
     ],
@@ -111,7 +111,7 @@ def test_malformed_states_are_refused_and_the_pass_stays_where_it_is(wrong):
     state = one_pass.get_state()
     with pytest.raises(NotResumableError):
         one_pass.set_state({**state, **wrong})
-    without = {name: value for name, value in state.items() if name != "grain"}
+    without = {name: value for name, value in state.items() if name != "iterator"}
     with pytest.raises(NotResumableError):
         one_pass.set_state(without)
     rest = [element.tolist() for element in one_pass]

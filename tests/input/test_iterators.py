@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from replicax._src.input.arrays import SHARD_HINT, from_arrays
 from replicax._src.input.dataset import ClosedIteratorError, DistributedDataset
 from replicax._src.input.elements import NotResumableError
 from replicax._src.input.files.constructors import from_csv
+from replicax._src.input.pipeline import SHARD_HINT, from_arrays
 from replicax._src.input.sources import PerReplicaPulls, open_source
 
 
@@ -137,7 +137,8 @@ def test_iterators_are_restored_in_any_order(order):
     after = list(dataset)
     again = distribute(from_arrays(np.arange(20)).shuffle(seed=3).batch(4))
     restored = [iter(again), iter(again)]
-    states = [{**state, "elements": {**state["elements"], "passes": 2}} for state in states]
+    for state in states:
+        state["elements"]["iterator"]["passes"] = 2
     for number in order:
         restored[number].set_state(states[number])
     assert [list(iterator) for iterator in restored] == expected
@@ -149,7 +150,7 @@ def test_positions_that_are_none(position):
     iterator = iter(distribute([np.arange(2)] * 5))
     state = iterator.get_state()
     with pytest.raises(NotResumableError):
-        iterator.set_state({**state, "elements": {**state["elements"], "position": position}})
+        iterator.set_state({**state, "elements": {**state["elements"], "iterator": position}})
     assert len(list(iterator)) == 5
 
 
@@ -168,7 +169,7 @@ def test_a_position_without_end_is_reached_without_walking():
     iterator = iter(dataset)
     next(iterator)
     state = iterator.get_state()
-    state["elements"]["position"] = 5 * 10**12 + 1
+    state["elements"]["iterator"]["cursor"]["repetition"] = 10**12
     start = time.monotonic()
     iterator.set_state(state)
     next(iterator)

@@ -10,8 +10,8 @@ import pytest
 import replicax as rx
 from replicax._src.input.elements import EmptyDatasetError, NotResumableError, element_spec
 from replicax._src.input.opening import open_elements
-from replicax._src.input.order import INFINITE
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
+from replicax._src.input.specs import INFINITE
 
 
 class Squares(keras.utils.PyDataset):
@@ -179,7 +179,7 @@ def test_processes_are_not_started_and_that_is_said(caplog):
         elements = open_elements(Squares(workers=1, use_multiprocessing=True))
         assert features(elements.iterate()) == [[0, 1], [2, 3], [4]]
     assert "workers are threads" in caplog.text
-    assert elements.traits.description == "the PyDataset Squares (read by 1 threads)"
+    assert elements.description == "the PyDataset Squares (read by 1 threads)"
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}])

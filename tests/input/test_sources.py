@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError, from_arrays
-from replicax._src.input.order import INFINITE
+from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
+from replicax._src.input.pipeline import from_arrays
 from replicax._src.input.sources import PerReplicaPulls, UnbatchedDatasetError, open_source
-from replicax._src.input.specs import PerReplicaSpec
+from replicax._src.input.specs import INFINITE, PerReplicaSpec
 
 REPLICAS = range(1, 9)
 

@@ -45,7 +45,7 @@ def test_values_order_and_partial_batches_whatever_the_format(format):
     assert isinstance(element["x"], np.ndarray)
     assert element["x"].tolist() == [[0, 1], [1, 2]]
     assert elements.cardinality == 3
-    assert elements.traits.description == "a Hugging Face Dataset of 3 elements"
+    assert elements.description == "a Hugging Face Dataset of 3 elements"
     assert element_spec(elements)["x"].shape == (None, 2)
 
 
@@ -160,7 +160,7 @@ def test_streams(format):
     for _ in range(2):
         assert ys(elements.iterate()) == [[0, 1], [2, 3], [4, 5], [6]]
     assert elements.cardinality is None
-    assert elements.traits.description == "a Hugging Face IterableDataset of 3 shards"
+    assert elements.description == "a Hugging Face IterableDataset of 3 shards"
     assert element_spec(elements)["x"].shape == (None, 2)
 
 
@@ -288,7 +288,13 @@ def test_the_state_of_another_stream_is_refused(make, differs, num_taken):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"hugging_face": None}, {"hugging_face": {}}, {"position": -1}, {"position": 0}, {"epoch": None}],
+    [
+        {"position": -1},
+        {"iterator": None},
+        {"iterator": {"epoch": 0}},
+        {"iterator": {"epoch": 0, "hugging_face": {}}},
+        {"iterator": {"epoch": None, "hugging_face": None}},
+    ],
 )
 def test_malformed_states_of_a_stream(wrong):
     batches = open_elements(stream_of(7).batch(2)).iterate()

@@ -9,9 +9,8 @@ from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.autoshard import AutoShardPolicy, NotEnoughFilesError, WorkerShare
 from replicax._src.input.elements import NotResumableError, element_spec
 from replicax._src.input.opening import open_elements
-from replicax._src.input.order import INFINITE
 from replicax._src.input.sources import UnbatchedDatasetError, open_source
-from replicax._src.input.specs import ArraySpec
+from replicax._src.input.specs import INFINITE, ArraySpec
 
 Dataset = tf.data.Dataset
 HINT = tf.data.experimental.SHARD_HINT
@@ -61,7 +60,7 @@ def policy_of(dataset, num_workers=2):
 def test_values_order_and_partial_batches():
     elements = open_elements(Dataset.range(5).batch(2))
     assert lists(elements.iterate()) == lists(elements.iterate()) == [[0, 1], [2, 3], [4]]
-    assert elements.traits.description == "a tf.data.Dataset"
+    assert elements.description == "a tf.data.Dataset"
 
 
 def test_nests():
@@ -203,13 +202,13 @@ def test_tfrecords_are_dealt_out(tmp_path):
 
 def test_how_many_files_there_are(paths):
     for reader in READERS.values():
-        assert open_elements(reader(paths).batch(2)).traits.count_files() == 3
+        assert open_elements(reader(paths).batch(2)).count_files() == 3
     repeated = numbers(Dataset.list_files(paths).repeat().interleave(tf.data.TextLineDataset)).batch(2)
-    assert open_elements(repeated.take(3)).traits.count_files() == 3
+    assert open_elements(repeated.take(3)).count_files() == 3
     joined = tf.data.TextLineDataset(paths[:1]).concatenate(tf.data.TextLineDataset(paths[1:]))
-    assert open_elements(numbers(joined).batch(2)).traits.count_files() == 1
+    assert open_elements(numbers(joined).batch(2)).count_files() == 1
     for dataset in (Dataset.range(8), Dataset.range(8).repeat(), Dataset.range(8).filter(lambda x: x > 1)):
-        assert open_elements(dataset.batch(2)).traits.count_files() is None
+        assert open_elements(dataset.batch(2)).count_files() is None
 
 
 def test_too_few_files_are_read_by_all(paths):
@@ -232,7 +231,7 @@ def with_policy(dataset, name):
 @pytest.mark.parametrize("name", ["AUTO", "FILE", "DATA", "HINT", "OFF"])
 def test_the_policy_of_the_dataset(name, paths):
     dataset = with_policy(numbers(tf.data.TextLineDataset(paths)).batch(2), name)
-    assert open_elements(dataset).traits.policy is AutoShardPolicy[name]
+    assert open_elements(dataset).policy is AutoShardPolicy[name]
     assert policy_of(dataset).split(":")[0] == ("FILE" if name == "AUTO" else name)
 
 

@@ -1,3 +1,5 @@
+import base64
+import io
 import json
 import multiprocessing
 import time
@@ -76,7 +78,7 @@ def test_values_order_and_partial_batches():
     for _ in range(2):
         assert ys(elements.iterate()) == [[0, 1], [2, 3], [4]]
     assert elements.cardinality == 3
-    assert elements.traits.description == "a torch DataLoader (batch_size 2, 0 workers)"
+    assert elements.description == "a torch DataLoader (batch_size 2, 0 workers)"
     element = next(elements.iterate())
     assert isinstance(element["x"], np.ndarray)
     assert element["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
@@ -175,7 +177,7 @@ def test_loaders_without_a_batch_size():
     elements = open_elements(DataLoader([torch.arange(2), torch.arange(3)], batch_size=None))
     assert lists(elements.iterate()) == [[0, 1], [0, 1, 2]]
     assert elements.cardinality == 2
-    assert "no batch_size" in elements.traits.description
+    assert "no batch_size" in elements.description
 
 
 def test_cardinalities():
@@ -217,7 +219,7 @@ def stateful(shuffle, num_rows=11, **options):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_stateful_loader_is_resumed_in_a_new_one(shuffle, num_taken, epoch):
     elements = open_elements(stateful(shuffle))
-    assert elements.traits.description == "a torch StatefulDataLoader (batch_size 2, 0 workers)"
+    assert elements.description == "a torch StatefulDataLoader (batch_size 2, 0 workers)"
     for _ in range(epoch):
         list(elements.iterate())
     before = elements.iterate()
@@ -273,17 +275,25 @@ def test_the_state_of_another_loader_is_refused(other, differs):
         open_elements(other()).iterate().set_state(before.get_state())
 
 
+def written(states):
+    """What a torchdata position is written as."""
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"torch": None},
-        {"torch": {}},
-        {"torch": {"a": 1}},
-        {"torch": {"__kind__": "tensor", "dtype": "odd", "shape": [], "data": ""}},
-        {"torch": 3},
-        {"generators": []},
-        {"generators": [None]},
-        {"generators": [3]},
+        {"iterator": None},
+        {"iterator": {}},
+        {"iterator": {"torch": ""}},
+        {"iterator": {"torch": written({})}},
+        {"iterator": {"torch": written(({}, [torch.Generator().get_state()]))}},
+        {"iterator": {"torch": written(({"a": 1}, [torch.Generator().get_state()]))}},
+        {"iterator": {"torch": written((3, [torch.Generator().get_state()]))}},
+        {"iterator": {"torch": written((None, []))}},
+        {"iterator": {"torch": written((None, [3]))}},
         {"position": -1},
     ],
 )
@@ -336,14 +346,14 @@ def test_two_passes_at_once_have_a_position_each():
 def test_states_with_something_that_is_no_json():
     class Odd(Rows):
         def state_dict(self):
-            return {"set": {1, 2}}
+            return {"odd": Odd}
 
         def load_state_dict(self, state):
             pass
 
     batches = open_elements(StatefulDataLoader(Odd(4), batch_size=2)).iterate()
     next(batches)
-    with pytest.raises(NotResumableError, match=r"\{1, 2\} of type set"):
+    with pytest.raises(NotResumableError, match="weights_only"):
         batches.get_state()
 
 

@@ -17,8 +17,8 @@ from replicax._src.cluster.failures import PeerFailureError
 from replicax._src.cluster.peers import Peers
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.elements import EmptyDatasetError, OneShotSourceError, Pass
-from replicax._src.input.order import INFINITE
 from replicax._src.input.sources import GlobalBatches, LocalRows, Source
+from replicax._src.input.specs import INFINITE
 
 
 class WorkersDifferError(InvalidArgumentError):

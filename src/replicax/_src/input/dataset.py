@@ -12,9 +12,9 @@ from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
 from replicax._src.input.agreed import agreed
 from replicax._src.input.elements import NotResumableError, Pass
-from replicax._src.input.order import INFINITE, Cardinality
 from replicax._src.input.reading import Placer, Reader, StackedSteps
 from replicax._src.input.sources import Source
+from replicax._src.input.specs import INFINITE, Cardinality
 from replicax._src.pictures import html
 from replicax._src.program.capture import current_capture
 

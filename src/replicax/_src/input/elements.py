@@ -1,24 +1,26 @@
-"""Elements: a dataset of any kind, read as nests of NumPy and JAX arrays. Iterables and iterators are read here,
-other libraries' datasets in ``adapters/``, files in ``files.py``.
+"""Elements: a dataset of any kind, read as nests of NumPy and JAX arrays.
+
+An opener says what is known of a dataset and how to start an iterator of it. All iterators that can be resumed speak
+one protocol, that of grain: ``get_state`` and ``set_state``.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import jax
 
 from replicax._src.errors import InvalidArgumentError, ReplicaxError
-from replicax._src.input.arrays import ArrayDataset, UnsupportedElementError, as_array
+from replicax._src.input.arrays import UnsupportedElementError, as_array
 from replicax._src.input.autoshard import AutoShardPolicy
-from replicax._src.input.order import INFINITE, Cardinality, PassCounter
-from replicax._src.input.specs import spec_of
+from replicax._src.input.specs import Cardinality, spec_of
 
 
 class UnsupportedSourceError(ReplicaxError, TypeError):
@@ -41,69 +43,6 @@ class NotResumableError(ReplicaxError, RuntimeError):
     """A position was asked of a dataset that cannot be continued from one, or a position of another dataset was
     given.
     """
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What is known of a dataset beside its elements.
-
-    Attributes:
-      description: What it is, for people: ``"grain.MapDataset"``.
-      is_batched: Its elements are batches, not rows, as far as it can say.
-      batch_size: How many rows an element has (the last may have fewer), where that is known.
-      row_bytes: How large one row is, where all of them are in memory, so that reading costs no more than a copy.
-      is_immutable: Nobody writes into the arrays of an element after it was yielded. Else they are copied.
-      policy: The autoshard policy that the dataset itself carries.
-      num_files: How many files it reads; None if it cannot be divided by files.
-      count_files: Returns num_files, where finding out costs something: asked only if there are several workers.
-      of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
-      of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
-    """
-
-    description: str
-    is_batched: bool = True
-    batch_size: int | None = None
-    row_bytes: int | None = None
-    is_immutable: bool = False
-    policy: AutoShardPolicy | None = None
-    num_files: int | None = None
-    count_files: Callable[[], int | None] | None = None
-    of_files: Callable[[int, int], Elements] | None = None
-    of_hint: Callable[[int, int], Elements] | None = None
-
-
-class Elements(abc.ABC):
-    """The elements of one dataset, as nests of NumPy and JAX arrays."""
-
-    @property
-    @abc.abstractmethod
-    def traits(self) -> Traits:
-        """What is known of the dataset."""
-
-    @property
-    @abc.abstractmethod
-    def cardinality(self) -> Cardinality | None:
-        """The number of elements, INFINITE, or None if it is not known beforehand."""
-
-    @abc.abstractmethod
-    def iterate(self) -> Pass:
-        """Starts from the first element.
-
-        Raises:
-          OneShotSourceError: The dataset cannot start again.
-        """
-
-    @abc.abstractmethod
-    def declared_spec(self) -> Any:
-        """Returns the nest of ArraySpecs that the dataset itself declares, or None."""
-
-    @abc.abstractmethod
-    def first(self) -> Any:
-        """Returns the first element; ``iterate`` yields it all the same.
-
-        Raises:
-          EmptyDatasetError: There is none.
-        """
 
 
 class Pass(abc.ABC):
@@ -133,70 +72,147 @@ class Pass(abc.ABC):
         """
 
 
-@final
-class StreamPass(Pass):
-    """A pass through elements that come one after the other and can not be returned to.
+class Resumable(Protocol):
+    """An iterator with a position."""
 
-    Args:
-      reason: Why it cannot be continued from a position, and what to use instead.
-      length: How many elements there must be, if it is known.
-    """
-
-    def __init__(self, elements: Iterator[Any], reason: str, length: Cardinality | None = None):
-        self._elements, self._reason = elements, reason
-        self._count = LengthCheck(length)
-
-    def __next__(self) -> Any:
-        return self._count.next_of(self._elements)
+    def __next__(self) -> Any: ...
 
     def get_state(self) -> Any:
-        raise NotResumableError(self._reason)
+        """Returns where it is, as JSON."""
+        ...
 
     def set_state(self, state: Any) -> None:
-        raise NotResumableError(self._reason)
+        """Goes where an equal iterator was. Any exception says that it is no state of it."""
+        ...
 
 
 @final
-class IndexedPass(Pass):
-    """A pass through elements that have numbers: its state is the number of the next one.
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """The elements of one dataset, as nests of NumPy and JAX arrays, and what is known of the dataset.
 
-    Args:
-      at: Returns the element with a number, from 0.
-      length: How many elements there are.
-      on_end: Called once, after the last element.
+    Attributes:
+      description: What it is, for people: ``"a grain.MapDataset"``.
+      start: Returns an iterator from the first element on: a Resumable, unless ``not_resumable`` says why it is none.
+      count: Returns the number of elements, INFINITE, or None if it is not known beforehand.
+      is_count_promised: The dataset only says so, and its iterators may yield another number, which is an error.
+      declared_spec: Returns the nest of ArraySpecs that the dataset itself declares, or None.
+      look: Returns an iterator of which the first element is looked at; None is ``start``.
+      fingerprint: Returns what tells the dataset from others, as JSON.
+      not_resumable: Why it cannot be continued from a position, and what to use instead.
+      are_arrays: The elements are nests of arrays as they come.
+      is_batched: They are batches, not rows, as far as it can say.
+      batch_size: How many rows an element has (the last may have fewer), where that is known.
+      row_bytes: How large one row is, where all of them are in memory, so that reading costs no more than a copy.
+      is_immutable: Nobody writes into the arrays of an element after it was yielded. Else they are copied.
+      policy: The autoshard policy that the dataset itself carries.
+      count_files: Returns how many files it reads, or None if it cannot be divided by files.
+      of_files: ``(num_shards, index) -> Elements`` of the files ``index, index + num_shards, ...``.
+      of_hint: ``(num_shards, index) -> Elements`` with its SHARD_HINTs replaced; None if it has none.
     """
 
-    def __init__(
-        self, at: Callable[[int], Any], length: Cardinality, on_end: Callable[[], None] = lambda: None
-    ):
-        self._at, self._length, self._on_end = at, length, on_end
-        self._position = 0
-        self._has_ended = False
+    description: str
+    start: Callable[[], Any]
+    count: Callable[[], Cardinality | None] = lambda: None
+    is_count_promised: bool = False
+    declared_spec: Callable[[], Any] = lambda: None
+    look: Callable[[], Iterator[Any]] | None = None
+    fingerprint: Callable[[], Mapping[str, Any]] = dict
+    not_resumable: str | None = None
+    are_arrays: bool = False
+    is_batched: bool = True
+    batch_size: int | None = None
+    row_bytes: int | None = None
+    is_immutable: bool = False
+    policy: AutoShardPolicy | None = None
+    count_files: Callable[[], int | None] = lambda: None
+    of_files: Callable[[int, int], Elements] | None = None
+    of_hint: Callable[[int, int], Elements] | None = None
+
+    @property
+    def cardinality(self) -> Cardinality | None:
+        """The number of elements, INFINITE, or None if it is not known beforehand."""
+        return self.count()
+
+    def iterate(self) -> Pass:
+        """Starts from the first element.
+
+        Raises:
+          OneShotSourceError: The dataset cannot start again.
+        """
+        return _ElementsPass(self)
+
+    def first(self) -> Any:
+        """Returns the first element; ``iterate`` yields it all the same.
+
+        Raises:
+          EmptyDatasetError: There is none.
+        """
+        element = next((self.look or self.start)(), END)
+        if element is END:
+            raise EmptyDatasetError("The dataset has no elements, so what they look like is not known.")
+        return as_arrays(element)
+
+
+@final
+class _ElementsPass(Pass):
+    """A pass through the elements of any dataset. Its state is that of the iterator, with the fingerprint."""
+
+    def __init__(self, elements: Elements):
+        self._are_arrays, self._not_resumable = elements.are_arrays, elements.not_resumable
+        self._fingerprint = {} if elements.not_resumable else elements.fingerprint()
+        self._promised = elements.count() if elements.is_count_promised else None
+        self._num_elements = 0
+        self._start = elements.start
+        self._iterator: Any = elements.start()
 
     def __next__(self) -> Any:
-        if self._position >= self._length:
-            if not self._has_ended:
-                self._has_ended = True
-                self._on_end()
-            raise StopIteration
-        element = self._at(self._position)
-        self._position += 1
-        return element
+        try:
+            element = next(self._iterator)
+        except StopIteration:
+            if self._promised not in (None, math.inf) and self._num_elements < self._promised:
+                raise _wrong_length(self._promised, f"ended after {self._num_elements}") from None
+            raise
+        if self._num_elements == self._promised:
+            raise _wrong_length(self._promised, "goes on after them")
+        self._num_elements += 1
+        return element if self._are_arrays else as_arrays(element)
 
     def get_state(self) -> Any:
-        return {"position": self._position, "length": _finite(self._length)}
+        if self._not_resumable:
+            raise NotResumableError(self._not_resumable)
+        return {
+            "position": self._num_elements,
+            "iterator": self._iterator.get_state(),
+            **self._fingerprint,
+        }
 
     def set_state(self, state: Any) -> None:
-        check_same_dataset(state, {"length": _finite(self._length)})
-        if not 0 <= state["position"] <= self._length:
+        if self._not_resumable:
+            raise NotResumableError(self._not_resumable)
+        _check_same_dataset(state, self._fingerprint)
+        before = self._iterator.get_state() if self._num_elements else None  # to ask begins some
+        try:
+            if not 0 <= state["position"] <= (math.inf if self._promised is None else self._promised):
+                raise ValueError(f"position {state['position']}")
+            if before is not None and type(state["iterator"]) is not type(before):
+                raise TypeError(f"{state['iterator']!r:.200}")
+            self._iterator.set_state(state["iterator"])
+        except ReplicaxError:
+            raise
+        except Exception as error:
+            if before is None:
+                self._iterator = self._start()
+            else:
+                self._iterator.set_state(before)
             raise NotResumableError(
-                f"The state has the position {state['position']!r}, and the dataset {self._length} elements."
-            )
-        self._position = int(state["position"])
-        self._has_ended = False
+                f"The dataset does not take the state ({type(error).__name__}: {error}). Give back what get_state returned "
+                "for a dataset that is made in the same way."
+            ) from error
+        self._num_elements = state["position"]
 
 
-def check_same_dataset(state: Any, expected: dict[str, Any]) -> None:
+def _check_same_dataset(state: Any, expected: Mapping[str, Any]) -> None:
     """Raises NotResumableError unless a state has a ``position`` and says of the dataset what is expected."""
     if not isinstance(state, dict) or not isinstance(state.get("position"), int):
         raise NotResumableError(
@@ -210,17 +226,11 @@ def check_same_dataset(state: Any, expected: dict[str, Any]) -> None:
             )
 
 
-def check_before_pass(state: Any, expected: dict[str, Any], passes: PassCounter, number: int) -> None:
-    """As ``check_same_dataset``; where the state is refused, the pass that was begun for it has not been one."""
-    try:
-        check_same_dataset(state, expected)
-    except NotResumableError:
-        passes.give_back(number)
-        raise
-
-
-def _finite(length: Cardinality) -> int | None:
-    return None if length == INFINITE else int(length)
+def _wrong_length(length: Cardinality | None, what: str) -> DatasetLengthError:
+    return DatasetLengthError(
+        f"len() of the dataset says {length} elements, and it {what}. Let __len__ count what __iter__ yields "
+        "(batches, not rows), or leave it out; after a filter on a grain.MapDataset, call to_iter_dataset()."
+    )
 
 
 def element_spec(elements: Elements) -> Any:
@@ -229,166 +239,50 @@ def element_spec(elements: Elements) -> Any:
     return spec_of(elements.first()) if declared is None else declared
 
 
-# --- arrays in memory ---------------------------------------------------------------------------------
+# --- iterators ----------------------------------------------------------------------------------------
 
 
 @final
-class ArrayElements(Elements):
-    """The elements of an ArrayDataset."""
-
-    def __init__(self, dataset: ArrayDataset):
-        self._dataset = dataset
-
-    @property
-    def traits(self) -> Traits:
-        dataset = self._dataset
-        return Traits(
-            dataset.description,
-            is_batched=dataset.is_batched,
-            batch_size=dataset.batch_size,
-            row_bytes=None if dataset.is_mapped else dataset.row_bytes,
-            is_immutable=not dataset.is_mapped_in_batches,
-            of_hint=(lambda num, index: ArrayElements(dataset.with_hint(num, index)))
-            if dataset.has_hint
-            else None,
-        )
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return self._dataset.cardinality
-
-    def iterate(self) -> Pass:
-        return _ArrayPass(self._dataset)
-
-    def declared_spec(self) -> Any:
-        return self._dataset.element_spec
-
-    def first(self) -> Any:
-        # Of a dataset derived from it, so that looking does not use up an order of its shuffle.
-        return first_element(map(as_arrays, self._dataset.take(1)))
-
-
-@final
-class _ArrayPass(Pass):
-    """A pass through an ArrayDataset; its state is (pass, position, seeds), so that later passes go on alike."""
-
-    def __init__(self, dataset: ArrayDataset):
-        self._dataset = dataset
-        self._fingerprint = dataset.fingerprint
-        self._begin(dataset.passes.begin(), 0)
-
-    def __next__(self) -> Any:
-        place = next(self._rest)
-        self._position += 1
-        element = self._dataset.element(place)
-        return as_arrays(element) if self._dataset.is_mapped else element
-
-    def get_state(self) -> Any:
-        return {"position": self._position, "passes": self._dataset.passes.num_begun, **self._constant}
-
-    def set_state(self, state: Any) -> None:
-        check_before_pass(state, self._fingerprint, self._dataset.passes, self._constant["pass"])
-        self._dataset.continue_from(int(state["passes"]), state["seeds"])
-        self._begin(int(state["pass"]), int(state["position"]))
-
-    def _begin(self, pass_number: int, position: int) -> None:
-        self._position = position
-        self._constant = {"pass": pass_number, "seeds": self._dataset.seeds, **self._fingerprint}
-        self._rest = self._dataset.places(pass_number, position)
-
-
-# --- iterables and iterators --------------------------------------------------------------------------
-
-
-@final
-class IterableElements(Elements):
-    """The elements of an iterable that starts again each time.
+class NumberedIterator:
+    """Goes through elements that have numbers; its position is the number of the next one.
 
     Args:
-      traits: See there.
-      declare_spec: Returns a nest of ArraySpecs, or None.
-      reason: Why it cannot be continued from a position.
+      at: Returns the element with a number, from 0.
+      length: How many elements there are.
     """
 
-    def __init__(
-        self,
-        iterable: Iterable[Any],
-        cardinality: Cardinality | None,
-        traits: Traits,
-        reason: str,
-        declare_spec: Callable[[], Any] = lambda: None,
-    ):
-        self._iterable = iterable
-        self._cardinality = cardinality
-        self._traits = traits
-        self._reason = reason
-        self._declare_spec = declare_spec
+    def __init__(self, at: Callable[[int], Any], length: int):
+        self._at, self._length, self._next = at, length, 0
 
-    @property
-    def traits(self) -> Traits:
-        return self._traits
+    def __next__(self) -> Any:
+        if self._next >= self._length:
+            raise StopIteration
+        element = self._at(self._next)
+        self._next += 1
+        return element
 
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return self._cardinality
+    def get_state(self) -> int:
+        """Returns the number of the next element."""
+        return self._next
 
-    def iterate(self) -> Pass:
-        return StreamPass(map(as_arrays, self._iterable), self._reason, self._cardinality)
-
-    def declared_spec(self) -> Any:
-        return self._declare_spec()
-
-    def first(self) -> Any:
-        return first_element(map(as_arrays, self._iterable))
+    def set_state(self, state: int) -> None:
+        """Goes to an element."""
+        if not 0 <= state <= self._length:
+            raise ValueError(f"element {state} of {self._length}")
+        self._next = state
 
 
 @final
-class SequenceElements(Elements):
-    """The elements of a list or another sequence, which are read by their numbers."""
-
-    def __init__(self, sequence: Sequence[Any], traits: Traits):
-        self._sequence, self._traits = sequence, traits
-
-    @property
-    def traits(self) -> Traits:
-        return self._traits
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return len(self._sequence)
-
-    def iterate(self) -> Pass:
-        return IndexedPass(self._at, len(self._sequence))
-
-    def declared_spec(self) -> Any:
-        return None
-
-    def first(self) -> Any:
-        return first_element(map(as_arrays, self._sequence[:1]))
-
-    def _at(self, index: int) -> Any:
-        return as_arrays(self._sequence[index])
-
-
-@final
-class IteratorElements(Elements):
+class OneShotIterator:
     """The elements of an iterator, which can be gone through once."""
 
     def __init__(self, iterator: Iterator[Any]):
-        self._traits = Traits(f"a one-shot {type(iterator).__name__}")
-        self._rest = map(as_arrays, iterator)
-        self._peeked: list[Any] = []
+        self._iterator = iterator
+        self._looked_at: list[Any] = []
         self._is_spent = False
 
-    @property
-    def traits(self) -> Traits:
-        return self._traits
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return None
-
-    def iterate(self) -> Pass:
+    def start(self) -> Iterator[Any]:
+        """Yields the elements, the one that was looked at too."""
         if self._is_spent:
             raise OneShotSourceError(
                 "This dataset is an iterator (a generator, or an object with __next__), and it has been "
@@ -396,28 +290,22 @@ class IteratorElements(Elements):
                 "again: a list of batches, rx.data.from_arrays(...).batch(n), a grain dataset."
             )
         self._is_spent = True
-        return StreamPass(
-            self._elements(),
-            f"The position of {self._traits.description} cannot be saved or restored: a generator goes through its "
-            "elements once. Use rx.data.from_arrays(...), a grain dataset or a list of batches.",
-        )
+        return self._elements()
 
-    def declared_spec(self) -> Any:
-        return None
-
-    def first(self) -> Any:
-        if not self._peeked:
+    def look(self) -> Iterator[Any]:
+        """Yields the first element."""
+        if not self._looked_at:
             if self._is_spent:
                 raise OneShotSourceError(
                     "This dataset is an iterator that has been iterated, so its first element is gone; ask "
                     "for element_spec before."
                 )
-            self._peeked.append(first_element(self._rest))
-        return self._peeked[0]
+            self._looked_at.extend(itertools.islice(self._iterator, 1))
+        return iter(self._looked_at)
 
     def _elements(self) -> Iterator[Any]:
-        yield from self._peeked
-        yield from self._rest
+        yield from self._looked_at
+        yield from self._iterator
 
 
 # --- elements -----------------------------------------------------------------------------------------
@@ -453,51 +341,3 @@ def _as_array_or_nest(leaf: Any) -> Any:
         jax.tree_util.register_dataclass(type(leaf))
         return as_arrays(leaf)
     return as_array(leaf)
-
-
-def first_element(elements: Iterator[Any]) -> Any:
-    """Returns the first element.
-
-    Raises:
-      EmptyDatasetError: There is none.
-    """
-    element = next(elements, END)
-    if element is END:
-        raise EmptyDatasetError("The dataset has no elements, so what they look like is not known.")
-    return element
-
-
-@final
-class LengthCheck:
-    """Counts elements, and refuses a number other than was promised: other processes and Keras count on it.
-
-    Attributes:
-      num_elements: How many there have been.
-    """
-
-    def __init__(self, length: Cardinality | None):
-        self._length = math.inf if length is None else length
-        self._is_known = length is not None and length != INFINITE
-        self.num_elements = 0
-
-    def next_of(self, elements: Iterator[Any]) -> Any:
-        """Returns the next element.
-
-        Raises:
-          DatasetLengthError: There is one too many, or too few.
-        """
-        for element in elements:
-            if self.num_elements >= self._length:
-                raise DatasetLengthError(_length_text(self._length, "goes on after them"))
-            self.num_elements += 1
-            return element
-        if self._is_known and self.num_elements < self._length:
-            raise DatasetLengthError(_length_text(self._length, f"ended after {self.num_elements}"))
-        raise StopIteration
-
-
-def _length_text(length: Cardinality, what: str) -> str:
-    return (
-        f"len() of the dataset says {length} elements, and it {what}. Let __len__ count what __iter__ yields "
-        "(batches, not rows), or leave it out; after a filter on a grain.MapDataset, call to_iter_dataset()."
-    )

@@ -49,3 +49,9 @@ def stack(arrays: Sequence[np.ndarray], capacity: int) -> np.ndarray:
         result[number] = array
     result[len(arrays) :] = 0
     return result
+
+
+def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns arrays ``[n, ...]`` one after the other."""
+    result = empty((sum(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    return np.concatenate(arrays, out=result)

@@ -10,20 +10,18 @@ from replicax._src.input.adapters.hugging_face import open_hugging_face
 from replicax._src.input.adapters.keras import open_keras
 from replicax._src.input.adapters.tensorflow import open_tensorflow
 from replicax._src.input.adapters.torch import open_torch
-from replicax._src.input.arrays import ArrayDataset
+from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.elements import (
-    ArrayElements,
     Elements,
-    IterableElements,
-    IteratorElements,
-    SequenceElements,
-    Traits,
+    NumberedIterator,
+    OneShotIterator,
     UnsupportedSourceError,
 )
-from replicax._src.input.files.elements import open_files
+from replicax._src.input.files.dataset import FileDataset
+from replicax._src.input.pipeline import Dataset
+from replicax._src.input.steps import Filter, Map
 
 _OPENERS: Final[list[Callable[[Any], Elements | None]]] = [
-    open_files,
     open_grain,
     open_tensorflow,
     open_keras,
@@ -39,29 +37,75 @@ def open_elements(dataset: Any) -> Elements:
     Raises:
       UnsupportedSourceError: It is none of these.
     """
-    if isinstance(dataset, ArrayDataset):
-        return ArrayElements(dataset)
+    if isinstance(dataset, Dataset):
+        return _open_ours(dataset)
     for open_kind in _OPENERS:
         elements = open_kind(dataset)
         if elements is not None:
             return elements
     _refuse_what_is_no_dataset(dataset)
-    if isinstance(dataset, Iterator):
-        return IteratorElements(dataset)
     name = type(dataset).__name__
+    if isinstance(dataset, Iterator):
+        iterator = OneShotIterator(dataset)
+        reason = (
+            f"The position of a one-shot {name} cannot be saved or restored: a generator goes through its "
+            "elements once. Use rx.data.from_arrays(...), a grain dataset or a list of batches."
+        )
+        return Elements(f"a one-shot {name}", iterator.start, look=iterator.look, not_resumable=reason)
     if isinstance(dataset, Sequence):
-        return SequenceElements(dataset, Traits(f"a {name} of {len(dataset)} elements"))
+        return Elements(
+            f"a {name} of {len(dataset)} elements",
+            lambda: NumberedIterator(dataset.__getitem__, len(dataset)),
+            count=lambda: len(dataset),
+            fingerprint=lambda: {"length": len(dataset)},
+        )
     if isinstance(dataset, Iterable):
         reason = (
             f"The position of a {name} cannot be saved or restored: nothing says that its __iter__ yields the same "
             "again. Use rx.data.from_arrays(...), a grain dataset, or a class with __getitem__ and __len__ that is "
             "registered as a collections.abc.Sequence."
         )
-        return IterableElements(dataset, _length(dataset), Traits(f"a {name}"), reason)
+        return Elements(
+            f"a {name}",
+            lambda: iter(dataset),
+            count=lambda: _length(dataset),
+            is_count_promised=True,
+            not_resumable=reason,
+        )
     raise UnsupportedSourceError(
         f"Got {dataset!r} of type {type(dataset).__name__}, which is no dataset. Allowed are "
         "rx.data.from_arrays(...).batch(n), grain datasets, tf.data.Dataset, torch's DataLoader, Hugging Face "
         "datasets, keras.utils.PyDataset, and iterables of batches (a list, a generator, an object with __iter__)."
+    )
+
+
+def _open_ours(dataset: Dataset) -> Elements:
+    is_mapped, source = dataset.has(Map), dataset.source
+    if not source.has_arrays and not is_mapped:
+        raise UnsupportedElementError(
+            f"The elements of {dataset!r} are text or bytes, which no device holds. Call .map(parse), where parse "
+            "makes a nest of arrays of one record, and then .batch(n)."
+        )
+    of_hint = of_files = None
+    if dataset.has_hint:
+        of_hint = lambda num, index: _open_ours(dataset.with_hint(num, index))  # noqa: E731
+    if isinstance(dataset, FileDataset):
+        of_files = lambda num, index: _open_ours(dataset.of_files(num, index))  # noqa: E731
+    return Elements(
+        source.description,
+        dataset.__iter__,
+        count=lambda: dataset.cardinality,
+        declared_spec=lambda: dataset.element_spec,
+        look=dataset.first,
+        fingerprint=lambda: dataset.fingerprint,
+        are_arrays=not is_mapped,
+        is_batched=dataset.is_batched,
+        batch_size=dataset.batch_size,
+        row_bytes=None if dataset.has(Map, Filter) else source.row_bytes,
+        is_immutable=not dataset.is_mapped_in_batches,
+        count_files=lambda: source.num_files,
+        of_files=of_files,
+        of_hint=of_hint,
     )
 
 

@@ -38,8 +38,7 @@ from replicax._src.input.elements import (
     element_spec,
 )
 from replicax._src.input.opening import open_elements
-from replicax._src.input.order import INFINITE, Cardinality
-from replicax._src.input.specs import PerReplicaSpec, is_static, spec_of
+from replicax._src.input.specs import INFINITE, Cardinality, PerReplicaSpec, is_static, spec_of
 from replicax._src.input.split import split_sizes
 
 log = logging.getLogger("replicax")
@@ -130,33 +129,30 @@ def open_source(
     """
     share = share or WorkerShare(num_replicas=num_replicas)
     elements = open_elements(dataset)
-    traits = elements.traits
-    if not traits.is_batched:
+    if not elements.is_batched:
         raise unbatched(share.num_replicas)
-    wanted = policy or traits.policy or AutoShardPolicy.AUTO
-    num_files = traits.num_files
-    if traits.count_files is not None and share.num_workers > 1:
-        num_files = traits.count_files()
+    wanted = policy or elements.policy or AutoShardPolicy.AUTO
+    num_files = elements.count_files() if share.num_workers > 1 else None  # to count may cost something
     decision = choose_policy(
-        wanted, share, num_files, has_hint=traits.of_hint is not None, source=traits.description
+        wanted, share, num_files, has_hint=elements.of_hint is not None, source=elements.description
     )
     log.info(
         "Input: %s, worker %d of %d, policy %s: %s.",
-        traits.description,
+        elements.description,
         share.worker_index,
         share.num_workers,
         decision.policy.name,
         decision.reason,
     )
     if decision.is_fallback:
-        _warn_of_fallback(traits.description, decision.reason)
-    if traits.of_hint is not None:
+        _warn_of_fallback(elements.description, decision.reason)
+    if elements.of_hint is not None:
         is_meant = decision.policy is AutoShardPolicy.HINT
         num_shards = share.num_workers if is_meant else 1
-        elements = traits.of_hint(num_shards, share.worker_index if is_meant else 0)
+        elements = elements.of_hint(num_shards, share.worker_index if is_meant else 0)
     if decision.policy is AutoShardPolicy.FILE and share.num_workers > 1:
-        assert traits.of_files is not None
-        elements = traits.of_files(share.num_workers, share.worker_index)
+        assert elements.of_files is not None
+        elements = elements.of_files(share.num_workers, share.worker_index)
     return GlobalBatches(elements, share, decision)
 
 
@@ -196,7 +192,7 @@ class GlobalBatches(Source):
           UnsupportedElementError: An element has no array in it, or something that is none.
         """
         elements = self._elements.iterate()
-        is_immutable = self._elements.traits.is_immutable
+        is_immutable = self._elements.is_immutable
         if self.is_shared:
             return _SharedBatches(elements, self._share, is_immutable)
         return _OwnBatches(elements, self._share, is_immutable)
@@ -209,15 +205,15 @@ class GlobalBatches(Source):
 
     @property
     def cheap_step_bytes(self) -> int | None:
-        traits = self._elements.traits
-        if traits.row_bytes is None or traits.batch_size is None:
+        elements = self._elements
+        if elements.row_bytes is None or elements.batch_size is None:
             return None
-        return traits.row_bytes * traits.batch_size
+        return elements.row_bytes * elements.batch_size
 
     def describe(self) -> dict[str, str]:
         share, decision = self._share, self._decision
         return {
-            "source": self._elements.traits.description,
+            "source": self._elements.description,
             "batch": _batch_text(self._batch_size(), share.num_replicas),
             "policy": f"{decision.policy.name}: {decision.reason}",
             "shard": f"{share.worker_index} of {share.num_workers}",
@@ -226,7 +222,7 @@ class GlobalBatches(Source):
     def _batch_size(self) -> int | None:
         specs = jax.tree.leaves(self._elements.declared_spec())
         declared = specs[0].shape[0] if specs and specs[0].shape else None
-        return declared or self._elements.traits.batch_size
+        return declared or self._elements.batch_size
 
 
 def _batch_text(batch_size: int | None, num_replicas: int) -> str:
@@ -387,7 +383,7 @@ class PerReplicaPulls(Source):
 
     def describe(self) -> dict[str, str]:
         distinct = self._distinct()
-        sources = ", ".join(dict.fromkeys(elements.traits.description for elements in distinct))
+        sources = ", ".join(dict.fromkeys(elements.description for elements in distinct))
         pulled = "its own dataset" if len(distinct) > 1 else "one dataset in turn"
         return {
             "source": f"{sources}, from a function",
@@ -436,7 +432,7 @@ class _Pulls(Pass):
     ):
         self._passes, self._of_replicas, self._distinct = passes, of_replicas, distinct
         self._on_incomplete = on_incomplete
-        self._is_immutable = all(elements.traits.is_immutable for elements in distinct)
+        self._is_immutable = all(elements.is_immutable for elements in distinct)
 
     def __next__(self) -> list[Any]:
         parts = [self._pull(self._passes[number]) for number in self._of_replicas]

@@ -1,15 +1,20 @@
-"""What the elements of a dataset look like: shapes, where None is a size that may vary, and dtypes."""
+"""What the elements of a dataset look like: shapes, where None is a size that may vary, dtypes, and how many."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 from replicax._src.input.split import split_sizes
 
 Shape = tuple[int | None, ...]
+
+Cardinality = int | float
+INFINITE: Final[float] = math.inf
+"""The cardinality of what never ends."""
 
 
 @dataclass(frozen=True)

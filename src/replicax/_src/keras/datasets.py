@@ -14,14 +14,13 @@ import numpy as np
 
 from replicax._src.errors import InvalidArgumentError, KerasScopeError, MixedStrategiesError
 from replicax._src.input.agreed import AgreedParts
-from replicax._src.input.arrays import ArrayDataset
 from replicax._src.input.dataset import DistributedDataset, DistributedIterator
 from replicax._src.input.elements import EmptyDatasetError, NotResumableError, Pass
-from replicax._src.input.files.dataset import FileDataset
 from replicax._src.input.narrowing import narrowed, narrowed_nest
-from replicax._src.input.order import INFINITE, Cardinality
+from replicax._src.input.pipeline import Dataset
 from replicax._src.input.reading import Reader
 from replicax._src.input.sources import LocalRows
+from replicax._src.input.specs import INFINITE, Cardinality
 from replicax._src.placement.batch import WorkerRows
 from replicax._src.strategies.datasets import distribute
 from replicax._src.values import DistributedValues
@@ -114,7 +113,7 @@ def _agreed_cardinality(data: DistributedDataset) -> Cardinality | None:
 
 
 def _is_ours(data: Any) -> bool:
-    return isinstance(data, (ArrayDataset, FileDataset, DistributedDataset, DistributedIterator))
+    return isinstance(data, (Dataset, DistributedDataset, DistributedIterator))
 
 
 def check_alone(name: str, given: Mapping[str, Any]) -> None:

@@ -5,23 +5,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator
-from typing import Any, Final, final
+from typing import Any, Final
 
 import jax
 import numpy as np
 
-from replicax._src.input.elements import (
-    Elements,
-    LengthCheck,
-    NotResumableError,
-    Pass,
-    Traits,
-    as_arrays,
-    check_same_dataset,
-    first_element,
-)
-from replicax._src.input.order import INFINITE, Cardinality
-from replicax._src.input.specs import ArraySpec
+from replicax._src.input.elements import Elements
+from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 
 def open_grain(dataset: Any) -> Elements | None:
@@ -34,86 +24,36 @@ def open_grain(dataset: Any) -> Elements | None:
     grain = sys.modules.get("grain")
     if grain is None:
         return None
+    ordered, length, cardinality = dataset, None, None
     if isinstance(dataset, grain.MapDataset):
-        num_elements = len(dataset)
-        cardinality = INFINITE if num_elements == sys.maxsize else num_elements  # repeat() for ever
-        return GrainElements(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)), cardinality, dataset)
-    if isinstance(dataset, grain.IterDataset):
-        return GrainElements(dataset, None, dataset)
-    return None
-
-
-@final
-class GrainElements(Elements):
-    """The elements of a grain dataset."""
-
-    def __init__(self, ordered: Any, cardinality: Cardinality | None, dataset: Any):
-        self._ordered, self._cardinality, self._dataset = ordered, cardinality, dataset
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(f"a {self._kind}")
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return self._cardinality
-
-    def iterate(self) -> Pass:
-        length = (
-            None if self._cardinality is None or self._cardinality == INFINITE else int(self._cardinality)
-        )
-        fingerprint = {
-            "kind": self._kind,
+        kind = "grain.MapDataset"
+        ordered = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
+        length = None if len(dataset) == sys.maxsize else len(dataset)  # repeat() for ever
+        cardinality: Cardinality | None = INFINITE if length is None else length
+    elif isinstance(dataset, grain.IterDataset):
+        kind = "grain.IterDataset"
+    else:
+        return None
+    return Elements(
+        f"a {kind}",
+        ordered.__iter__,
+        count=lambda: cardinality,
+        is_count_promised=True,
+        declared_spec=lambda: _declared_spec(dataset),
+        fingerprint=lambda: {
+            "kind": kind,
             "length": length,
-            "transformations": _transformations(self._dataset),
-        }
-        return _GrainPass(iter(self._ordered), self._cardinality, fingerprint)
-
-    def declared_spec(self) -> Any:
-        grain = sys.modules["grain"]
-        try:
-            specs = grain.experimental.get_element_spec(self._dataset)
-        except (ValueError, NotImplementedError):  # a map function does not say
-            return None
-        return jax.tree.map(lambda spec: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype)), specs)
-
-    def first(self) -> Any:
-        return first_element(map(as_arrays, self._ordered))
-
-    @property
-    def _kind(self) -> str:
-        return "grain.MapDataset" if self._cardinality is not None else "grain.IterDataset"
+            "transformations": _transformations(dataset),
+        },
+    )
 
 
-@final
-class _GrainPass(Pass):
-    """A pass through a grain dataset; its state is grain's, the number of the next element, and the fingerprint."""
-
-    def __init__(self, iterator: Any, cardinality: Cardinality | None, fingerprint: dict[str, Any]):
-        self._iterator, self._fingerprint = iterator, fingerprint
-        self._count = LengthCheck(cardinality)
-
-    def __next__(self) -> Any:
-        return as_arrays(self._count.next_of(self._iterator))
-
-    def get_state(self) -> Any:
-        position = self._count.num_elements
-        return {"position": position, "grain": self._iterator.get_state(), **self._fingerprint}
-
-    def set_state(self, state: Any) -> None:
-        check_same_dataset(state, self._fingerprint)
-        position, before = state["position"], self._iterator.get_state()
-        try:
-            if position < 0 or type(state["grain"]) is not type(before):
-                raise ValueError(f"position {position!r}, grain {state['grain']!r:.200}")
-            self._iterator.set_state(state["grain"])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            self._iterator.set_state(before)
-            raise NotResumableError(
-                f"grain does not take the state ({type(error).__name__}: {error}). Give back what get_state returned "
-                "for a dataset that is made in the same way."
-            ) from error
-        self._count.num_elements = position
+def _declared_spec(dataset: Any) -> Any:
+    try:
+        specs = sys.modules["grain"].experimental.get_element_spec(dataset)
+    except (ValueError, NotImplementedError):  # a map function does not say
+        return None
+    return jax.tree.map(lambda spec: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype)), specs)
 
 
 # --- what a dataset is made of ------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
 import jax
@@ -14,17 +15,10 @@ import numpy as np
 from replicax._src.input.arrays import InconsistentRowsError, UnsupportedElementError
 from replicax._src.input.elements import (
     Elements,
-    IndexedPass,
-    NotResumableError,
-    Pass,
-    StreamPass,
-    Traits,
+    NumberedIterator,
     UnsupportedSourceError,
     as_arrays,
-    check_same_dataset,
-    first_element,
 )
-from replicax._src.input.order import Cardinality
 
 log = logging.getLogger("replicax")
 
@@ -52,9 +46,9 @@ def open_hugging_face(dataset: Any) -> Elements | None:
         return None
     datasets = sys.modules["datasets"]
     if isinstance(dataset, datasets.Dataset):
-        return TableElements(dataset)
+        return _table(dataset)
     if isinstance(dataset, datasets.IterableDataset):
-        return StreamElements(dataset)
+        return _stream(dataset)
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         raise UnsupportedSourceError(
             f"Got a {type(dataset).__name__} with the splits {list(dataset)}, which is no dataset. Pass one of them: "
@@ -63,112 +57,85 @@ def open_hugging_face(dataset: Any) -> Elements | None:
     return None
 
 
-@final
-class TableElements(Elements):
+def _table(dataset: Any) -> Elements:
     """The elements of a ``datasets.Dataset``, which are read by their numbers."""
+    num_elements = len(dataset)
+    has_transform = dataset.format["type"] == "custom"
+    view = dataset
+    if not has_transform:
+        columns, others_too = dataset.format["columns"], dataset.format["output_all_columns"]
+        view = dataset.with_format("numpy", columns=columns, output_all_columns=others_too)
+    description = f"a Hugging Face Dataset of {_count(num_elements, 'element')}"
+    new_check = _checks_of(description)
 
-    def __init__(self, dataset: Any):
-        self._has_transform = dataset.format["type"] == "custom"
-        self._num_elements = len(dataset)
-        self._name = _Name(f"a Hugging Face Dataset of {_count(self._num_elements, 'element')}")
-        self._dataset = dataset
-        if not self._has_transform:
-            columns, others_too = dataset.format["columns"], dataset.format["output_all_columns"]
-            self._dataset = dataset.with_format("numpy", columns=columns, output_all_columns=others_too)
+    def start() -> NumberedIterator:
+        check = new_check()
+        return NumberedIterator(lambda index: check.checked(_as_arrays(view[index])), num_elements)
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(self._name.description, is_immutable=not self._has_transform)
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return self._num_elements
-
-    def iterate(self) -> Pass:
-        check = _BatchCheck(self._name)
-        return IndexedPass(lambda index: check.checked(self._at(index)), self._num_elements)
-
-    def declared_spec(self) -> Any:
-        return None
-
-    def first(self) -> Any:
-        return first_element(self._at(index) for index in range(min(self._num_elements, 1)))
-
-    def _at(self, index: int) -> Any:
-        return _as_arrays(self._dataset[index])
+    return Elements(
+        description,
+        start,
+        count=lambda: num_elements,
+        look=lambda: (_as_arrays(view[index]) for index in range(min(num_elements, 1))),
+        fingerprint=lambda: {"length": num_elements},
+        are_arrays=True,
+        is_immutable=not has_transform,
+    )
 
 
-@final
-class StreamElements(Elements):
+def _stream(dataset: Any) -> Elements:
     """The elements of a ``datasets.IterableDataset``. Its shards, which often are files, can be dealt out."""
+    description = f"a Hugging Face IterableDataset of {_count(dataset.num_shards, 'shard')}"
+    new_check = _checks_of(description)
 
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-        self._name = _Name(f"a Hugging Face IterableDataset of {_count(dataset.num_shards, 'shard')}")
+    def of_files(num_shards: int, index: int) -> Elements:
+        return _stream(dataset.shard(num_shards=num_shards, index=index, contiguous=False))
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(self._name.description, num_files=self._dataset.num_shards, of_files=self._of_files)
+    return Elements(
+        description,
+        lambda: _StreamIterator(_view(dataset), new_check),
+        look=lambda: map(_as_arrays, _view(dataset)),
+        fingerprint=lambda: _fingerprint(dataset),
+        not_resumable=_SHUFFLED if _has_shuffle_buffer(dataset) else None,
+        are_arrays=True,
+        count_files=lambda: dataset.num_shards,
+        of_files=of_files,
+    )
 
-    @property
-    def cardinality(self) -> Cardinality | None:
-        return None
 
-    def iterate(self) -> Pass:
-        view = self._view()
-        if _has_shuffle_buffer(view):
-            return StreamPass(_BatchCheck(self._name).map(view), _SHUFFLED)
-        return _IterableDatasetPass(view, self._name)
-
-    def declared_spec(self) -> Any:
-        return None
-
-    def first(self) -> Any:
-        return first_element(map(_as_arrays, self._view()))
-
-    def _view(self) -> Any:
-        # Iterators of one dataset share the position that it knows, and copies share their sources.
-        view = copy.deepcopy(self._dataset).with_format("numpy")
-        view.set_epoch(self._dataset.epoch)
-        return view
-
-    def _of_files(self, num_shards: int, index: int) -> Elements:
-        return StreamElements(self._dataset.shard(num_shards=num_shards, index=index, contiguous=False))
+def _view(dataset: Any) -> Any:
+    # Iterators of one dataset share the position that it knows, and copies share their sources.
+    view = copy.deepcopy(dataset).with_format("numpy")
+    view.set_epoch(dataset.epoch)
+    return view
 
 
 @final
-class _IterableDatasetPass(Pass):
-    """A pass through an IterableDataset of its own; its state is that dataset's, and the fingerprint."""
+class _StreamIterator:
+    """Goes through an IterableDataset of its own; its position is the epoch, and that dataset's."""
 
-    def __init__(self, dataset: Any, name: _Name):
-        self._dataset, self._name = dataset, name
-        self._fingerprint = _fingerprint(dataset)
-        self._rest = _BatchCheck(name).map(dataset)
-        self._num_elements = 0
+    def __init__(self, dataset: Any, new_check: Callable[[], _BatchCheck]):
+        self._dataset, self._new_check = dataset, new_check
+        self._rest = new_check().map(dataset)
 
     def __next__(self) -> Any:
-        element = next(self._rest)
-        self._num_elements += 1
-        return element
+        return next(self._rest)
 
-    def get_state(self) -> Any:
-        mine = {"position": self._num_elements, "epoch": self._dataset.epoch, **self._fingerprint}
-        return {**mine, "hugging_face": self._dataset.state_dict() if self._num_elements else None}
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position; that of the dataset is None before the first element."""
+        return {"epoch": self._dataset.epoch, "hugging_face": self._dataset.state_dict()}
 
-    def set_state(self, state: Any) -> None:
-        check_same_dataset(state, self._fingerprint)
-        position, epoch, theirs = state["position"], state.get("epoch"), state.get("hugging_face")
-        is_theirs = isinstance(theirs, dict) and isinstance(theirs.get("examples_iterable"), dict)
-        if position < 0 or not isinstance(epoch, int) or is_theirs != (position > 0):
-            raise NotResumableError(
-                f"The state is not one that get_state returned for an IterableDataset: position {position!r}, epoch "
-                f"{epoch!r}, hugging_face {theirs!r:.200}."
-            )
-        self._num_elements = position
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position."""
+        epoch, theirs = state["epoch"], state["hugging_face"]
+        if not isinstance(epoch, int) or not (
+            theirs is None or isinstance(theirs["examples_iterable"], dict)
+        ):
+            raise ValueError(f"epoch {epoch!r}, hugging_face {theirs!r:.200}")
         self._dataset.set_epoch(epoch)
-        if position:
+        if theirs is not None:
             self._dataset.load_state_dict(theirs)
-        self._rest = _BatchCheck(self._name).map(self._dataset)
+        self._rest = self._new_check().map(self._dataset)
 
 
 def _fingerprint(dataset: Any) -> dict[str, Any]:
@@ -237,25 +204,20 @@ def _column(name: str, value: Any) -> Any:
         ) from None
 
 
-@final
-class _Name:
-    """What a dataset is called in messages, and whether it was warned of."""
+def _checks_of(description: str) -> Callable[[], _BatchCheck]:
+    """Returns what makes a check for each pass over a dataset; all of them together say once that rows look alike."""
 
-    def __init__(self, description: str):
-        self.description = description
-        self._has_warned = False
+    @functools.cache
+    def note(num_rows: int) -> None:
+        # (Not a warning: a batch that .batch(n) made of plain numbers looks the same.)
+        log.info(
+            "Input: an element of %s, which has one list of integers per column, is taken as a batch of %d rows. "
+            "If it is one row (the tokens of a text), call .batch(n) on the dataset.",
+            description,
+            num_rows,
+        )
 
-    def warn(self, num_rows: int) -> None:
-        """Says, once, that each element might be a row."""
-        if not self._has_warned:
-            self._has_warned = True
-            # (Not a warning: a batch that .batch(n) made of plain numbers looks the same.)
-            log.info(
-                "Input: an element of %s, which has one list of integers per column, is taken as a batch of %d rows. "
-                "If it is one row (the tokens of a text), call .batch(n) on the dataset.",
-                self.description,
-                num_rows,
-            )
+    return lambda: _BatchCheck(description, note)
 
 
 @final
@@ -265,8 +227,8 @@ class _BatchCheck:
     What ``.batch(n)`` makes has n rows, and the last at most n. Tokenized texts each have a length of their own.
     """
 
-    def __init__(self, name: _Name):
-        self._name = name
+    def __init__(self, description: str, note: Callable[[int], None]):
+        self._description, self._note = description, note
         self._num_rows: int | None = None
         self._had_fewer = False
 
@@ -283,10 +245,10 @@ class _BatchCheck:
         if self._num_rows is None:
             self._num_rows = num_rows
             if all(array.dtype.kind in "iu" for array in arrays):
-                self._name.warn(num_rows)
+                self._note(num_rows)
         if self._had_fewer or num_rows > self._num_rows:
             raise InconsistentRowsError(
-                f"The elements of {self._name.description} have lists of different lengths, so they seem to be rows, not "
+                f"The elements of {self._description} have lists of different lengths, so they seem to be rows, not "
                 "batches: call .batch(n) on it, with the global batch size n, after padding the lists to one length."
             )
         self._had_fewer = num_rows < self._num_rows

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
-from replicax._src.input.elements import Elements, IndexedPass, Pass, Traits, as_arrays, first_element
-from replicax._src.input.order import INFINITE, Cardinality
+from replicax._src.input.elements import Elements
+from replicax._src.input.specs import INFINITE, Cardinality
 
 log = logging.getLogger("replicax")
 
@@ -36,41 +37,20 @@ def open_keras(dataset: Any) -> Elements | None:
             type(dataset).__name__,
             dataset.workers,
         )
-    return PyDatasetElements(dataset)
+    threads = _num_threads(dataset)
+    read = f" (read by {threads} threads)" if threads else ""
+    return Elements(
+        f"the PyDataset {type(dataset).__name__}{read}",
+        lambda: _Epoch(dataset),
+        count=lambda: _count(dataset),
+        look=lambda: (_batch(dataset, number) for number in range(bool(_count(dataset)))),  # in no epoch
+        fingerprint=lambda: {"length": None if _count(dataset) == INFINITE else _count(dataset)},
+    )
 
 
-@final
-class PyDatasetElements(Elements):
-    """The elements of a PyDataset: a list of arrays is made a tuple, as Keras does."""
-
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    @property
-    def traits(self) -> Traits:
-        dataset = self._dataset
-        threads = _num_threads(dataset)
-        read = f" (read by {threads} threads)" if threads else ""
-        return Traits(f"the PyDataset {type(dataset).__name__}{read}")
-
-    @property
-    def cardinality(self) -> Cardinality | None:
-        num_batches = self._dataset.num_batches
-        return INFINITE if num_batches is None else int(num_batches)
-
-    def iterate(self) -> Pass:
-        """Starts an epoch: ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last."""
-        length = self.cardinality
-        assert length is not None
-        epoch = _Epoch(self._dataset, length)
-        return IndexedPass(epoch.at, length, epoch.end)
-
-    def declared_spec(self) -> Any:
-        return None
-
-    def first(self) -> Any:
-        """Returns the first batch; it belongs to no epoch."""
-        return first_element(_batch(self._dataset, index) for index in range(bool(self.cardinality)))
+def _count(dataset: Any) -> Cardinality:
+    num_batches = dataset.num_batches
+    return INFINITE if num_batches is None else int(num_batches)
 
 
 def _num_threads(dataset: Any) -> int:
@@ -79,59 +59,68 @@ def _num_threads(dataset: Any) -> int:
     return workers if workers > 1 or (workers > 0 and dataset.use_multiprocessing) else 0
 
 
-def _batch(dataset: Any, index: int) -> Any:
-    batch = dataset[index]
-    return as_arrays(tuple(batch) if isinstance(batch, list) else batch)
-
-
 @final
 class _Epoch:
-    """Reads the batches of one epoch."""
+    """Goes through one epoch; its position is the number of the next batch.
 
-    def __init__(self, dataset: Any, length: Cardinality):
-        self._dataset, self._length = dataset, length
-        self._at: Callable[[int], Any] | None = None
+    ``on_epoch_begin`` is called before its first batch, ``on_epoch_end`` after its last.
+    """
+
+    def __init__(self, dataset: Any):
+        self._dataset, self._length = dataset, _count(dataset)
         self._next = 0
+        self._batches: Iterator[Any] | None = None
+        self._is_begun = False
 
-    def at(self, index: int) -> Any:
-        """Returns a batch; they are asked for in order, from any first one on."""
-        if self._at is None:
+    def __next__(self) -> Any:
+        if self._next >= self._length:
+            if self._is_begun:
+                self._is_begun = False
+                self._dataset.on_epoch_end()
+            raise StopIteration
+        if not self._is_begun:
+            self._is_begun = True
             self._dataset.on_epoch_begin()
-        if self._at is None or index != self._next:
-            self._at = self._reader(index)
-        batch = self._at(index)
-        self._next = index + 1
+        if self._batches is None:
+            self._batches = _batches(self._dataset, self._next)
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self._batches = None  # a generator ends with an error; the next call asks for this batch again
+            raise
+        self._next += 1
         return batch
 
-    def end(self) -> None:
-        """Ends the epoch, if it was begun."""
-        if self._at is not None:
-            self._at = None
-            self._dataset.on_epoch_end()
+    def get_state(self) -> int:
+        """Returns the number of the next batch."""
+        return self._next
 
-    def _reader(self, first: int) -> Callable[[int], Any]:
-        dataset = self._dataset
-        num_threads = _num_threads(dataset)
-        if not num_threads:
-            return lambda index: _batch(dataset, index)
-        return _ReadAhead(dataset, first, self._length, num_threads, max(1, dataset.max_queue_size)).at
+    def set_state(self, state: int) -> None:
+        """Goes to a batch."""
+        if not 0 <= state <= self._length:
+            raise ValueError(f"batch {state} of {self._length}")
+        self._next, self._batches = state, None
 
 
-@final
-class _ReadAhead:
-    """Batches that threads read before they are asked for, in order. The threads end when it is dropped."""
+def _batches(dataset: Any, first: int) -> Iterator[Any]:
+    """Yields the batches from a number on, in order. Threads read ahead; they end with it, or when it is dropped."""
+    numbers = itertools.takewhile(lambda number: number < _count(dataset), itertools.count(first))
+    num_threads = _num_threads(dataset)
+    if not num_threads:
+        yield from (_batch(dataset, number) for number in numbers)
+        return
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-pydataset")
+    try:
+        read = (pool.submit(_batch, dataset, number) for number in numbers)
+        ahead = collections.deque(itertools.islice(read, max(1, dataset.max_queue_size)))
+        while ahead:
+            yield ahead.popleft().result()
+            ahead.extend(itertools.islice(read, 1))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
-    def __init__(self, dataset: Any, first: int, length: Cardinality, num_threads: int, depth: int):
-        self._dataset, self._next, self._length, self._depth = dataset, first, length, depth
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-pydataset")
-        self._batches: collections.deque[Future[Any]] = collections.deque()
 
-    def at(self, index: int) -> Any:
-        """Returns the next batch; ``index`` is its number. Blocks until it has been read."""
-        while len(self._batches) < self._depth and self._next < self._length:
-            self._batches.append(self._pool.submit(_batch, self._dataset, self._next))
-            self._next += 1
-        batch = self._batches.popleft().result()
-        if index + 1 == self._length:
-            self._pool.shutdown(wait=False)
-        return batch
+def _batch(dataset: Any, number: int) -> Any:
+    """A batch; a list of arrays is made a tuple, as Keras does."""
+    batch = dataset[number]
+    return tuple(batch) if isinstance(batch, list) else batch

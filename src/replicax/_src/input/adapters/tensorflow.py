@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from collections.abc import Callable
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.autoshard import AutoShardPolicy
-from replicax._src.input.elements import Elements, IterableElements, Traits
-from replicax._src.input.order import INFINITE, Cardinality
-from replicax._src.input.specs import ArraySpec
+from replicax._src.input.elements import Elements
+from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
 
 _NOT_RESUMABLE: Final = (
     "The position of a tf.data.Dataset cannot be saved or restored here: its iterators can be saved in TensorFlow "
@@ -38,34 +38,26 @@ def open_tensorflow(dataset: Any) -> Elements | None:
     if tf is None or not isinstance(dataset, tf.data.Dataset):
         return None
     _check_dense(dataset.element_spec)
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    traits = Traits(
-        "a tf.data.Dataset",
-        is_immutable=True,
-        policy=AutoShardPolicy.parse(policy.name),
+    policy = AutoShardPolicy.parse(dataset.options().experimental_distribute.auto_shard_policy.name)
+    return dataclasses.replace(
+        _elements(dataset, _cardinality(dataset)),
+        policy=policy,
         count_files=lambda: _count_files(dataset),
         of_files=_shards(dataset, "FILE"),
-        of_hint=_of_hint(dataset, AutoShardPolicy.parse(policy.name)),
-    )
-    return _elements(dataset, traits, _cardinality(dataset))
-
-
-def _elements(dataset: Any, traits: Traits, cardinality: Cardinality | None) -> Elements:
-    numpy_elements = _NumpyElements(dataset)
-    return IterableElements(
-        numpy_elements, cardinality, traits, _NOT_RESUMABLE, lambda: _specs(dataset.element_spec)
+        of_hint=_of_hint(dataset, policy),
     )
 
 
-@final
-class _NumpyElements:
-    """The elements of a tf.data.Dataset as nests of NumPy arrays."""
-
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._dataset.as_numpy_iterator()
+def _elements(dataset: Any, cardinality: Cardinality | None) -> Elements:
+    return Elements(
+        "a tf.data.Dataset",
+        dataset.as_numpy_iterator,
+        count=lambda: cardinality,
+        is_count_promised=True,
+        declared_spec=lambda: _specs(dataset.element_spec),
+        not_resumable=_NOT_RESUMABLE,
+        is_immutable=True,
+    )
 
 
 def _cardinality(dataset: Any) -> Cardinality | None:
@@ -130,14 +122,11 @@ def _specs(element_spec: Any) -> Any:
 # --- shards -------------------------------------------------------------------------------------------
 
 
-_SHARD_TRAITS: Final = Traits("a tf.data.Dataset", is_immutable=True)
-
-
 def _shards(dataset: Any, policy: str) -> Callable[[int, int], Elements]:
     def of_shard(num_shards: int, index: int) -> Elements:
         shard = _auto_shard(dataset, num_shards, index, policy)
         # What it declares may be wrong now (assert_cardinality), and is not asked of a part.
-        return _elements(shard, _SHARD_TRAITS, None)
+        return _elements(shard, None)
 
     return of_shard
 
@@ -154,7 +143,7 @@ def _of_hint(dataset: Any, own_policy: AutoShardPolicy) -> Callable[[int, int], 
 
     def of_hint(num_shards: int, index: int) -> Elements:
         if num_shards == 1:
-            return _elements(dataset, _SHARD_TRAITS, _cardinality(dataset))
+            return _elements(dataset, _cardinality(dataset))
         return shards(num_shards, index)
 
     return of_hint

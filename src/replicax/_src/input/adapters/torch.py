@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
-import collections
 import copy
+import io
+import itertools
+import pickle
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import jax
@@ -17,18 +19,11 @@ import numpy as np
 from replicax._src.input.arrays import UnsupportedElementError
 from replicax._src.input.elements import (
     Elements,
-    LengthCheck,
     NotResumableError,
-    Pass,
-    StreamPass,
-    Traits,
     UnsupportedSourceError,
     as_arrays,
-    check_same_dataset,
-    first_element,
 )
-from replicax._src.input.order import Cardinality
-from replicax._src.input.specs import spec_of
+from replicax._src.input.specs import Cardinality, spec_of
 
 _NOT_RESUMABLE: Final = (
     "The position of a torch DataLoader cannot be saved or restored. Use torchdata.stateful_dataloader."
@@ -51,7 +46,7 @@ def open_torch(dataset: Any) -> Elements | None:
     if isinstance(dataset, data.DataLoader):
         torchdata = sys.modules.get("torchdata.stateful_dataloader")
         is_stateful = torchdata is not None and isinstance(dataset, torchdata.StatefulDataLoader)
-        return LoaderElements(dataset, is_stateful=is_stateful)
+        return _Loader(dataset, is_stateful=is_stateful).elements()
     if isinstance(dataset, data.Dataset):
         raise UnsupportedSourceError(
             f"Got the torch Dataset {type(dataset).__name__}, whose elements are rows. Wrap it: "
@@ -61,8 +56,8 @@ def open_torch(dataset: Any) -> Elements | None:
 
 
 @final
-class LoaderElements(Elements):
-    """The elements of a DataLoader.
+class _Loader:
+    """A DataLoader, and which of its iterators was started last.
 
     Args:
       is_stateful: It is a StatefulDataLoader.
@@ -71,18 +66,39 @@ class LoaderElements(Elements):
     def __init__(self, loader: Any, *, is_stateful: bool):
         self._loader, self._is_stateful = loader, is_stateful
         self._spec: Any = None
-        self._newest: weakref.ref[_StatefulPass] | None = None
+        self._newest: weakref.ref[_LoaderIterator] | None = None
 
-    @property
-    def traits(self) -> Traits:
+    def elements(self) -> Elements:
+        """The elements of the loader."""
         loader = self._loader
         kind = type(loader).__name__
         size = "no batch_size" if loader.batch_size is None else f"batch_size {loader.batch_size}"
         workers = f"{loader.num_workers} worker" + "s" * (loader.num_workers != 1)
-        return Traits(f"a torch {kind} ({size}, {workers})")
+        return Elements(
+            f"a torch {kind} ({size}, {workers})",
+            self._start,
+            count=self._count,
+            is_count_promised=True,
+            declared_spec=lambda: (
+                self._spec
+            ),  # to look at the first element again would start the workers once more
+            look=self._look,
+            fingerprint=lambda: _fingerprint(loader, self._count()),
+            not_resumable=None if self._is_stateful else _NOT_RESUMABLE,
+        )
 
-    @property
-    def cardinality(self) -> Cardinality | None:
+    def _start(self) -> Any:
+        if not self._is_stateful:
+            return map(self._seen, self._loader)
+        # A StatefulDataLoader knows the position of one iterator. It is used as it is where possible, for the sake
+        # of persistent workers.
+        before = self._newest() if self._newest is not None else None
+        is_free = before is None or before.has_ended
+        new = _LoaderIterator(self._loader if is_free else self._twin(), self._seen)
+        self._newest = weakref.ref(new)
+        return new
+
+    def _count(self) -> Cardinality | None:
         is_stream = isinstance(self._loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
         if is_stream and self._loader.num_workers > 1:  # torch only guesses: each worker has a last batch
             return None
@@ -91,32 +107,18 @@ class LoaderElements(Elements):
         except (TypeError, NotImplementedError):
             return None
 
-    def iterate(self) -> Pass:
-        if not self._is_stateful:
-            return StreamPass(map(self.as_seen, self._loader), _NOT_RESUMABLE, self.cardinality)
-        # A StatefulDataLoader knows the position of one iterator. It is used as it is where possible, for the sake
-        # of persistent workers.
-        before = self._newest() if self._newest is not None else None
-        is_free = before is None or before.has_ended
-        new = _StatefulPass(self._loader if is_free else self._twin(), self)
-        self._newest = weakref.ref(new)
-        return new
-
-    def declared_spec(self) -> Any:
-        """What was seen of the first element: to look at it again would start the workers once more."""
-        return self._spec
-
-    def first(self) -> Any:
+    def _look(self) -> Iterator[Any]:
         """Looks at the first element; the order of the next pass is what it would have been."""
         generators = _generators(self._loader)
         states = [generator.get_state() for generator in generators]
         with sys.modules["torch"].random.fork_rng(devices=[]):
-            element = first_element(map(self.as_seen, self._twin() if self._is_stateful else self._loader))
+            loader = self._twin() if self._is_stateful else self._loader
+            first = list(itertools.islice(map(self._seen, loader), 1))
         for generator, state in zip(generators, states):
             generator.set_state(state)
-        return element
+        return iter(first)
 
-    def as_seen(self, element: Any) -> Any:
+    def _seen(self, element: Any) -> Any:
         """Returns an element of the loader as arrays."""
         arrays = as_arrays(jax.tree.map(_as_numpy, element))
         if self._spec is None:
@@ -131,31 +133,30 @@ class LoaderElements(Elements):
 
 
 @final
-class _StatefulPass(Pass):
-    """A pass through a StatefulDataLoader.
+class _LoaderIterator:
+    """Goes through a StatefulDataLoader.
 
-    Its state is the loader's (None: nothing was read, and no workers were started), those of the generators, the
-    number of the next element, and the fingerprint.
+    Its position is the state of the loader (None: nothing was read, and no workers were started), and those of the
+    generators.
     """
 
-    def __init__(self, loader: Any, elements: LoaderElements):
-        self._loader, self._elements = loader, elements
-        self._count = LengthCheck(elements.cardinality)
-        self._fingerprint = _fingerprint(loader, elements.cardinality)
+    def __init__(self, loader: Any, seen: Callable[[Any], Any]):
+        self._loader, self._seen = loader, seen
         self._generators = _generators(loader)
-        self._writer = _StateWriter()
         self._iterator: Iterator[Any] | None = None
         self._begins_with: list[Any] | None = None  # the states of the generators that get_state has promised
+        self._is_checked = False  # that its states can be read
         self.has_ended = False
 
     def __next__(self) -> Any:
         try:
-            return self._elements.as_seen(self._count.next_of(self._started()))
+            return self._seen(next(self._started()))
         except BaseException:
             self.has_ended = True
             raise
 
-    def get_state(self) -> Any:
+    def get_state(self) -> dict[str, str]:
+        """Returns the position, as JSON."""
         is_begun = self._iterator is not None or not _is_told_by_generators(self._loader)
         if is_begun:
             self._started()
@@ -163,16 +164,17 @@ class _StatefulPass(Pass):
         states = [generator.get_state() for generator in self._generators]
         if not is_begun:
             self._begins_with = states
-        return {
-            "position": self._count.num_elements,
-            "torch": self._writer.as_json(self._loader.state_dict()) if is_begun else None,
-            "generators": self._writer.as_json(states),
-            **self._fingerprint,
-        }
+        written = _written(
+            (self._loader.state_dict() if is_begun else None, states), checks=not self._is_checked
+        )
+        self._is_checked = is_begun
+        return {"torch": written}
 
-    def set_state(self, state: Any) -> None:
-        check_same_dataset(state, self._fingerprint)
-        of_loader, of_generators = _read_state(state, len(self._generators))
+    def set_state(self, state: dict[str, str]) -> None:
+        """Goes to a position; if it is refused, the loader is as it was."""
+        of_loader, of_generators = _read(state["torch"])
+        if len(of_generators) != len(self._generators) or of_loader == {}:
+            raise ValueError(f"states of {len(of_generators)} generators, of the loader {of_loader!r:.200}")
         before = [generator.get_state() for generator in self._generators]
         iterator = None
         try:
@@ -181,17 +183,13 @@ class _StatefulPass(Pass):
                 iterator = iter(self._loader)
             for generator, its_state in zip(self._generators, of_generators):
                 generator.set_state(its_state)
-        except Exception as error:
+        except Exception:
             self._loader.load_state_dict({})
             self._loader.next_iter_state = None  # the line above leaves it, and each new iterator would fail
             for generator, its_state in zip(self._generators, before):
                 generator.set_state(its_state)
-            raise NotResumableError(
-                f"The StatefulDataLoader does not take the state ({type(error).__name__}: {error}). Give back what "
-                "get_state returned for a loader that is made in the same way."
-            ) from error
+            raise
         self._iterator, self._begins_with = iterator, None
-        self._count.num_elements = state["position"]
 
     def _started(self) -> Iterator[Any]:
         if self._iterator is None:
@@ -238,27 +236,6 @@ def _is_told_by_generators(loader: Any) -> bool:
         type(one).__module__.split(".")[0] in ("torch", "torchdata", "builtins") for one in samplers
     )
     return are_known and not any(isinstance(one, stateful) for one in (*samplers, loader.dataset))
-
-
-def _read_state(state: dict[str, Any], num_generators: int) -> tuple[Any, list[Any]]:
-    """Returns the states of the loader and of the generators from what ``get_state`` returned."""
-    try:
-        of_loader, of_generators = _from_json(state["torch"]), _from_json(state["generators"])
-        is_valid = len(of_generators) == num_generators and state["position"] >= 0
-        is_begun = isinstance(of_loader, dict) and bool(of_loader)
-        is_valid = is_valid and (is_begun or (of_loader is None and state["position"] == 0))
-    except (LookupError, TypeError, ValueError) as error:
-        raise _malformed(state) from error
-    if not is_valid:
-        raise _malformed(state)
-    return of_loader, of_generators
-
-
-def _malformed(state: dict[str, Any]) -> NotResumableError:
-    return NotResumableError(
-        f"The state is not one that get_state returned for such a StatefulDataLoader: position {state['position']!r}, "
-        f"torch {state.get('torch')!r:.200}, generators {state.get('generators')!r:.200}."
-    )
 
 
 # --- tensors ------------------------------------------------------------------------------------------
@@ -312,91 +289,36 @@ def _check_dense(tensor: Any) -> None:
 # --- states -------------------------------------------------------------------------------------------
 
 
-_PLAIN: Final = (bool, int, float, str)
-_NUM_WRITTEN: Final = (
-    4  # a loader's generator before and after it drew the order, and the same of its sampler
-)
+def _written(states: Any, *, checks: bool) -> str:
+    """Returns states as text that JSON can hold.
 
-
-@final
-class _StateWriter:
-    """Writes the states of a loader as JSON: what JSON lacks becomes ``{"__kind__": ...}``.
-
-    Generators have 5 kB of state that changes only with the epoch, so what was written of it is kept.
+    Raises:
+      NotResumableError: There is something in them that cannot be written; with ``checks`` also if it cannot be read.
     """
-
-    def __init__(self):
-        self._written: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=_NUM_WRITTEN)
-
-    def as_json(self, value: Any) -> Any:
-        """Returns what JSON can hold.
-
-        Raises:
-          NotResumableError: There is something in it that has no such form.
-        """
-        torch = sys.modules["torch"]
-        if value is None or isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, list):
-            return [self.as_json(item) for item in value]
-        if isinstance(value, tuple):
-            return {"__kind__": "tuple", "items": [self.as_json(item) for item in value]}
-        if isinstance(value, dict):
-            if "__kind__" not in value and all(type(key) is str for key in value):
-                return {key: self.as_json(item) for key, item in value.items()}
-            items = [[self.as_json(key), self.as_json(item)] for key, item in value.items()]
-            return {"__kind__": "dict", "items": items}
-        if isinstance(value, bytes):
-            return {"__kind__": "bytes", "data": base64.b64encode(value).decode()}
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-            return {"__kind__": "array", **_array_as_json(np.asarray(value))}
+    buffer = io.BytesIO()
+    try:
+        sys.modules["torch"].save(states, buffer)
+        text = base64.b64encode(buffer.getvalue()).decode()
+        if checks:
+            _read(text)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         raise NotResumableError(
-            f"The state of the StatefulDataLoader has {value!r} of type {type(value).__name__} in it, which cannot be "
-            "written as JSON. Let state_dict of the dataset and sampler return numbers, texts, lists, dicts and arrays."
-        )
-
-    def _tensor(self, tensor: Any) -> Any:
-        torch = sys.modules["torch"]
-        if tensor.dtype != torch.uint8 or tensor.ndim != 1 or not tensor.is_cpu:
-            return {"__kind__": "tensor", **_array_as_json(_as_numpy(tensor))}
-        for seen, written in self._written:
-            if torch.equal(seen, tensor):
-                return written
-        written = {"__kind__": "tensor", **_array_as_json(_as_numpy(tensor))}
-        self._written.append((tensor.clone(), written))
-        return written
+            "The state of the StatefulDataLoader has something in it that torch.load(weights_only=True) does not read. Let "
+            f"state_dict of the dataset and sampler return numbers, texts, lists, dicts and arrays. ({error})"
+        ) from error
+    return text
 
 
-def _array_as_json(array: np.ndarray) -> dict[str, Any]:
-    data = base64.b64encode(array.tobytes()).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_from_json(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "__kind__" not in value:
-        return {key: _from_json(item) for key, item in value.items()}
-    kind = value["__kind__"]
-    if kind == "tuple":
-        return tuple(_from_json(item) for item in value["items"])
-    if kind == "dict":
-        return {_from_json(key): _from_json(item) for key, item in value["items"]}
-    data = base64.b64decode(value["data"])
-    if kind == "bytes":
-        return data
-    array = np.frombuffer(bytearray(data), np.dtype(value["dtype"])).reshape(value["shape"])
-    return _as_tensor(array) if kind == "tensor" else array
-
-
-def _as_tensor(array: np.ndarray) -> Any:
+def _read(text: str) -> Any:
+    """Returns what was written: tensors, arrays, numbers, texts and containers of them. Nothing of it is called."""
     torch = sys.modules["torch"]
-    name = array.dtype.name
-    if f"torch.{name}" not in _NARROW_FLOATS:
-        return torch.from_numpy(array)
-    bits = np.uint8 if array.itemsize == 1 else np.int16
-    return torch.from_numpy(array.view(bits)).view(vars(torch)[name])
+    with torch.serialization.safe_globals(_ARRAY_TYPES):
+        return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+
+
+_ARRAY_TYPES: Final[list[Any]] = [
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefdFD"},
+    *(value.__reduce__()[0] for value in (np.zeros(1), np.float32(0))),  # the functions that make them
+]

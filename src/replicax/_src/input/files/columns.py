@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from replicax._src.errors import ReplicaxError
-from replicax._src.input.files.chunks import Chunk, cut, join, num_rows_of
+from replicax._src.input.chunks import ArrayRows, Chunk, join
 from replicax._src.input.files.formats import FileReader, load
 from replicax._src.input.specs import ArraySpec
 
@@ -50,13 +50,13 @@ class ColumnReader(FileReader):
     def read(self, num_rows: int) -> Chunk:
         pieces: list[Chunk] = []
         while num_rows:
-            if self._given == num_rows_of(self._block) and not self._fill():
+            if self._given == len(self._block) and not self._fill():
                 break
-            piece = cut(self._block, slice(self._given, self._given + num_rows))
+            piece = self._block[self._given : self._given + num_rows]
             pieces.append(piece)
-            self._given += num_rows_of(piece)
-            self._position += num_rows_of(piece)
-            num_rows -= num_rows_of(piece)
+            self._given += len(piece)
+            self._position += len(piece)
+            num_rows -= len(piece)
         return join(pieces)
 
     def tell(self) -> Any:
@@ -68,13 +68,13 @@ class ColumnReader(FileReader):
     def _fill(self) -> bool:
         for block in self._blocks:
             if block.num_rows:
-                self._block, self._given = _as_columns(block, self._path, self._expected), 0
+                self._block, self._given = _as_rows(block, self._path, self._expected), 0
                 return True
         return False
 
     def _skip(self, num_rows: int) -> None:
         while num_rows and self._fill():
-            self._given = min(num_rows, num_rows_of(self._block))
+            self._given = min(num_rows, len(self._block))
             self._position += self._given
             num_rows -= self._given
 
@@ -128,7 +128,7 @@ def _advice(types: Any, arrow_type: Any) -> str:
     return "No device holds it; write it as integers or floats."
 
 
-def _as_columns(block: Any, path: str, expected: tuple[Specs, str]) -> Chunk:
+def _as_rows(block: Any, path: str, expected: tuple[Specs, str]) -> ArrayRows:
     specs, (first_specs, first_path) = specs_of(block.schema, None, path), expected
     for name in [*first_specs, *specs]:
         got, wanted = specs.get(name), first_specs.get(name)
@@ -137,7 +137,8 @@ def _as_columns(block: Any, path: str, expected: tuple[Specs, str]) -> Chunk:
                 f"Column {name!r} is {_described(got)} in {path!r}, and {_described(wanted)} in {first_path!r}. All files of "
                 "a dataset need the same columns."
             )
-    return {name: _as_numpy(block.column(name), name, path) for name in specs}
+    columns = {name: _as_numpy(block.column(name), name, path) for name in specs}
+    return ArrayRows(columns, range(block.num_rows))
 
 
 def _described(spec: ArraySpec | None) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from replicax._src.dtypes import as_dtype
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.input.files.csv import Csv
-from replicax._src.input.files.dataset import FileDataset
+from replicax._src.input.files.dataset import FileDataset, FileSource
 from replicax._src.input.files.formats import load
 from replicax._src.input.files.parquet import Parquet
 from replicax._src.input.files.paths import Files, resolve_files
@@ -32,7 +32,7 @@ def from_tfrecords(files: Files) -> FileDataset:
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_tfrecords")
-    return FileDataset(resolve_files(files), TFRecords())
+    return FileDataset(FileSource(resolve_files(files), TFRecords()))
 
 
 def from_array_records(files: Files) -> FileDataset:
@@ -48,7 +48,7 @@ def from_array_records(files: Files) -> FileDataset:
       MissingExtraError: grain is not installed.
     """
     load("grain", "from_array_records")
-    return FileDataset(resolve_files(files), ArrayRecords())
+    return FileDataset(FileSource(resolve_files(files), ArrayRecords()))
 
 
 def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
@@ -63,7 +63,7 @@ def from_text_lines(files: Files, *, encoding: str = "utf-8") -> FileDataset:
     Raises:
       MissingFileError: There is no such file.
     """
-    return FileDataset(resolve_files(files), TextLines(encoding))
+    return FileDataset(FileSource(resolve_files(files), TextLines(encoding)))
 
 
 def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileDataset:
@@ -83,7 +83,7 @@ def from_parquet(files: Files, columns: Sequence[str] | None = None) -> FileData
     """
     load("pyarrow.parquet", "from_parquet")
     paths = resolve_files(files)
-    return FileDataset(paths, Parquet(paths[0], _names(columns, "columns")))
+    return FileDataset(FileSource(paths, Parquet(paths[0], _names(columns, "columns"))))
 
 
 def from_csv(
@@ -119,9 +119,8 @@ def from_csv(
     load("pyarrow.csv", "from_csv")
     dtypes = tuple((name, np.dtype(as_dtype(dtype)).name) for name, dtype in (column_dtypes or {}).items())
     paths = resolve_files(files)
-    return FileDataset(
-        paths, Csv(paths, _names(columns, "columns"), delimiter, _names(column_names, "column_names"), dtypes)
-    )
+    names, all_names = _names(columns, "columns"), _names(column_names, "column_names")
+    return FileDataset(FileSource(paths, Csv(paths, names, delimiter, all_names, dtypes)))
 
 
 def _names(names: Sequence[str] | None, argument: str) -> tuple[str, ...] | None:

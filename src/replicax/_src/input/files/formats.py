@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from replicax._src.errors import ReplicaxError
 from replicax._src.extras import missing_extra
-from replicax._src.input.files.chunks import Chunk
+from replicax._src.input.chunks import Chunk
 
 
 class UnreadableFileError(ReplicaxError, OSError):

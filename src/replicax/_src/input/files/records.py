@@ -5,13 +5,11 @@ from __future__ import annotations
 import gzip
 import itertools
 import os
-import struct
 import weakref
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, BinaryIO, Final, final
 
-from replicax._src.input.files.chunks import Chunk
+from replicax._src.input.chunks import Chunk
 from replicax._src.input.files.formats import REWRITE, FileFormat, FileReader, UnreadableFileError, load
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
@@ -31,8 +29,7 @@ def is_gzip(path: str) -> bool:
 class TFRecords(FileFormat):
     """TensorFlow's format: length, checksum of the length, bytes, checksum of the bytes.
 
-    grain compares lengths with the size of the file, and checks no checksum. That of the first length is checked
-    here, so that other files are found out.
+    grain compares lengths with the size of the file, which finds out other files, and checks no checksum.
 
     Source: https://www.tensorflow.org/tutorials/load_data/tfrecord
     """
@@ -42,7 +39,11 @@ class TFRecords(FileFormat):
     has_columns = False
 
     def open(self, path: str, position: Any) -> FileReader:
-        _check_first_length(path)
+        if is_gzip(path):
+            raise UnreadableFileError(
+                f"The TFRecord file {path!r} is compressed with gzip, which grain does not read. Decompress it (gunzip), or "
+                "write it without compression."
+            )
         iterator = iter(load("grain", "from_tfrecords").experimental.TFRecordIterDataset(path))
         if position is not None:
             iterator.set_state(position)
@@ -72,41 +73,6 @@ class _TFRecordReader(FileReader):
 
     def close(self) -> None:
         self._close()
-
-
-def _check_first_length(path: str) -> None:
-    with open(path, "rb") as file:
-        header = file.read(12)
-    if not header or (len(header) == 12 and masked_crc32c(header[:8]) == struct.unpack("<I", header[8:])[0]):
-        return
-    if header.startswith(_GZIP_MAGIC):
-        raise UnreadableFileError(
-            f"The TFRecord file {path!r} is compressed with gzip, which grain does not read. Decompress it (gunzip), or "
-            "write it without compression."
-        )
-    raise UnreadableFileError(
-        f"{path!r} is no TFRecord file: the checksum of its first length is wrong (compressed with zlib, cut short, or "
-        "of another format)."
-    )
-
-
-def masked_crc32c(data: bytes) -> int:
-    """Returns the checksum that TFRecords have: CRC-32C, rotated, plus a constant. For a few bytes."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _crc32c_table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-@cache
-def _crc32c_table() -> tuple[int, ...]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return tuple(table)
 
 
 # --- ArrayRecord --------------------------------------------------------------------------------------

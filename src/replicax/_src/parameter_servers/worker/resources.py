@@ -177,7 +177,7 @@ class DatasetResource:
             self._leaves = _Leaves(dataset.iterate(), is_immutable=True)  # or copied there
         else:
             elements = open_elements(dataset)
-            self._leaves = _Leaves(elements.iterate(), elements.traits.is_immutable)
+            self._leaves = _Leaves(elements.iterate(), elements.is_immutable)
         first = next(self._leaves, None)
         if first is None:
             raise EmptyDatasetError(

@@ -1,24 +1,28 @@
-"""What can be done with a stream of rows: map, filter, shuffle, repeat, take, shard, batch. No files here.
+"""The operations on a stream of rows: map, filter, shuffle, repeat, take, shard, batch. Neither arrays nor files here.
 
 A cursor is read like a file: ``read(n)`` returns n rows, fewer only at the end. So no cursor reads more from
-the one below than it gives, and where it is can be said in a few numbers. From ``Batch`` on rows are batches.
+the one below than it gives, and a few numbers say where it is. From ``Batch`` on rows are batches.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from replicax._src.input.arrays import call_with
-from replicax._src.input.files.chunks import Chunk, batch_of, cut, join, num_rows_of, rows_of, take
-from replicax._src.input.order import INFINITE, Cardinality, Path
+from replicax._src.input.arrays import batch_of_rows
+from replicax._src.input.chunks import ArrayRows, Chunk, chosen, join, mapped, permuted
+from replicax._src.input.specs import INFINITE, Cardinality
 
-_Function = Callable[[Any], Any]
+Path = tuple[int, ...]
+"""The number of a pass over the data, then those of the repetitions around a step. Equal paths give equal orders."""
+
+_Function = Callable[..., Any]
 
 
 class Cursor(abc.ABC):
@@ -38,11 +42,11 @@ class Cursor(abc.ABC):
 
 
 Opener = Callable[[Path], Cursor]
-"""Opens a stream at its start. The path is the number of the pass, then those of the repetitions around it."""
+"""Opens a stream at its start."""
 
 
 class Step(abc.ABC):
-    """One method of a dataset, applied to the stream of rows before it. Its subclasses are frozen dataclasses."""
+    """One operation, applied to the stream of rows before it. Its subclasses are frozen dataclasses."""
 
     @abc.abstractmethod
     def length(self, parent: Cardinality | None) -> Cardinality | None:
@@ -53,7 +57,24 @@ class Step(abc.ABC):
         """Opens the stream that it makes."""
 
 
-# --- one row for one row ------------------------------------------------------------------------------
+# --- without a state of their own ---------------------------------------------------------------------
+
+
+@final
+class _StatelessCursor(Cursor):
+    """A cursor that is where its parent is."""
+
+    def __init__(self, parent: Cursor, read: Callable[[Cursor, int], Chunk]):
+        self._parent, self._read = parent, read
+
+    def read(self, num_rows: int) -> Chunk:
+        return self._read(self._parent, num_rows)
+
+    def get_state(self) -> Any:
+        return self._parent.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._parent.set_state(state)
 
 
 @final
@@ -67,25 +88,7 @@ class Map(Step):
         return parent
 
     def open(self, parent: Opener, path: Path) -> Cursor:
-        return _MapCursor(parent(path), self.function)
-
-
-@final
-class _MapCursor(Cursor):
-    def __init__(self, parent: Cursor, function: _Function):
-        self._parent, self._function = parent, function
-
-    def read(self, num_rows: int) -> Chunk:
-        return [call_with(self._function, row) for row in rows_of(self._parent.read(num_rows))]
-
-    def get_state(self) -> Any:
-        return self._parent.get_state()
-
-    def set_state(self, state: Any) -> None:
-        self._parent.set_state(state)
-
-
-# --- fewer rows ---------------------------------------------------------------------------------------
+        return _StatelessCursor(parent(path), lambda rows, count: mapped(rows.read(count), self.function))
 
 
 @final
@@ -96,33 +99,51 @@ class Filter(Step):
     predicate: _Function
 
     def length(self, parent: Cardinality | None) -> Cardinality | None:
-        return 0 if parent == 0 else None
+        return parent if parent in (0, INFINITE) else None
 
     def open(self, parent: Opener, path: Path) -> Cursor:
-        return _FilterCursor(parent(path), self.predicate)
+        return _StatelessCursor(parent(path), self._read)
+
+    def _read(self, parent: Cursor, num_rows: int) -> Chunk:
+        kept: list[Chunk] = []
+        while num_rows:
+            chunk = parent.read(num_rows)
+            kept.append(chosen(chunk, self.predicate))
+            if len(chunk) < num_rows:
+                break
+            num_rows -= len(kept[-1])
+        return join(kept)
 
 
 @final
-class _FilterCursor(Cursor):
-    def __init__(self, parent: Cursor, predicate: _Function):
-        self._parent, self._predicate = parent, predicate
+@dataclass(frozen=True)
+class Batch(Step):
+    """Every ``batch_size`` rows as one nest of arrays; the last batch may be smaller, or is dropped."""
 
-    def read(self, num_rows: int) -> Chunk:
-        kept: list[Chunk] = []
-        while num_rows:
-            chunk = self._parent.read(num_rows)
-            passing = [number for number, row in enumerate(rows_of(chunk)) if call_with(self._predicate, row)]
-            kept.append(take(chunk, np.asarray(passing, np.intp)))
-            if num_rows_of(chunk) < num_rows:
+    batch_size: int
+    drop_remainder: bool
+
+    def length(self, parent: Cardinality | None) -> Cardinality | None:
+        if parent is None or parent == INFINITE:
+            return parent
+        full, remainder = divmod(int(parent), self.batch_size)
+        return full + bool(remainder and not self.drop_remainder)
+
+    def open(self, parent: Opener, path: Path) -> Cursor:
+        return _StatelessCursor(parent(path), self._read)
+
+    def _read(self, parent: Cursor, num_batches: int) -> Chunk:
+        smallest = self.batch_size if self.drop_remainder else 1
+        batches: list[Any] = []
+        while len(batches) < num_batches:
+            rows = parent.read(self.batch_size)
+            if len(rows) < smallest:
                 break
-            num_rows -= len(passing)
-        return join(kept)
+            batches.append(rows if type(rows) is ArrayRows else batch_of_rows(rows))  # type: ignore[arg-type]
+        return batches
 
-    def get_state(self) -> Any:
-        return self._parent.get_state()
 
-    def set_state(self, state: Any) -> None:
-        self._parent.set_state(state)
+# --- fewer rows ---------------------------------------------------------------------------------------
 
 
 @final
@@ -186,7 +207,7 @@ class _ShardCursor(Cursor):
         if not num_rows:
             return []
         chunk = self._parent.read(self._skip + (num_rows - 1) * self._step + 1)
-        mine = cut(chunk, slice(self._skip, None, self._step))
+        mine = chunk[self._skip :: self._step]
         self._skip = self._step - 1
         return mine
 
@@ -204,9 +225,11 @@ class _ShardCursor(Cursor):
 @final
 @dataclass(frozen=True)
 class Shuffle(Step):
-    """Each window of ``buffer_size`` adjacent rows in random order, a new one for each path if ``reshuffle``."""
+    """Each window of ``buffer_size`` adjacent rows, or all rows, in random order: a new one for each path if
+    ``reshuffle``.
+    """
 
-    buffer_size: int
+    buffer_size: int | None
     seed: int
     reshuffle: bool
 
@@ -214,9 +237,8 @@ class Shuffle(Step):
         return parent
 
     def open(self, parent: Opener, path: Path) -> Cursor:
-        return _ShuffleCursor(
-            parent(path), self.buffer_size, (self.seed, *path) if self.reshuffle else (self.seed,)
-        )
+        seeds = (self.seed, *path) if self.reshuffle else (self.seed,)
+        return _ShuffleCursor(parent(path), self.buffer_size or sys.maxsize, seeds)
 
 
 @final
@@ -235,16 +257,16 @@ class _ShuffleCursor(Cursor):
     def read(self, num_rows: int) -> Chunk:
         pieces: list[Chunk] = []
         while num_rows:
-            if self._given == num_rows_of(self._window) and not self._fill():
+            if self._given == len(self._window) and not self._fill():
                 break
-            piece = cut(self._window, slice(self._given, self._given + num_rows))
+            piece = self._window[self._given : self._given + num_rows]
             pieces.append(piece)
-            self._given += num_rows_of(piece)
-            num_rows -= num_rows_of(piece)
+            self._given += len(piece)
+            num_rows -= len(piece)
         return join(pieces)
 
     def get_state(self) -> Any:
-        if self._given == num_rows_of(self._window):
+        if self._given == len(self._window):
             return {"window": self._number, "given": 0, "of": self._parent.get_state()}
         return {"window": self._number - 1, "given": self._given, "of": self._before}
 
@@ -259,11 +281,11 @@ class _ShuffleCursor(Cursor):
         self._before = self._parent.get_state()
         window = self._parent.read(self._buffer_size)
         self._window, self._given = [], 0
-        if not num_rows_of(window):
+        if not len(window):
             return False
         self._number += 1
-        order = np.random.default_rng((*self._seeds, self._number)).permutation(num_rows_of(window))
-        self._window = take(window, order)
+        order = np.random.default_rng((*self._seeds, self._number)).permutation(len(window))
+        self._window = permuted(window, order)
         return True
 
 
@@ -298,7 +320,7 @@ class _RepeatCursor(Cursor):
         pieces: list[Chunk] = []
         while num_rows and self._count != 0:
             pieces.append(self._rows.read(num_rows))
-            num_read = num_rows_of(pieces[-1])
+            num_read = len(pieces[-1])
             self._has_rows = self._has_rows or num_read > 0
             num_rows -= num_read
             if num_rows and not self._go_on():
@@ -323,48 +345,6 @@ class _RepeatCursor(Cursor):
     def _start(self, repetition: int) -> None:
         self._repetition, self._has_rows = repetition, False
         self._rows = self._open((*self._path, repetition))
-
-
-# --- batch --------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True)
-class Batch(Step):
-    """Every ``batch_size`` rows as one nest of arrays; the last batch may be smaller, or is dropped."""
-
-    batch_size: int
-    drop_remainder: bool
-
-    def length(self, parent: Cardinality | None) -> Cardinality | None:
-        if parent is None or parent == INFINITE:
-            return parent
-        full, remainder = divmod(int(parent), self.batch_size)
-        return full + bool(remainder and not self.drop_remainder)
-
-    def open(self, parent: Opener, path: Path) -> Cursor:
-        return _BatchCursor(parent(path), self.batch_size, self.batch_size if self.drop_remainder else 1)
-
-
-@final
-class _BatchCursor(Cursor):
-    def __init__(self, parent: Cursor, batch_size: int, smallest: int):
-        self._parent, self._batch_size, self._smallest = parent, batch_size, smallest
-
-    def read(self, num_rows: int) -> Chunk:
-        batches: list[Any] = []
-        while len(batches) < num_rows:
-            rows = self._parent.read(self._batch_size)
-            if num_rows_of(rows) < self._smallest:
-                break
-            batches.append(batch_of(rows))
-        return batches
-
-    def get_state(self) -> Any:
-        return self._parent.get_state()
-
-    def set_state(self, state: Any) -> None:
-        self._parent.set_state(state)
 
 
 def told_of(step: Step) -> str:

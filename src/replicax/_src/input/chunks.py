@@ -1,0 +1,129 @@
+"""Chunks: adjacent elements of a dataset, as a list or as the numbers of rows of arrays, and how they are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src.input import memory
+from replicax._src.input.arrays import batch_of_rows
+
+Functions = tuple[Callable[..., Any], ...]
+
+
+@final
+class ArrayRows:
+    """Rows of arrays, by their numbers. They are read, and the functions of maps called, when they are asked for.
+
+    So to shuffle is to permute numbers, and no Python runs per row. Adjacent rows are a ``range``, which is read as a
+    slice. As a chunk it stands for its rows; as an element of a list it stands for one batch of them.
+
+    Args:
+      arrays: A nest of arrays ``[n, ...]``.
+      numbers: The rows.
+      of_rows: Called with each row, one after the other.
+      of_batches: Called with the batch.
+    """
+
+    __slots__ = ("arrays", "numbers", "of_batches", "of_rows")
+
+    def __init__(
+        self, arrays: Any, numbers: range | np.ndarray, of_rows: Functions = (), of_batches: Functions = ()
+    ):
+        self.arrays, self.numbers = arrays, numbers
+        self.of_rows, self.of_batches = of_rows, of_batches
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, places: slice | np.ndarray) -> ArrayRows:
+        """Some of the rows."""
+        if isinstance(places, slice):
+            return ArrayRows(self.arrays, self.numbers[places], self.of_rows)
+        return ArrayRows(self.arrays, np.asarray(self.numbers, np.intp)[places], self.of_rows)
+
+    def rows(self) -> Iterator[Any]:
+        """Yields the rows one by one."""
+        for number in self.numbers:
+            yield _called(self.of_rows, jax.tree.map(lambda array, at=number: array[at], self.arrays))
+
+    def batch(self) -> Any:
+        """Returns all rows as one batch: views of adjacent ones, else copies."""
+        numbers = self.numbers
+        if self.of_rows:
+            batch = batch_of_rows(list(self.rows()))
+        elif isinstance(numbers, range):
+            rows = slice(numbers.start, numbers.stop, numbers.step)
+            batch = jax.tree.map(lambda array: array[rows], self.arrays)
+        else:
+            batch = jax.tree.map(lambda array: memory.take(array, numbers), self.arrays)
+        return _called(self.of_batches, batch) if self.of_batches else batch
+
+
+Chunk = list[Any] | ArrayRows
+"""No element at all may be an empty list in both cases."""
+
+
+def elements_of(chunk: Chunk) -> list[Any]:
+    """Returns the elements of a chunk, read and mapped."""
+    if isinstance(chunk, ArrayRows):
+        return list(chunk.rows())
+    return [element.batch() if type(element) is ArrayRows else element for element in chunk]
+
+
+def mapped(chunk: Chunk, function: Callable[..., Any]) -> Chunk:
+    """Returns a chunk whose elements are those of the function; of arrays it is called when they are asked for."""
+    if isinstance(chunk, ArrayRows):
+        return ArrayRows(chunk.arrays, chunk.numbers, (*chunk.of_rows, function))
+    return [
+        ArrayRows(element.arrays, element.numbers, element.of_rows, (*element.of_batches, function))
+        if type(element) is ArrayRows
+        else call_with(function, element)
+        for element in chunk
+    ]
+
+
+def chosen(chunk: Chunk, predicate: Callable[..., Any]) -> Chunk:
+    """Returns the elements for which the predicate is true. Functions of maps are called once, for all of them."""
+    elements = elements_of(chunk)
+    places = [place for place, element in enumerate(elements) if call_with(predicate, element)]
+    if isinstance(chunk, ArrayRows) and not chunk.of_rows:
+        return chunk[np.asarray(places, np.intp)]
+    return [elements[place] for place in places]
+
+
+def permuted(chunk: Chunk, places: np.ndarray) -> Chunk:
+    """Returns the elements at the given places."""
+    return chunk[places] if isinstance(chunk, ArrayRows) else [chunk[place] for place in places]
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """Returns chunks of one dataset one after the other; only rows of different arrays are copied."""
+    filled = [chunk for chunk in chunks if len(chunk)]
+    if len(filled) <= 1:
+        return filled[0] if filled else []
+    rows = [chunk for chunk in filled if isinstance(chunk, ArrayRows)]
+    if not rows:
+        return [element for chunk in filled for element in chunk]  # type: ignore[union-attr]
+    arrays, of_rows = rows[0].arrays, rows[0].of_rows
+    if all(chunk.arrays is arrays for chunk in rows):
+        return ArrayRows(arrays, np.concatenate([chunk.numbers for chunk in rows]), of_rows)
+    batches = [ArrayRows(chunk.arrays, chunk.numbers).batch() for chunk in rows]
+    joined = jax.tree.map(lambda *columns: memory.concatenate(columns), *batches)
+    return ArrayRows(joined, range(sum(map(len, rows))), of_rows)
+
+
+def call_with(function: Callable[..., Any], element: Any) -> Any:
+    """Returns what the function of a ``map`` or ``filter`` gives for an element; a tuple is its arguments, as in
+    tf.data.
+    """
+    return function(*element) if type(element) is tuple else function(element)
+
+
+def _called(functions: Functions, element: Any) -> Any:
+    for function in functions:
+        element = call_with(function, element)
+    return element

@@ -1,0 +1,467 @@
+"""Datasets over the rows of arrays or files: a source of rows, and the steps that the methods added."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self, final
+
+import jax
+import numpy as np
+
+from replicax._src.errors import InvalidArgumentError
+from replicax._src.input.arrays import UnsupportedElementError, as_array, common_num_rows, describe_shapes
+from replicax._src.input.autoshard import check_shard
+from replicax._src.input.chunks import ArrayRows, Chunk, elements_of
+from replicax._src.input.specs import INFINITE, ArraySpec, Cardinality
+from replicax._src.input.steps import (
+    Batch,
+    Cursor,
+    Filter,
+    Map,
+    Opener,
+    Path,
+    Repeat,
+    Shard,
+    Shuffle,
+    Step,
+    Take,
+    told_of,
+)
+from replicax._src.options import whole_number
+
+SHARD_HINT: Final = -1
+"""Given to ``Dataset.shard``: the policy HINT says how many shards there are, and which is whose."""
+
+
+class RowSource(abc.ABC):
+    """Where the rows of a dataset come from, before any step."""
+
+    @property
+    @abc.abstractmethod
+    def description(self) -> str:
+        """What it is, for people."""
+
+    @property
+    @abc.abstractmethod
+    def length(self) -> int | None:
+        """The number of rows, or None if files would have to be read to know it."""
+
+    @property
+    @abc.abstractmethod
+    def row_spec(self) -> Any:
+        """A nest of ArraySpecs, or None if it is not known."""
+
+    @property
+    @abc.abstractmethod
+    def has_arrays(self) -> bool:
+        """True if rows are numbers and arrays; False if they are text or bytes."""
+
+    @property
+    @abc.abstractmethod
+    def row_bytes(self) -> int | None:
+        """How large one row is if all of them are in memory, else None."""
+
+    @property
+    @abc.abstractmethod
+    def num_files(self) -> int | None:
+        """How many files it has, None of arrays."""
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells it from other sources; JSON."""
+
+    @abc.abstractmethod
+    def open(self) -> Cursor:
+        """Opens it at its first row."""
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """The description, with some names of files."""
+
+
+@dataclass
+class PassCounter:
+    """Numbers the passes over a dataset, which may be in the hands of several who iterate it."""
+
+    num_begun: int = 0
+
+    def begin(self) -> int:
+        """Returns the number of the pass that begins now."""
+        self.num_begun += 1
+        return self.num_begun - 1
+
+
+class Dataset(abc.ABC):
+    """A dataset over the rows of arrays in memory, or of files.
+
+    Every method returns a new dataset and leaves this one as it is. They apply in the order of the calls, as
+    those of tf.data: ``shuffle().batch(n)`` shuffles rows, ``batch(n).shuffle()`` whole batches; ``repeat().batch(n)``
+    lets a batch span two epochs, ``batch(n).repeat()`` ends each epoch with its partial batch.
+    """
+
+    def __init__(self, source: RowSource, steps: Sequence[Step] = (), passes: PassCounter | None = None):
+        """Private: use ``from_arrays``, ``from_parquet`` and the like."""
+        self.source, self.steps, self.passes = source, tuple(steps), passes or PassCounter()
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any) -> ArrayDataset:
+        """TensorFlow's name for ``from_arrays``; a list is one array here, as in tf.data.
+
+        >>> [batch.tolist() for batch in Dataset.from_tensor_slices([1, 2, 3]).batch(2)]
+        [[1, 2], [3]]
+        """
+        return from_arrays(jax.tree.map(_joined_list, tensors, is_leaf=lambda value: isinstance(value, list)))
+
+    @property
+    def is_batched(self) -> bool:
+        """True if the elements are batches, False if they are rows."""
+        return self.has(Batch)
+
+    @functools.cached_property
+    def cardinality(self) -> Cardinality | None:
+        """The number of elements (rows, or batches after ``batch``), ``math.inf`` if it never ends, None if it is not
+        known before they are read.
+        """
+        length: Cardinality | None = self.source.length
+        for step in self.steps:
+            length = step.length(length)
+        return length
+
+    @functools.cached_property
+    def element_spec(self) -> Any:
+        """A nest of ArraySpecs (``shape``, ``dtype``), the size of a batch None if the last may differ. None if it is
+        not known: of records, and after ``map``.
+        """
+        if self.has(Map):
+            return None
+        dims = [s.batch_size if s.drop_remainder else None for s in self.steps if isinstance(s, Batch)]
+        return jax.tree.map(lambda spec: ArraySpec((*dims, *spec.shape), spec.dtype), self.source.row_spec)
+
+    def map(self, function: Callable[..., Any], num_parallel_calls: int | None = None) -> Self:
+        """Replaces every element by ``function(element)``, or ``function(*element)`` of a tuple, as in tf.data.
+
+        Before ``batch`` that is one row; the function returns a nest of arrays or numbers, of the same shapes and
+        dtypes for every row. After ``batch`` it is a whole batch, which is much faster for arrays and columns. The
+        thread that reads ahead calls it. It returns new arrays, and leaves those that it is given as they are.
+
+        >>> dataset = from_arrays((np.arange(4), np.arange(4) ** 2)).batch(2)
+        >>> [total.tolist() for total in dataset.map(lambda x, y: x + y)]
+        [[0, 2], [6, 12]]
+
+        Args:
+          function: Called once for each element, in each pass again. A row is ``bytes`` or ``str`` where a file has
+            records, and ``{column: value}`` where it has columns.
+          num_parallel_calls: Accepted for tf.data's sake: one thread calls it.
+        """
+        del num_parallel_calls
+        return self._with(Map(function))
+
+    def filter(self, predicate: Callable[..., Any]) -> Self:
+        """Keeps the elements for which ``predicate(element)`` is true; see ``map`` for what it is given."""
+        return self._with(Filter(predicate))
+
+    def prefetch(self, buffer_size: int | None = None) -> Self:
+        """Changes nothing, and is there as in tf.data: a dataset that is distributed, or given to ``fit``, is always
+        read ahead.
+        """
+        del buffer_size
+        return self._with()
+
+    @abc.abstractmethod
+    def shuffle(
+        self, buffer_size: Any, seed: int | None = None, reshuffle_each_iteration: bool = True
+    ) -> Self:
+        """Puts the elements in random order."""
+
+    def repeat(self, count: int | None = None) -> Self:
+        """Goes through the elements ``count`` times; for ever if that is None or -1."""
+        if count is not None:
+            count = whole_number("count", count, least=-1, meaning="-1 or None is for ever")
+        return self._with(Repeat(None if count == -1 else count))
+
+    def take(self, count: int) -> Self:
+        """Keeps the first ``count`` elements: rows, or batches after ``batch``; all of them if it is -1."""
+        count = whole_number("count", count, least=-1, meaning="-1 is all")
+        return self._with() if count == -1 else self._with(Take(count))
+
+    def shard(self, num_shards: int, index: int) -> Self:
+        """Keeps every ``num_shards``-th element from the element ``index`` on: rows, or batches after ``batch``.
+
+        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(n)`` gives each worker rows
+        of its own. Shuffle with a seed, or after, or the shards overlap. All files are read; the policy FILE deals
+        out files.
+
+        Args:
+          num_shards: How many parts there are; or ``SHARD_HINT`` twice, for the policy HINT.
+          index: Which part to keep, from 0.
+
+        Raises:
+          InvalidArgumentError: ``index`` is not less than ``num_shards``, or negative.
+        """
+        if num_shards == index == SHARD_HINT:
+            return self._with(Shard(None, None))
+        return self._with(Shard(*check_shard(num_shards, index)))
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> Self:
+        """Joins every ``batch_size`` rows into one element, also across files.
+
+        Args:
+          batch_size: Rows per batch: the global batch size, where the dataset is distributed.
+          drop_remainder: Leave out a last batch with fewer rows. By default nothing is left out.
+
+        Raises:
+          InvalidArgumentError: ``batch_size`` is less than 1, or the dataset has been batched.
+        """
+        batch_size = whole_number("batch_size", batch_size, least=1)
+        if self.is_batched:
+            raise InvalidArgumentError(
+                f"This {type(self).__name__} has been batched; call batch once, on its rows."
+            )
+        return self._with(Batch(batch_size, drop_remainder))
+
+    def __iter__(self) -> DatasetIterator:
+        """Starts again from the first element."""
+        return DatasetIterator(self)
+
+    def __len__(self) -> int:
+        if self.cardinality == INFINITE:
+            raise TypeError(f"This {type(self).__name__} repeats for ever, and has no len(); use take(n).")
+        if self.cardinality is None:
+            raise TypeError(f"This {type(self).__name__} does not know its length before it is read.")
+        return int(self.cardinality)
+
+    def __bool__(self) -> bool:
+        return True  # a dataset is one whatever its len(), also where that raises
+
+    def __repr__(self) -> str:
+        steps = "".join(f".{told_of(step)}" for step in self.steps)
+        return f"<{type(self).__name__} of {self.source}>{steps}"
+
+    # --- for distributed datasets ---------------------------------------------------------------------
+
+    def open(self, path: Path) -> Cursor:
+        """Opens the stream of its elements; see ``Opener``."""
+        opener: Opener = lambda path: self.source.open()  # noqa: E731 in the same order in every pass
+        for step in self.steps:
+            opener = functools.partial(step.open, opener)
+        return opener(path)
+
+    def has(self, *kinds: type[Step]) -> bool:
+        """True if one of its steps is of one of these kinds."""
+        return any(isinstance(step, kinds) for step in self.steps)
+
+    @property
+    def is_mapped_in_batches(self) -> bool:
+        """True if the user's function made the elements; False if batches were joined here."""
+        kinds = [type(step) for step in self.steps]
+        return Map in (kinds[kinds.index(Batch) :] if Batch in kinds else kinds)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch; None before ``batch``."""
+        return next((step.batch_size for step in self.steps if isinstance(step, Batch)), None)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of all shuffles."""
+        return [step.seed for step in self.steps if isinstance(step, Shuffle)]
+
+    @property
+    def has_hint(self) -> bool:
+        """True if it has a ``shard(SHARD_HINT, SHARD_HINT)``."""
+        return any(isinstance(step, Shard) and step.index is None for step in self.steps)
+
+    def with_hint(self, num_shards: int, index: int) -> Self:
+        """Returns it with ``shard(num_shards, index)`` for each ``shard(SHARD_HINT, SHARD_HINT)``."""
+        given = Shard(num_shards, index)
+        steps = [given if isinstance(step, Shard) and step.index is None else step for step in self.steps]
+        return type(self)(self.source, steps, self.passes)
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells it from datasets of other rows or with other steps; JSON."""
+        return {"steps": [told_of(step) for step in self.steps], **self.source.fingerprint}
+
+    def first(self) -> Iterator[Any]:
+        """Yields the first element, if there is one, without using up an order of its shuffles."""
+        return iter(elements_of(self.open((self.passes.num_begun,)).read(1)))
+
+    def _with(self, *steps: Step) -> Self:
+        return type(self)(self.source, (*self.steps, *steps))
+
+    def _shuffled(self, buffer_size: int | None, seed: int | None, reshuffle: bool) -> Self:
+        if seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+        return self._with(Shuffle(buffer_size, whole_number("seed", seed, least=0), reshuffle))
+
+
+@final
+class DatasetIterator:
+    """Goes through a dataset once. The pass begins when the first element, or the position, is asked for.
+
+    Its position is (pass, cursor), with the number of passes begun and the seeds, so that later passes are alike too.
+    """
+
+    def __init__(self, dataset: Dataset):
+        self._dataset = dataset
+        self._cursor: Cursor | None = None
+
+    def __iter__(self) -> DatasetIterator:
+        return self
+
+    def __next__(self) -> Any:
+        chunk = (self._cursor or self._begin()).read(1)
+        if not len(chunk):
+            raise StopIteration
+        return elements_of(chunk)[0]
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position after the element that was returned last, as JSON."""
+        cursor = self._cursor or self._begin()
+        return {"passes": self._dataset.passes.num_begun, **self._constant, "cursor": cursor.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position in an equal dataset, whose later passes go on as those of that one."""
+        seeds, dataset = iter(state["seeds"]), self._dataset
+        dataset.steps = tuple(
+            dataclasses.replace(step, seed=next(seeds)) if isinstance(step, Shuffle) else step
+            for step in dataset.steps
+        )
+        self._begin(int(state["pass"])).set_state(state["cursor"])
+        dataset.passes.num_begun = int(state["passes"])
+
+    def _begin(self, number: int | None = None) -> Cursor:
+        dataset = self._dataset
+        number = dataset.passes.begin() if number is None else number
+        self._constant = {"pass": number, "seeds": dataset.seeds}
+        self._cursor = dataset.open((number,))
+        return self._cursor
+
+
+# --- arrays in memory ---------------------------------------------------------------------------------
+
+
+def from_arrays(arrays: Any) -> ArrayDataset:
+    """Makes a dataset whose elements are the rows of arrays; call ``batch`` on it to get batches.
+
+    The arrays are not copied (JAX arrays on accelerators are brought to the host once): do not change
+    them while the dataset is used.
+
+    >>> dataset = from_arrays((np.arange(5), np.arange(5) ** 2)).batch(2)
+    >>> [labels.tolist() for features, labels in dataset]
+    [[0, 1], [4, 9], [16]]
+
+    Args:
+      arrays: ``[num_rows, ...]``, or a nest (tuples, lists, dicts) of such with equal ``num_rows``.
+
+    Raises:
+      InconsistentRowsError: The numbers of rows differ.
+      UnsupportedElementError: A leaf is no array, has no rows, or has a dtype that no device can hold.
+    """
+    hosted = jax.tree.map(lambda leaf: np.asarray(as_array(leaf)), arrays)
+    if any(array.ndim == 0 for array in jax.tree.leaves(hosted)):
+        raise UnsupportedElementError(
+            f"from_arrays needs arrays [num_rows, ...], got a number: {describe_shapes(hosted)}. A Python "
+            "list is a nest here; make it one array with np.asarray(...)."
+        )
+    return ArrayDataset(_ArraySource(hosted, common_num_rows(hosted)))
+
+
+@final
+class ArrayDataset(Dataset):
+    """A dataset over arrays in memory; make one with ``from_arrays``. Batches are slices of the arrays."""
+
+    def shuffle(
+        self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
+    ) -> ArrayDataset:
+        """Puts all elements in a uniformly random order.
+
+        Args:
+          buffer_size: Accepted for tf.data's sake: all elements are shuffled, whatever it says.
+          seed: Equal seeds give equal orders. None draws one: then the processes of a cluster that each
+            hold the whole data would disagree, so give one there.
+          reshuffle_each_iteration: Take a new order each time the dataset is iterated or repeated.
+
+        Raises:
+          InvalidArgumentError: The dataset never ends, the seed is negative, or the buffer size less than 1.
+        """
+        if buffer_size is not None:
+            meaning = "all elements are shuffled, whatever it is: write shuffle(), or shuffle(seed=0) for the same order in each run"
+            whole_number("buffer_size", buffer_size, least=1, meaning=meaning)
+        if self.cardinality == INFINITE:
+            raise InvalidArgumentError(
+                "A dataset that never ends cannot be shuffled; call shuffle before repeat."
+            )
+        return self._shuffled(None, seed, reshuffle_each_iteration)
+
+
+@final
+class _ArraySource(RowSource):
+    """The rows of arrays."""
+
+    def __init__(self, arrays: Any, num_rows: int):
+        self._arrays, self._num_rows = arrays, num_rows
+
+    @property
+    def description(self) -> str:
+        return f"arrays of {self._num_rows} rows"
+
+    @property
+    def length(self) -> int:
+        return self._num_rows
+
+    @property
+    def row_spec(self) -> Any:
+        return jax.tree.map(lambda array: ArraySpec(array.shape[1:], array.dtype), self._arrays)
+
+    @property
+    def has_arrays(self) -> bool:
+        return True
+
+    @property
+    def row_bytes(self) -> int:
+        arrays = jax.tree.leaves(self._arrays)
+        return sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
+
+    @property
+    def num_files(self) -> None:
+        return None
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        shapes = [[str(array.dtype), *array.shape[1:]] for array in jax.tree.leaves(self._arrays)]
+        return {"num_rows": self._num_rows, "arrays": shapes}
+
+    def open(self) -> Cursor:
+        return _ArrayCursor(self._arrays, self._num_rows)
+
+    def __str__(self) -> str:
+        return self.description
+
+
+@final
+class _ArrayCursor(Cursor):
+    """The rows as they stand."""
+
+    def __init__(self, arrays: Any, num_rows: int):
+        self._arrays, self._num_rows, self._next = arrays, num_rows, 0
+
+    def read(self, num_rows: int) -> Chunk:
+        start, self._next = self._next, min(self._next + num_rows, self._num_rows)
+        return ArrayRows(self._arrays, range(start, self._next))
+
+    def get_state(self) -> int:
+        return self._next
+
+    def set_state(self, state: int) -> None:
+        self._next = int(state)
+
+
+def _joined_list(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, list) else leaf
