@@ -13,7 +13,6 @@ from typing import Any, Final
 import keras
 
 from replicax._src import context, jax_compat
-from replicax._src.collectives.eager import kept_states
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import (
     checkpointing,
@@ -30,9 +29,7 @@ from replicax._src.keras import (
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.optimizer import wrapped_apply, wrapped_loss_scale_apply
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN
-from replicax._src.keras.threads import carry_state
 from replicax._src.keras_backend import check_keras
-from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture, note_created, planning
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import is_local, slot_makers
@@ -100,8 +97,6 @@ def install() -> None:
     variable_types.append(keras.Variable)
     jax_compat.take_as_arrays(keras.Variable, _value_of)
     trace_scopes.append(_scope)
-    thread_states.append(carry_state)
-    kept_states.append(losses.keep_losses)
     checkpointing.install()
 
 
@@ -139,8 +134,6 @@ def uninstall() -> None:
         slot_makers.remove(keras_capture.make_slot)
         variable_types.remove(keras.Variable)
         trace_scopes.remove(_scope)
-        thread_states.remove(carry_state)
-        kept_states.remove(losses.keep_losses)
 
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:

@@ -21,7 +21,6 @@ import keras
 from replicax._src import context
 from replicax._src.errors import KerasLossError
 from replicax._src.nn import SharedLoss, size_of_global_batch
-from replicax._src.placement.eager_capture import EagerCapture
 from replicax._src.program.capture import current_capture, user_line
 
 _MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -84,14 +83,12 @@ class _Local(threading.local):
       is_in_compute_loss: Whether ``Model.compute_loss`` is running.
       is_gathered: What it was given has the rows of all replicas.
       summed: Losses that are sums over the rows of this replica, not means.
-      adding: Layers that have added losses in this replica of an eager run.
     """
 
     rows: int | None = None
     is_in_compute_loss = False
     is_gathered = False
     summed: tuple[Any, ...] = ()
-    adding: tuple[Any, ...] = ()
 
 
 _local = _Local()
@@ -171,7 +168,7 @@ def _adds_sums() -> bool:
 
 
 def wrapped_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Layer.add_loss``, which notes the layer, and the losses that Keras itself adds for activity regularisers."""
+    """``Layer.add_loss``, which notes the losses that Keras itself adds for activity regularisers."""
     source, adds_sums = inspect.getfile(keras.Layer), _adds_sums()
 
     def add_loss(self: Any, loss: Any) -> Any:
@@ -183,28 +180,9 @@ def wrapped_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             and caller.co_filename == source
         ):
             _local.summed = (*_local.summed, loss)
-        capture = current_capture()
-        in_own_thread = isinstance(capture, EagerCapture) and capture.num_replicas > 1
-        if in_own_thread and not any(self is layer for layer in _local.adding):
-            _local.adding = (*_local.adding, self)
         return original(self, loss)
 
     return add_loss
-
-
-def keep_losses() -> Callable[[], None]:
-    """Notes which losses in layers are of this replica of an eager run; what it returns restores that.
-
-    Keras (3.12 to 3.15) keeps the ids of losses in the layers, where the next replica replaces them.
-    """
-    own = [(layer, set(layer._loss_ids)) for layer in _local.adding]
-
-    def restore() -> None:
-        for layer, ids in own:
-            layer._loss_ids.clear()
-            layer._loss_ids.update(ids)
-
-    return restore
 
 
 def wrapped_losses(original: property) -> property:
