@@ -106,7 +106,7 @@ class EagerCapture:
         return value
 
     def write(self, variable: Any, value: Any, line: str | None = None) -> None:
-        """Makes ``value`` the variable's value from here on; the variable itself gets it when the function has ended.
+        """Makes ``value`` the variable's value from here on; the variable itself gets it when the function ends.
 
         Raises:
           TraceError: Inside a function that JAX traces.
