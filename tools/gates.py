@@ -268,6 +268,7 @@ def attributes_of(package) -> dict[str, object]:
         for attribute, value in list(vars(module).items()):
             if getattr(value, "__module__", None) == name and isinstance(value, type):
                 found |= {f"{name}.{attribute}.{key}": member for key, member in list(vars(value).items())}
+                found[f"{name}.{attribute}.__bases__"] = value.__bases__
             elif callable(value):
                 found[f"{name}.{attribute}"] = value
     return {

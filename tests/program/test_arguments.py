@@ -149,7 +149,7 @@ def test_a_tensor_is_an_array_in_eager_mode_and_in_plans(kind):
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     x = kind(np.arange(4, dtype=np.float32))
     result = strategy.run(lambda x: x + 1, args=(x,), options=rx.RunOptions(eager=True))
-    assert strategy.experimental_local_results(result)[1].tolist() == [1, 2, 3, 4]
+    assert strategy.experimental_local_results(result)[0].tolist() == [1, 2, 3, 4]
     plan = strategy.plan(lambda x: x + 1, (x,))
     assert [(argument.name, tuple(argument.shape)) for argument in plan.arrays] == [("args[0]", (4,))]
 

@@ -642,11 +642,6 @@ class Operation:
         out = self.primitive.bind(*args, **self.params)
         return list(out) if self.primitive.multiple_results else [out]
 
-    def pull_back(self, cotangents: Sequence[Any]) -> list[Any] | None:
-        """The cotangents of the operands of a ``linear_primitive``; None for others."""
-        transpose = _linear_transposes.get(self.primitive)
-        return None if transpose is None else list(transpose(*cotangents, **self.params))
-
 
 Observe = Callable[[Operation, list[Any]], list[Any]]
 
@@ -706,7 +701,7 @@ class EagerTrace(_private_core.Trace):
 class Late(Tracer):
     """A value that is looked up where it is used: a variable read while JAX stages a function (jit, scan, …).
 
-    JAX keeps what it has staged and uses it again in other steps and for other replicas, whose values differ.
+    JAX keeps what it has staged and uses it again in other steps, whose values differ.
     """
 
     __slots__ = ("look_up",)
@@ -774,45 +769,6 @@ def with_thread_options(options: dict[Any, Any]) -> Iterator[None]:
         for state, value in options.items():
             stack.enter_context(state(value))
         yield
-
-
-_linear_transposes: dict[Any, Callable[..., Sequence[Any]]] = {}
-
-
-def linear_primitive(
-    name: str,
-    evaluate: Callable[..., Sequence[Any]],
-    abstract_eval: Callable[..., Sequence[Any]],
-    transpose: Callable[..., Sequence[Any]],
-    refuse: Callable[[str], Exception],
-) -> Any:
-    """A linear function of several arrays of one kind (all floating, or none) that Python evaluates.
-
-    Args:
-      evaluate: Concrete arrays to concrete arrays.
-      abstract_eval: The avals of its outputs.
-      transpose: Cotangents of all outputs to cotangents of all operands.
-      refuse: Builds the error for ``"vmap"`` or ``"compilation"``.
-    """
-    primitive = jex.Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(evaluate)
-    primitive.def_abstract_eval(abstract_eval)
-
-    def transposed(cotangents: Sequence[Any], *_: Any, **params: Any) -> Sequence[Any]:
-        return transpose(*[ad.instantiate_zeros(c) for c in cotangents], **params)
-
-    def batch(*_args: Any, **_params: Any) -> Any:
-        raise refuse("vmap")
-
-    def lower(*_args: Any, **_params: Any) -> Any:
-        raise refuse("compilation")
-
-    ad.deflinear2(primitive, transposed)
-    _linear_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, lower)
-    return primitive
 
 
 # --- arrays on devices of several processes -------------------------------------------------------------

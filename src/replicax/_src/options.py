@@ -143,8 +143,13 @@ class RunOptions:
       experimental_bucketizing_dynamic_shape: Accepted for TensorFlow's sake. Must be False: a program
         is compiled for each pattern of shapes.
       experimental_xla_options: A mapping of XLA compiler options, handed to the compiler.
-      eager: Run the function itself, one thread per replica and one replica at a time between
-        collectives, with real values: for prints, breakpoints and Python ``if``. Slow.
+      eager: Run the function itself, in the calling thread, with real values: for prints, breakpoints and Python
+        ``if``. Slow. One replica gets the rows of all, and ``num_replicas_in_sync`` is 1 inside, so losses, gradients and
+        weights are those of a compiled step. Batch statistics, random numbers and ``replica_id_in_sync_group`` (0) are
+        those of one replica. The components of a per-replica value are concatenated along axis 0, in replica order,
+        whatever their numbers of rows; scalars that are equal are passed as they are, of random keys the first
+        replica's; others raise ``UnsupportedError``. Each array of the result is a ``PerReplica`` of one component, of
+        the whole batch.
       donate_args: Give the arrays of the ``PerReplica`` and ``Mirrored`` values in these positional
         arguments to the program, which then needs no second copy of them. They are gone afterwards.
       check_same: Raise ``DivergenceError`` for state that was the same on all replicas, differs when the function

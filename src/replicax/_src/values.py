@@ -230,6 +230,11 @@ class PerReplica(DistributedValues):
         kinds = ", ".join(f"{self.dtype}{list(shape)}" for shape in shapes)
         return f"PerReplica({self.num_replicas} components of {kinds})"
 
+    @property
+    def is_of_whole_batch(self) -> bool:
+        """True for a result of an eager run: its one component is that of the rows of all replicas."""
+        return self.is_equal and self.num_replicas == 1
+
     def component_shape(self, replica_id: int) -> tuple[int, ...]:
         """The true shape of one component."""
         if self.shapes is not None:

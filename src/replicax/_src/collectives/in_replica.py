@@ -1,7 +1,6 @@
 """Collectives on this replica's own arrays, as JAX primitives over the replica axis.
 
-``Communicator`` is the seam: ``TracedCommunicator`` runs in programs, ``collectives/eager.py`` has the one
-that meets other threads.
+``Communicator`` is the seam: ``TracedCommunicator`` runs in programs, ``OneReplica`` where there are no others.
 """
 
 from __future__ import annotations

@@ -16,16 +16,13 @@ from typing import Any, Final
 import keras
 
 from replicax._src import jax_compat
-from replicax._src.collectives.eager import kept_states
 from replicax._src.frameworks.framework import Framework, stop_using, use
 from replicax._src.keras import capture as keras_capture
 from replicax._src.keras import checkpointing, losses, metric_results, models, planned_steps
 from replicax._src.keras.models import PlacedModel
 from replicax._src.keras.optimizer import PlacedOptimizer, wrapped_loss_scale_apply
-from replicax._src.keras.threads import carry_state
 from replicax._src.keras.variable import PlacedVariable, value_of
 from replicax._src.keras_backend import check_keras
-from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture, planning
 from replicax._src.tracebacks import is_full
 
@@ -86,8 +83,6 @@ def install() -> None:
         if getattr(owner, name, None):
             _replace(owner, name, wrap)
     jax_compat.take_as_arrays(keras.Variable, value_of)
-    thread_states.append(carry_state)
-    kept_states.append(losses.keep_losses)
     use(KERAS)
 
 
@@ -98,9 +93,6 @@ def uninstall() -> None:
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
-    if carry_state in thread_states:
-        thread_states.remove(carry_state)
-        kept_states.remove(losses.keep_losses)
     stop_using("keras")
 
 

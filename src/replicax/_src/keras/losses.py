@@ -20,7 +20,6 @@ import keras
 from replicax._src import context
 from replicax._src.errors import KerasLossError
 from replicax._src.nn import SharedLoss, size_of_global_batch
-from replicax._src.placement.eager_capture import EagerCapture
 from replicax._src.program.capture import current_capture, user_line
 
 _MEANS: Final = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -83,14 +82,12 @@ class _Local(threading.local):
       is_in_compute_loss: Whether ``Model.compute_loss`` is running.
       is_gathered: What it was given has the rows of all replicas.
       summed: Losses that are sums over the rows of this replica, not means.
-      adding: Layers that have added losses in this replica of an eager run.
     """
 
     rows: int | None = None
     is_in_compute_loss = False
     is_gathered = False
     summed: tuple[Any, ...] = ()
-    adding: tuple[Any, ...] = ()
 
 
 _local = _Local()
@@ -165,35 +162,15 @@ _ADDS_SUMS: Final = "divide_no_nan" not in inspect.getsource(keras.Layer.__call_
 
 
 def note_added(loss: Any, caller: Any) -> None:
-    """Notes a loss that a layer adds, and the layer.
+    """Notes a loss that Keras itself adds for an activity regulariser.
 
     Args:
-      caller: The frame of ``Layer.add_loss``, which Keras itself calls for activity regularisers.
+      caller: The frame of ``Layer.add_loss``.
     """
-    layer = caller.f_locals["self"]
     called_by = caller.f_back.f_code
     is_of_keras = called_by.co_name == "__call__" and called_by.co_filename == _SOURCE_OF_LAYER
     if _ADDS_SUMS and is_of_keras and _local.rows is not None:
         _local.summed = (*_local.summed, loss)
-    capture = current_capture()
-    in_own_thread = isinstance(capture, EagerCapture) and capture.num_replicas > 1
-    if in_own_thread and not any(layer is known for known in _local.adding):
-        _local.adding = (*_local.adding, layer)
-
-
-def keep_losses() -> Callable[[], None]:
-    """Notes which losses in layers are of this replica of an eager run; what it returns restores that.
-
-    Keras (3.12 to 3.15) keeps the ids of losses in the layers, where the next replica replaces them.
-    """
-    own = [(layer, set(layer._loss_ids)) for layer in _local.adding]
-
-    def restore() -> None:
-        for layer, ids in own:
-            layer._loss_ids.clear()
-            layer._loss_ids.update(ids)
-
-    return restore
 
 
 def wrapped_losses(original: property) -> property:

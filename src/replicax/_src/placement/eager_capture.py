@@ -1,4 +1,4 @@
-"""What an eagerly run replica function reads, writes and differentiates: ``Capture``'s counterpart for real values."""
+"""What an eagerly run function reads, writes and differentiates: ``Capture``'s counterpart for real values."""
 
 from __future__ import annotations
 
@@ -9,84 +9,72 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax._src import jax_compat
-from replicax._src.collectives.eager import COLLECTIVES, EagerCommunicator, from_host, to_host
-from replicax._src.errors import StructureError, TapeError, TraceError, VariableError
-from replicax._src.options import ReduceOp
-from replicax._src.placement.spmd import SlotGroup
+from replicax._src.errors import TapeError, TraceError, VariableError
+from replicax._src.options import VariableAggregation
 from replicax._src.program.capture import Capture, Entry, current_capture
-from replicax._src.program.markers import aggregate_p
 from replicax._src.program.recording import Recorder
-from replicax._src.program.slots import Sharing, Slot
-from replicax._src.program.verdict import Verdict
+from replicax._src.program.slots import Sharing, Slot, check_no_tracer, state_lock
 from replicax._src.user_code import user_line
 
 
-class StateBefore:
-    """The values of variables as they were before the run, on the host."""
-
-    def __init__(self, strategy: Any):
-        self._strategy = strategy
-        self._values: dict[int, tuple[Slot, Any]] = {}
-
-    def slot_of(self, variable: Any) -> Slot:
-        return self._load(variable)[0]
-
-    def component(self, variable: Any, replica_id: int) -> Any:
-        """What a replica has of a variable."""
-        slot, value = self._load(variable)
-        return value[replica_id] if slot.sharing.is_per_replica else value
-
-    def _load(self, variable: Any) -> tuple[Slot, Any]:
-        if id(variable) not in self._values:
-            slot = self._strategy.slots.slot_of(variable)
-            with jax_compat.evaluating():
-                value = SlotGroup([slot], self._strategy.variable_placement).load(for_donation=False)[0]
-                self._values[id(variable)] = (slot, to_host(value))
-        return self._values[id(variable)]
+def on_no_device(array: Any) -> jax.Array:
+    """A copy on this thread's default device, bound to none, so that it mixes with arrays of all devices."""
+    if isinstance(array, jax.Array) and jax_compat.is_typed_key(array.dtype):
+        data = np.asarray(jax.random.key_data(array))
+        return jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(array))
+    return jnp.array(np.asarray(array))
 
 
 @final
 class EagerCapture:
-    """What ``Capture`` is for functions that are traced, for one replica of a function that runs.
+    """What ``Capture`` is for functions that are traced, for a function that runs as one replica.
 
     Attributes:
       num_replicas, uneven, entries, num_aggregated_reads, created, observer: As in ``Capture``.
-      replica_id: Index of the replica.
-      recorder: Evaluates and records the replica's operations.
+      recorder: Evaluates and records the operations.
     """
 
-    def __init__(
-        self, strategy: Any, state: StateBefore, communicator: EagerCommunicator, replica_id: int, uneven: Any
-    ):
-        self.num_replicas = communicator.num_replicas
-        self.uneven = uneven
+    num_replicas = 1
+    is_replica = True
+    uneven = None
+    observer = None
+
+    def __init__(self, strategy: Any):
         self.entries: dict[int, Entry] = {}
         self.num_aggregated_reads = 0
         self.created: list[str] = []
-        self.observer = None
-        is_empty = uneven is not None and uneven.rows == 0
-        self.recorder = Recorder(self._aggregate, COLLECTIVES, is_empty=is_empty)
-        self._strategy = strategy
-        self._state = state
-        self._communicator = communicator
-        self.replica_id = replica_id
+        self.recorder = Recorder()
+        self._slots, self._placement = strategy.slots, strategy.variable_placement
         self._late: dict[int, tuple[Any, jax_compat.Late]] = {}
         self._tapes: list[Any] = []
         # Tapes opened inside functions that JAX stages leave marks there, as in functions that are traced.
-        self._staged = Capture(state.slot_of, self.num_replicas)
+        self._staged = Capture(self._slots.slot_of, self.num_replicas)
         self._staged_tapes: set[int] = set()
 
     def close(self) -> None:
-        """Forgets all arrays."""
+        """Forgets all arrays, which would wait for the garbage collector otherwise."""
         self.entries.clear()
         self._late.clear()
         self.recorder.close()
 
-    @property
-    def is_replica(self) -> bool:
-        return True
+    def assign(self) -> None:
+        """Gives the variables what the function assigned to them."""
+        with state_lock:
+            for entry in self.entries.values():
+                if entry.written:
+                    self._assign(entry.slot, entry.current)
+
+    def _assign(self, slot: Slot, value: Any) -> None:
+        components = None
+        if slot.sharing is Sharing.COMPONENTS:
+            components = jnp.broadcast_to(value, (slot.num_replicas, *slot.shape))
+            if slot.variable.aggregation is VariableAggregation.SUM:
+                components = jnp.zeros_like(components).at[0].set(value)
+        (stored,) = slot.accessor.get([slot.variable])
+        slot.accessor.set([slot.variable], [self._placement.replaced(stored, value, components)])
 
     @property
     def tapes(self) -> list[Any]:
@@ -100,7 +88,7 @@ class EagerCapture:
     # --- variables ------------------------------------------------------------------------------------
 
     def read(self, variable: Any) -> Any:
-        """This replica's value of the variable; inside functions that JAX stages what stands for it."""
+        """The value of the variable; inside functions that JAX stages what stands for it."""
         value = self.value_of(variable)
         if not jax_compat.is_staging():
             return value
@@ -110,7 +98,7 @@ class EagerCapture:
         return late
 
     def value_of(self, variable: Any) -> Any:
-        """This replica's value of the variable, real everywhere."""
+        """The value of the variable, real everywhere."""
         value = self._entry(variable).current
         for tape in self._tapes:
             tape.record_read(variable, value)
@@ -118,7 +106,7 @@ class EagerCapture:
         return value
 
     def write(self, variable: Any, value: Any, line: str | None = None) -> None:
-        """Makes ``value`` this replica's value of the variable; the others' are brought together at the end.
+        """Makes ``value`` the variable's value from here on; the variable itself gets it when the function ends.
 
         Raises:
           TraceError: Inside a function that JAX traces.
@@ -139,17 +127,15 @@ class EagerCapture:
                 f"assigned to it (at {user_line()})."
             )
         value = jax.lax.convert_element_type(value, slot.dtype)
-        verdict = self.recorder.verdicts[value]
         if self._tapes or any(e.current is value for e in self.entries.values() if e is not entry):
             # TensorFlow does not differentiate through an assignment, and each variable's reads are its own.
             with jax_compat.evaluating():
                 value = jnp.copy(value)
-            self.recorder.verdicts[value] = verdict
         entry.current, entry.written, entry.line = value, True, line or user_line()
 
     def sharing_of(self, variable: Any) -> Sharing:
         """How the replicas share a variable."""
-        return self._state.slot_of(variable).sharing
+        return self._slots.slot_of(variable).sharing
 
     @contextlib.contextmanager
     def aggregated_reads(self) -> Iterator[None]:
@@ -163,11 +149,9 @@ class EagerCapture:
     def _entry(self, variable: Any) -> Entry:
         entry = self.entries.get(id(variable))
         if entry is None:
-            slot = self._state.slot_of(variable)
+            slot = self._slots.slot_of(variable)
             with jax_compat.evaluating():
-                value = from_host(self._state.component(variable, self.replica_id))
-            if slot.sharing.is_per_replica:
-                self.recorder.verdicts[value] = Verdict.DIFFERS
+                value = _value_before(slot)
             entry = self.entries[id(variable)] = Entry(slot, len(self.entries), value)
         return entry
 
@@ -243,33 +227,23 @@ class EagerCapture:
         return gradients, {i for i, gradient in enumerate(gradients) if gradient is None}
 
     def aggregate(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """Gradients as an optimizer shall apply them: summed over replicas, unless they have been reduced.
-
-        A gradient has been reduced if it came out of a collective, with elementwise work at most since then.
-        """
+        """Gradients as an optimizer shall apply them: there are no others to add."""
         del names
-        return list(aggregate_p.bind(*gradients)) if gradients else []
+        return list(gradients)
 
-    def _aggregate(self, gradients: Sequence[Any], verdicts: Sequence[Verdict]) -> list[Any]:
-        must_sum = [verdict is not Verdict.REDUCED for verdict in verdicts]
-        if gradients and not any(isinstance(g, jax_compat.Tracer) for g in gradients):
-            decisions = self._communicator.agree(
-                "the gradients of an optimizer", must_sum, is_collective=True
-            )
-            if len({len(d) for d in decisions}) > 1:
-                raise StructureError(
-                    f"The replicas give different numbers of gradients to an optimizer: {[len(d) for d in decisions]}."
-                )
-            must_sum = [any(column) for column in zip(*decisions, strict=True)]
-        chosen = [i for i, is_chosen in enumerate(must_sum) if is_chosen]
-        results = list(gradients)
-        if chosen:
-            values = self.recorder.of_no_rows([gradients[i] for i in chosen])
-            with self._communicator.uncounted():
-                totals = self._strategy.reduce_in_replica(self._communicator, ReduceOp.SUM, values, None)
-            for i, total in zip(chosen, totals, strict=True):
-                results[i] = total
-        return results
+
+def _value_before(slot: Slot) -> jax.Array:
+    """What a variable holds, as one device would."""
+    with state_lock:
+        (value,) = slot.accessor.get([slot.variable])
+        check_no_tracer(slot, value)
+        value = on_no_device(value)
+    if slot.sharing is not Sharing.COMPONENTS:
+        return value
+    aggregation = slot.variable.aggregation
+    if aggregation is VariableAggregation.SUM:
+        return jnp.sum(value, axis=0, dtype=value.dtype)
+    return jnp.mean(value, axis=0) if aggregation is VariableAggregation.MEAN else value[0]
 
 
 def _seed(target: Any, seed: Any) -> Any:

@@ -1,14 +1,14 @@
 """Recording: tapes for functions that run operation by operation on concrete arrays.
 
-Every operation of an eagerly run replica function comes by here: it is evaluated, tapes that are open note it, and
-what is known of its results (came they out of a collective?) is kept. Arrays are known by identity.
+Every operation of an eagerly run function comes by here: it is evaluated, and tapes that are open note it. Arrays are
+known by identity.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +17,14 @@ import jax.numpy as jnp
 from replicax._src import jax_compat
 from replicax._src.errors import TapeError, UnsupportedError
 from replicax._src.program.rewrite import Rewriter
-from replicax._src.program.verdict import Verdict, is_replica_collective, transfer
+from replicax._src.program.verdict import Verdict, is_replica_collective
 from replicax._src.user_code import user_line
 
 NO_AXIS = (
-    "A collective of jax.lax over the axis 'replica' was called at {line}: with RunOptions(eager=True) the replicas are "
-    "threads, and JAX knows no such axis. Use rx.get_replica_context().all_reduce, all_gather or merge_call, or run "
-    "without eager=True."
+    "A collective of jax.lax over the axis 'replica' was called at {line}: with RunOptions(eager=True) one replica runs, and "
+    "JAX knows no such axis. Use rx.get_replica_context().all_reduce, all_gather or merge_call, or run without eager=True."
 )
 _JITS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-Aggregate = Callable[[Sequence[Any], Sequence[Verdict]], list[Any]]
 
 
 class Step(NamedTuple):
@@ -68,55 +66,23 @@ class Record:
         return self.watched_at.get(id(value), 0) <= index
 
 
-class Verdicts:
-    """What is known of arrays: SAME if nothing is. Forgets those that are gone."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[Any, Verdict]] = {}
-
-    def __getitem__(self, value: Any) -> Verdict:
-        entry = self._entries.get(id(value))
-        return Verdict.SAME if entry is None else entry[1]
-
-    def __setitem__(self, value: Any, verdict: Verdict) -> None:
-        if not isinstance(value, jax.Array):
-            return
-        key, entries = id(value), self._entries
-        if verdict is Verdict.SAME:
-            entries.pop(key, None)
-        else:
-            entries[key] = (weakref.ref(value, lambda _: entries.pop(key, None)), verdict)
-
-
 class Recorder:
-    """Evaluates and records what one replica computes.
-
-    Args:
-      aggregate: Sums those gradients over replicas whose verdict is not REDUCED.
-      collectives: Names of the primitives in which replicas meet.
-      is_empty: This replica has no rows in this step.
+    """Evaluates and records what a function computes.
 
     Attributes:
       trace: To be made JAX's current trace.
-      verdicts: Of the arrays.
     """
 
-    def __init__(self, aggregate: Aggregate, collectives: frozenset[str], *, is_empty: bool = False):
+    def __init__(self) -> None:
         self.trace = jax_compat.EagerTrace(self._observe, lambda: bool(self._open))
-        self.verdicts = Verdicts()
-        self._aggregate = aggregate
-        self._collectives = collectives
         self._records: dict[int, Record] = {}
         self._open: list[Record] = []
-        # Marks stand only in functions that JAX stages; there a sum would be a collective where none can be.
-        self._rewriter = Rewriter(
-            lambda values: aggregate(values, [Verdict.DIFFERS] * len(values)), is_empty=is_empty
-        )
+        # Marks stand only in functions that JAX stages; of one replica the gradients are the sums.
+        self._rewriter = Rewriter(list)
         self._inner_consts: dict[int, tuple[Any, list[Any]]] = {}
 
     def close(self) -> None:
         """Forgets all arrays."""
-        self.verdicts = Verdicts()
         self._records.clear()
         self._inner_consts.clear()
 
@@ -153,64 +119,39 @@ class Recorder:
     ) -> list[Any]:
         """The gradients by ``sources``, None where the targets do not depend on one."""
         with contextlib.nullcontext() if self._open else jax_compat.evaluating():
-            gradients = gradients_of(self._records[tape_id], targets, seeds, sources, derived, watched)
-            gradients = [g if g is None else self.of_no_rows([g])[0] for g in gradients]
-        for gradient in gradients:
-            self.verdicts[gradient] = Verdict.DIFFERS
-        return gradients
-
-    def of_no_rows(self, gradients: list[Any]) -> list[Any]:
-        """On a replica without rows, gradients without nan."""
-        return self._rewriter.of_no_rows(gradients)
+            return gradients_of(self._records[tape_id], targets, seeds, sources, derived, watched)
 
     # --- operations -----------------------------------------------------------------------------------
 
     def _observe(self, operation: Any, inputs: list[Any]) -> list[Any]:
-        verdicts = [self.verdicts[x] for x in inputs]
-        if operation.name == "replicax_aggregate":
-            with jax_compat.set_current_trace(self.trace):
-                return self._aggregate(inputs, verdicts)
         subs = jax_compat.sub_jaxprs(operation)
         if self._open and subs and (consts := self._known_consts(subs)):
             return self._inline(operation, subs, consts, inputs)
-        evaluated = self._resolved(operation, subs, inputs, verdicts)
+        evaluated = self._resolved(operation, subs, inputs)
         with jax_compat.evaluating():
             outputs = evaluated(*inputs)
             if self._open:  # stop_gradient and kin give back what they are given
                 outputs = [jnp.copy(out) if any(out is x for x in inputs) else out for out in outputs]
-        for out, verdict in zip(outputs, self._transfer(operation, verdicts, len(outputs)), strict=True):
-            self.verdicts[out] = verdict
         if self._open:
             step = Step(evaluated, inputs, outputs, user_line())
             for record in self._open:
                 record.add(step)
         return outputs
 
-    def _resolved(
-        self, operation: Any, subs: list[Any], inputs: Sequence[Any], verdicts: Sequence[Verdict]
-    ) -> Any:
-        """The operation with the marks inside (tapes, optimizers in a scan or condition) resolved."""
+    def _resolved(self, operation: Any, subs: list[Any], inputs: Sequence[Any]) -> Any:
+        """The operation with the marks inside (tapes in a scan or condition) resolved."""
         if is_replica_collective(operation):
             raise UnsupportedError(NO_AXIS.format(line=user_line()))
         if not any(self._rewriter.has_marker(jax_compat.inner_jaxpr(s)[0]) for s in subs):
             return operation
         with jax_compat.evaluating():
             jaxpr, consts = jax_compat.trace(operation, inputs)
-        known = [Verdict.SAME] * len(consts) + list(verdicts)
+        known = [Verdict.SAME] * (len(consts) + len(inputs))
         return jax_compat.Operation(
             operation.primitive,
             operation.params,
             lambda *xs: self._rewriter.evaluate(jaxpr, [*consts, *xs], known),
         )
-
-    def _transfer(self, operation: Any, verdicts: list[Verdict], count: int) -> list[Verdict]:
-        if operation.name in self._collectives:
-            # One that differentiation put there was not applied to a gradient by the user.
-            is_derivative = operation.params["is_derivative"] or jax_compat.is_differentiated(operation)
-            return [Verdict.SAME if is_derivative else Verdict.REDUCED] * count
-        if Verdict.REDUCED not in verdicts:
-            return [Verdict.SAME if all(v.is_same for v in verdicts) else Verdict.DIFFERS] * count
-        return transfer(_Equation(operation, count), verdicts, None)
 
     def _known_consts(self, subs: Sequence[Any]) -> list[Any]:
         """Arrays that open tapes know and that JAX has baked into jaxprs, where derivatives miss them."""
@@ -241,29 +182,6 @@ class Recorder:
         jaxpr, values = jax_compat.open_jaxpr(subs[0])
         with jax_compat.set_current_trace(self.trace):
             return jax_compat.eval_jaxpr(jaxpr, [*values, *inputs])
-
-
-class _Equation(NamedTuple):
-    """An operation as the verdict's rules want to see it."""
-
-    operation: Any
-    num_outputs: int
-
-    @property
-    def primitive(self) -> Any:
-        return self.operation.primitive
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        return self.operation.params
-
-    @property
-    def source_info(self) -> Any:
-        return self.operation.source_info
-
-    @property
-    def outvars(self) -> range:
-        return range(self.num_outputs)
 
 
 # --- derivatives --------------------------------------------------------------------------------------
@@ -341,10 +259,6 @@ def _reached_from(record: Record, watched: Sequence[Any]) -> set[int]:
 
 def _pull_back(step: Step, given: Sequence[Any], active: Sequence[int]) -> list[Any]:
     """The cotangents of a step's ``active`` inputs."""
-    filled = [jnp.zeros_like(out) if g is None else g for out, g in zip(step.outputs, given, strict=True)]
-    linear = step.operation.pull_back(filled)
-    if linear is not None:
-        return [linear[i] for i in active]
     present = [i for i, g in enumerate(given) if g is not None]
 
     def forward(*values: Any) -> list[Any]:

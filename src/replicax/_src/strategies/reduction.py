@@ -309,6 +309,7 @@ def local_results(topology: Topology, value: Any) -> tuple[Any, ...]:
         return (value,)
     leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=is_value)
     per_leaf = [_components_of(leaf, count) for leaf in leaves]
+    count = min(map(len, per_leaf), default=count)  # an eager run has one component
     return tuple(jax.tree_util.tree_unflatten(tree, [values[r] for values in per_leaf]) for r in range(count))
 
 

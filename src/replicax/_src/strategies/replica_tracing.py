@@ -134,6 +134,12 @@ def describe_distributed(value: DistributedValues, strategy: Any, num_replicas: 
       MixedStrategiesError: It is of another strategy.
     """
     if isinstance(value, PerReplica):
+        if value.is_of_whole_batch:
+            raise MixedStrategiesError(
+                f"strategy.run got a result of an eager run, which is of the whole batch, and {strategy!r} has {num_replicas} "
+                f"replicas. If each replica shall have all of it, pass strategy.replicate(value); or run this step with "
+                f"options=rx.RunOptions(eager=True) too."
+            )
         if value.num_replicas != num_replicas:
             raise MixedStrategiesError(
                 f"strategy.run got a PerReplica of {value.num_replicas} components, and {strategy!r} has "

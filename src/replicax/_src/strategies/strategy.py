@@ -330,10 +330,11 @@ class Strategy:
         if peers is not None:
             num_local = len(self.topology.local_devices)
             raise UnsupportedError(
-                f"strategy.run(..., options=rx.RunOptions(eager=True)) runs all {self.topology.num_replicas} replicas in one "
-                f"process, and {peers.names[peers.number]} has only {num_local} of them. Debug without TF_CONFIG, with as "
-                f"many devices in one process: rx.config.set_local_devices({self.topology.num_replicas}) and "
-                "MirroredStrategy. Or leave eager out; jax.debug.print prints on every worker."
+                f"strategy.run(..., options=rx.RunOptions(eager=True)) runs in one process, on the rows of all "
+                f"{self.topology.num_replicas} replicas, and {peers.names[peers.number]} has only those of {num_local}. Debug "
+                f"without TF_CONFIG, with as many devices in one process: "
+                f"rx.config.set_local_devices({self.topology.num_replicas}) and MirroredStrategy. Or leave eager out; "
+                "jax.debug.print prints on every worker."
             )
 
     def run_steps(
@@ -505,6 +506,8 @@ class Strategy:
 
     def _check_values(self, nest: Any) -> None:
         for leaf in jax.tree_util.tree_leaves(nest, is_leaf=is_value):
+            if isinstance(leaf, PerReplica) and leaf.is_of_whole_batch:
+                continue
             if isinstance(leaf, (PerReplica, Mirrored)) and leaf.num_replicas != self.num_replicas_in_sync:
                 raise MixedStrategiesError(
                     f"Mixing different tf.distribute.Strategy objects is not possible: got a {type(leaf).__name__} over "
