@@ -3,6 +3,7 @@
 Each picture has a light background of its own, so that it reads in the light and in the dark theme.
 """
 
+import itertools
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -194,8 +195,44 @@ def scheduled_function() -> None:
     picture.save("scheduled_function.svg")
 
 
+def layers() -> None:
+    picture = Picture(760, 470, "The folders of replicax as layers, and three paths through them")
+    rows = (
+        ("plan  cli  testing  summaries  migrate  pictures", "the edge", ""),
+        ("keras", "fit, optimizers, callbacks", "f"),
+        ("parameter_servers", "coordinator, workers, servers", "s"),
+        ("checkpoint  preemption  frameworks", "what is saved", ""),
+        ("strategies", "run, reduce, rx.function", "rs"),
+        ("input", "datasets as batches on devices", "f"),
+        ("lowering", "a program on devices", "rf"),
+        ("variables  collectives", "state, and how replicas meet", "rf"),
+        ("tracing", "a function becomes a program", "rfs"),
+        ("values  devices", "what is placed, and where", "rfs"),
+        ("cluster  wire", "processes, and connections between them", "s"),
+    )
+    paths = (("r", "run", COLOURS[0]), ("f", "fit", COLOURS[1]), ("s", "schedule", COLOURS[2]))
+    left, height, top = 510, 34, 44
+    for column, (_, name, colour) in enumerate(paths):
+        picture.text(left + 40 + 80 * column, 28, name, anchor="middle", bold=True, fill=colour)
+    for number, (folders, words, touched) in enumerate(rows):
+        y = top + number * (height + 4)
+        picture.box(24, y, 712, height, "white", stroke=LINE)
+        picture.text(38, y + 22, folders, bold=True)
+        picture.text(left - 6, y + 22, words, size=12, fill=MUTED, anchor="end")
+        for column, (mark, _, colour) in enumerate(paths):
+            if mark in touched:
+                picture.box(left + 34 + 80 * column, y + 11, 12, 12, colour, radius=6)
+    for column, (mark, _, _colour) in enumerate(paths):
+        passed = [number for number, (_, _, touched) in enumerate(rows) if mark in touched]
+        x = left + 40 + 80 * column
+        for above, below in itertools.pairwise(passed):
+            picture.line(x, top + above * (height + 4) + 24, x, top + below * (height + 4) + 10, arrow=True)
+    picture.save("layers.svg")
+
+
 if __name__ == "__main__":
     batch()
     variable()
     step()
     scheduled_function()
+    layers()
