@@ -114,7 +114,7 @@ class Runner:
     is one round trip to each parameter server.
 
     Args:
-      servers: Clients of its own, if it pulls ahead: arrays of a store of this process are valid until the next request.
+      servers: Its own clients, if it pulls ahead: arrays of a store of this process are valid until the next request.
       pulls_ahead: Whether it does that; not where closures are rare.
     """
 
