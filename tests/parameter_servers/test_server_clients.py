@@ -408,6 +408,19 @@ def test_clients_that_were_closed_stay_closed(stores):
         servers.step(None, 0, {0: Ask()})
 
 
+def test_clients_that_are_closed_between_a_request_and_its_answer_tell_so(servers, monkeypatch):
+    send = BreakableConnection.send
+
+    def send_and_close(connection, message):
+        send(connection, message)
+        servers.close()  # as another thread does
+        connection.client.breaks = ["receive"]
+
+    monkeypatch.setattr(BreakableConnection, "send", send_and_close)
+    with pytest.raises(UnavailableError):
+        servers.read([WHOLE])
+
+
 def test_clients_count_messages_and_connections(servers, clients):
     before = servers.statistics()["ps 1"]
     clients[1].breaks = ["receive"]

@@ -54,7 +54,7 @@ class Balance:
         return ps
 
     def add(self, ps: int, num_bytes: int) -> None:
-        """Counts a piece on server ``ps``. A piece without bytes counts as one byte, so that such pieces spread, too."""
+        """Counts a piece on server ``ps``. An empty piece counts as one byte, so that such pieces spread, too."""
         self.bytes_on[ps] += max(num_bytes, 1)
 
     def remove(self, ps: int, num_bytes: int) -> None:

@@ -14,9 +14,9 @@ from replicax._src.parameter_servers.store.log import START, Position
 class Groups:
     """The views of all groups. Not for several threads at once.
 
-    Group g is on parameter server g and on the next one; after the last comes the first. A group is *lost* when the only
-    server that has all of it is gone. It resumes from a snapshot, or from a copy that was not in sync any more. The newer
-    one is used, once the last primary is known to be another process: until then it may still answer clients.
+    Group g is on parameter server g and on the next one; after the last comes the first. A group is *lost* when the
+    only server that has all of it is gone. It resumes from a snapshot, or from a copy that was not in sync any more.
+    The newer one is used, once the last primary is known to be another process: until then it may still answer clients.
 
     Args:
       num_ps: At least 2.

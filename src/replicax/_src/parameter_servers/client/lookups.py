@@ -19,8 +19,8 @@ class RowsWanted:
       num_ids: The number of ids, equal ones included; the unique ones are padded to as many.
       positions: int32, of the ids' shape: where among the unique ones each is. ``num_ids`` for an id that the table
         does not have: out of the range of the rows, as it was out of that of the table.
-      parts: For each piece that has some of them: its server, its key, and their numbers from its first row (int32,
-        increasing). One after the other these are the unique ids, in order.
+      parts: The server, the key and the row numbers (int32, increasing, from the first row of the piece) of each piece
+        that has some of the ids. One after the other these are the unique ids, in order.
       has_all: True if the table has all of the ids.
     """
 

@@ -51,9 +51,9 @@ class ServerClient:
     With replication it is the client of a group of pieces, which two servers hold: it asks the primary, and if that
     does not serve, the other one.
 
-    A request is a message whose ``op`` names an operation of the store. ``begin`` adds the incarnation and the group, and
-    sends it; ``end`` waits for the answer. So a caller can ask several servers at once. It holds ``lock`` from one to
-    the other.
+    A request is a message whose ``op`` names an operation of the store. ``begin`` adds the incarnation and the group,
+    and sends it; ``end`` waits for the answer. So a caller can ask several servers at once. It holds ``lock`` from one
+    to the other.
 
     Args:
       name: The server's, such as ``"ps 0"``.
@@ -163,7 +163,9 @@ class ServerClient:
     def close(self) -> None:
         """Ends the connection for good, from any thread."""
         self._is_closed = True
-        self.disconnect()
+        connection = self._connection
+        if connection is not None:  # it stays in its place: a thread that waits at it gets UnavailableError
+            connection.close()
         self._connectors[0].close()  # the other one is the first of another client
 
     def _pauses(self) -> Iterator[float]:

@@ -71,7 +71,7 @@ class ServerClients:
         """Applies and reads on several parameter servers at once: each does its part as one.
 
         Args:
-          closure: The servers apply their parts once for it. Without it, a step that applies something is not sent again.
+          closure: The servers apply their parts once for it. Without it, a step that applies a program is not resent.
           low: All closures of that incarnation with lower numbers have ended.
           asks: By the number of the parameter server.
           round_number: The round that the gradients belong to.

@@ -56,7 +56,7 @@ class Tasks:
 
     Args:
       workers, ps: Addresses, in order.
-      credentials: For all tasks.
+      credentials: The credentials of all tasks.
       share: This program among those that share the parameter servers; None if it has them to itself.
 
     Attributes:

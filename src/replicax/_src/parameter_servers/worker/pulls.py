@@ -39,7 +39,7 @@ class _Copy:
 
 @final
 class Pulls:
-    """The copies that one worker has of the pieces of variables. Used by one thread; its clients of the servers are its own.
+    """The copies that one worker has of the pieces of variables. Used by one thread, which has its own clients.
 
     Attributes:
       moment: Grows whenever what is here is not fresh any more.

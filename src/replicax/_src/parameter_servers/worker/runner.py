@@ -114,8 +114,8 @@ class Runner:
     is one round trip to each parameter server.
 
     Args:
-      servers: Clients of its own, if it pulls ahead: arrays of a store of this process are valid until the next request.
-      pulls_ahead: False where closures are rare: it does not do that.
+      servers: Its own clients, if it pulls ahead: arrays of a store of this process are valid until the next request.
+      pulls_ahead: True unless closures are rare.
     """
 
     def __init__(self, servers: ServerClients, pulls_ahead: bool = True):
