@@ -187,7 +187,7 @@ def memory():
 
 @pytest.mark.parametrize("is_encrypted", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_300_idle_strangers_keep_nobody_out(is_encrypted, tls, monkeypatch):
-    monkeypatch.setattr(listeners, "AUTHENTICATION_S", 4.0)
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 4.0)
     security = tls if is_encrypted else TOKEN
     with Echo(security) as echo, contextlib.ExitStack() as strangers:
         assert_serves(echo, security)
@@ -220,7 +220,7 @@ def test_a_flood_of_strangers_does_not_become_more_than_are_kept(echo):
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_a_stranger_that_says_one_byte_at_a_time_is_cut_in_time(is_encrypted, tls, monkeypatch):
-    monkeypatch.setattr(listeners, "AUTHENTICATION_S", 0.4)
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.4)
     first = b"\x16\x03\x01\x02\x00" if is_encrypted else b"RPLX"
     with Echo(tls if is_encrypted else TOKEN) as echo, echo.raw() as slow:
         started = time.monotonic()
