@@ -106,7 +106,6 @@ class Closures:
     """
 
     def __init__(self, strategy: Any, session: Session):
-        ensure_bridges()  # those of frameworks that are imported later install themselves
         self._strategy, self._session = strategy, session
         self._slots = SlotTable(1)  # of cross-replica code
         self._cache: ProgramCache[WorkerFunction] = ProgramCache()
@@ -126,6 +125,7 @@ class Closures:
           is_replica_function: Whether it is called in replica context.
           num_averaged: Of how many closures the gradients are averaged for an update; None: each pushes its own.
         """
+        ensure_bridges()
         fn = key.unwrap(fn)
         lifted = key.lifted_cells(fn)
         nest = (tuple(args), dict(kwargs or {}), lifted)
