@@ -70,7 +70,7 @@ def test_idle_connections_do_not_keep_others_out(coordinator):
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.0\r\nX: " + b"x" * 100_000, b"\xff" * 5000, b"GET /"])
 def test_a_request_without_an_end_is_not_waited_for(coordinator, monkeypatch, said):
-    monkeypatch.setattr(status_server, "AUTHENTICATION_S", 0.3)
+    monkeypatch.setattr(status_server, "HANDSHAKE_S", 0.3)
     with socket.create_connection(("127.0.0.1", port_of(coordinator)), timeout=60) as connection:
         connection.sendall(said)
         with contextlib.suppress(ConnectionError):

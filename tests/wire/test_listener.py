@@ -10,7 +10,7 @@ import time
 import pytest
 
 from replicax._src.wire import listener as listeners
-from replicax._src.wire.acceptor import AUTHENTICATION_S, MOST_UNAUTHENTICATED
+from replicax._src.wire.acceptor import HANDSHAKE_S, MOST_UNAUTHENTICATED
 from replicax._src.wire.client import connect
 from replicax._src.wire.connection import FOREVER
 from replicax._src.wire.errors import PeerEndedError, TokenError, WireError
@@ -190,7 +190,7 @@ def memory():
 
 @pytest.mark.parametrize("is_encrypted", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_300_idle_strangers_keep_nobody_out(is_encrypted, tls, monkeypatch):
-    monkeypatch.setattr(listeners, "AUTHENTICATION_S", 4.0)
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 4.0)
     security = tls if is_encrypted else TOKEN
     with Echo(security) as echo, contextlib.ExitStack() as strangers:
         assert_serves(echo, security)
@@ -223,7 +223,7 @@ def test_a_flood_of_strangers_does_not_become_more_than_are_kept(echo):
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_a_stranger_that_says_one_byte_at_a_time_is_cut_in_time(is_encrypted, tls, monkeypatch):
-    monkeypatch.setattr(listeners, "AUTHENTICATION_S", 0.4)
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.4)
     first = b"\x16\x03\x01\x02\x00" if is_encrypted else b"RPLX"
     with Echo(tls if is_encrypted else TOKEN) as echo, echo.raw() as slow:
         started = time.monotonic()
@@ -247,7 +247,7 @@ def test_a_stranger_whose_handshake_of_tls_does_not_end_is_cut_before_its_time(t
             for record in records:
                 stranger.sendall(b"\x16\x03\x01" + len(record).to_bytes(2, "big") + record)
         wait_until(lambda: is_cut(stranger))
-        assert time.monotonic() - begun < AUTHENTICATION_S / 2
+        assert time.monotonic() - begun < HANDSHAKE_S / 2
         assert_serves(echo, tls)
 
 

@@ -14,7 +14,7 @@ from typing import Final, final
 from replicax._src.wire.sockets import shut_down
 
 MOST_UNAUTHENTICATED: Final = 256
-AUTHENTICATION_S: Final = 5.0
+HANDSHAKE_S: Final = 5.0
 """How long a peer may take to show that it may be here. Whoever meets it ends it then."""
 _PAUSE_S: Final = 0.1
 """Before the next connection is accepted, when the process could not: it has no descriptor left, say."""

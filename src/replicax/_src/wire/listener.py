@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from replicax._src.wire.acceptor import AUTHENTICATION_S, Acceptor
+from replicax._src.wire.acceptor import HANDSHAKE_S, Acceptor
 from replicax._src.wire.client import is_loopback_peer
 from replicax._src.wire.connection import Connection
 from replicax._src.wire.errors import PeerEndedError
@@ -71,7 +71,7 @@ class Listener:
             connection.close()
 
     def _authenticated(self, stranger: socket.socket, peer: str) -> Connection:
-        deadline = time.monotonic() + AUTHENTICATION_S
+        deadline = time.monotonic() + HANDSHAKE_S
         try:
             is_loopback = is_loopback_peer(stranger)
             stream = stream_over(stranger, self._security.server, deadline)

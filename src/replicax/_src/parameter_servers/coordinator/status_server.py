@@ -22,7 +22,7 @@ from replicax._src.parameter_servers.coordinator.status import Recent
 from replicax._src.parameter_servers.coordinator.status_access import StatusAccess
 from replicax._src.parameter_servers.coordinator.status_page import CONTENT_SECURITY_POLICY, page_of
 from replicax._src.parameter_servers.errors import UnavailableError
-from replicax._src.wire.acceptor import AUTHENTICATION_S, Acceptor
+from replicax._src.wire.acceptor import HANDSHAKE_S, Acceptor
 from replicax._src.wire.sockets import shut_down
 
 _log = logging.getLogger(__name__)
@@ -114,14 +114,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Reads the request within a limit of time and of bytes, whoever sends it."""
         super().setup()
-        deadline, data = time.monotonic() + AUTHENTICATION_S, b""
+        deadline, data = time.monotonic() + HANDSHAKE_S, b""
         while b"\r\n\r\n" not in data and len(data) < _LARGEST_REQUEST:
             self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             part = self.connection.recv(_LARGEST_REQUEST - len(data))
             if not part:
                 break
             data += part
-        self.connection.settimeout(AUTHENTICATION_S)
+        self.connection.settimeout(HANDSHAKE_S)
         is_whole = b"\r\n\r\n" in data
         self.rfile = io.BufferedReader(io.BytesIO(data if is_whole else b""))
 
