@@ -29,7 +29,6 @@ from replicax._src.parameter_servers.store import (
     snapshot_parts,
     snapshots,
 )
-from replicax._src.parameter_servers.store.snapshot_manifest import Needs, needed
 from replicax._src.parameter_servers.store.store import Store
 
 ROWS, COLUMNS, NUM_IDS = 1701, 24, 5  # rows of 96 bytes, 3 in a unit; the last unit has fewer
@@ -194,18 +193,24 @@ def test_bounds_of_a_chain(tmp_path, monkeypatch):
     assert_same(restored(tmp_path)[0], values(store))
 
 
-def test_files_that_are_needed():
-    def alone(base, *files):
-        return Needs(base, frozenset(files))
-
-    assert needed({1: alone(1, 1)}, 1) == {1}
-    assert needed({1: alone(1, 1), 2: alone(2, 2), 3: alone(3, 3)}, 3) == {2, 3}
-    chains = {1: alone(1, 1), 2: alone(1, 1, 2), 3: alone(3, 3), 4: alone(3, 3, 4), 5: alone(5, 5)}
-    assert needed(chains, 4) == {1, 2, 3, 4}
-    assert needed(chains, 5) == {3, 4, 5}
-    # Another store has gone back to 2, and on from there; what came after is of nobody.
-    assert needed({**chains, 6: alone(1, 1, 2, 6)}, 6) == {1, 2, 6}
-    assert needed({4: alone(3, 3, 4), 5: alone(5, 5)}, 5) == {3, 4, 5}  # whose own header cannot be read
+def test_snapshots_that_a_store_has_gone_back_from_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_manifest, "MAX_FILES", 3)
+    store = new_store()
+    for epoch in range(1, 5):
+        update(store, epoch)
+        store.snapshot(tmp_path, epoch=epoch)
+    assert numbers(tmp_path) == [1, 2, 3, 4]  # 4 is a base
+    again, _ = restored(tmp_path, epoch=2)
+    send(again, PROGRAM)
+    update(again, 7)
+    again.snapshot(tmp_path)
+    assert numbers(tmp_path) == [1, 2, 5]
+    assert_same(restored(tmp_path)[0], values(again))
+    update(again, 8)
+    assert again.snapshot(tmp_path)["is_base"]
+    assert numbers(tmp_path) == [1, 2, 5, 6]
+    os.truncate(tmp_path / "snapshot-0000000006.rxps", 100)
+    assert restored(tmp_path)[1]["file"].endswith("5.rxps")
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The description in a snapshot: the places of the bytes of each piece, and the files that are needed. Pure.
+"""The description in a snapshot: the places of the bytes of each piece, and the files that they are in. Pure.
 
 A snapshot is a *base*, in whose file all pieces are, or it goes on from another one: its file has what has changed
 since, and says where the rest is. The files from the base to this one are its *chain*.
@@ -134,6 +134,11 @@ class Manifest:
         return self.chain[0][0]
 
     @property
+    def number(self) -> int:
+        """The number of the last file, its own."""
+        return self.chain[-1][0]
+
+    @property
     def files(self) -> set[int]:
         """The numbers of the files that have parts of it."""
         return {file for piece in self.pieces.values() for file in piece.files}
@@ -163,22 +168,3 @@ class Manifest:
         whole = (file, sum(piece.num_bytes for piece in pieces.values()))
         chain = [(number, num_bytes) for number, num_bytes in described.get("chain", [whole])]
         return cls(described["content"], pieces, chain)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The files that one snapshot needs: its base, and those that have parts of it."""
-
-    base: int
-    files: frozenset[int]
-
-
-def needed(snapshots: Mapping[int, Needs], newest: int) -> set[int]:
-    """The files that stay, of snapshots by their numbers: of the newest one's base all, and of the base before.
-
-    So two snapshots that have no file in common are there, once there are two bases.
-    """
-    current = snapshots[newest].base
-    before = max((each.base for each in snapshots.values() if each.base < current), default=current)
-    kept = {number for number, each in snapshots.items() if each.base in (current, before)}
-    return kept.union(*(snapshots[number].files for number in kept))

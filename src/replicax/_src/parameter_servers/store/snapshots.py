@@ -21,13 +21,7 @@ import jax
 
 from replicax._src.parameter_servers.errors import SnapshotError
 from replicax._src.parameter_servers.store.snapshot_entries import Plan, write_entry
-from replicax._src.parameter_servers.store.snapshot_manifest import (
-    Block,
-    Manifest,
-    Needs,
-    PieceRecord,
-    needed,
-)
+from replicax._src.parameter_servers.store.snapshot_manifest import Block, Manifest, PieceRecord
 from replicax._src.parameter_servers.store.snapshot_parts import Bytes, read_value
 
 log = logging.getLogger("replicax")
@@ -50,14 +44,13 @@ class SnapshotFolder:
     def __init__(self, path: Path):
         self.path = path
         self.last: Manifest | None = None
-        self._needs: dict[int, Needs] = {}
 
     def previous(self) -> Manifest | None:
         """``last``, if all of its files are still there."""
         if self.last is None:
             return None
         num_bytes = dict(self.last.chain)
-        for number in self.last.files | {self.last.chain[-1][0]}:
+        for number in self.last.files | {self.last.number}:
             try:
                 if self.file(number).stat().st_size < num_bytes.get(number, 0):
                     return None
@@ -113,10 +106,9 @@ class SnapshotFolder:
                 f"No snapshot could be written to {self.path}: {failure}. The ones before are as they were. "
                 "Give a folder that can be written to, with room for four times the variables of the server."
             )
-        self.last = manifest
-        self._needs[number] = Needs(manifest.base, frozenset(manifest.files | {number}))
-        with contextlib.suppress(OSError):  # what cannot be read now may be needed: another time
-            self._remove_others(number)
+        before, self.last = self.last, manifest
+        if before is not None:
+            self._remove_others(before, manifest)
         return path, num_bytes
 
     def newest_whole(self, epoch: int | None = None) -> tuple[Snapshot, list[str]] | None:
@@ -171,20 +163,17 @@ class SnapshotFolder:
         found = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir())
         return [int(name[1]) for name in found if name is not None]
 
-    def _remove_others(self, newest: int) -> None:
-        numbers = set(self._numbers())
-        for number in numbers - set(self._needs):
-            try:
-                with contextlib.closing(Snapshot.opened(self.file(number), number)) as snapshot:
-                    manifest = snapshot.manifest
-                self._needs[number] = Needs(manifest.base, frozenset(manifest.files | {number}))
-            except SnapshotError:  # what it says is lost; others say whether they need its pieces
-                self._needs[number] = Needs(0, frozenset())
-        self._needs = {number: needs for number, needs in self._needs.items() if number in numbers}
-        whole = {number: needs for number, needs in self._needs.items() if needs.base}
-        for number in sorted(numbers - needed(whole, newest)):
-            with contextlib.suppress(OSError):
-                self.file(number).unlink()
+    def _remove_others(self, before: Manifest, newest: Manifest) -> None:
+        """Keeps the chain of the newest snapshot, and that of the base before.
+
+        So there are two snapshots that have no file in common, once there are two bases. Files with numbers between the
+        two snapshots are of a store that has gone back since: they are not needed.
+        """
+        first = before.base if newest.base == newest.number else 0
+        for number in self._numbers():
+            if not first <= number <= before.number and number != newest.number:
+                with contextlib.suppress(OSError):  # another time
+                    self.file(number).unlink()
 
 
 @final
