@@ -145,7 +145,7 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
     network.view(4, 0, None)
     bringing.join(20.0)
     assert not bringing.is_alive()
-    log = network.servers[0]._copies[GROUP]._log
+    log = network.servers[0]._copies[GROUP]._state.log
     monkeypatch.setattr(log, "max_bytes", 3 * group_entries.ENTRY_BYTES)
     for number in range(1, 6):
         network.step(0, add, number, [ONE])
@@ -157,11 +157,11 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
 def bringing(network):
     """Inside, the last part of what there is has not arrived."""
     network.view(2, 0, None)
-    with network.servers[1]._copies[GROUP]._order:
+    with network.servers[1]._copies[GROUP]._state.order:
         joining = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True))
         joining.start()
         until = time.monotonic() + 20.0
-        while network.servers[0]._copies[GROUP]._joining_way is None:
+        while network.servers[0]._copies[GROUP]._state.joining_way is None:
             assert time.monotonic() < until
             if network.part(1)["epoch"] == 3:  # a backup hears first that it is one
                 network.servers[0].take(View(GROUP, 3, 0, 1, True), ["a:1", "b:1"])
@@ -172,7 +172,7 @@ def bringing(network):
 
 def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add, monkeypatch):
     size = group_entries.ENTRY_BYTES + ONE.nbytes
-    monkeypatch.setattr(network.servers[0]._copies[GROUP]._log, "max_bytes", 3 * size)
+    monkeypatch.setattr(network.servers[0]._copies[GROUP]._state.log, "max_bytes", 3 * size)
     monkeypatch.setattr(group_copy, "_WAIT_S", 0.5)
     monkeypatch.setattr(group_copy, "_ROOM_S", 0.3)
     with bringing(network):
@@ -190,12 +190,12 @@ def test_while_it_takes_long_to_bring_all_what_is_asked_is_answered(network, add
 
 def test_what_comes_while_all_is_brought_does_not_become_more_than_all(network, add, monkeypatch):
     copy = network.servers[0]._copies[GROUP]
-    monkeypatch.setattr(copy._log, "max_bytes", 4 * group_entries.ENTRY_BYTES)
+    monkeypatch.setattr(copy._state.log, "max_bytes", 4 * group_entries.ENTRY_BYTES)
     monkeypatch.setattr(group_copy, "_ROOM_S", 0.0)
     with bringing(network):
         for number in range(6):
             network.step(0, add, number, [ONE])
-        assert not copy._log.is_on
+        assert not copy._state.log.is_on
         assert network.part(0)["backup"] == "failed"
         assert "more than log_bytes=" in network.part(0)["error"]
     network.view(4, 0, None)
@@ -208,7 +208,7 @@ def test_what_is_sent_again_while_one_is_brought_what_there_is_is_not_kept_again
     with bringing(network):
         for _ in range(4):
             network.step(0, add, 0, [ONE])
-        log = network.servers[0]._copies[GROUP]._log
+        log = network.servers[0]._copies[GROUP]._state.log
         assert log.num_bytes == ONE.nbytes + 4 * group_entries.ENTRY_BYTES
     network.until_in_sync()
     assert network.ask(0, "checksum").header["is_on_two"]
@@ -245,7 +245,7 @@ def test_what_was_brought_stays_where_the_view_had_to_wait_for_an_update(network
         def __exit__(self, *_):
             self.inner.release()
 
-    joining._order = Order(joining._order)
+    joining._state.order = Order(joining._state.order)
     taking = threading.Thread(target=lambda: network.view(3, 0, 1, is_joining=True, to=[1]))
     taking.start()
     until = time.monotonic() + 20.0
@@ -279,7 +279,7 @@ def test_gradients_that_wait_for_their_round_are_brought_too(network, add):
 
 
 def test_copies_that_differ_are_found(network, add, caplog):
-    network.servers[1]._copies[GROUP]._store.put("x", 1, np.ones(3, np.float32))
+    network.servers[1]._copies[GROUP]._state.store.put("x", 1, np.ones(3, np.float32))
     answers = []
     asking = threading.Thread(target=lambda: answers.append(network.ask(0, "checksum")))
     asking.start()
@@ -304,7 +304,7 @@ def test_one_that_has_not_all_is_not_made_the_primary(network, add):
 def test_who_asks_how_it_is_does_not_wait_for_an_update(network, add):
     server = network.servers[0]
     before = server.statistics()
-    with server._copies[GROUP]._store._lock:  # an update lasts
+    with server._copies[GROUP]._state.store._lock:  # an update lasts
         started = time.monotonic()
         assert server.statistics() == before
         assert time.monotonic() - started < 5.0

@@ -195,7 +195,7 @@ def test_one_that_comes_back_is_given_the_state_where_a_program_is_gone(network,
 
 def test_a_backup_that_writes_a_snapshot_may_say_nothing_for_longer(network, add, monkeypatch):
     """An update may wait there until there is room beside what is written, and its disk may be the slower one."""
-    goes_on, store, waited = threading.Event(), network.servers[1]._copies[GROUP]._store, []
+    goes_on, store, waited = threading.Event(), network.servers[1]._copies[GROUP]._state.store, []
     write, receive = store._snapshots.write, Open.receive
     monkeypatch.setattr(store._snapshots, "write", lambda *how: (goes_on.wait(20.0), write(*how))[1])
 
@@ -222,10 +222,10 @@ def test_a_backup_that_writes_a_snapshot_may_say_nothing_for_longer(network, add
 def test_a_copy_that_is_replaced_is_not_written(network, add, tmp_path):
     copy = network.servers[1]._copies[GROUP]
     network.step(0, add, 0, [ONE])
-    store, snapshot = copy._store, Store.snapshot
+    store, snapshot = copy._state.store, Store.snapshot
 
     def replaced(*arguments):
-        copy._store = copy._new_store()
+        copy._state.store = copy._state.new_store()
         return snapshot(store, *arguments)
 
     store.snapshot = replaced

@@ -1,16 +1,20 @@
-"""``BackupWay``: from the primary of a group to its backup, for one epoch."""
+"""``BackupWay``: from the primary of a group to its backup, for one epoch. ``AckPatience``: for how long it may be silent."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Final, final
 
 from replicax._src.parameter_servers.client.server_stream import PsClient
 from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.store_snapshots import LONGEST_WAIT_S
 from replicax._src.parameter_servers.transport.messages import Message
 
 ACK_S: Final = 5.0
 """For the backup's word, after the primary has done the same: longer, and it cannot be reached."""
+_TIMES_AS_LONG: Final = 4.0
+"""The backup may take so many times as long as the primary: it may have to compile, on a busy machine."""
 _COPY_S: Final = 120.0
 _SEND_BYTES_PER_S: Final = 50 << 20
 
@@ -60,3 +64,31 @@ class BackupWay:
         """Closes the link. A thread that waits at it raises UnavailableError. May be called again, from any thread."""
         self._link.close()
         self._client.close()
+
+
+@final
+class AckPatience:
+    """Tells for how long the backup may say nothing: longer after slow updates, and while it writes a snapshot."""
+
+    def __init__(self) -> None:
+        self._slow_until = self._writes_until = 0.0
+        self._snapshot_seq = 0
+
+    def took(self, seconds: float) -> None:
+        """The primary needed so long for what the backup does now."""
+        if seconds > ACK_S / _TIMES_AS_LONG:
+            self._slow_until = max(self._slow_until, time.monotonic() + ACK_S + _TIMES_AS_LONG * seconds)
+
+    def order_snapshot(self, seq: int) -> None:
+        """Update ``seq`` orders a snapshot, which the backup may write from now on."""
+        self._snapshot_seq, self._writes_until = seq, time.monotonic() + LONGEST_WAIT_S
+
+    def said(self, seq: int, *, writes: bool) -> None:
+        """The backup has applied update ``seq``, and says whether it writes a snapshot."""
+        if seq >= self._snapshot_seq:
+            self._writes_until = time.monotonic() + LONGEST_WAIT_S if writes else 0.0
+
+    def ack_s(self) -> float:
+        """Returns the seconds that the backup may be silent from now on."""
+        now = time.monotonic()
+        return max(ACK_S, self._slow_until - now, self._writes_until + ACK_S - now)

@@ -1,0 +1,118 @@
+"""``GroupState``: the parts of a server's copy of a group that its roles share: rules, log, store, links to the backup."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, final
+
+from replicax._src.parameter_servers.errors import UnavailableError
+from replicax._src.parameter_servers.store.backup_way import BackupWay
+from replicax._src.parameter_servers.store.group_entries import Entry
+from replicax._src.parameter_servers.store.group_rules import GroupRules
+from replicax._src.parameter_servers.store.log import UpdateLog
+from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.transport.messages import Message
+
+
+@final
+class GroupState:
+    """One server's copy of a group: see ``GroupCopy``.
+
+    Attributes:
+      order: Held while a message is sent on and applied. No thread waits for it with ``changed``.
+      changed: Held briefly, for the rules, the log and the links.
+      way: The link to the backup that is in sync.
+      joining_way: The link to the backup that joins.
+      error: The last problem with the backup, for people.
+      lacks: The digests of the programs that a restored store lacks; None: it lacks more, and cannot be brought up.
+    """
+
+    def __init__(self, group: int, task: int, incarnation: str, log_bytes: int):
+        self.group, self.task, self.incarnation = group, task, incarnation
+        self.order = threading.Lock()
+        self.changed = threading.Condition()
+        self.rules = GroupRules(task)
+        self.log = UpdateLog[Entry](log_bytes)
+        self.store = self.new_store()
+        self.way: BackupWay | None = None
+        self.joining_way: BackupWay | None = None
+        self.error = ""
+        self.lacks: Sequence[str] | None = ()
+        self.is_closed = False
+
+    def new_store(self) -> Store:
+        """Makes an empty store of the coordinator."""
+        store = Store()
+        store.hello(self.incarnation)
+        return store
+
+    def take_ways(self) -> list[BackupWay]:
+        """Gives up the links to backups, for the caller to close. The caller has ``changed``."""
+        ways = [way for way in (self.way, self.joining_way) if way is not None]
+        self.way = self.joining_way = None
+        return ways
+
+    def use(self, way: BackupWay) -> bool:
+        """Takes a link as that to the backup in sync. Closes it, and returns False, if another view has come."""
+        with self.changed:
+            is_of_now = self.rules.epoch == way.epoch and not self.is_closed
+            if is_of_now:
+                self.way, self.joining_way = way, None
+                self.changed.notify_all()
+        if not is_of_now:
+            way.close()
+        return is_of_now
+
+    def message(self, epoch: int, entry: Entry) -> Message:
+        """Makes the message that brings an entry to the backup."""
+        return Message(
+            {
+                **self.fields("forward", epoch, entry.position.seq),
+                "ordered_in": entry.position.epoch,
+                "message": entry.header,
+            },
+            entry.arrays,
+        )
+
+    def fields(self, op: str, epoch: int, seq: int) -> dict[str, Any]:
+        """Makes the header fields that all messages to the backup have."""
+        return {
+            "op": op,
+            "incarnation": self.incarnation,
+            "group": self.group,
+            "epoch": epoch,
+            "seq": seq,
+        }
+
+    def lose(self, epoch: int, error: Exception) -> None:
+        """Tells the rules that the backup of an epoch is lost, and why."""
+        with self.changed:
+            if epoch == self.rules.epoch and not self.is_closed and self.rules.has_partner:
+                self.error = str(error)
+                self.rules.lose(epoch)
+            self.changed.notify_all()
+
+    def keeps(self, entry: Entry) -> bool:
+        """True if the log keeps an entry."""
+        with self.changed:
+            return self.log.get(entry.position.seq) is entry
+
+    def own(self, entry: Entry) -> None:
+        """Gives an entry that the log keeps memory of its own, which counts. The caller has the order.
+
+        If the log is full then, the backup is lost.
+        """
+        if not self.keeps(entry):
+            return
+        entry.own()
+        with self.changed:
+            self.log.charge(entry.position.seq, entry.num_bytes)
+            if self.log.is_on or not self.rules.has_partner:
+                return
+            epoch, way = self.rules.epoch, self.joining_way
+            self.changed.notify_all()
+        error = f"The updates that it lacks take more than log_bytes={self.log.max_bytes}."
+        self.lose(epoch, UnavailableError(error))
+        if way is not None and way.epoch == epoch:
+            way.close()  # the thread that brings finds that this is over
