@@ -149,7 +149,7 @@ def test_nothing_is_kept_for_one_that_is_given_up_while_it_is_brought_what_there
     monkeypatch.setattr(log, "max_bytes", 3 * group_entries.ENTRY_BYTES)
     for number in range(1, 6):
         network.step(0, add, number, [ONE])
-    assert (len(log), log.num_bytes) == (0, 0)
+    assert (log.after(0), log.num_bytes) == ([], 0)
     assert network.read(0) == 6.0
 
 

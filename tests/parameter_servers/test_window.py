@@ -23,12 +23,12 @@ def test_as_a_plain_set(events):
             window.raise_low(number)
             low = max(low, number)
         assert [n in window for n in range(12)] == [n < low or n in applied for n in range(12)]
-        assert window.low == low
+        assert window.described()["low"] == low
         first, stop = window.extent
         assert [n in window for n in range(12)][:first] == [True] * first
         assert not any(n in window for n in range(stop, 12))
         above = {n for n in applied if n >= low}
-        assert window.num_runs == sum(n - 1 not in above for n in above)
+        assert len(window.described()["runs"]) == sum(n - 1 not in above for n in above)
 
 
 @given(EVENTS)
@@ -48,7 +48,7 @@ def test_a_slow_closure_costs_one_run():
     window = Window(low=0)
     for number in range(1, 100_000):  # number 0 has not ended
         window.add(number)
-    assert window.num_runs == 1
+    assert len(window.described()["runs"]) == 1
     assert 0 not in window
 
 
@@ -56,9 +56,9 @@ def test_the_low_water_mark_frees_what_is_below():
     window = Window()
     for number in range(0, 1000, 2):
         window.add(number)
-    assert window.num_runs == 500
+    assert len(window.described()["runs"]) == 500
     window.raise_low(991)
-    assert window.num_runs == 4
+    assert len(window.described()["runs"]) == 4
     assert 991 not in window
     window.raise_low(3)
-    assert window.low == 991
+    assert window.described()["low"] == 991

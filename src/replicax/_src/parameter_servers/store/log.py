@@ -12,7 +12,6 @@ the same position have the same contents. This is the log matching property of R
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Final, Generic, NamedTuple, TypeVar, final
 
 DEFAULT_LOG_BYTES: Final = 256 << 20
@@ -56,9 +55,6 @@ class UpdateLog(Generic[T]):
         self._base: Position | None = None
         self._updates: deque[tuple[Position, T]] = deque()
         self._sizes: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._updates)
 
     @property
     def is_on(self) -> bool:
@@ -120,9 +116,6 @@ class UpdateLog(Generic[T]):
     def after(self, seq: int) -> list[tuple[Position, T]]:
         """The updates with higher numbers, in order."""
         return [each for each in self._updates if each[0].seq > seq]
-
-    def __iter__(self) -> Iterator[T]:
-        return (update for _, update in self._updates)
 
     def _has(self, seq: int) -> bool:
         return bool(self._updates) and self._updates[0][0].seq <= seq <= self._updates[-1][0].seq

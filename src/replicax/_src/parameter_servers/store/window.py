@@ -28,16 +28,6 @@ class Window:
         self._stops: list[int] = []
 
     @property
-    def low(self) -> int:
-        """All numbers below have ended."""
-        return self._low
-
-    @property
-    def num_runs(self) -> int:
-        """The number of runs that are kept."""
-        return len(self._starts)
-
-    @property
     def extent(self) -> tuple[int, int]:
         """All closures below the first number have been applied, or had nothing to apply; none from the second on has
         been.

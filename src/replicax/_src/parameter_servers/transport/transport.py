@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
 from replicax._src.cluster.credentials import Credentials
@@ -113,10 +112,14 @@ class TaskClient:
           UnavailableError: The task is dead or stopped.
           UnauthenticatedError: It refused the credentials.
         """
-        deadline = time.monotonic() + timeout_s
-        connection = self._reached(
-            f"take a connection within {timeout_s:.3g} s", lambda: self._connected(deadline)
-        )
+        if self._is_closed:
+            raise self._closed()
+        try:
+            connection = self._connected(time.monotonic() + timeout_s)
+        except OSError as error:
+            if self._is_closed:
+                raise self._closed() from None
+            raise self._public(error, f"take a connection within {timeout_s:.3g} s") from error
         link = Link(self, connection, Decoder(Buffers(), self._max_message_bytes))
         with self._lock:
             self._links.add(link)
@@ -150,9 +153,7 @@ class TaskClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _connected(self, deadline: float) -> Connection:
@@ -167,16 +168,6 @@ class TaskClient:
             if not link.is_ended:  # the task may have ended since
                 return link
             link.close()
-
-    def _reached(self, did: str, call: Callable[[], _T]) -> _T:
-        if self._is_closed:
-            raise self._closed()
-        try:
-            return call()
-        except OSError as error:
-            if self._is_closed:
-                raise self._closed() from None
-            raise self._public(error, did) from error
 
     def _public(self, error: OSError, did: str) -> ReplicaxError:
         """Translates an error of the wire into a public one.
