@@ -34,7 +34,7 @@ def averaged(
     """The operands of one update.
 
     Args:
-      gradients: Of each closure; those of the first are overwritten.
+      gradients: The gradients of each closure; those of the first are overwritten.
     """
     means: list[np.ndarray] = []
     for kind in kinds:

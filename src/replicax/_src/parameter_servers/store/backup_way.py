@@ -24,7 +24,7 @@ class BackupWay:
     """A link, and its client.
 
     Args:
-      client: Of the backup; closed with the link.
+      client: A client of the backup; it is closed with the link.
 
     Raises:
       UnavailableError: It cannot be reached.

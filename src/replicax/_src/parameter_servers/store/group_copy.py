@@ -42,7 +42,7 @@ class GroupCopy:
     Args:
       group: Its number.
       task: The number of this server.
-      incarnation: Of the coordinator.
+      incarnation: The coordinator's.
       connect: Gives a client of another server, by its number.
       log_bytes: The most memory for updates that the backup lacks.
       keep: Makes the keeper of its snapshots, which may restore one; None: there are none.

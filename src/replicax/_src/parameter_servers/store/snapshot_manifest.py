@@ -56,7 +56,7 @@ class PieceRecord:
     """A piece as a snapshot has it.
 
     Attributes:
-      number: Of its version.
+      number: The number of its version.
       rows_per_unit: Rows that are written together, where not all are.
       parts: A whole one, and what has replaced rows of it, in order.
     """
@@ -111,7 +111,7 @@ class Manifest:
 
     Attributes:
       content: What it has besides pieces, as JSON.
-      pieces: By key.
+      pieces: The pieces by key.
       chain: Its files from the base on, and how many bytes of pieces each has.
     """
 

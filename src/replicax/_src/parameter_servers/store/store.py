@@ -165,8 +165,8 @@ class Store:
         Call it before the server serves, or while nothing else is asked of it. The incarnation is the snapshot's.
 
         Args:
-          directory: That was given to ``snapshot``.
-          epoch: Of the snapshot; None: any.
+          directory: The folder that was given to ``snapshot``.
+          epoch: The epoch of the snapshot; None: any.
 
         Returns:
           None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, ``keys`` of

@@ -49,8 +49,8 @@ class StoreState:
     Attributes:
       content: What is not arrays, as JSON.
       pieces: Key, number of the version, and a view of the value; to be let go soon.
-      programs: That update pieces.
-      gradients: That wait for their round: its number, that of the closure, the program's digest, arrays.
+      programs: The programs that update pieces.
+      gradients: Those that wait for their round: its number, that of the closure, the program's digest, arrays.
     """
 
     content: dict[str, Any]
@@ -68,10 +68,10 @@ class StoreContents:
       owner: The incarnation of the coordinator that made all this; None if there is none.
       unwritten: What a snapshot that is being written has in common with the pieces; None if none is.
       num_created, num_changes: See ``Progress``.
-      pieces: By key.
-      programs: By digest.
+      pieces: The pieces by key.
+      programs: The programs by digest.
       windows: Which closures have been applied, by client, and which rounds and assignments.
-      gradients: That wait for others of their round.
+      gradients: Those that wait for others of their round.
       statistics: Since the coordinator came.
     """
 

@@ -41,14 +41,14 @@ class StoreStatistics:
     """Counts.
 
     Attributes:
-      updates: Of closures and others, that were applied.
-      duplicates: That were not, for their closure had been applied, or had ended.
+      updates: The number of updates that were applied, of closures and others.
+      duplicates: The updates that were not, because their closure had been applied, or had ended.
       pulls: Answers with values or rows.
       pieces_sent: Values in these; those that had not changed are not among them.
-      rows_sent: Of all pieces.
-      bytes_sent: Of values and rows.
-      bytes_received: Of operands and assigned or initial values.
-      staleness: Of the updates of closures that said which versions they had.
+      rows_sent: The rows of all pieces in these.
+      bytes_sent: The bytes of values and rows.
+      bytes_received: The bytes of operands and of assigned or initial values.
+      staleness: The staleness of updates whose closures said which versions they had.
     """
 
     updates: int = 0

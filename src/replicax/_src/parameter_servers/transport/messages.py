@@ -113,7 +113,7 @@ class Decoder:
     """Makes messages of the heads and bodies of frames. After an error it takes no more.
 
     Args:
-      buffers: Where bodies come to lie.
+      buffers: The memory for bodies.
     """
 
     def __init__(self, buffers: Buffers):

@@ -78,7 +78,7 @@ class TaskServer:
         free one.
       answer: Makes the answers.
       credentials: Peers without the same are sent away.
-      max_streams: How many may be open; each has a thread.
+      max_streams: The most that may be open; each has a thread.
 
     Raises:
       InvalidArgumentError: It would be open to everybody on the network, or a file of the credentials is wrong.
