@@ -221,7 +221,6 @@ class StoreContents:
         if staleness is not None:
             self.statistics.staleness.count(staleness)
         self.statistics.updates += 1
-        self.statistics.bytes_received += sum(operand.nbytes for operand in step.operands)
         return False
 
     def hold(self, step: Step, update: CompiledUpdate) -> None:
@@ -235,7 +234,6 @@ class StoreContents:
             return
         self._state(update)
         self.gradients.hold(number, step.closure.number, update, gradients)
-        self.statistics.bytes_received += sum(array.nbytes for array in gradients)
 
     def apply_round(self, asked: ApplyRound) -> bool:
         """Applies the mean of the gradients of a round, if that has not been done. Returns whether it had been."""

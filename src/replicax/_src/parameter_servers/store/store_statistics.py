@@ -46,8 +46,6 @@ class StoreStatistics:
       pulls: Answers with values or rows.
       pieces_sent: Values in these; those that had not changed are not among them.
       rows_sent: The rows of all pieces in these.
-      bytes_sent: The bytes of values and rows.
-      bytes_received: The bytes of operands and of assigned or initial values.
       staleness: The staleness of updates whose closures said which versions they had.
     """
 
@@ -56,8 +54,6 @@ class StoreStatistics:
     pulls: int = 0
     pieces_sent: int = 0
     rows_sent: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
     staleness: Staleness = field(default_factory=Staleness)
 
     def count_pull(self, values: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
@@ -65,7 +61,6 @@ class StoreStatistics:
         self.pulls += 1
         self.pieces_sent += len(values)
         self.rows_sent += sum(map(len, rows))
-        self.bytes_sent += sum(array.nbytes for array in (*values, *rows))
 
     def described(self) -> dict[str, Any]:
         """Returns it as JSON."""
