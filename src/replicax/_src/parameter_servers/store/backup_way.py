@@ -1,4 +1,4 @@
-"""``BackupWay``: from the primary of a group to its backup, for one epoch. ``AckPatience``: for how long it may be silent."""
+"""``BackupWay``: the link from a primary to its backup, for one epoch. ``AckPatience``: how long that may be silent."""
 
 from __future__ import annotations
 

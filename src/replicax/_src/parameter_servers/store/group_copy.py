@@ -290,7 +290,7 @@ class GroupCopy:
     # --- the primary: waiting --------------------------------------------------------------------------
 
     def _wait(self, place: Place, until: float) -> None:
-        """Waits until the message at a place may be answered. One of the threads that wait reads what the backup says."""
+        """Waits until the message at a place may be answered. One of the threads that wait reads from the backup."""
         while True:
             with self._state.changed:
                 way = self._reads_next(place, until)

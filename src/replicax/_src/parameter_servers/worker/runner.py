@@ -277,7 +277,7 @@ class Runner:
         return ahead
 
     def _pulls_for_next(self, run: _Run) -> bool:
-        """True if what the next closure needs may come with the answers. It may not where a round ends between the two."""
+        """True if the answers may bring what the next closure needs. They may not if a round ends in between."""
         return self._pulls_ahead and run.call.round_number is None
 
     def _inputs(self, run: _Run, inputs: Sequence[Input]) -> list[Any]:
