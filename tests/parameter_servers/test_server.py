@@ -12,8 +12,9 @@ from echo_task import EchoTask, echo_server
 
 from checks import message, needs_ipv6
 from replicax._src.cluster.credentials import Credentials
+from replicax._src.parameter_servers.transport import transport
 from replicax._src.parameter_servers.transport.buffers import Buffers
-from replicax._src.parameter_servers.transport.messages import Decoder, Message, encode
+from replicax._src.parameter_servers.transport.messages import Decoder, Encoded, Message, encode
 from replicax._src.parameter_servers.transport.task_server import _MOST_HELD_BYTES, _Stream
 from replicax._src.parameter_servers.transport.transport import TaskClient
 from replicax._src.wire import connection as connections
@@ -139,12 +140,13 @@ def test_a_refusal_is_read_although_the_client_is_still_writing(last_words_s, mo
     """If the server takes what is still written. Otherwise it is an end without a reason at worst."""
     monkeypatch.setattr(connections, "_LAST_WORDS_S", last_words_s)
     allowed = (MessageError,) if last_words_s else (MessageError, UnavailableError)
-    with echo_server(max_message_bytes=MB) as server, TaskClient(server.address, TOKEN, "ps 0") as client:
+    with echo_server() as server, TaskClient(server.address, TOKEN, "ps 0") as client:
         link = client.open()
-        large = Message({}, [np.zeros(64 * MB, np.uint8)])
-        with pytest.raises(allowed) as refused:
-            link.call(large, 60)
-        assert not last_words_s or "at most 1048576 are taken" in str(refused.value)
+        with monkeypatch.context() as patch:
+            patch.setattr(transport, "encode", lambda message: Encoded(b"wrong", [bytes(64 * MB)]))
+            with pytest.raises(allowed) as refused:
+                link.call(Message({}), 60)
+        assert not last_words_s or "5 bytes are no message" in str(refused.value)
         with pytest.raises(UnavailableError):
             link.send(Message({}))
 

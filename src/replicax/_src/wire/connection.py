@@ -60,7 +60,7 @@ class Connection:
 
     Attributes:
       peer: Its address, for people.
-      bytes_in, bytes_out: Of all frames.
+      bytes_in, bytes_out: The bytes of all frames.
     """
 
     def __init__(self, connection: socket.socket, stream: Stream, peer: str, *, is_checked: bool):

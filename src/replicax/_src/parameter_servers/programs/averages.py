@@ -15,21 +15,12 @@ NO_ROW: Final = -1
 """Among the numbers of rows: padding."""
 
 
-def check_gradients(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> None:
-    """Raises InvalidArgumentError unless an update of averaged gradients takes these.
+def takes(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> bool:
+    """True if an update of averaged gradients takes these.
 
     Args:
       specs: Shapes and dtypes of the operands of the update. Of rows there is room for those of several closures.
     """
-    if not takes(kinds, specs, arrays):
-        got = [(array.shape, array.dtype) for array in arrays]
-        raise InvalidArgumentError(
-            f"An update of averaged gradients takes {list(specs)}, got {got}. Send what its program was exported for."
-        )
-
-
-def takes(kinds: Sequence[Averaging], specs: Sequence[Spec], arrays: Sequence[np.ndarray]) -> bool:
-    """True if the update takes these arrays."""
     have_rows = [kind == "rows" for kind in kinds for _ in range(2 if kind == "rows" else 1)]
     return len(arrays) == len(specs) == len(have_rows) and all(
         array.dtype == dtype and (array.shape == shape or (rows and _is_part(array.shape, shape)))
@@ -43,7 +34,7 @@ def averaged(
     """The operands of one update.
 
     Args:
-      gradients: Of each closure; those of the first are overwritten.
+      gradients: The gradients of each closure; those of the first are overwritten.
     """
     means: list[np.ndarray] = []
     for kind in kinds:

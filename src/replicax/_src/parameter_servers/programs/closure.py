@@ -77,7 +77,7 @@ class RemoteClosure:
       tree, outputs: The structure of what it returns, and its leaves.
       elements: What it takes of iterators.
       arrays: The values on the servers that it reads or changes.
-      num_replicas: Of a worker, if it runs something on all of them.
+      num_replicas: The number of replicas of a worker, if it runs something on all of them.
       round_key: What closures have in common whose gradients are averaged; None: it has none for that.
     """
 
@@ -122,10 +122,10 @@ def place_closure(
 
     Args:
       call: Calls it with tracers of ``avals``, and what its iterators take elements from.
-      name: Of the function, for people.
+      name: The name of the function, for people.
       offer: The elements that it takes, see ``Elements``.
-      num_averaged: Of how many closures the gradients are averaged for an update of an optimizer; None: of none.
-      num_replicas: Of a worker.
+      num_averaged: The number of closures whose gradients are averaged for an update; None: they are not.
+      num_replicas: The number of replicas of a worker.
 
     Raises:
       VariableError: It uses a variable that is not on the parameter servers.

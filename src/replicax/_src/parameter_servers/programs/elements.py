@@ -93,7 +93,7 @@ class EndOfElements(StopIteration):
     """Raised in a trace by a ``next`` for an element that is missing, because the dataset has ended.
 
     Attributes:
-      line: Of the call.
+      line: The line of the call.
     """
 
     def __init__(self, line: str):
@@ -115,7 +115,7 @@ class Offer:
 
     Attributes:
       sources: The iterators, in the order of the function's first trace.
-      leaves: Of each element, by (number of the iterator, call); None for one that is missing.
+      leaves: The leaves of each element, by (number of the iterator, call); None for one that is missing.
     """
 
     sources: Sequence[PerWorkerInput]
@@ -133,7 +133,7 @@ class Elements:
 
     Args:
       offer: Those that there are; None for as many as it takes, of the shapes that the iterators say.
-      num_replicas: Of a worker.
+      num_replicas: The number of replicas of a worker.
     """
 
     def __init__(self, offer: Offer | None = None, num_replicas: int = 1):

@@ -21,12 +21,12 @@ class OptimizerCall:
     """One call of an optimizer's ``apply``.
 
     Attributes:
-      variables: Those that it updates, each with its gradient.
+      variables: The variables that it updates, each with its gradient.
       state: The variables of the optimizer.
       reference_of: For each of ``state`` the variable that it is a slot of; None for what all share.
       trace: Traces the update, of variables that have the shapes that it is given: a jaxpr without constvars, and the
         values of its leading inputs; then come the state, the gradients, the values. It gives values, then the state.
-      name: For people.
+      name: The name, for people.
       why_not_rows: Why it cannot update some rows of a table only; None: nothing known keeps it from that.
     """
 
@@ -43,9 +43,9 @@ class Assigned:
     """One assignment.
 
     Attributes:
-      slot: Of the variable.
+      slot: The slot of the variable.
       reads: The numbers of the reads of the variable since it was assigned before, the last one first.
-      line: Of the user's code.
+      line: The line of the user's code.
     """
 
     slot: Slot
@@ -79,7 +79,7 @@ class Events:
     Attributes:
       is_applying: An optimizer is at work: its assignments are not noted.
       noted: In order, with the traced values: the new value, or the gradients.
-      num_replicas: Of the replica functions in it, where these are several.
+      num_replicas: The number of replicas of the replica functions in it, if there are several.
     """
 
     def __init__(self) -> None:

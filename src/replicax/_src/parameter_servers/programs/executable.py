@@ -117,9 +117,9 @@ class LoadedProgram:
     """A WorkerProgram with its computations ready to run.
 
     Attributes:
-      program: What came.
+      program: The program that came.
       whole: The pieces of all variables that the computation takes whole.
-      whole_first: Of those that the lookups' ids are computed from.
+      whole_first: The pieces that the lookups' ids are computed from.
       looks_up_elements: It pushes, and has lookups whose ids are computed of elements and constants only.
     """
 

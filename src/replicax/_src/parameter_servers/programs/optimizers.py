@@ -51,9 +51,9 @@ class OptimizerUpdate:
 
     Attributes:
       call: The same.
-      line: Of the user's code.
+      line: The line of the user's code.
       traced: The update of whole variables.
-      shared: What each server has a copy of.
+      shared: The arrays that each server has a copy of.
       kept_whole: Variables in shards that have to be whole: the caller sees to it.
     """
 

@@ -25,7 +25,7 @@ class Piece:
 
     Attributes:
       ps: Index of the parameter server.
-      key: Of the piece, unique on that server.
+      key: The key of the piece, unique on that server.
       rows: (start, stop) of a shard; None for a variable that is whole there.
     """
 
@@ -60,9 +60,9 @@ class UpdateProgram:
       blob: The computation: ``jax.export.Exported.serialize()``.
       state: Keys of pieces.
       written: Positions in ``state``.
-      averaged: Of an update by the mean of several closures' gradients: how each operand is averaged.
+      averaged: The averaging of each operand, for an update by the mean of several closures' gradients.
       rows: For each of ``written`` the rows that may have another value afterwards; None: any. Empty: any of all.
-      digest: Of all of it; programs that are equal have equal ones.
+      digest: A hash of all of it; programs that are equal have equal ones.
     """
 
     blob: bytes
@@ -145,7 +145,7 @@ class Lookup:
       variable: Number of the table among the program's variables, of which only these rows travel.
       blob: A computation of the ids, of any shape, whose operands are ``inputs``.
       num_ids: How many ids that gives: the unique ones are padded to as many.
-      num_rows: Of the table.
+      num_rows: The number of rows of the table.
     """
 
     variable: int
@@ -160,13 +160,13 @@ class WorkerProgram:
     """A program that a worker runs for a closure, with its inputs, and where it sends the results.
 
     Attributes:
-      name: Of the user's function, for people.
+      name: The name of the user's function, for people.
       blob: The computation: ``jax.export.Exported.serialize()``.
       inputs: Its operands, in order.
       variables: For each variable its pieces, in the order of their rows.
       num_results: How many of its first results the closure returns.
       pushes: What is made of the other results; at most one of each kind for each parameter server.
-      lookups: Of tables.
+      lookups: The lookups in tables.
       element_counts: For each iterator how many elements are taken, before anything else is done: in a closure's first
         program. Another one uses so many of them; the others go back.
       num_replicas: Devices that the computation runs on.

@@ -56,7 +56,7 @@ class ReplicaAssignment:
 
     Attributes:
       operands: Values of one replica's program: an atom, and the shape that it is broadcast to (None: its own).
-      combining: Of each.
+      combining: The way to combine each.
       is_change: True if the new value is computed from the old one, and not put in its place.
       described: What ``apply`` does, comparable.
       apply: From the old value and the combined operands to the new one.
@@ -145,7 +145,7 @@ class _Walk:
 
     Attributes:
       nonlinear: The first operation that is none of sums, products with a factor, and selections.
-      factors: Of the products; and what selects.
+      factors: The factors of the products, and what selects.
     """
 
     def __init__(self, sources: set[int], path: Sequence[Operation], combining: Combining):

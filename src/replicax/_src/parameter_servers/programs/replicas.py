@@ -65,7 +65,7 @@ class _Step:
 
     Attributes:
       assignment: None for an optimizer, whose gradients have been summed.
-      num_operands: Of the values that leave the replicas.
+      num_operands: The number of values that leave the replicas.
     """
 
     event: Event
@@ -79,8 +79,8 @@ class PlacedReplicas:
 
     Args:
       program: Traced with ``observers``.
-      name: Of the function, for people.
-      rows_of_replica: Where replicas have different numbers of rows.
+      name: The name of the function, for people.
+      rows_of_replica: The numbers of rows, if replicas have different ones.
       is_row: For each argument whether it is [R, ...], a row of which each replica has.
 
     Attributes:

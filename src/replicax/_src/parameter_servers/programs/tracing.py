@@ -33,7 +33,7 @@ class TableRows:
     """The lookups of a function in tables.
 
     Attributes:
-      num_consts: Of the function before its tables were replaced.
+      num_consts: The number of constants before its tables were replaced.
     """
 
     lookups: Lookups
@@ -49,7 +49,7 @@ class TracedFunction:
       events: What it does to variables, in order.
       note_counts: How many values belong to each event.
       tree: The structure of what it returns, of ``num_outputs`` leaves.
-      num_replicas: Of the replica functions in it.
+      num_replicas: The number of replicas of the replica functions in it.
       rows: What it takes of tables; None if it looks nothing up.
     """
 

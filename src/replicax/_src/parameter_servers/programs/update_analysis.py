@@ -40,7 +40,7 @@ class Slice:
 
     Attributes:
       wanted: The new values.
-      gradient: Of the variable; None for what all share.
+      gradient: The gradient of the variable; None for what all share.
       at_server: The inputs that a server has besides.
       with_rows: The inputs of which it may have some rows only.
     """

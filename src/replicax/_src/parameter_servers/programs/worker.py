@@ -177,7 +177,7 @@ class WorkerBuilder:
 
     @property
     def _shardings(self) -> tuple[Any, Any]:
-        """The shardings of operands that each device of the worker has whole, and of those of which it has some rows."""
+        """The shardings of operands that each device of the worker has whole, and of those of which it has rows."""
         topology = Topology.elsewhere(self._traced.num_replicas)
         return (topology.replicated, topology.per_replica) if topology.num_replicas > 1 else (None, None)
 

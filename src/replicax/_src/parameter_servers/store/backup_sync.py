@@ -14,7 +14,8 @@ from replicax._src.parameter_servers.store.group_entries import Entry
 from replicax._src.parameter_servers.store.group_rules import Refusal, View
 from replicax._src.parameter_servers.store.group_state import GroupState
 from replicax._src.parameter_servers.store.log import Position
-from replicax._src.parameter_servers.store.store_state import StateTaker, program_messages, state_messages
+from replicax._src.parameter_servers.store.store import Store
+from replicax._src.parameter_servers.store.store_state import program_messages, state_messages, take_part
 from replicax._src.parameter_servers.transport.messages import Message
 
 _log = logging.getLogger("replicax")
@@ -126,11 +127,11 @@ class CopyTaker:
 
     def __init__(self, state: GroupState):
         self._state = state
-        self._taker: StateTaker | None = None
+        self._new: Store | None = None
 
     def begin(self) -> None:
         """Drops what an earlier primary has brought."""
-        self._taker = None
+        self._new = None
 
     def take(self, epoch: int, message: Message) -> Message:
         """Takes a part of what the primary brings."""
@@ -157,17 +158,17 @@ class CopyTaker:
                 self._state.store.leave()  # first: there may be no room for both
                 self._state.store = self._state.new_store()
                 self._state.lacks = ()
-            self._taker = StateTaker(self._state.new_store())
-        taker = self._taker
-        if taker is None and part == "program":  # of one that goes on from its snapshot
-            taker = StateTaker(self._state.store)
-        if taker is None:
+            self._new = self._state.new_store()
+        store = self._new
+        if store is None and part == "program":  # of one that goes on from its snapshot
+            store = self._state.store
+        if store is None:
             return _brought(False, at)
-        if taker.take(message.header, message.arrays):
+        if take_part(store, message.header, message.arrays):
             with self._state.order, self._state.changed:
                 if not self._state.rules.has_copy(epoch, at):
                     return _brought(False, at)
-                self._state.store, self._taker = taker.store, None
+                self._state.store, self._new = store, None
         return _brought(True, at)
 
 

@@ -1,4 +1,4 @@
-"""``BackupWay``: from the primary of a group to its backup, for one epoch. ``AckPatience``: for how long it may be silent."""
+"""``BackupWay``: the connection from a primary to its backup, for one epoch. ``AckPatience``: how long that may be silent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BackupWay:
     """A link, and its client.
 
     Args:
-      client: Of the backup; closed with the link.
+      client: A client of the backup; it is closed with the link.
 
     Raises:
       UnavailableError: It cannot be reached.

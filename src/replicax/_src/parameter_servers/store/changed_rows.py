@@ -32,7 +32,7 @@ class ChangedRows:
     """The rows of one piece that have changed: any, until it is once known that it has been written.
 
     Args:
-      spec: Of the piece.
+      spec: The shape and dtype of the piece.
     """
 
     def __init__(self, spec: Spec):

@@ -26,13 +26,13 @@ class GroupCopies:
 
     Args:
       task: The number of this server.
-      incarnation: Of the coordinator.
+      incarnation: The coordinator's.
       connect: Gives a client of a parameter server, by its number and its address.
       log_bytes: The most memory that each group uses for updates that its backup lacks.
       keep: Makes the keeper of the snapshots of a group's copy, and says whether it restores; None: there are none.
 
     Attributes:
-      incarnation: Of the coordinator.
+      incarnation: The coordinator's.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GroupCopies:
         """The coordinator has decided who has a group.
 
         Args:
-          addresses: Of all parameter servers, in order.
+          addresses: Those of all parameter servers, in order.
 
         Raises:
           InvalidArgumentError: This server does not have what it would need.

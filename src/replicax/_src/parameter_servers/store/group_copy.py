@@ -42,7 +42,7 @@ class GroupCopy:
     Args:
       group: Its number.
       task: The number of this server.
-      incarnation: Of the coordinator.
+      incarnation: The coordinator's.
       connect: Gives a client of another server, by its number.
       log_bytes: The most memory for updates that the backup lacks.
       keep: Makes the keeper of its snapshots, which may restore one; None: there are none.
@@ -290,7 +290,7 @@ class GroupCopy:
     # --- the primary: waiting --------------------------------------------------------------------------
 
     def _wait(self, place: Place, until: float) -> None:
-        """Waits until the message at a place may be answered. One of the threads that wait reads what the backup says."""
+        """Waits until the message at a place may be answered. One of the threads that wait reads from the backup."""
         while True:
             with self._state.changed:
                 way = self._reads_next(place, until)

@@ -36,7 +36,7 @@ class View:
       group: Its number.
       epoch: Higher than that of all views of the group before.
       primary: The number of the parameter server that clients talk to.
-      backup: Of the one that has the second copy; None if there is none.
+      backup: The number of the one that has the second copy; None if there is none.
       is_joining: The backup has nothing yet.
       since: The group was lost, and goes on from this position, that of the primary; what came after it is gone. None:
         it was not.
@@ -111,8 +111,8 @@ class GroupRules:
 
     Attributes:
       view: The last one that was taken; None before the first.
-      position: Of the last message that was ordered here, or, of a backup, applied.
-      partner: How the backup is, if this is the primary.
+      position: The position of the last message that was ordered here, or that a backup applied.
+      partner: The state of the backup, if this is the primary.
     """
 
     def __init__(self, task: int):

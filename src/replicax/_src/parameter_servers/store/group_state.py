@@ -1,4 +1,4 @@
-"""``GroupState``: the parts of a server's copy of a group that its roles share: rules, log, store, links to the backup."""
+"""``GroupState``: what the roles of a server in a group share: rules, log, store, links to the backup."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.parameter_servers.programs.averages import averaged, check_gradients, takes
+from replicax._src.parameter_servers.programs.averages import averaged, takes
 from replicax._src.parameter_servers.store.updates import CompiledUpdate
 
 
@@ -43,7 +43,12 @@ class HeldGradients:
         Raises:
           InvalidArgumentError: The update does not take them.
         """
-        check_gradients(update.program.averaged, update.operands, gradients)
+        if not takes(update.program.averaged, update.operands, gradients):
+            got = [(array.shape, array.dtype) for array in gradients]
+            raise InvalidArgumentError(
+                f"An update of averaged gradients takes {list(update.operands)}, got {got}. Send what its program was "
+                "exported for."
+            )
         held = self._rounds.setdefault(number, {})
         if closure not in held:
             held[closure] = _Held(update, [np.array(array) for array in gradients])

@@ -27,7 +27,7 @@ class HeldPiece:
       key: Its name.
       spec: Shape and dtype.
       value: Deleted if it was lost in an update that failed while it wrote in place.
-      number: Of its version; it grows with every change, and is not used again for this key.
+      number: The number of its version. It grows with every change, and is not used again for this key.
       changed: Since the last snapshot.
     """
 

@@ -34,7 +34,7 @@ class Entry:
 
     Attributes:
       before: What the snapshot before has of it, where not all is written.
-      value: Of the whole piece: a view, by which an update of it needs other memory.
+      value: The value of the whole piece: a view, because of which an update needs other memory.
       units: Of these only the rows are written; None: of all, or, without a value, of none.
       rows: Copies of these, in place of the value.
     """
@@ -112,7 +112,7 @@ class _Change:
     """The change of a piece since the snapshot before.
 
     Attributes:
-      units: Of rows that have changed; None: all may have.
+      units: The units of rows that have changed; None: all may have.
       before: What the snapshot before has; None: what it has is of no use.
     """
 

@@ -39,12 +39,12 @@ class SnapshotKeeper:
     training goes on, and the snapshots before are there.
 
     Args:
-      store: Of a task that does not listen yet.
-      directory: Of this store alone.
+      store: The store of a task that does not listen yet.
+      directory: A folder of this store alone.
       interval_s: ``math.inf``: only when ``take`` is called, and at the end.
       restores: False: what is in the folder is of no use.
       when_due: Called when a snapshot is due, in place of ``ask``.
-      turn: Of all keepers that have had this folder: one writes at a time.
+      turn: The lock of all keepers that have had this folder: one writes at a time.
 
     Attributes:
       restored: What ``restore`` of the store told; None if there was no snapshot.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self, final
+from typing import Any, Final, NamedTuple, Self, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +25,7 @@ GROWTH: Final = 1.5
 """A chain has at most so many times the bytes of the pieces: of what is written, two thirds are bases then at worst."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Some bytes of a file, and their checksum (CRC-32)."""
 
     file: int
@@ -34,13 +33,8 @@ class Block:
     num_bytes: int
     checksum: int
 
-    def described(self) -> list[int]:
-        """Returns it as JSON."""
-        return [self.file, self.offset, self.num_bytes, self.checksum]
 
-
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Values of a piece in one file: of all its rows, or of those of some units.
 
     Attributes:
@@ -62,7 +56,7 @@ class PieceRecord:
     """A piece as a snapshot has it.
 
     Attributes:
-      number: Of its version.
+      number: The number of its version.
       rows_per_unit: Rows that are written together, where not all are.
       parts: A whole one, and what has replaced rows of it, in order.
     """
@@ -93,10 +87,7 @@ class PieceRecord:
             "dtype": dtype.name,
             "number": self.number,
             "rows_per_unit": self.rows_per_unit,
-            "parts": [
-                [part.values.described(), None if part.units is None else part.units.described()]
-                for part in self.parts
-            ],
+            "parts": self.parts,
         }
 
     @classmethod
@@ -120,7 +111,7 @@ class Manifest:
 
     Attributes:
       content: What it has besides pieces, as JSON.
-      pieces: By key.
+      pieces: The pieces by key.
       chain: Its files from the base on, and how many bytes of pieces each has.
     """
 

@@ -86,7 +86,7 @@ class Bytes:
     """The bytes of a block, read in order. When the last ones are read, all are what was written.
 
     Args:
-      file: That has it.
+      file: The file that has it.
       what: The file, and what the bytes are, for people.
     """
 

@@ -37,7 +37,7 @@ class SnapshotFolder:
     """The snapshots of one server.
 
     Attributes:
-      path: Of the folder.
+      path: The path of the folder.
       last: What was written or restored last, from which the next one may go on.
     """
 
@@ -115,7 +115,7 @@ class SnapshotFolder:
         """The newest snapshot that is whole, opened, and what is wrong with those that are newer.
 
         Args:
-          epoch: That its content has to name; None: any.
+          epoch: The epoch that its content has to name; None: any.
 
         Returns:
           None if there is no snapshot.
@@ -181,7 +181,7 @@ class Snapshot:
     """A snapshot that is read.
 
     Attributes:
-      manifest: What is in it, and where.
+      manifest: Its pieces, and the places of their bytes.
     """
 
     def __init__(self, file: BufferedReader, number: int, manifest: Manifest):

@@ -165,8 +165,8 @@ class Store:
         Call it before the server serves, or while nothing else is asked of it. The incarnation is the snapshot's.
 
         Args:
-          directory: That was given to ``snapshot``.
-          epoch: Of the snapshot; None: any.
+          directory: The folder that was given to ``snapshot``.
+          epoch: The epoch of the snapshot; None: any.
 
         Returns:
           None if there is no snapshot. Else ``file``, ``epoch``, ``incarnation``, ``updates``, ``pieces``, ``keys`` of
@@ -227,8 +227,6 @@ class Store:
             for piece, value, is_new in zip(new, values, absent):
                 if is_new:
                     contents.add(piece.key, piece.spec, value)
-                if piece.value is not None:
-                    contents.statistics.bytes_received += piece.value.nbytes
             contents.did(asked.number)
         return Message({})
 
@@ -291,7 +289,6 @@ class Store:
             for piece, array, value in zip(pieces, arrays, fresh):
                 contents.change(piece, overwritten(piece.value, array) if value is None else value)
             contents.did(asked.number)
-            contents.statistics.bytes_received += sum(array.nbytes for array in arrays)
         return Message({})
 
     def _drop(self, asked: Drop, sender: str | None) -> Message:

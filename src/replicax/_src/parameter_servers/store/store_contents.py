@@ -49,8 +49,8 @@ class StoreState:
     Attributes:
       content: What is not arrays, as JSON.
       pieces: Key, number of the version, and a view of the value; to be let go soon.
-      programs: That update pieces.
-      gradients: That wait for their round: its number, that of the closure, the program's digest, arrays.
+      programs: The programs that update pieces.
+      gradients: Those that wait for their round: its number, that of the closure, the program's digest, arrays.
     """
 
     content: dict[str, Any]
@@ -68,10 +68,10 @@ class StoreContents:
       owner: The incarnation of the coordinator that made all this; None if there is none.
       unwritten: What a snapshot that is being written has in common with the pieces; None if none is.
       num_created, num_changes: See ``Progress``.
-      pieces: By key.
-      programs: By digest.
+      pieces: The pieces by key.
+      programs: The programs by digest.
       windows: Which closures have been applied, by client, and which rounds and assignments.
-      gradients: That wait for others of their round.
+      gradients: Those that wait for others of their round.
       statistics: Since the coordinator came.
     """
 
@@ -221,7 +221,6 @@ class StoreContents:
         if staleness is not None:
             self.statistics.staleness.count(staleness)
         self.statistics.updates += 1
-        self.statistics.bytes_received += sum(operand.nbytes for operand in step.operands)
         return False
 
     def hold(self, step: Step, update: CompiledUpdate) -> None:
@@ -235,7 +234,6 @@ class StoreContents:
             return
         self._state(update)
         self.gradients.hold(number, step.closure.number, update, gradients)
-        self.statistics.bytes_received += sum(array.nbytes for array in gradients)
 
     def apply_round(self, asked: ApplyRound) -> bool:
         """Applies the mean of the gradients of a round, if that has not been done. Returns whether it had been."""

@@ -39,9 +39,9 @@ class StoreSnapshots:
     """Snapshots of what a store has, one at a time; and what waits until there is room beside one.
 
     Args:
-      contents: Of the store.
-      lock: Of the contents.
-      device: For values that are restored.
+      contents: The contents of the store.
+      lock: The lock of the contents.
+      device: The device of values that are restored.
     """
 
     def __init__(self, contents: StoreContents, lock: threading.Lock, device: Any):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -37,29 +37,18 @@ def program_messages(
         yield {"part": "program", "digest": program.digest, "described": program.described()}, [blob]
 
 
-@final
-class StateTaker:
-    """Makes a store of ``state_messages``.
-
-    Args:
-      store: A new one.
-    """
-
-    def __init__(self, store: Store):
-        self.store = store
-
-    def take(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bool:
-        """Takes the next one; returns whether it was the last."""
-        match header["part"]:
-            case "state":
-                self.store.begin_with(header["content"])
-            case "piece":
-                self.store.put(header["key"], header["number"], arrays[0])
-            case "program":
-                fields = {name: header[name] for name in ("incarnation", "digest", "described")}
-                self.store.answer(Message({"op": "program", **fields}, arrays))
-            case "gradients":
-                self.store.hold(header["round"], header["closure"], header["program"], arrays)
-            case _:
-                return True
-        return False
+def take_part(store: Store, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bool:
+    """Puts one of ``state_messages`` into a new store. Returns True for the last one."""
+    match header["part"]:
+        case "state":
+            store.begin_with(header["content"])
+        case "piece":
+            store.put(header["key"], header["number"], arrays[0])
+        case "program":
+            fields = {name: header[name] for name in ("incarnation", "digest", "described")}
+            store.answer(Message({"op": "program", **fields}, arrays))
+        case "gradients":
+            store.hold(header["round"], header["closure"], header["program"], arrays)
+        case _:
+            return True
+    return False

@@ -41,14 +41,12 @@ class StoreStatistics:
     """Counts.
 
     Attributes:
-      updates: Of closures and others, that were applied.
-      duplicates: That were not, for their closure had been applied, or had ended.
+      updates: The number of updates that were applied, of closures and others.
+      duplicates: The updates that were not, because their closure had been applied, or had ended.
       pulls: Answers with values or rows.
       pieces_sent: Values in these; those that had not changed are not among them.
-      rows_sent: Of all pieces.
-      bytes_sent: Of values and rows.
-      bytes_received: Of operands and assigned or initial values.
-      staleness: Of the updates of closures that said which versions they had.
+      rows_sent: The rows of all pieces in these.
+      staleness: The staleness of updates whose closures said which versions they had.
     """
 
     updates: int = 0
@@ -56,8 +54,6 @@ class StoreStatistics:
     pulls: int = 0
     pieces_sent: int = 0
     rows_sent: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
     staleness: Staleness = field(default_factory=Staleness)
 
     def count_pull(self, values: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> None:
@@ -65,7 +61,6 @@ class StoreStatistics:
         self.pulls += 1
         self.pieces_sent += len(values)
         self.rows_sent += sum(map(len, rows))
-        self.bytes_sent += sum(array.nbytes for array in (*values, *rows))
 
     def described(self) -> dict[str, Any]:
         """Returns it as JSON."""

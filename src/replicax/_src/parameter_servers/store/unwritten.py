@@ -23,8 +23,8 @@ class Unwritten:
 
     Args:
       sizes: Bytes of each piece, by its key.
-      keys: Of those that are not written yet.
-      until: When that is over: what has waited until then goes on.
+      keys: The keys of those that are not written yet.
+      until: The end of all waits for room: what has waited until then goes on.
     """
 
     def __init__(self, sizes: Mapping[str, int], keys: Iterable[str], until: float):

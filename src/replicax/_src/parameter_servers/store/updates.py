@@ -22,7 +22,7 @@ class CompiledUpdate:
     """An update program, ready to run on one device.
 
     Attributes:
-      program: What it was made of.
+      program: The program that it was made of.
       state: (shape, dtype) of the values of the program's state, in order.
       operands: (shape, dtype) of its operands.
       results: (shape, dtype) of what it gives: of a program without state the initial value of a piece.

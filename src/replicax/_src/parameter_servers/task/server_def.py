@@ -29,7 +29,7 @@ class ServerDef:
     Attributes:
       cluster: All tasks.
       job_name: ``worker`` or ``ps``.
-      task_index: From 0.
+      task_index: The index of the task, from 0.
       protocol: ``grpc``, or ``grpc+tls``, which needs a certificate.
 
     Raises:

@@ -72,10 +72,10 @@ class PsHost:
     It begins with the snapshots of one coordinator, that of the newest.
 
     Args:
-      directory: Of the snapshots of this task; None: there are none.
+      directory: The folder of the snapshots of this task; None: there are none.
       interval_s: Between two of them.
-      index: Of this task.
-      credentials: For other parameter servers, if variables are on two each.
+      index: The index of this task.
+      credentials: The credentials for other parameter servers, if variables are on two each.
       log_bytes: The most memory that each group uses for updates that its backup lacks.
 
     Raises:
@@ -199,10 +199,10 @@ class PsWork:
     """A parameter server's: its store, where the coordinator's time begins and ends with it.
 
     Args:
-      store: Of the task.
-      incarnation: Of the coordinator.
+      store: The store of the task.
+      incarnation: The coordinator's.
       copies: What it has of groups, if variables are on two parameter servers each; the store has nothing then.
-      keeper: Of the store's snapshots, if there are any.
+      keeper: The keeper of the store's snapshots, if there are any.
     """
 
     def __init__(

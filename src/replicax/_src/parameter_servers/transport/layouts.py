@@ -46,8 +46,8 @@ class Layout(NamedTuple):
       specs: Dtype and shape of each.
       text: The same, as JSON: what is sent.
       offsets: Where each begins. Those before ``inline_bytes`` stand in the head, the others after it.
-      inline_bytes: Of those in the head.
-      num_bytes: Of all.
+      inline_bytes: The bytes of those in the head.
+      num_bytes: The bytes of all.
     """
 
     specs: tuple[Spec, ...]

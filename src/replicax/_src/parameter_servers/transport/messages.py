@@ -54,10 +54,16 @@ def encode(message: Message) -> Encoded:
     """A message as bytes.
 
     Raises:
-      MessageError: An array is of a dtype that does not travel, the header has what is not JSON, or is too large.
+      MessageError: An array is of a dtype that does not travel, the header has what is not JSON, or one of both is too
+        large.
     """
     arrays = [sendable(array) for array in message.arrays]
     layout = layout_of(arrays)
+    if layout.num_bytes > LARGEST_BODY:
+        raise MessageError(
+            f"The arrays of a message have {layout.num_bytes} bytes, at most {LARGEST_BODY} travel. Cut the variable into "
+            "smaller shards."
+        )
     header = header_bytes(message.header)
     head = [_LENGTHS.pack(len(header), len(layout.text)), header, layout.text]
     body: list[Part] = []
@@ -107,13 +113,11 @@ class Decoder:
     """Makes messages of the heads and bodies of frames. After an error it takes no more.
 
     Args:
-      buffers: Where bodies come to lie.
-      most_bytes: Of the arrays of one message.
+      buffers: The memory for bodies.
     """
 
-    def __init__(self, buffers: Buffers, most_bytes: int = LARGEST_BODY):
+    def __init__(self, buffers: Buffers):
         self._buffers = buffers
-        self._most_bytes = most_bytes
         self._announced: _Announced | None = None
         self._memory = np.empty(0, np.uint8)
 
@@ -123,7 +127,7 @@ class Decoder:
         Raises:
           MessageError: This is no message.
         """
-        announced, inline = _decoded_head(head, 0, self._most_bytes)
+        announced, inline = _decoded_head(head, 0)
         if not announced.arrays.specs:
             return Message(announced.header, [])
         memory = aligned_empty(announced.arrays.num_bytes)
@@ -137,7 +141,7 @@ class Decoder:
         Raises:
           MessageError: This is no message, or it is too large.
         """
-        self._announced, inline = _decoded_head(head, num_bytes, self._most_bytes)
+        self._announced, inline = _decoded_head(head, num_bytes)
         total = self._announced.arrays.num_bytes
         try:
             self._memory = self._buffers.take(total)
@@ -156,7 +160,7 @@ class Decoder:
         return Message(announced.header, _views(announced, self._buffers.lend(memory)))
 
 
-def _decoded_head(head: Part, body_bytes: int, most_bytes: int) -> tuple[_Announced, np.ndarray]:
+def _decoded_head(head: Part, body_bytes: int) -> tuple[_Announced, np.ndarray]:
     """Returns what a head announces, and the arrays that stand in it.
 
     Raises:
@@ -177,11 +181,6 @@ def _decoded_head(head: Part, body_bytes: int, most_bytes: int) -> tuple[_Announ
         raise MessageError(f"A head has {len(head)} bytes, at least {after} were announced.")
     header = decoded_header(bytes(head[_LENGTHS.size : of_arrays]))
     arrays = announced_layout(bytes(head[of_arrays:after]))
-    if arrays.num_bytes > most_bytes:
-        raise MessageError(
-            f"A message of {arrays.num_bytes} bytes was announced, at most {most_bytes} are taken. Cut the variable into "
-            f"smaller shards, or raise max_message_bytes of the task."
-        )
     if (len(head), body_bytes) != (after + arrays.inline_bytes, arrays.num_bytes - arrays.inline_bytes):
         raise MessageError(
             f"Arrays of {arrays.inline_bytes} and {arrays.num_bytes - arrays.inline_bytes} bytes were announced; "

@@ -192,7 +192,7 @@ class Client:
         Args:
           rpc_layer: ``"grpc"``, as TensorFlow has it.
           address: ``host:port`` of the server.
-          name: For messages.
+          name: The name of the server, for messages.
           timeout_in_ms: How long each call may take, unless it says so itself; 0 for no limit.
 
         Raises:

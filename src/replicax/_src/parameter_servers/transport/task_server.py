@@ -19,7 +19,6 @@ from replicax._src.extras import missing_extra
 from replicax._src.parameter_servers.errors import MessageError, UnavailableError, described
 from replicax._src.parameter_servers.transport.buffers import Buffers
 from replicax._src.parameter_servers.transport.messages import (
-    LARGEST_BODY,
     Decoder,
     Encoded,
     Message,
@@ -79,9 +78,7 @@ class TaskServer:
         free one.
       answer: Makes the answers.
       credentials: Peers without the same are sent away.
-      max_message_bytes: Of the arrays of one message; a peer that announces more is told so and its stream ended,
-        before memory is allocated for it.
-      max_streams: How many may be open; each has a thread.
+      max_streams: The most that may be open; each has a thread.
 
     Raises:
       InvalidArgumentError: It would be open to everybody on the network, or a file of the credentials is wrong.
@@ -94,7 +91,6 @@ class TaskServer:
         answer: Answer,
         credentials: Credentials,
         *,
-        max_message_bytes: int = LARGEST_BODY,
         max_streams: int = 512,
     ):
         credentials.check_server(address)
@@ -103,7 +99,6 @@ class TaskServer:
         self._make_answer = answer
         self._credentials = credentials
         self._security = credentials.security()
-        self._max_message_bytes = max_message_bytes
         self._max_streams = max_streams
         self._listener: Listener | None = None
         self._lock = threading.Lock()
@@ -214,7 +209,7 @@ class TaskServer:
             connection.end(str(error))
 
     def _serve_stream(self, connection: Connection) -> None:
-        stream = _Stream(connection, Decoder(Buffers(), self._max_message_bytes))
+        stream = _Stream(connection, Decoder(Buffers()))
         with self._lock:
             if self._is_ending or len(self._streams) >= self._max_streams:
                 self._num_rejected += 1

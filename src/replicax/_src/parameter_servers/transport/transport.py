@@ -26,7 +26,6 @@ from replicax._src.parameter_servers.errors import (
 )
 from replicax._src.parameter_servers.transport.buffers import Buffers
 from replicax._src.parameter_servers.transport.messages import (
-    LARGEST_BODY,
     Decoder,
     Encoded,
     Message,
@@ -54,23 +53,19 @@ class TaskClient:
       address: ``host:port`` of the task.
       credentials: The same kind as the task's.
       task: Its name, for messages and errors: ``"ps 0"``.
-      max_message_bytes: Of the arrays of one answer.
 
     Raises:
       InvalidArgumentError: A file of the credentials cannot be read.
       MissingExtraError: xxhash is not installed.
     """
 
-    def __init__(
-        self, address: str, credentials: Credentials, task: str, *, max_message_bytes: int = LARGEST_BODY
-    ):
+    def __init__(self, address: str, credentials: Credentials, task: str):
         check_installed()
         self._security = credentials.security()
         self._host, _ = split_address(address)
         self._reached_at = split_address(routed_address(address, os.environ))
         self._name = f"{task} at {address}"
         self._task = task
-        self._max_message_bytes = max_message_bytes
         self._lock = threading.Lock()
         self._idle: list[Link] = []  # for calls
         self._links: set[Link] = set()
@@ -120,7 +115,7 @@ class TaskClient:
             if self._is_closed:
                 raise self._closed() from None
             raise self._public(error, f"take a connection within {timeout_s:.3g} s") from error
-        link = Link(self, connection, Decoder(Buffers(), self._max_message_bytes))
+        link = Link(self, connection, Decoder(Buffers()))
         with self._lock:
             self._links.add(link)
             is_closed = self._is_closed

@@ -17,7 +17,7 @@ class End:
     """Stands for an element that is missing, because the dataset has ended.
 
     Attributes:
-      reason: For people.
+      reason: The reason, for people.
     """
 
     reason: str

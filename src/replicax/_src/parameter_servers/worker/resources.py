@@ -30,7 +30,7 @@ from replicax._src.input.prefetch import Prefetcher
 from replicax._src.input.sources import PerReplicaPulls
 from replicax._src.input.split import InputContext
 from replicax._src.parameter_servers.transport import structures
-from replicax._src.parameter_servers.worker.elements import End
+from replicax._src.parameter_servers.worker.elements import End, LeafIterator
 from replicax._src.parameter_servers.worker.unbuilt import Cut, UnbuiltDataset
 
 _MOST_AHEAD: Final = 16
@@ -72,7 +72,7 @@ class WorkerPlace:
         return InputContext(self.num_workers, self.index, self.num_replicas_in_sync)
 
 
-class Resource(Protocol):
+class Resource(LeafIterator, Protocol):
     """Something of a worker that closures take arrays from.
 
     Attributes:
@@ -81,15 +81,6 @@ class Resource(Protocol):
     """
 
     spec: dict[str, Any]
-
-    @property
-    def is_ready(self) -> bool:
-        """True if ``next`` need not wait."""
-        ...
-
-    def next(self) -> Sequence[np.ndarray] | End:
-        """The leaves of the next element; after the last one the end, each time."""
-        ...
 
     def close(self) -> None: ...
 

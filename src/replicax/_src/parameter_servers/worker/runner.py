@@ -67,9 +67,9 @@ class ClosureResult:
 
     Attributes:
       results: Its arrays.
-      signature: Of its elements, if they are not those of its first program.
+      signature: The signature of its elements, if it is not that of its first program.
       need: The signature of elements for which there is no program: they are held until the closure comes again.
-      end: Of a dataset that has too few of them, if one has.
+      end: The end of a dataset that has too few of them, if one has.
     """
 
     results: Sequence[np.ndarray] = ()
@@ -83,9 +83,9 @@ class _Run:
     """A closure on its way.
 
     Attributes:
-      signature: Of its elements.
+      signature: The signature of its elements.
       tables: What its lookups need.
-      rows: Of its lookups.
+      rows: The rows of its lookups.
       moment: ``Pulls.moment`` at which they, and the variables, were pulled.
     """
 
@@ -277,7 +277,7 @@ class Runner:
         return ahead
 
     def _pulls_for_next(self, run: _Run) -> bool:
-        """True if what the next closure needs may come with the answers. It may not where a round ends between the two."""
+        """True if the answers may bring what the next closure needs. They may not if a round ends in between."""
         return self._pulls_ahead and run.call.round_number is None
 
     def _inputs(self, run: _Run, inputs: Sequence[Input]) -> list[Any]:
