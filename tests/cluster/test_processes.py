@@ -388,3 +388,29 @@ def test_its_folder_is_gone_after_close_however_it_ended(tmp_path):
                 process.wait(LIMIT_S)
                 assert folder.exists()
         assert not folder.exists()
+
+
+@ON_LINUX
+@pytest.mark.parametrize("error", [KeyboardInterrupt, None], ids=["interrupted", "too slow"])
+def test_a_start_that_does_not_succeed_leaves_nothing(monkeypatch, tmp_path, error):
+    """It ends while the command starts, which takes some 30 ms."""
+
+    class Impatient(threading.Event):
+        def wait(self, timeout_s=None):
+            if timeout_s == 0.0 and error is not None:
+                raise error
+            return super().wait(timeout_s)
+
+    monkeypatch.setattr(processes, "_START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(processes.threading, "Event", Impatient)
+    with pytest.raises(error or ProcessStartError):
+        python("import time; time.sleep(60)", tmp_path)
+    assert not [pid for pid in filter(str.isdigit, os.listdir("/proc")) if str(tmp_path) in command_of(pid)]
+
+
+def command_of(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:  # it has ended meanwhile
+        return ""

@@ -136,10 +136,12 @@ class Process:
                 raise ProcessStartError(f"{name} could not be started: {error}.") from error
         self._thread = threading.Thread(target=self._watch, name=f"replicax-{name}", daemon=True)
         self._thread.start()
-        self._has_started.wait(_START_TIMEOUT_S)
-        if not self.pid:
-            self.close()
-            raise ProcessStartError(f"{name} could not be started: {self._start_failure}.")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._has_started.wait(_START_TIMEOUT_S)
+            if not self.pid:
+                raise ProcessStartError(f"{name} could not be started: {self._start_failure}.")
+            undo.pop_all()
 
     @property
     def ending(self) -> Ending | None:
