@@ -19,6 +19,7 @@ import numpy as np
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, KerasScopeError
 from replicax._src.keras.losses import own_compute_loss_gathered
+from replicax._src.keras.overriding import overridden
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
 from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
 from replicax._src.placement.batch import Batch
@@ -52,15 +53,8 @@ def placed_and_left(step: StepFunction) -> Iterator[None]:
         del state
         raise _StepPlaced(_placed(step, step.first_batch(iterator)))
 
-    own, new = step.model.__dict__, {"_get_jax_state": get_state, step.phase.function_name: place}
-    before = {name: own[name] for name in new if name in own}
-    own.update(new)
-    try:
+    with overridden(step.model, **{"_get_jax_state": get_state, step.phase.function_name: place}):
         yield
-    finally:
-        for name in new:
-            del own[name]
-        own.update(before)
 
 
 def _described(step: StepFunction) -> list[list[jax.ShapeDtypeStruct]]:

@@ -58,6 +58,7 @@ class PlacedVariable(_Keras):
         note_created(self.path)
 
     def _make(self, args: Any, kwargs: Any) -> None:
+        divided_state.note_purpose(self)
         placement = servers.placement_of_scope()
         if placement is not None:
             servers.make(_own_init, self, placement, args, kwargs)
