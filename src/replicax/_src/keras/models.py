@@ -1,7 +1,7 @@
 """Keras models made in a strategy's scope: ``fit`` and its kin run their steps on the replicas.
 
-``PlacedModel`` stands before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there. Models
-made outside of every scope are left to Keras.
+``PlacedModel`` stands before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there.
+Models made outside of every scope are left to Keras.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class _StepPlaced(BaseException):
 def placed_and_left(step: StepFunction) -> Iterator[None]:
     """Inside, Keras's loop places the step for its first batch, and is left.
 
-    Keras finds descriptions of the model's variables for their values: no variable is read, those without values stay so.
+    Keras finds descriptions of the model's variables for their values: no variable is read, those without values stay
+    so.
     """
     described = _described(step)
 

@@ -1,4 +1,4 @@
-"""What ``keras.Variable`` does besides: it belongs to the strategy in whose scope it is made, and is kept where that says.
+"""Keras variables belong to the strategy in whose scope they are made, which says where they are kept.
 
 ``PlacedVariable`` stands before Keras's own class among the bases of ``keras.Variable``.
 """
