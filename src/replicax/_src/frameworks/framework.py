@@ -122,8 +122,6 @@ def stop_using(name: str) -> None:
 
 def imported_since() -> list[str]:
     """Returns the frameworks that the user has imported since ``use_imported`` was called."""
-    if len(_in_use.names) == 1 + len(_PLACES):
-        return []
     return [name for name in _PLACES if name not in _in_use.names and sys.modules.get(name) is not None]
 
 
@@ -135,8 +133,11 @@ def use_imported() -> None:
     of ``rx.keras`` is made. What a framework needs stays in place from then on: ``fit`` is called after the ``with``
     block of its scope has ended. Importing replicax, and making a strategy, change nothing of Keras.
     """
-    for name in imported_since():
-        importlib.import_module(_PLACES[name]).install()
+    if len(_in_use.names) > len(_PLACES):
+        return
+    for name, place in _PLACES.items():
+        if name not in _in_use.names and sys.modules.get(name) is not None:
+            importlib.import_module(place).install()
 
 
 def frameworks_in_use() -> tuple[Framework, ...]:

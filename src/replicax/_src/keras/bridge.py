@@ -1,10 +1,10 @@
 """Installs and removes what makes Keras work in traced functions, through public names of Keras where it has them.
 
 A class of ours goes before the others among the bases of ``keras.Variable``, ``keras.optimizers.Optimizer`` and
-``keras.Model``, and overrides their methods; where Keras defines a method in the class itself, or in each subclass, that
-is replaced (``_REPLACED``). Nothing changes before the first scope is entered, or ``run`` is called
-(``frameworks/framework.py``). From then on it stays: ``fit`` runs after the ``with`` block of its scope has ended. Outside
-of functions that replicax traces, and of scopes, everything behaves as before.
+``keras.Model``, and overrides their methods. Where Keras defines a method in the class itself, or in each subclass, the
+method is replaced (``_REPLACED``, and ``Metric.result``). Nothing changes before the first scope is entered or ``run``
+is called (``frameworks/framework.py``). From then on it stays: ``fit`` runs after the ``with`` block of its scope has
+ended. Outside of functions that replicax traces, and of scopes, everything behaves as before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from replicax._src.keras.optimizer import PlacedOptimizer, wrapped_loss_scale_ap
 from replicax._src.keras.variable import PlacedVariable, value_of
 from replicax._src.keras_backend import check_keras
 from replicax._src.program.capture import current_capture, planning
-from replicax._src.tracebacks import is_full
+from replicax._src.tracebacks import bounded, is_full
 
 
 def _outside_functions(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,17 +48,17 @@ _BASES: Final = (
     (keras.Model, PlacedModel),
 )
 
-# Each with the reason why no base class can override it.
+# Methods that a base class cannot override: the class itself has them, and each reason why they have to be replaced.
 _REPLACED: Final = (
-    # Defined in the class itself, which has no name of its own for traced functions: it assigns in branches.
+    # It assigns in the branches of a condition, which JAX cannot trace. Its class has it, not that of all optimizers.
     (keras.optimizers.LossScaleOptimizer, "apply", wrapped_loss_scale_apply),
-    # Defined in the base class of all losses.
+    # A mean that would be differentiated on several replicas is refused. The class of all losses has it.
     (keras.losses.Loss, "__call__", losses.wrapped_call),
-    # Defined in the base class of all layers: weight decay, say, of a layer that is no model.
-    (keras.Layer, "losses", lambda original: losses.wrapped_losses(original)),
-    # The arrays that ``build`` computes. No public name comes before the ``build`` of a subclass (Keras 3.15).
+    # Losses in layers are those of the whole batch. The class of all layers has it, and not only models have losses.
+    (keras.Layer, "losses", losses.wrapped_losses),
+    # The arrays that ``build`` computes are kept. No public name comes before the ``build`` of a subclass (Keras 3.15).
     (keras.Layer, "_maybe_build", _outside_functions),
-    # The factors of regularizers, arrays that a layer keeps.
+    # So are the factors of these two regularizers, which they make arrays of (Keras 3.12 to 3.15).
     (keras.regularizers.L1, "__init__", _outside_functions),
     (keras.regularizers.OrthogonalRegularizer, "__init__", _outside_functions),
 )
@@ -100,7 +100,9 @@ def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
     original = vars(owner)[name]
     wrapped = wrap(original)
     _originals.append((owner, name, original))
-    setattr(owner, name, wrapped if isinstance(wrapped, property) else functools.wraps(original)(wrapped))
+    setattr(
+        owner, name, bounded(wrapped) if isinstance(wrapped, property) else functools.wraps(original)(wrapped)
+    )
 
 
 def _scope(capture: Any) -> Any:
@@ -109,7 +111,10 @@ def _scope(capture: Any) -> Any:
 
 
 def _wrap_results() -> None:
-    """``metric.result()`` in a replica function is over all replicas, for every Metric class there is by now."""
+    """``metric.result()`` in a replica function is over all replicas.
+
+    Each class of metrics has its own: it is replaced in every class that there is by now.
+    """
     for cls in _metric_classes(keras.metrics.Metric):
         if "result" in cls.__dict__ and not getattr(cls.__dict__["result"], "_replicax_wrapped", False):
             _replace(cls, "result", _wrapped_result)

@@ -21,6 +21,7 @@ import keras
 import numpy as np
 
 from replicax._src import context
+from replicax._src.keras.overriding import overridden
 from replicax._src.program.companions import note_companion
 from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.state_layouts import StateLayouts, note_of_optimizer
@@ -55,6 +56,14 @@ def of_optimizer(reference: Any = None) -> Iterator[None]:
         _making.is_for_optimizer, _making.reference = before
 
 
+def note_purpose(variable: Any) -> None:
+    """Remembers of a new variable that an optimizer keeps it, and for which one of the model's."""
+    if _making.is_for_optimizer:
+        note_of_optimizer(variable)
+        if isinstance(_making.reference, keras.Variable):
+            note_companion(variable, _making.reference)
+
+
 def make(
     original: _Init, variable: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_alone: bool
 ) -> None:
@@ -63,10 +72,6 @@ def make(
     Args:
       is_alone: The other processes do not make it.
     """
-    if _making.is_for_optimizer:
-        note_of_optimizer(variable)
-        if isinstance(_making.reference, keras.Variable):
-            note_companion(variable, _making.reference)
     has_strategy = context.has_strategy() and not is_alone
     strategy = context.strategy_for_new_variable() if has_strategy else None
     initializer = args[0] if args else kwargs.get("initializer")
@@ -236,8 +241,5 @@ def _in_pieces(optimizer: Any) -> Iterator[None]:
         yield
         return
     own: Any = optimizer.stateless_apply
-    optimizer.__dict__["stateless_apply"] = functools.partial(apply_to_pieces, own)
-    try:
+    with overridden(optimizer, stateless_apply=functools.partial(apply_to_pieces, own)):
         yield
-    finally:
-        del optimizer.__dict__["stateless_apply"]

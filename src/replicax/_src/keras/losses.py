@@ -19,6 +19,7 @@ import keras
 
 from replicax._src import context
 from replicax._src.errors import KerasLossError
+from replicax._src.keras.overriding import overridden
 from replicax._src.nn import SharedLoss, size_of_global_batch
 from replicax._src.program.capture import current_capture, user_line
 
@@ -149,11 +150,8 @@ def own_compute_loss_gathered(model: Any) -> Iterator[None]:
                 value = own(*bound.args, **bound.kwargs)
         return value if gather.num_rows else value + _nothing(y_pred)
 
-    model.__dict__["compute_loss"] = compute_loss
-    try:
+    with overridden(model, compute_loss=compute_loss):
         yield
-    finally:
-        del model.__dict__["compute_loss"]
 
 
 _SOURCE_OF_LAYER: Final = inspect.getfile(keras.Layer)

@@ -1,7 +1,7 @@
 """Keras models made in a strategy's scope: ``fit`` and its kin run their steps on the replicas.
 
-``PlacedModel`` stands before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there. Models
-made outside of every scope are left to Keras.
+``PlacedModel`` stands before Keras's own classes among the bases of ``keras.Model``; ``bridge.py`` puts it there.
+Models made outside of every scope are left to Keras.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replicax._src.keras.callback_states import check_has_tensorflow, written_by
 from replicax._src.keras.capture import give_values
 from replicax._src.keras.datasets import DistributedInput, as_keras_input, check_not_per_replica
 from replicax._src.keras.losses import in_compute_loss, rows_of_replica_step
-from replicax._src.keras.planned_steps import PlannedSteps
+from replicax._src.keras.planned_steps import placed_and_left
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, keras_step
 from replicax._src.keras.server_steps import ServerStepFunction
 from replicax._src.keras.steps import PREDICT, TEST, TRAIN, GlobalStepFunction, Phase, StepFunction
@@ -231,8 +231,8 @@ def _placed_steps(
     if is_loop:
         function.begin()
     with contextlib.ExitStack() as stack:
-        if isinstance(function, PlannedSteps):
-            stack.enter_context(function.in_place_of_state())
+        if planning.get():
+            stack.enter_context(placed_and_left(function))
         if isinstance(function, ServerStepFunction):
             stack.enter_context(function.in_place_of_state())
             if is_loop:
@@ -267,13 +267,13 @@ def _step_function(model: Any, phase: Phase, strategy: Any) -> StepFunction:
             f"keras.distribution.set_distribution(None) takes away Keras's."
         )
     function = getattr(model, phase.function_name, None)
-    if planning.get():
-        kind = PlannedSteps
-    elif _has_servers(strategy):
+    if _has_servers(strategy):
         kind = ServerStepFunction
     else:
         kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
-    if kind is PlannedSteps or not isinstance(function, kind) or function.strategy is not strategy:
+    if planning.get():  # for other devices than the strategy's
+        return kind(model, phase, strategy)
+    if not isinstance(function, kind) or function.strategy is not strategy:
         function = kind(model, phase, strategy)
         setattr(model, phase.function_name, function)  # compile() takes it away again
     return function

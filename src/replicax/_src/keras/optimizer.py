@@ -43,9 +43,7 @@ class PlacedOptimizer(_Keras):
     @functools.wraps(keras.optimizers.Optimizer.add_variable_from_reference)
     def add_variable_from_reference(self, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         with divided_state.of_optimizer(reference_variable), servers.where(reference_variable):
-            slot = super().add_variable_from_reference(reference_variable, *args, **kwargs)
-        servers.note_slot(slot, reference_variable)
-        return slot
+            return super().add_variable_from_reference(reference_variable, *args, **kwargs)
 
     @functools.wraps(keras.optimizers.Optimizer.apply)
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:

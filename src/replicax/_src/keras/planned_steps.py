@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 import keras
@@ -19,6 +19,7 @@ import numpy as np
 from replicax._src import context
 from replicax._src.errors import InvalidArgumentError, KerasScopeError
 from replicax._src.keras.losses import own_compute_loss_gathered
+from replicax._src.keras.overriding import overridden
 from replicax._src.keras.replica_steps import ReplicaStepFunction, is_replica_style, without_nones
 from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunction
 from replicax._src.placement.batch import Batch
@@ -36,97 +37,84 @@ class _StepPlaced(BaseException):
         self.unrun = unrun
 
 
-@final
-class PlannedSteps(StepFunction):
-    """Places the step for the first batch, and leaves the loop.
+@contextlib.contextmanager
+def placed_and_left(step: StepFunction) -> Iterator[None]:
+    """Inside, Keras's loop places the step for its first batch, and is left.
 
-    The model's state is only described: no variable is read, those without values stay so.
+    Keras finds descriptions of the model's variables for their values: no variable is read, those without values stay
+    so.
     """
+    described = _described(step)
 
-    def __init__(self, model: Any, phase: Phase, strategy: Any):
-        super().__init__(model, phase, strategy)
-        kind = ReplicaStepFunction if is_replica_style(model, phase) else GlobalStepFunction
-        self._one_step = kind(model, phase, strategy)
+    def get_state(purge_model_variables: bool = False, **groups: bool) -> tuple[list[Any], ...]:
+        del purge_model_variables, groups
+        return tuple(map(list, described))
 
-    @contextlib.contextmanager
-    def in_place_of_state(self) -> Iterator[None]:
-        """Inside, Keras finds descriptions of the model's variables for their values."""
-        described = [[self._described(v) for v in group] for group in self._phase.variables_of(self._model)]
-
-        def get_state(purge_model_variables: bool = False, **groups: bool) -> tuple[list[Any], ...]:
-            del purge_model_variables, groups
-            return tuple(map(list, described))
-
-        own = vars(self._model)
-        own["_get_jax_state"] = get_state
-        try:
-            yield
-        finally:
-            del own["_get_jax_state"]
-
-    def _described(self, variable: Any) -> jax.ShapeDtypeStruct:
-        sharding = self._layout_of(variable) or self._strategy.topology.replicated
-        dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
-        return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)
-
-    def _layout_of(self, variable: Any) -> Any:
-        return self._strategy.slots.layout_of(variable)
-
-    def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+    def place(state: State, iterator: Iterator[Any]) -> None:
         del state
-        batch = next(self._take(iterator, is_kept=False), None)
-        if batch is None:
-            raise StopIteration
-        raise _StepPlaced(self._placed(batch))
+        raise _StepPlaced(_placed(step, step.first_batch(iterator)))
 
-    def _placed(self, here: Batch) -> Unrun:
-        request = _asked.get()
-        rows = math.ceil((request.global_batch or here.num_rows) / self._strategy.topology.num_replicas)
-        if request.global_batch is None:
-            rows = math.ceil(here.num_rows / request.num_replicas_here)
-        if isinstance(self._one_step, ReplicaStepFunction):
-            return self._of_each_replica(self._one_step, here, rows, request)
-        return self._of_all_replicas(self._one_step, here, rows)
+    with overridden(step.model, **{"_get_jax_state": get_state, step.phase.function_name: place}):
+        yield
 
-    def _of_each_replica(
-        self, step: ReplicaStepFunction, here: Batch, rows: int, request: PlanRequest
-    ) -> Unrun:
-        """A step in TensorFlow's style, as ``strategy.run`` runs it."""
-        leaves = [_component(leaf, here.num_rows, rows) for leaf in here.leaves]
-        data = without_nones(here.tree.unflatten(leaves))
-        of_replicas = dataclasses.replace(request, global_batch=None)
-        with own_compute_loss_gathered(self._model):
-            return place_replica_function(self._strategy, step.replica_step, (data,), {}, of_replicas)
 
-    def _of_all_replicas(self, one_step: GlobalStepFunction, here: Batch, rows: int) -> Unrun:
-        """The model's own step, in the global view."""
-        topology = self._strategy.topology
-        num_rows = rows * topology.num_replicas
-        leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
-        batch = Batch(here.tree.unflatten(leaves))
-        groups = self._phase.variables_of(self._model)
-        variables = list(itertools.chain.from_iterable(groups))
-        held = HeldState(topology, layouts=lambda: list(map(self._layout_of, variables)))
-        held.hold([[self._described(v) for v in group] for group in groups])
-        step = GlobalStep(
-            one_step.step_of_model,
-            self._name,
-            topology,
-            donates=not self._phase.is_predict,
-            keeps_all=self._phase.is_predict,
-        )
-        program = step.program(held, batch, 1)
-        compiled, operands = program.ahead(held)
-        written, names = set(program.written), [v.path for v in variables]
-        arrays = [
-            planned_array("variable", name, value, is_written=i in written)
-            for i, (name, value) in enumerate(zip(names, held.values(), strict=True))
-        ]
-        arrays += [planned_array("argument", f"batch[{i}]", leaf) for i, leaf in enumerate(operands[-1])]
-        return Unrun(self._name, compiled, operands, arrays, rows, is_split=True)
+def _described(step: StepFunction) -> list[list[jax.ShapeDtypeStruct]]:
+    """The variables of a step, by their lists, without values."""
+    return [[_description(step, v) for v in group] for group in step.phase.variables_of(step.model)]
 
-    def finish(self) -> None:
-        """Nothing was held."""
+
+def _description(step: StepFunction, variable: Any) -> jax.ShapeDtypeStruct:
+    sharding = step.strategy.slots.layout_of(variable) or step.strategy.topology.replicated
+    dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
+    return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)
+
+
+def _placed(step: StepFunction, here: Batch) -> Unrun:
+    request = _asked.get()
+    rows = math.ceil((request.global_batch or here.num_rows) / step.strategy.topology.num_replicas)
+    if request.global_batch is None:
+        rows = math.ceil(here.num_rows / request.num_replicas_here)
+    if isinstance(step, ReplicaStepFunction):
+        return _of_each_replica(step, here, rows, request)
+    assert isinstance(step, GlobalStepFunction)
+    return _of_all_replicas(step, here, rows)
+
+
+def _of_each_replica(step: ReplicaStepFunction, here: Batch, rows: int, request: PlanRequest) -> Unrun:
+    """A step in TensorFlow's style, as ``strategy.run`` runs it."""
+    leaves = [_component(leaf, here.num_rows, rows) for leaf in here.leaves]
+    data = without_nones(here.tree.unflatten(leaves))
+    of_replicas = dataclasses.replace(request, global_batch=None)
+    with own_compute_loss_gathered(step.model):
+        return place_replica_function(step.strategy, step.replica_step, (data,), {}, of_replicas)
+
+
+def _of_all_replicas(one_step: GlobalStepFunction, here: Batch, rows: int) -> Unrun:
+    """The model's own step, in the global view."""
+    strategy, phase = one_step.strategy, one_step.phase
+    topology = strategy.topology
+    num_rows = rows * topology.num_replicas
+    leaves = [_with_rows(leaf, here.num_rows, num_rows) for leaf in here.leaves]
+    batch = Batch(here.tree.unflatten(leaves))
+    variables = list(itertools.chain.from_iterable(phase.variables_of(one_step.model)))
+    held = HeldState(topology, layouts=lambda: list(map(strategy.slots.layout_of, variables)))
+    held.hold(_described(one_step))
+    step = GlobalStep(
+        one_step.step_of_model,
+        one_step.name,
+        topology,
+        donates=not phase.is_predict,
+        keeps_all=phase.is_predict,
+    )
+    program = step.program(held, batch, 1)
+    compiled, operands = program.ahead(held)
+    written, names = set(program.written), [v.path for v in variables]
+    arrays = [
+        planned_array("variable", name, value, is_written=i in written)
+        for i, (name, value) in enumerate(zip(names, held.values(), strict=True))
+    ]
+    arrays += [planned_array("argument", f"batch[{i}]", leaf) for i, leaf in enumerate(operands[-1])]
+    return Unrun(one_step.name, compiled, operands, arrays, rows, is_split=True)
 
 
 def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:

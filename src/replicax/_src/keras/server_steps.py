@@ -19,6 +19,7 @@ import numpy as np
 from replicax._src.errors import InvalidArgumentError, UnsupportedError
 from replicax._src.keras import metric_results
 from replicax._src.keras.losses import in_replica_step, own_compute_loss_gathered
+from replicax._src.keras.overriding import overridden
 from replicax._src.keras.replica_steps import (
     is_replica_style,
     keras_step,
@@ -126,16 +127,8 @@ class ServerStepFunction(StepFunction):
             del purge_model_variables
             return tuple([] for is_wanted in groups.values() if is_wanted)
 
-        own = vars(self._model)
-        new = {"_get_jax_state": get_state, "jax_state_sync": self._sync}
-        before = {name: own[name] for name in new if name in own}
-        own.update(new)
-        try:
+        with overridden(self._model, _get_jax_state=get_state, jax_state_sync=self._sync):
             yield
-        finally:
-            for name in new:
-                del own[name]
-            own.update(before)
 
     def finish(self) -> None:
         """The loop has ended, or failed: nothing that it has scheduled goes on."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,11 +24,9 @@ from replicax._src.parameter_servers.client.arrays import ServerArray
 from replicax._src.parameter_servers.programs.events import Events, OptimizerCall
 from replicax._src.program.branches import without_conditions
 from replicax._src.program.capture import current_capture, replaced_capture
+from replicax._src.program.companions import kept_for
 from replicax._src.user_code import user_line
 from replicax._src.variables.server_placement import ServerPlacement
-
-_references: dict[int, weakref.ref[Any]] = {}
-"""For slots of optimizers, by id, the variable that each belongs to."""
 
 
 def placement_of_scope() -> ServerPlacement | None:
@@ -65,7 +62,7 @@ def keep(variable: Any, placement: ServerPlacement) -> None:
         initial = lambda: held  # noqa: E731
 
     array = placement.new_array(variable.path, shape, dtype, initial)
-    reference = reference_of(variable)
+    reference = kept_for(variable)
     if reference is not None and isinstance(reference._value, ServerArray):
         array.beside = reference._value
     accessor.set([variable], [array])
@@ -89,12 +86,6 @@ def is_kept(variable: Any) -> bool:
     return isinstance(accessor.get([variable])[0], ServerArray)
 
 
-def reference_of(variable: Any) -> Any:
-    """The variable that a slot of an optimizer belongs to; None for what is no slot."""
-    found = _references.get(id(variable))
-    return None if found is None else found()
-
-
 @contextlib.contextmanager
 def where(reference_variable: Any) -> Iterator[None]:
     """Inside, an optimizer makes a slot where the variable is that it belongs to; also in a ``build()`` outside of the
@@ -105,17 +96,6 @@ def where(reference_variable: Any) -> Iterator[None]:
         if owner is not None and owner.has_servers and not context.has_strategy():
             stack.enter_context(context.Scope(owner))
         yield
-
-
-def note_slot(slot: Any, reference_variable: Any) -> None:
-    """Remembers whose slot a variable of an optimizer is."""
-    if not isinstance(reference_variable, keras.Variable):
-        return
-    _references[id(slot)] = weakref.ref(reference_variable)
-    weakref.finalize(slot, _references.pop, id(slot), None)
-    (stored,), (of_reference,) = accessor.get([slot]), accessor.get([reference_variable])
-    if isinstance(stored, ServerArray) and isinstance(of_reference, ServerArray):
-        stored.beside = of_reference
 
 
 def stand_in(variable: Any) -> Any:
@@ -160,7 +140,7 @@ def apply(
         return _trace_update(original, optimizer, updated, state, shape_of)
 
     name = f"{type(optimizer).__name__} {optimizer.name!r}"
-    call = OptimizerCall(updated, state, reference_of, trace, name, why_not_for_tables(optimizer))
+    call = OptimizerCall(updated, state, kept_for, trace, name, why_not_for_tables(optimizer))
     with events.applying(call, [_as_of(v, g) for g, v in present]):
         return original(optimizer, gradients, trainable_variables)
 

@@ -90,6 +90,9 @@ class SharedReads:
         return chosen, self._layouts.whole(value) if is_divided(value) else value
 
 
+is_needed = False
+"""Whether a strategy of this process divides variables over processes. Every read of a Keras variable asks."""
+
 _of_layouts: weakref.WeakKeyDictionary[StateLayouts, SharedReads] = weakref.WeakKeyDictionary()
 
 
@@ -98,7 +101,9 @@ def of(strategy: Any) -> SharedReads | None:
     layouts = None if strategy is None else strategy.variable_placement.layouts
     if layouts is None or layouts.topology.peers is None:
         return None
+    global is_needed
     if layouts not in _of_layouts:
+        is_needed = True
         _of_layouts[layouts] = SharedReads(layouts)
     return _of_layouts[layouts]
 
@@ -123,7 +128,7 @@ def pieces() -> Iterator[None]:
 
 def whole(variable: Any, held: Any) -> Any:
     """The whole of what a variable holds, of which each process may have a piece."""
-    if not _of_layouts or _here.takes_pieces or not is_divided(held) or not jax_compat.is_evaluating():
+    if _here.takes_pieces or not is_divided(held) or not jax_compat.is_evaluating():
         return held
     reads = of(context.owners.get(id(variable)))
     return held if reads is None else reads.whole(variable, held)

@@ -118,6 +118,32 @@ class StepFunction(abc.ABC):
           StopIteration: There is no further batch.
         """
 
+    def first_batch(self, iterator: Iterator[Any]) -> Batch:
+        """Takes one batch, to look at.
+
+        Raises:
+          StopIteration: There is none.
+        """
+        batch = next(self._take(iterator, is_kept=False), None)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    @property
+    def model(self) -> Any:
+        """The model whose steps it runs."""
+        return self._model
+
+    @property
+    def phase(self) -> Phase:
+        """Which of the model's steps it runs."""
+        return self._phase
+
+    @property
+    def name(self) -> str:
+        """For people: ``"Classifier.train_step"``."""
+        return self._name
+
     @abc.abstractmethod
     def finish(self) -> None:
         """Called when the loop has ended, or failed: the variables have the state again, all of it."""

@@ -19,10 +19,15 @@ def note_companion(companion: Any, variable: Any) -> None:
     _companions.setdefault(id(variable), []).append(weakref.ref(companion))
 
 
+def kept_for(companion: Any) -> Any | None:
+    """The variable that one is kept for; None if it is kept for none."""
+    reference = _whose.get(id(companion))
+    return None if reference is None else reference()
+
+
 def accompanied_by(companion: Any) -> Any | None:
     """The variable that one is kept for, if it has its shape; else None."""
-    reference = _whose.get(id(companion))
-    variable = None if reference is None else reference()
+    variable = kept_for(companion)
     is_alike = variable is not None and tuple(variable.shape) == tuple(companion.shape)
     return variable if is_alike else None
 
