@@ -44,10 +44,8 @@ INTERNAL = {
     "joins_trace mirrored is_default has_servers partitions_by_spmd worker_of_own",
     "SummaryWriter": "keras_model",
     "Variable": "has_components",
-    "ArrayDataset": "is_mapped is_mapped_in_batches row_bytes places element seeds passes continue_from has_hint with_hint "
-    "fingerprint is_batched batch_size description",
-    "FileDataset": "is_raw is_columns is_mapped_in_batches open of_files seeds batch_size passes continue_from has_hint with_hint "
-    "fingerprint is_batched description",
+    "Dataset": "is_batched open has is_mapped_in_batches batch_size seeds has_hint with_hint fingerprint first",
+    "FileDataset": "of_files",
     "LayoutMap": "of pattern_of entries",
     "ShardedVariable": "shards",
     "TensorBoard": "close_after",

@@ -282,6 +282,35 @@ def test_map_is_called_with_rows_before_batch_and_with_batches_after():
     assert shapes == [(2,), (2,), (1,)]
 
 
+def test_map_is_called_only_for_the_elements_that_come_out():
+    rows, batches = [], []
+    dataset = from_arrays(np.arange(100)).map(lambda x: rows.append(int(x)) or x).shuffle(seed=1).take(6)
+    dataset = dataset.batch(2).map(lambda batch: batches.append(len(batch)) or batch).shuffle(seed=2).take(2)
+    taken = [row for batch in lists(dataset) for row in batch]
+    assert rows == taken
+    assert batches == [2, 2]
+
+
+def test_filter_keeps_rows_or_batches():
+    rows = from_arrays((np.arange(10), np.arange(10) % 3))
+    kept = rows.filter(lambda x, remainder: remainder == 1)
+    assert [x.tolist() for x, _ in kept.batch(2)] == [[1, 4], [7]]
+    assert kept.cardinality is None
+    with pytest.raises(TypeError, match="length"):
+        len(kept)
+    assert [x.tolist() for x, _ in rows.batch(4).filter(lambda x, remainder: x[0] > 0)] == [
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+    calls = []
+    mapped = (
+        rows.map(lambda x, remainder: calls.append(int(x)) or x * 10).filter(lambda x: x > 50).shuffle(seed=1)
+    )
+    assert sorted(int(x) for x in mapped) == [60, 70, 80, 90]
+    assert calls == list(range(10)), "each row is mapped once"
+    assert rows.repeat().filter(lambda x, remainder: x < 2).cardinality == INFINITE
+
+
 def test_map_keeps_the_order_that_other_methods_give():
     def mapped(rows):
         return rows.map(lambda x: x + 100)

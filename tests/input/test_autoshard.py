@@ -173,6 +173,28 @@ def test_a_position_is_the_same_as_going_there(num_rows, batch_size, shards, ind
     assert len(make()) == len(whole)
 
 
+@pytest.mark.parametrize("num_workers_after", [1, 4])
+def test_a_shared_position_is_resumed_with_another_number_of_workers(num_workers_after):
+    def steps_of_all(num_workers, state, count):
+        """For each worker its steps after a state, and the state then."""
+        dataset = from_arrays(np.arange(30)).shuffle(seed=3).batch(8).repeat(2)
+        shares = [WorkerShare(num_workers, worker, 4) for worker in range(num_workers)]
+        passes = [open_source(dataset.filter(lambda x: True), share=share).iterate() for share in shares]
+        for one_pass in passes if state is not None else ():
+            one_pass.set_state(state)
+        steps = [list(itertools.islice(one_pass, count)) for one_pass in passes]
+        return [
+            [int(row) for step in together for row in step.arrays[0]] for together in zip(*steps, strict=True)
+        ], json.loads(json.dumps(passes[-1].get_state()))
+
+    everything, _ = steps_of_all(2, None, None)
+    before, state = steps_of_all(2, None, 5)
+    after, _ = steps_of_all(num_workers_after, state, None)
+    flat = lambda steps: [sorted(step) for step in steps]  # noqa: E731
+    assert flat(before + after) == flat(everything)
+    assert [len(step) for step in everything] == [8, 8, 8, 6] * 2
+
+
 def choose(policy, num_workers=2, num_files=None, has_hint=False):
     share = WorkerShare(num_workers, 0, num_workers)
     return choose_policy(POLICY(policy), share, num_files, has_hint=has_hint, source="a list")

@@ -146,13 +146,13 @@ def open_source(
     )
     if decision.is_fallback:
         _warn_of_fallback(elements.description, decision.reason)
-    if elements.of_hint is not None:
-        is_meant = decision.policy is AutoShardPolicy.HINT
-        num_shards = share.num_workers if is_meant else 1
-        elements = elements.of_hint(num_shards, share.worker_index if is_meant else 0)
     if decision.policy is AutoShardPolicy.FILE and share.num_workers > 1:
         assert elements.of_files is not None
         elements = elements.of_files(share.num_workers, share.worker_index)
+    elif elements.of_hint is not None:
+        is_meant = decision.policy is AutoShardPolicy.HINT
+        num_shards = share.num_workers if is_meant else 1
+        elements = elements.of_hint(num_shards, share.worker_index if is_meant else 0)
     return GlobalBatches(elements, share, decision)
 
 
