@@ -234,9 +234,7 @@ def probe() -> dict:
     return {
         "cold": len(cold),
         "hot": len(hot),
-        "patched": sorted(
-            name for name, value in after.items() if name in before and before[name] is not value
-        ),
+        "patched": sorted(patched_attributes(before, after)),
         "hooks": sorted(hook_lists()),
         "import_hooks": sum(id(finder) not in finders for finder in sys.meta_path),
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -458,6 +458,33 @@ def pad(array: Any, shape: Sequence[int]) -> Any:
 def largest_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The smallest shape that all of ``shapes`` (of one rank) fit in."""
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+
+
+@final
+class Results:
+    """How the arrays that a program gives become what ``run`` returns.
+
+    Args:
+      tree: The structure that the function returned.
+      leaves: For each leaf: True if it is an array; its shapes by replica, or the Python value; True if all replicas have
+        the same; what the array replaces, for warnings of state that drifts apart.
+    """
+
+    def __init__(self, num_replicas: int, tree: Any, leaves: Sequence[tuple[bool, Any, bool, Any]]):
+        self._num_replicas, self._tree, self._leaves = num_replicas, tree, leaves
+
+    def wrap(self, arrays: Sequence[Any]) -> Any:
+        """The results of a call."""
+        remaining = iter(arrays)
+        num_replicas = self._num_replicas
+        if num_replicas == 1:
+            leaves = [next(remaining) if is_array else value for is_array, value, _, _ in self._leaves]
+        else:
+            leaves = [
+                PerReplica(next(remaining), num_replicas, value, is_equal, True, maker) if is_array else value
+                for is_array, value, is_equal, maker in self._leaves
+            ]
+        return jax.tree_util.tree_unflatten(self._tree, leaves)
 
 
 def per_replica_from_components(

@@ -20,7 +20,7 @@ from replicax._src.program import key
 from replicax._src.program.arguments import ClosureCheck, as_arguments, used_by
 from replicax._src.program.cache import array_leaf, static_leaf
 from replicax._src.program.capture import current_capture
-from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
+from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
 from replicax._src.topology import Topology
 from replicax._src.values import Mirrored, PerReplica, is_value
 
@@ -90,7 +90,7 @@ def _run_on_several(
     ClosureCheck(tree, described, lambda: used_by(jaxprs, len(arrays)))(leaves)
     is_row = [leaf.kind == "row" for leaf in described if leaf.kind != "static"]
     placed = PlacedReplicas(program, key.name_of(fn), observers, topology, rows, is_row)
-    return Results(placed.program, topology).wrap(placed(capture, events, arrays))
+    return results_of(placed.program, topology).wrap(placed(capture, events, arrays))
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 
@@ -23,7 +23,7 @@ from replicax._src.program.slots import Slot
 from replicax._src.program.verdict import Verdict
 from replicax._src.strategies.drift import Maker
 from replicax._src.topology import REPLICA_AXIS, Topology
-from replicax._src.values import DistributedValues, Mirrored, PerReplica, per_replica_from_components
+from replicax._src.values import DistributedValues, Mirrored, PerReplica, Results, per_replica_from_components
 
 Observe = Callable[[int, Callable[[], Any]], Any]
 """Given the number of a variant and what calls the function: returns what the variant gives."""
@@ -162,50 +162,35 @@ def describe_distributed(value: DistributedValues, strategy: Any, num_replicas: 
     )
 
 
-@final
-class Results:
-    """How the arrays that a program gives become what ``run`` returns."""
+def results_of(
+    program: ReplicaProgram,
+    topology: Topology,
+    function: Any = None,
+    shared: Mapping[str, tuple[int, ...]] | None = None,
+) -> Results:
+    """How the arrays that a program gives become what ``run`` returns.
 
-    def __init__(
-        self,
-        program: ReplicaProgram,
-        topology: Topology,
-        function: Any = None,
-        shared: Mapping[str, tuple[int, ...]] | None = None,
-    ):
-        first = program.variants[0]
-        self._num_replicas = topology.num_replicas
-        self._tree = first.tree
-        # For each leaf the Python value, or None and how the array is made a PerReplica.
-        self._leaves: list[tuple[bool, Any, bool, Maker | None]] = []
-        index = 0
-        for position, output in enumerate(first.outputs):
-            if output.is_array:
-                shapes = _output_shapes(program, index)
-                is_equal = program.same_outputs[index]
-                maker = None
-                if shared and not is_equal:
-                    shape = tuple(first.jaxpr.outvars[index].aval.shape)
-                    replaced = frozenset(path for path, other in shared.items() if other == shape)
-                    maker = Maker(function, replaced, index) if replaced else None
-                self._leaves.append((True, shapes, is_equal, maker))
-                index += 1
-            else:
-                outputs = [v.outputs[position] for v in program.variants]
-                self._leaves.append((False, _static_output(program, topology, outputs), False, None))
-
-    def wrap(self, arrays: Sequence[Any]) -> Any:
-        """The results of a call as ``run`` returns them."""
-        remaining = iter(arrays)
-        num_replicas = self._num_replicas
-        if num_replicas == 1:
-            leaves = [next(remaining) if is_array else value for is_array, value, _, _ in self._leaves]
+    Args:
+      function: Its identity, for the arrays that replace arguments of the shapes in ``shared``, by path.
+    """
+    first = program.variants[0]
+    leaves: list[tuple[bool, Any, bool, Maker | None]] = []
+    index = 0
+    for position, output in enumerate(first.outputs):
+        if output.is_array:
+            shapes = _output_shapes(program, index)
+            is_equal = program.same_outputs[index]
+            maker = None
+            if shared and not is_equal:
+                shape = tuple(first.jaxpr.outvars[index].aval.shape)
+                replaced = frozenset(path for path, other in shared.items() if other == shape)
+                maker = Maker(function, replaced, index) if replaced else None
+            leaves.append((True, shapes, is_equal, maker))
+            index += 1
         else:
-            leaves = [
-                PerReplica(next(remaining), num_replicas, value, is_equal, True, maker) if is_array else value
-                for is_array, value, is_equal, maker in self._leaves
-            ]
-        return jax.tree_util.tree_unflatten(self._tree, leaves)
+            outputs = [v.outputs[position] for v in program.variants]
+            leaves.append((False, _static_output(program, topology, outputs), False, None))
+    return Results(topology.num_replicas, first.tree, leaves)
 
 
 def _output_shapes(program: ReplicaProgram, index: int) -> tuple[tuple[int, ...], ...] | None:

@@ -38,13 +38,14 @@ from replicax._src.program.program import check_no_leaks
 from replicax._src.program.slots import own_copy
 from replicax._src.progress import compiling
 from replicax._src.strategies import drift
-from replicax._src.strategies.replica_tracing import Results, describe_distributed, trace_replicas
+from replicax._src.strategies.replica_tracing import describe_distributed, results_of, trace_replicas
 from replicax._src.topology import Topology
 from replicax._src.user_code import user_line
 from replicax._src.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    Results,
     is_value,
 )
 
@@ -104,7 +105,6 @@ class Runner:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> Any:
         """Runs ``fn`` once per replica; see ``Strategy.run``."""
-        use_imported()
         fn = key.unwrap(fn)
         cells = key.lifted_cells(fn)
         is_plain = not (kwargs or cells or options is not DEFAULT_OPTIONS)
@@ -114,6 +114,7 @@ class Runner:
                 placed = self._cache.programs_of(fn).shallow.get(found[0])
                 if placed is not None:
                     return placed.wrap(placed.launcher(found[1]))
+        use_imported()
         nest = (tuple(args), dict(kwargs), cells)
         opened, close = open_modules(nest)
         if close is not None and options.donate_args:
@@ -355,7 +356,7 @@ class Runner:
         if current_capture() is None:
             for variant in program.variants:
                 check_no_leaks(variant)
-        results = Results(program, self._topology, function, drift.shared_shapes(paths, described))
+        results = results_of(program, self._topology, function, drift.shared_shapes(paths, described))
         check = None
         if options.check_finite:
             self._check_may_watch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, overload
 
@@ -304,8 +305,9 @@ class Strategy:
                 f"RunOptions({name}=True) is not supported by {type(self).__name__}. Look for the value with "
                 f"{'rx.OneDeviceStrategy' if options.check_finite else 'rx.MirroredStrategy'}."
             )
-        check_not_in_tensorflow("strategy.run")
-        check_no_function_of_tensorflow("strategy.run", fn)
+        if "tensorflow" in sys.modules:
+            check_not_in_tensorflow("strategy.run")
+            check_no_function_of_tensorflow("strategy.run", fn)
         try:
             if options is not None and options.eager:
                 self._check_may_run_eagerly()
