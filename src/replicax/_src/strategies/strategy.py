@@ -226,11 +226,12 @@ class Strategy:
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Makes the strategy current, and variables made inside its own.
 
-        ``with strategy.scope():`` may be entered again, and nested in itself. Per thread.
+        ``with strategy.scope():`` may be entered again, and nested in itself. Per thread. Import Keras above it.
 
         Raises:
           MixedStrategiesError: Inside another strategy's scope.
           CrossReplicaContextError: Inside a replica function.
+          KerasScopeError: At the end of the block, if Keras was imported in it.
         """
         context.check_may_enter(self)
         return context.Scope(self, user_line())
