@@ -54,13 +54,14 @@ class ArrayRows:
         """Returns all rows as one batch: views of adjacent ones, else copies."""
         numbers = self.numbers
         if self.of_rows:
-            batch = batch_of_rows(list(self.rows()))
-        elif isinstance(numbers, range):
+            return _called(self.of_batches, batch_of_rows(list(self.rows())))
+        arrays, tree = jax.tree.flatten(self.arrays)
+        if isinstance(numbers, range):
             rows = slice(numbers.start, numbers.stop, numbers.step)
-            batch = jax.tree.map(lambda array: array[rows], self.arrays)
+            batch = tree.unflatten([array[rows] for array in arrays])
         else:
-            batch = jax.tree.map(lambda array: memory.take(array, numbers), self.arrays)
-        return _called(self.of_batches, batch) if self.of_batches else batch
+            batch = tree.unflatten([memory.take(array, numbers) for array in arrays])
+        return _called(self.of_batches, batch)
 
 
 Chunk = list[Any] | ArrayRows

@@ -112,7 +112,7 @@ class Elements:
     """
 
     description: str
-    start: Callable[[], Any]
+    start: Callable[[], Iterator[Any] | Resumable]
     count: Callable[[], Cardinality | None] = lambda: None
     is_count_promised: bool = False
     declared_spec: Callable[[], Any] = lambda: None

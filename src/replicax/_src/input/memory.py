@@ -35,8 +35,10 @@ def copy(array: np.ndarray) -> np.ndarray:
 
 def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns the rows with the given numbers, aligned where that pays."""
-    if not array.flags.c_contiguous or array.itemsize * math.prod(array.shape[1:]) * len(rows) <= _SMALL:
-        return array[rows]  # (np.take with an output copies all of an array that is not contiguous)
+    if not array.flags.c_contiguous:
+        return array[rows]  # np.take copies all of such an array
+    if array.itemsize * math.prod(array.shape[1:]) * len(rows) <= _SMALL:
+        return array.take(rows, axis=0)
     result = empty((len(rows), *array.shape[1:]), array.dtype)
     # Other modes copy once more; the numbers are in range.
     return np.take(array, rows, axis=0, out=result, mode="clip")

@@ -87,7 +87,7 @@ class _Loader:
             not_resumable=None if self._is_stateful else _NOT_RESUMABLE,
         )
 
-    def _start(self) -> Any:
+    def _start(self) -> Iterator[Any] | _LoaderIterator:
         if not self._is_stateful:
             return map(self._seen, self._loader)
         # A StatefulDataLoader knows the position of one iterator. It is used as it is where possible, for the sake
