@@ -144,9 +144,9 @@ class RunOptions:
         is compiled for each pattern of shapes.
       experimental_xla_options: A mapping of XLA compiler options, handed to the compiler.
       eager: Run the function itself, in the calling thread, with real values: for prints, breakpoints and Python
-        ``if``. Slow. One replica gets the rows of all, and ``num_replicas_in_sync`` is 1 inside, so losses, gradients and
-        weights are those of a compiled step. Batch statistics, random numbers and ``replica_id_in_sync_group`` (0) are
-        those of one replica. The components of a per-replica value are concatenated along axis 0, in replica order,
+        ``if``. Slow. One replica gets the rows of all, and ``num_replicas_in_sync`` is 1 inside, so losses, gradients
+        and weights are those of a compiled step. Batch statistics, random numbers and ``replica_id_in_sync_group`` (0)
+        are those of one replica. The components of a per-replica value are concatenated along axis 0, in replica order,
         whatever their numbers of rows; scalars that are equal are passed as they are, of random keys the first
         replica's; others raise ``UnsupportedError``. Each array of the result is a ``PerReplica`` of one component, of
         the whole batch.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, final
@@ -12,6 +10,7 @@ from typing import Any, final
 import jax
 
 from replicax._src import jax_compat
+from replicax._src.program.holders import held_elsewhere
 from replicax._src.program.slots import is_local, own_copies, own_copy_here
 from replicax._src.topology import Topology
 
@@ -123,16 +122,15 @@ class HeldState:
 
     def _own_and_place(self, to_own: set[int], variables: Sequence[Any]) -> None:
         values = self.values()
-        counts = list(map(sys.getrefcount, values))
-        limit = _references_of_an_unheld_value()
+        # Ours is the group's reference, and where the variable has the array, its own and that of ``variables``.
+        held, held_beside_variable = (set(held_elsewhere(values, num_own)) for num_own in (1, 3))
         shardings = self.shardings
         to_copy, to_place = [], []
         for i, value in enumerate(values):
             if i in self._owned:
                 continue
             is_ours = _made.get(id(value)) is value and value.sharding == shardings[i]
-            # Two references more if the variable has it: its own, and that of the list.
-            is_unheld = counts[i] <= limit + 2 * (variables[i] is value)
+            is_unheld = i not in (held_beside_variable if variables[i] is value else held)
             if i in to_own and not (is_ours and is_unheld):
                 to_copy.append(i)
             elif not is_ours:
@@ -190,11 +188,3 @@ class HeldState:
         if self._owned:
             values = self.values()
             _made.update((id(values[i]), values[i]) for i in self._owned if isinstance(values[i], jax.Array))
-
-
-@functools.cache
-def _references_of_an_unheld_value() -> int:
-    """What ``sys.getrefcount`` says of a value that only its group and our list of all hold."""
-    groups = [Values([object()])]
-    values = list(itertools.chain.from_iterable(groups))
-    return next(map(sys.getrefcount, values))

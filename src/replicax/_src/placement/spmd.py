@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import logging
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +26,7 @@ from replicax._src.placement.uneven import UnevenEvaluator, compare_variants
 from replicax._src.placement.uneven_gathers import evaluate_uneven_gathering
 from replicax._src.profiling import names
 from replicax._src.program.gathers import Divided, evaluate_gathering
+from replicax._src.program.holders import held_elsewhere
 from replicax._src.program.program import ReplicaProgram
 from replicax._src.program.slots import (
     Sharing,
@@ -180,21 +179,6 @@ _placed = operator.attrgetter("placed")
 # --- launching ----------------------------------------------------------------------------------------
 
 
-class _HeldBy:
-    """One object with a slot, to count references on."""
-
-    __slots__ = ("_value",)
-
-
-@functools.cache
-def _references_of_an_unheld_value() -> int:
-    """What ``sys.getrefcount`` says of a value that only its variable, its slot and our list hold."""
-    variable, slot = _HeldBy(), _HeldBy()
-    variable._value = slot._value = object()
-    values = [variable._value]
-    return next(map(sys.getrefcount, values))
-
-
 class SlotGroup:
     """Slots whose values go into a program together; reads and writes them with few Python operations."""
 
@@ -219,12 +203,8 @@ class SlotGroup:
                     adopt(slot, values[i], self._topology)
             values = self._held()
         if for_donation:
-            limit = _references_of_an_unheld_value()
-            counts = list(map(sys.getrefcount, values))
-            if counts and max(counts) > limit:
-                for i, count in enumerate(counts):
-                    if count > limit:
-                        values[i] = own_copy(values[i], values[i].sharding)
+            for i in held_elsewhere(values, num_own=2):  # ours are the variable's and the slot's
+                values[i] = own_copy(values[i], values[i].sharding)
         for i in self._summed:
             values[i] = self.slots[i].components
         return values

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +31,7 @@ from replicax._src.program.cache import (
 )
 from replicax._src.program.capture import current_capture
 from replicax._src.program.finite import watched
+from replicax._src.program.holders import held_elsewhere
 from replicax._src.program.modules import Close, open_modules
 from replicax._src.program.program import check_no_leaks
 from replicax._src.program.slots import own_copy
@@ -304,7 +303,8 @@ class Runner:
     ) -> list[Any]:
         """Copies the donated arrays that somebody else may hold, and empties the values that held the others."""
         holders = [leaf for leaf, d in zip(leaves, described, strict=True) if d.kind != "static"]
-        counts = _reference_counts(arrays)
+        # Ours are those of ``leaves`` and ``holders``, and the user's nest has one.
+        held = held_elsewhere(arrays, num_own=3)
         uses = collections.Counter(map(id, arrays))
         results = list(arrays)
         for i, (holder, array, is_donated) in enumerate(zip(holders, arrays, donated, strict=True)):
@@ -315,8 +315,7 @@ class Runner:
                 is_ours = holder.is_ours and not holder.is_shared  # type: ignore[attr-defined]
                 holder.donate()  # type: ignore[attr-defined]
             else:
-                is_held_elsewhere = counts[i] > _references_of_an_argument()
-                is_ours = self._owned.pop(id(array), None) is array and not is_held_elsewhere
+                is_ours = self._owned.pop(id(array), None) is array and i not in held
             if uses[id(array)] > 1 or not is_ours:
                 results[i] = own_copy(array, array.sharding)
         return results
@@ -414,24 +413,9 @@ def _donates(options: RunOptions) -> bool:
     return bool(options.donate_args) and not options.check_finite
 
 
-def _reference_counts(arrays: Sequence[Any]) -> list[int]:
-    return list(map(sys.getrefcount, arrays))
-
-
 def _foreign_trace() -> TraceError:
     return TraceError(
         "strategy.run got a tracer as an argument outside its trace: the value was computed in a "
         "function that JAX traced (jax.jit, jax.grad, or an earlier run) and kept. Return it from "
         "that function; or call run inside rx.function instead of jax.jit."
     )
-
-
-@functools.cache
-def _references_of_an_argument() -> int:
-    """What ``_reference_counts`` says of an array that only the user's nest and our three lists hold."""
-    nest = (object(),)
-    leaves = [nest[0]]
-    arrays, holders = list(leaves), list(leaves)
-    count = _reference_counts(arrays)[0]
-    holders.clear()
-    return count

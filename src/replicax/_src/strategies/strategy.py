@@ -278,7 +278,7 @@ class Strategy:
           StructureError: Replicas with different shapes return different structures.
           NotFiniteError: ``check_finite=True``, and a result or the new value of a variable is not finite.
           UnsupportedError: ``check_finite=True`` or ``check_same=True`` with parameter servers; ``eager=True`` in a
-            cluster of several workers, or with parameter servers.
+            cluster of several workers, with parameter servers, or of per-replica values that are not rows of one batch.
           Exception: Whatever ``fn`` raises; all state is as it was before.
 
         Source: tf.distribute.Strategy.run.
