@@ -466,8 +466,8 @@ class Results:
 
     Args:
       tree: The structure that the function returned.
-      leaves: For each leaf: True if it is an array; its shapes by replica, or the Python value; True if all replicas have
-        the same; what the array replaces, for warnings of state that drifts apart.
+      leaves: For each leaf: True if it is an array; its shapes by replica, or the Python value; True if all replicas
+        have the same; what the array replaces, for warnings of state that drifts apart.
     """
 
     def __init__(self, num_replicas: int, tree: Any, leaves: Sequence[tuple[bool, Any, bool, Any]]):
