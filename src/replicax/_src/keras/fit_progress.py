@@ -15,6 +15,7 @@ from replicax._src.checkpoint.trees import HostRandomState
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.datasets import DistributedInput
 from replicax._src.keras.passes import LoopOfFit
+from replicax._src.keras.steps import StepFunction
 
 _DEFAULT_BATCH_SIZE = 32  # of Keras
 
@@ -239,7 +240,8 @@ class ReplayedSteps:
 
     def _finish(self) -> None:
         self._data.end_replay()
-        self._function.note_batches()
+        if isinstance(self._function, StepFunction):  # Keras's own, outside of every scope
+            self._function.note_batches()
         self.remove()
 
     def remove(self) -> None:
