@@ -449,9 +449,7 @@ def averaged(one_device, callbacks):
         model = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5), "mse")
     x, y = rows()
-    history = model.fit(
-        x, y, batch_size=11, epochs=3, verbose=0, validation_data=(x, y), callbacks=callbacks
-    )
+    history = model.fit(x, y, batch_size=11, epochs=3, verbose=0, validation_data=(x, y), callbacks=callbacks)
     return bits(model), history.history
 
 
@@ -460,7 +458,10 @@ def test_averaged_weights_in_validation_resume(one_device, tmp_path):
     for dies_after in (2, 3):  # after an epoch, in the middle of the second one
         folder = tmp_path / str(dies_after)
         with pytest.raises(Died):
-            averaged(one_device, [keras.callbacks.SwapEMAWeights(), CheckpointCallback(folder, 1), Dies(dies_after)])
+            averaged(
+                one_device,
+                [keras.callbacks.SwapEMAWeights(), CheckpointCallback(folder, 1), Dies(dies_after)],
+            )
         got, resumed = averaged(one_device, [keras.callbacks.SwapEMAWeights(), CheckpointCallback(folder, 1)])
         assert resumed == history
         for here, wanted in zip(got, expected, strict=True):

@@ -8,8 +8,8 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src.placement.ahead import topology_ahead
-from replicax._src.plan.hardware import GPU_VARIABLE, chips, hardware_of
+from replicax._src.devices.ahead import topology_ahead
+from replicax._src.devices.hardware import GPU_VARIABLE, chips, hardware_of
 
 ROWS, IN, HIDDEN = 256, 512, 1024
 F32 = 4

@@ -36,7 +36,14 @@ from replicax._src.strategies.code import (
     set_makers,
     trace_code,
 )
-from replicax._src.strategies.planning import PlanRequest, Unrun, arguments_on, of_slots, on_plan, placers
+from replicax._src.strategies.lowering import (
+    Step,
+    StepProgram,
+    arguments_on,
+    of_slots,
+    on_devices,
+    placers,
+)
 from replicax._src.tensorflow_code import check_not_in_tensorflow
 from replicax._src.topology import REPLICA_AXIS
 from replicax._src.tracebacks import boundary
@@ -126,8 +133,8 @@ class Function(Generic[_P, _R]):
         """It loops over a distributed dataset, as was seen when it was traced: it is no program itself."""
         return self._runs_as_python
 
-    def ahead(self, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> tuple[PlacedCode, list[Any]]:
-        """The program of a call for a plan, and what it takes; nothing is run or kept.
+    def placed(self, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> tuple[PlacedCode, list[Any]]:
+        """The program of a call, and what it takes, to be lowered; nothing is run or kept.
 
         Args:
           args, kwargs: Arrays, or ``jax.ShapeDtypeStruct``.
@@ -235,20 +242,18 @@ iteration_guard.append(_notice_iteration)
 
 
 def _placer(fn: Any) -> Any:
-    """Places an ``rx.function`` for a plan."""
-    if not isinstance(fn, Function):
-        return None
+    """Places an ``rx.function`` to be lowered."""
+    return _place if isinstance(fn, Function) else None
 
-    def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest) -> Unrun:
-        topology = strategy.topology
-        given = arguments_on(topology, args, kwargs, request.global_batch)
-        placed, arrays = fn.ahead(given.args, given.kwargs, topology.mesh)
-        compiled, operands = placed.ahead(on_plan(arrays, topology))
-        variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
-        name = key.name_of(fn.python_function)
-        return Unrun(name, compiled, operands, [*variables, *given.arrays], given.rows)
 
-    return place
+def _place(strategy: Any, step: Step) -> StepProgram:
+    topology = strategy.topology
+    given = arguments_on(topology, step)
+    placed, arrays = step.fn.placed(given.args, given.kwargs, topology.mesh)
+    compiled, operands = placed.described(on_devices(arrays, topology))
+    variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
+    name = key.name_of(step.fn.python_function)
+    return StepProgram(name, compiled, operands, [*variables, *given.arrays], given.rows)
 
 
 placers.append(_placer)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,19 @@ import jax
 from replicax._src import context
 from replicax._src.bridges import ensure_bridges
 from replicax._src.cli.planned_clusters import stand_in_for_clusters
+from replicax._src.devices.ahead import check_compiler
+from replicax._src.devices.hardware import hardware_of
 from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
 from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
-from replicax._src.placement.ahead import check_compiler
-from replicax._src.plan.hardware import hardware_of
+from replicax._src.options import RunOptions
 from replicax._src.plan.plan import Plan
+from replicax._src.plan.planning import plan_of
 from replicax._src.program.capture import current_capture, planning
-from replicax._src.strategies.planning import components_of_one, listeners
+from replicax._src.strategies.lowering import Step
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.user_code import UNKNOWN, user_line_of
+from replicax._src.values import is_value
 
 _DEFERRED_BYTES = 1 << 20
 _LOOPS = ("fit", "train_on_batch", "evaluate", "test_on_batch", "predict", "predict_on_batch")
@@ -51,9 +55,11 @@ class _Planned(BaseException):
 class _FirstProgram:
     """Plans whatever the script runs first."""
 
-    def __init__(self, how: dict[str, Any]):
-        self._how = how
+    def __init__(self, asked: dict[str, Any], tell: Callable[[str, Plan | None], None]):
+        self._asked, self._tell = asked, tell
         self._strategies: list[Strategy] = []
+        # Of a single replica datasets yield plain arrays: by id, those that they have yielded.
+        self._components: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def install(self) -> None:
         """Replaces what runs programs."""
@@ -84,7 +90,18 @@ class _FirstProgram:
         setattr(owner, name, method)
 
     def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
-        raise _Planned(strategy.plan(fn, args, kwargs, options, **self._how))
+        context.check_may_enter(strategy)
+        ensure_bridges()
+        args, kwargs = jax.tree_util.tree_map(self._described, (args, kwargs or {}), is_leaf=is_value)
+        step = Step(fn, args, kwargs, options or RunOptions(), self._asked["global_batch"])
+        limit_s = self._asked["remedy_limit_s"]
+        raise _Planned(plan_of(strategy, step, self._asked["topology"], limit_s, self._tell))
+
+    def _described(self, leaf: Any) -> Any:
+        """An array as one replica's component, if a dataset has yielded it."""
+        if self._components.get(id(leaf)) is leaf:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return leaf
 
     def _init(self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
         original(strategy, *args, **kwargs)
@@ -132,7 +149,7 @@ class _FirstProgram:
         element = original(iterator)
         for leaf in jax.tree_util.tree_leaves(element):
             if isinstance(leaf, jax.Array):  # of one replica: more give a PerReplica
-                components_of_one[id(leaf)] = leaf
+                self._components[id(leaf)] = leaf
         return element
 
     def _strategy(self) -> Strategy:
@@ -190,8 +207,7 @@ def main() -> int:
     is_module = asked.pop("is_module")
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))  # as Python's
     result = Path(asked.pop("result"))
-    listeners.append(functools.partial(_heard, result))
-    _FirstProgram(asked).install()
+    _FirstProgram(asked, functools.partial(_heard, result)).install()
     stand_in_for_clusters(asked["topology"], _say)
     try:
         check_compiler(

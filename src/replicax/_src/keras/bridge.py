@@ -36,7 +36,7 @@ from replicax._src.placement.eager import thread_states
 from replicax._src.program.capture import current_capture, note_created, planning
 from replicax._src.program.program import trace_scopes
 from replicax._src.program.slots import is_local, slot_makers
-from replicax._src.strategies.planning import placers
+from replicax._src.strategies.lowering import placers
 from replicax._src.tracebacks import bounded, is_full
 from replicax._src.values import variable_types
 from replicax._src.variables.server_placement import ServerPlacement

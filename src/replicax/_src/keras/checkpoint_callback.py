@@ -37,11 +37,11 @@ class CheckpointCallback(keras.callbacks.Callback):
     batch and exit with code 42. In a cluster every process gives one to its ``fit``; the chief writes. It is called
     after the other callbacks.
 
-    Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart: ``EarlyStopping``
-    and ``ReduceLROnPlateau`` with their patience, ``ModelCheckpoint(save_best_only=True)`` without its best value,
-    Keras's ``TensorBoard`` with batch 0, ``CSVLogger`` with a new file unless ``append=True``. ``LearningRateScheduler``
-    and ``SwapEMAWeights()`` lose nothing; ``BackupAndRestore`` is overridden. The whole list is in docs/reference/
-    checkpoints.md.
+    Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart:
+    ``EarlyStopping`` and ``ReduceLROnPlateau`` with their patience, ``ModelCheckpoint(save_best_only=True)`` without
+    its best value, Keras's ``TensorBoard`` with batch 0, ``CSVLogger`` with a new file unless ``append=True``.
+    ``LearningRateScheduler`` and ``SwapEMAWeights()`` lose nothing; ``BackupAndRestore`` is overridden. The whole list
+    is on the page Checkpoints of the reference.
 
     Args:
       directory: Of the checkpoints, which all processes share; or an ``rx.CheckpointManager``, whose checkpoint then

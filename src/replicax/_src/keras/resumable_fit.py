@@ -68,7 +68,10 @@ class ResumableFit:
         self._replay: ReplayedSteps | None = None
         self._muted: Muted | None = None
         self._is_to_resume = False
-        self._restored: tuple[list[Any], list[Any]] = [], []  # variables in the middle of an epoch, their values
+        self._restored: tuple[list[Any], list[Any]] = (
+            [],
+            [],
+        )  # variables in the middle of an epoch, their values
         self._initial_epoch = model._initial_epoch
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
