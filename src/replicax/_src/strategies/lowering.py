@@ -181,7 +181,8 @@ def place_replica_function(strategy: Any, step: Step) -> StepProgram:
     placed, arrays = strategy.runner.place(step.fn, given.args, given.kwargs, step.options)
     launcher = placed.launcher
     operands = launcher.described(on_devices(arrays, topology))
-    variables = of_slots(*launcher.state_slots, topology)
+    written, read = launcher.state_slots
+    variables = of_slots(written, read, topology)
     return StepProgram(step.name, launcher.compiled, operands, [*variables, *given.arrays], given.rows)
 
 
