@@ -63,7 +63,8 @@ class ResumableFit:
         self._has_gaps = is_validated and given.get("validation_freq", 1) != 1
         self._num_epochs = int(params.get("epochs") or 1)
         self._steps_per_call = max(1, int(model.steps_per_execution))
-        self._progress, self._data = Progress(), DataOfFit(given)
+        self._progress = Progress()
+        self._data = DataOfFit(given.get("x"), loop, self._progress)
         self._saved_at: tuple[int, int, int] | None = None
         self._replay: ReplayedSteps | None = None
         self._muted: Muted | None = None
@@ -175,7 +176,6 @@ class ResumableFit:
         before = progress.num_batches
         progress.batch, progress.logs = batch + 1, dict(logs or {})
         progress.num_batches += steps
-        self._data.count(steps)
         if self._every is not None and progress.num_batches // self._every > before // self._every:
             self._save()
         if self._guarded is not None and not self._only_epochs:
@@ -186,7 +186,6 @@ class ResumableFit:
         if self._replay is not None and not self._replay.has_ended:
             raise self._replay.too_few()
         progress, has_stopped = self._progress, bool(self._model.stop_training)
-        self._data.end_epoch(progress.batch)
         progress.end_epoch(epoch, logs, has_stopped=has_stopped)
         is_last = has_stopped or epoch + 1 >= self._num_epochs
         if self._every is None or self._monitor is not None or is_last:
