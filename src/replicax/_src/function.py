@@ -37,12 +37,12 @@ from replicax._src.strategies.code import (
     trace_code,
 )
 from replicax._src.strategies.lowering import (
+    PlacedByItself,
     Step,
     StepProgram,
     arguments_on,
     of_slots,
     on_devices,
-    placers,
 )
 from replicax._src.tensorflow_code import check_not_in_tensorflow
 from replicax._src.topology import REPLICA_AXIS
@@ -107,7 +107,7 @@ _ACCEPTED = ("input_signature", "autograph", "jit_compile", "reduce_retracing", 
 
 
 @final
-class Function(Generic[_P, _R]):
+class Function(PlacedByItself, Generic[_P, _R]):
     """What ``rx.function`` returns: call it like the function that it was made of."""
 
     def __init__(self, python_function: Callable[_P, _R]):
@@ -133,18 +133,16 @@ class Function(Generic[_P, _R]):
         """It loops over a distributed dataset, as was seen when it was traced: it is no program itself."""
         return self._runs_as_python
 
-    def placed(self, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> tuple[PlacedCode, list[Any]]:
-        """The program of a call, and what it takes, to be lowered; nothing is run or kept.
-
-        Args:
-          args, kwargs: Arrays, or ``jax.ShapeDtypeStruct``.
-          mesh: Of the devices.
+    def place(self, strategy: Any, step: Step) -> StepProgram:
+        """The program of a call, to be lowered; nothing is run or kept.
 
         Raises:
           UnsupportedError: It loops over a distributed dataset.
         """
         ensure_bridges()
-        nest = (tuple(args), kwargs, key.lifted_cells(self.python_function))
+        topology, fn = strategy.topology, self.python_function
+        given = arguments_on(topology, step)
+        nest = (tuple(given.args), given.kwargs, key.lifted_cells(fn))
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
         leaves = as_arguments(leaves, tree)
         is_array = [key.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
@@ -154,14 +152,17 @@ class Function(Generic[_P, _R]):
         ]
         arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
         try:
-            return _trace(self.python_function, tree, described, mesh), arrays
+            placed = _trace(fn, tree, described, topology.mesh)
         except _IteratesDataset:
             self._runs_as_python = True
-        raise UnsupportedError(
-            f"{key.name_of(self.python_function)} loops over a distributed dataset, so that rx.function runs it as Python: each "
-            "strategy.run in it is a program of its own. Plan what it gives to strategy.run: strategy.plan(step, (batch,)), where "
-            "batch is next(iterator), or described by jax.ShapeDtypeStruct."
-        )
+            raise UnsupportedError(
+                f"{key.name_of(fn)} loops over a distributed dataset, so that rx.function runs it as Python: each strategy.run in "
+                "it is a program of its own. Lower or plan what it gives to strategy.run: strategy.plan(step, (batch,)), where "
+                "batch is next(iterator), or described by jax.ShapeDtypeStruct."
+            ) from None
+        compiled, operands = placed.described(on_devices(arrays, topology))
+        variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
+        return StepProgram(key.name_of(fn), compiled, operands, [*variables, *given.arrays], given.rows)
 
     @boundary
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -239,24 +240,6 @@ def _notice_iteration() -> None:
 
 
 iteration_guard.append(_notice_iteration)
-
-
-def _placer(fn: Any) -> Any:
-    """Places an ``rx.function`` to be lowered."""
-    return _place if isinstance(fn, Function) else None
-
-
-def _place(strategy: Any, step: Step) -> StepProgram:
-    topology = strategy.topology
-    given = arguments_on(topology, step)
-    placed, arrays = step.fn.placed(given.args, given.kwargs, topology.mesh)
-    compiled, operands = placed.described(on_devices(arrays, topology))
-    variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
-    name = key.name_of(step.fn.python_function)
-    return StepProgram(name, compiled, operands, [*variables, *given.arrays], given.rows)
-
-
-placers.append(_placer)
 
 
 def _describe(leaves: Sequence[Any], programs: FunctionPrograms) -> tuple[list[Leaf], list[Any]]:

@@ -39,7 +39,6 @@ from replicax._src.program.capture import current_capture, planning
 from replicax._src.strategies.lowering import Step
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.user_code import UNKNOWN, user_line_of
-from replicax._src.values import is_value
 
 _DEFERRED_BYTES = 1 << 20
 _LOOPS = ("fit", "train_on_batch", "evaluate", "test_on_batch", "predict", "predict_on_batch")
@@ -92,7 +91,7 @@ class _FirstProgram:
     def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
         context.check_may_enter(strategy)
         ensure_bridges()
-        args, kwargs = jax.tree_util.tree_map(self._described, (args, kwargs or {}), is_leaf=is_value)
+        args, kwargs = jax.tree_util.tree_map(self._described, (args, kwargs or {}), is_leaf=_is_item)
         step = Step(fn, args, kwargs, options or RunOptions(), self._asked["global_batch"])
         limit_s = self._asked["remedy_limit_s"]
         raise _Planned(plan_of(strategy, step, self._asked["topology"], limit_s, self._tell))
@@ -157,6 +156,11 @@ class _FirstProgram:
         if context.has_strategy():
             return context.get_strategy()
         return self._strategies[-1] if self._strategies else context.get_strategy()
+
+
+def _is_item(value: Any) -> bool:
+    """True for all but the nests that datasets yield: modules are pytrees too, and must stay the objects that they are."""
+    return not isinstance(value, (tuple, list, dict))
 
 
 def _is_inside() -> bool:

@@ -5,6 +5,7 @@ It is the program that ``run``, an ``rx.function`` or ``fit`` would run. Variabl
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import math
@@ -95,9 +96,17 @@ class StepProgram:
         return self.compiled.trace(*self.operands)
 
 
+class PlacedByItself(abc.ABC):
+    """A function that is no replica function, and knows its own program."""
+
+    @abc.abstractmethod
+    def place(self, strategy: Any, step: Step) -> StepProgram:
+        """The program of a call, whose function this is."""
+
+
 Placer = Callable[[Any, Step], StepProgram]
 
-# What places other things than replica functions: each gives a placer for its kind of function, or None.
+# What places the methods of frameworks: each gives a placer for those that it knows, or None.
 placers: list[Callable[[Any], Placer | None]] = []
 
 
@@ -167,6 +176,8 @@ def program_on(
 
 
 def _placed(strategy: Any, step: Step) -> StepProgram:
+    if isinstance(step.fn, PlacedByItself):
+        return step.fn.place(strategy, step)
     for find in placers:
         place = find(step.fn)
         if place is not None:
