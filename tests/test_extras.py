@@ -47,7 +47,7 @@ def test_a_plugin_of_jax_has_its_version(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["tpu", "gpu"])
 def test_a_plan_asks_for_its_compiler(monkeypatch, kind):
-    from replicax._src.plan.hardware import check_extra, hardware_of
+    from replicax._src.devices.hardware import check_extra, hardware_of
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     hardware = hardware_of({"tpu": "v5e:2x4", "gpu": "h100:1x8"}[kind])

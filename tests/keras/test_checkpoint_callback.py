@@ -330,14 +330,31 @@ class Scaled(keras.callbacks.Callback):
         self.num_epochs = state
 
 
-def test_callbacks_go_on_too(one_device, tmp_path):
-    """What they have counted, and what they do at the end of an epoch, in whatever order they are given."""
+class Stopping(keras.callbacks.EarlyStopping):
+    """Keras's own, with the two methods that keep its patience."""
+
+    def get_state(self):
+        return {"wait": self.wait, "best": self.best, "best_epoch": self.best_epoch}
+
+    def set_state(self, state):
+        vars(self).update(state)
+
+
+class Plateau(keras.callbacks.ReduceLROnPlateau):
+    def get_state(self):
+        return {"wait": self.wait, "best": self.best, "cooldown": self.cooldown_counter}
+
+    def set_state(self, state):
+        self.wait, self.best, self.cooldown_counter = state["wait"], state["best"], state["cooldown"]
+
+
+def test_callbacks_with_get_state_and_set_state_resume(one_device, tmp_path):
+    """Their counts, and what they do at the end of an epoch, in whatever order they are given."""
     options = {"epochs": 8}
 
     def callbacks(*further):
-        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.1)
-        stopping = keras.callbacks.EarlyStopping("loss", patience=2, min_delta=10)
-        return [*further, plateau, stopping, Scaled()]
+        plateau = Plateau("loss", factor=0.5, patience=1, min_delta=0.1)
+        return [*further, plateau, Stopping("loss", patience=2, min_delta=10), Scaled()]
 
     expected, history = fit(one_device, "arrays", callbacks(), **options)
     for dies_after in (9, 8):
@@ -352,36 +369,110 @@ def test_callbacks_go_on_too(one_device, tmp_path):
     assert again.history == history.history  # and nothing was trained
 
 
-@pytest.mark.parametrize("dies_after", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_what_callbacks_hold_goes_on_too(one_device, tmp_path, dies_after):
-    """The best weights, which of two sets of weights the model has, and how many batches there were since a file was written."""
+RESTARTS = {
+    # What the documentation lists: a callback, what it knows at the end, without an interruption, and after a resume in the
+    # third of three epochs.
+    "early_stopping": (
+        lambda folder: keras.callbacks.EarlyStopping("loss", patience=9, min_delta=100),
+        lambda one: (one.wait, one.best_epoch),
+        (2, 0),
+        (0, 2),
+    ),
+    "reduce_lr_on_plateau": (
+        lambda folder: keras.callbacks.ReduceLROnPlateau("loss", patience=9, min_delta=100),
+        lambda one: one.wait,
+        2,
+        0,
+    ),
+    "model_checkpoint": (
+        # It writes the third epoch, which is worse than the first: that one's value is gone.
+        lambda folder: keras.callbacks.ModelCheckpoint(
+            f"{folder}/{{epoch}}.weights.h5", "loss", mode="max", save_best_only=True, save_weights_only=True
+        ),
+        lambda one: sorted(path.name for path in Path(one.filepath).parent.glob("*.h5")),
+        ["1.weights.h5"],
+        ["1.weights.h5", "3.weights.h5"],
+    ),
+    "csv_logger": (
+        lambda folder: keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+        lambda one: Path(one.filename).read_text().count("\n"),
+        1 + EPOCHS,
+        1 + 1,
+    ),
+    "csv_logger_that_appends": (
+        lambda folder: keras.callbacks.CSVLogger(f"{folder}/log.csv", append=True),
+        lambda one: Path(one.filename).read_text().count("\n"),
+        1 + EPOCHS,
+        1 + EPOCHS,
+    ),
+    "learning_rate_scheduler": (
+        lambda folder: keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 / (epoch + 1)),
+        lambda one: round(float(one.model.optimizer.learning_rate), 6),
+        round(0.01 / 3, 6),
+        round(0.01 / 3, 6),
+    ),
+}
 
-    def run(folder, *further):
-        with one_device.scope():
-            keras.utils.set_random_seed(0)
-            model = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5), "mse")
-        callbacks = [
-            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
-            keras.callbacks.ModelCheckpoint(str(folder / "{epoch}-{batch}.weights.h5"), save_freq=3, save_weights_only=True),
-            keras.callbacks.EarlyStopping("loss", mode="max", patience=2, restore_best_weights=True),
-            *further,
-        ]  # fmt: skip
-        x, y = rows()
-        history = model.fit(x, y, batch_size=11, epochs=8, shuffle=False, verbose=0, callbacks=callbacks)
-        return bits(model), history.history, {path.name for path in folder.glob("*.h5")}
 
-    expected, history, files = run(tmp_path / "whole")
-    assert len(history["loss"]) == 3
-    folder, saved = tmp_path / "in two", tmp_path / "saved"
+@pytest.mark.parametrize("name", RESTARTS)
+def test_what_callbacks_of_keras_restart_from(one_device, tmp_path, name):
+    make, look, uninterrupted, resumed = RESTARTS[name]
+    folders = [tmp_path / part for part in ("whole", "parts")]
+    for folder in folders:
+        folder.mkdir()
+    whole, first, second = make(folders[0]), make(folders[1]), make(folders[1])
+    fit(one_device, "arrays", [whole])
     with pytest.raises(Died):
-        run(folder, CheckpointCallback(saved, 1), Dies(dies_after))
-    for _ in ("the rest", "nothing"):
-        got, resumed, written = run(folder, CheckpointCallback(saved, 1))
+        fit(one_device, "arrays", [first, CheckpointCallback(tmp_path / "saved", 1), Dies(2 * BATCHES + 1)])
+    fit(one_device, "arrays", [second, CheckpointCallback(tmp_path / "saved", 1)])
+    assert (look(whole), look(second)) == (uninterrupted, resumed)
+
+
+def test_a_backup_of_keras_yields_to_the_checkpoint(one_device, tmp_path):
+    """Both restore when fit begins: BackupAndRestore the beginning of the epoch, CheckpointCallback the middle, and that counts."""
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), delete_checkpoint=False)
+
+    expected, history = fit(one_device, "arrays", [])
+    with pytest.raises(Died):
+        fit(one_device, "arrays", [backup(), CheckpointCallback(tmp_path / "saved", 1), Dies(BATCHES + 2)])
+    model, resumed = fit(one_device, "arrays", [backup(), CheckpointCallback(tmp_path / "saved", 1)])
+    assert resumed.history == history.history
+    for got, wanted in zip(bits(model), bits(expected), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def averaged(one_device, callbacks):
+    with one_device.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5), "mse")
+    x, y = rows()
+    history = model.fit(x, y, batch_size=11, epochs=3, verbose=0, validation_data=(x, y), callbacks=callbacks)
+    return bits(model), history.history
+
+
+def test_averaged_weights_in_validation_resume(one_device, tmp_path):
+    expected, history = averaged(one_device, [keras.callbacks.SwapEMAWeights()])
+    for dies_after in (2, 3):  # after an epoch, in the middle of the second one
+        folder = tmp_path / str(dies_after)
+        with pytest.raises(Died):
+            averaged(
+                one_device,
+                [keras.callbacks.SwapEMAWeights(), CheckpointCallback(folder, 1), Dies(dies_after)],
+            )
+        got, resumed = averaged(one_device, [keras.callbacks.SwapEMAWeights(), CheckpointCallback(folder, 1)])
         assert resumed == history
-        assert written == files
         for here, wanted in zip(got, expected, strict=True):
             np.testing.assert_array_equal(here, wanted)
+
+
+def test_weights_that_are_swapped_at_the_end_of_an_epoch_are_refused(one_device, tmp_path):
+    """The checkpoint of an epoch's end would have the averages in place of the weights to train on from."""
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    with pytest.raises(UnsupportedError, match="swap_on_epoch"):
+        averaged(one_device, [swap, CheckpointCallback(tmp_path)])
 
 
 def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
@@ -399,15 +490,10 @@ def test_a_learning_rate_is_computed_once_for_each_epoch(mirrored, tmp_path):
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize(
-    ("save_freq", "dies_after", "num_begun"), [("epoch", BATCHES, 2), (1, BATCHES + 2, 1)]
-)
-def test_a_rate_that_is_set_when_a_training_goes_on_counts(
-    save_freq, dies_after, num_begun, one_device, tmp_path
-):
-    """By a callback that comes later, as callbacks in a CallbackList do: at the end of an epoch, and in the middle of one."""
+def test_a_rate_that_is_set_when_a_training_resumes_at_an_epoch_counts(one_device, tmp_path):
+    """By a callback that comes later, as callbacks in a CallbackList do."""
     with pytest.raises(Died):
-        fit(one_device, "arrays", [CheckpointCallback(tmp_path, save_freq), Dies(dies_after)])
+        fit(one_device, "arrays", [CheckpointCallback(tmp_path), Dies(BATCHES)])
     model = make_model(one_device)
 
     def lower(logs=None):
@@ -418,11 +504,10 @@ def test_a_rate_that_is_set_when_a_training_goes_on_counts(
             model.optimizer.learning_rate * 2
         )
     )
-    ours = CheckpointCallback(tmp_path, save_freq)
-    callbacks = [doubling, ours, keras.callbacks.LambdaCallback(on_train_begin=lower)]
+    callbacks = [doubling, CheckpointCallback(tmp_path), keras.callbacks.LambdaCallback(on_train_begin=lower)]
     listed = keras.callbacks.CallbackList(callbacks, add_history=True, model=model, epochs=EPOCHS)
     model.fit(callbacks=listed, epochs=EPOCHS, verbose=0, **FEEDS["arrays"](one_device))
-    assert float(model.optimizer.learning_rate) == pytest.approx(1e-6 * 2**num_begun)
+    assert float(model.optimizer.learning_rate) == pytest.approx(1e-6 * 2**2)
 
 
 def test_a_training_that_has_ended_and_one_that_is_to_be_longer(one_device, tmp_path, caplog):

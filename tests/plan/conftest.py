@@ -3,7 +3,7 @@
 import importlib.util
 import os
 
-from replicax._src.plan.hardware import GPU_VARIABLE
+from replicax._src.devices.hardware import GPU_VARIABLE
 
 MISSING = [name for name in ("libtpu", "jax_cuda12_plugin") if importlib.util.find_spec(name) is None]
 IS_LEFT_OUT = bool(MISSING) or not os.environ.get(GPU_VARIABLE)

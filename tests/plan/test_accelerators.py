@@ -1,5 +1,6 @@
 """Plans for TPUs and GPUs, from 1 device to 4,096. Nothing ran on any: what is checked is what their compilers say."""
 
+import re
 import resource
 
 import jax
@@ -8,8 +9,9 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src.placement.ahead import topology_ahead
-from replicax._src.plan.hardware import GPU_VARIABLE, chips, hardware_of
+from replicax._src import jax_compat
+from replicax._src.devices.ahead import topology_ahead
+from replicax._src.devices.hardware import GPU_VARIABLE, chips, hardware_of
 
 ROWS, IN, HIDDEN = 256, 512, 1024
 F32 = 4
@@ -32,6 +34,23 @@ def plan(topology, fn=sgd, rows=ROWS, shape=(IN, HIDDEN)):
     params = strategy.replicate(describe(*shape))
     options = rx.RunOptions(donate_args=(0,))
     return strategy.plan(fn, (params, describe(rows, shape[0])), options=options, topology=topology)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])
+def test_lower_gives_the_program_of_the_plan(topology):
+    found = plan(topology)
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    arguments = strategy.replicate(describe(IN, HIDDEN)), describe(ROWS, IN)
+    lowered = strategy.lower(sgd, arguments, options=rx.RunOptions(donate_args=(0,)), topology=topology)
+    with jax_compat.not_in_persistent_cache():  # JAX would warn that it cannot load it again
+        compiled = lowered.compile()
+    analysis = compiled.memory_analysis()
+    assert (analysis.argument_size_in_bytes, analysis.temp_size_in_bytes, analysis.alias_size_in_bytes) == (
+        found.memory.arguments,
+        found.memory.temporaries,
+        found.memory.donated,
+    )
+    assert len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text() or "")) == 1
 
 
 def test_a_second_plan_compiles_again_though_there_is_a_persistent_cache():

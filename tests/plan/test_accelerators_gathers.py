@@ -9,8 +9,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import replicax as rx
+from replicax._src.plan import planning
 from replicax._src.program import gathers
-from replicax._src.strategies import planning
+from replicax._src.strategies import lowering
 from replicax._src.values import PerReplica
 
 FEW, MANY = 4, 16
@@ -62,7 +63,7 @@ class UnevenRows(PerReplica):
 @pytest.mark.parametrize(("topology", "width", "share"), [("v5e:2x4", 2048, 0.1), ("h100:1x8", 4096, 0.8)])
 def test_memory_hardly_grows_with_layers_where_batches_are_uneven(topology, width, share, monkeypatch):
     """On TPUs. GPUs compute some gradients before they sum the first, yet need half of what they would with all gathers first."""
-    monkeypatch.setattr(planning, "PerReplica", UnevenRows)
+    monkeypatch.setattr(lowering, "PerReplica", UnevenRows)
     few, many = (planned(topology, count, "run", width) for count in (FEW, MANY))
     of_layers = (MANY - FEW) * width * width * 4
     grown_by = many.memory.peak - few.memory.peak - of_layers // 8

@@ -3,7 +3,7 @@
 import pytest
 
 from logical_training import F32, ROWS, WIDTH, Training
-from replicax._src.plan.hardware import hardware_of
+from replicax._src.devices.hardware import hardware_of
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_a_step_of_fit_is_planned_and_fit_goes_on(strategy, data):
 
     model.fit(*data, batch_size=ROWS, epochs=1, verbose=0)
     program = next(iter(model.train_function._step._programs.values()))
-    ran = program._compiled.lower(*program.ahead(_held(model, strategy))[1]).compile().memory_analysis()
+    ran = program._compiled.lower(*program.described(_held(model, strategy))[1]).compile().memory_analysis()
     assert plan.memory.arguments == ran.argument_size_in_bytes
     assert plan.memory.temporaries == ran.temp_size_in_bytes
     assert np.isfinite(weights_of(model)[0]).all()

@@ -3,8 +3,8 @@
 import pytest
 
 from replicax import errors
-from replicax._src.plan import hardware
-from replicax._src.plan.hardware import chips, hardware_of
+from replicax._src.devices import hardware
+from replicax._src.devices.hardware import chips, hardware_of
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 
 import replicax as rx
 from replicax import errors
-from replicax._src.plan import hardware
-from replicax._src.strategies import planning
+from replicax._src.devices import hardware
+from replicax._src.plan.planning import plan_of
+from replicax._src.strategies.lowering import Step
 
 ROWS, IN, OUT = 6, 32, 16
 F32 = 4
@@ -267,11 +268,13 @@ def test_where_the_variables_alone_are_too_large_they_are_divided(training, plan
     assert same.memory.arguments == plan.memory.arguments - IN * OUT * F32  # of w and of momentum a half
 
 
-def test_who_asked_hears_of_the_plan_before_its_remedies(training, plan, machine_of):
+def test_the_plan_is_told_before_its_remedies(training, plan, machine_of):
     machine_of(2 * plan.memory.peak)
     heard = []
-    request = planning.PlanRequest("cpu:2", 16 * ROWS, tell=lambda text, plan: heard.append((text, plan)))
-    found = planning.plan_of(training.strategy, training.step, training.batch(), {}, request)
+    step = Step(training.step, training.batch(), {}, global_batch=16 * ROWS)
+    found = plan_of(
+        training.strategy, step, "cpu:2", 120.0, tell=lambda text, plan: heard.append((text, plan))
+    )
     (traced, none), (answer, first), *remedies = heard
     assert "compiling for cpu:2" in traced
     assert none is None
@@ -330,7 +333,7 @@ def test_without_the_extra(training, topology, monkeypatch):
         ({"remedy_limit_s": -1}, errors.InvalidArgumentError, "remedy_limit_s"),
         ({"args": 3}, errors.InvalidArgumentError, "list or tuple"),
         ({"kwargs": "cpu:8"}, errors.InvalidArgumentError, "topology='v5p:16x16x16'"),
-        ({"fn": 3}, errors.InvalidArgumentError, "needs a function"),
+        ({"fn": 3}, errors.InvalidArgumentError, "function, got 3"),
         ({"options": {"donate": 1}}, errors.InvalidArgumentError, "RunOptions"),
         ({"options": rx.RunOptions(donate_args=(7,))}, errors.InvalidArgumentError, "positions in args"),
     ],
@@ -358,7 +361,7 @@ def test_a_function_that_loops_over_a_dataset_is_several_programs(training):
     batches = training.strategy.experimental_distribute_dataset([np.ones((4, IN), np.float32)] * 2)
     with (
         iter(batches) as iterator,
-        pytest.raises(errors.UnsupportedError, match="Plan what it gives to"),
+        pytest.raises(errors.UnsupportedError, match="what it gives to"),
     ):
         training.strategy.plan(several, (iterator,))
 

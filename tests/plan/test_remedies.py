@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax._src.devices.hardware import hardware_of
 from replicax._src.options import ShardState
-from replicax._src.plan.hardware import hardware_of
 from replicax._src.plan.plan import Memory, Plan, PlannedArray
 from replicax._src.plan.remedies import Attempt, Search, notes_of_whole_arguments
 

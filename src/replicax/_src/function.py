@@ -36,13 +36,13 @@ from replicax._src.strategies.code import (
     set_makers,
     trace_code,
 )
-from replicax._src.strategies.planning import (
-    PlannableFunction,
-    PlanRequest,
-    Unrun,
+from replicax._src.strategies.lowering import (
+    PlacedByItself,
+    Step,
+    StepProgram,
     arguments_on,
     of_slots,
-    on_plan,
+    on_devices,
 )
 from replicax._src.tensorflow_code import check_not_in_tensorflow
 from replicax._src.topology import REPLICA_AXIS
@@ -107,7 +107,7 @@ _ACCEPTED = ("input_signature", "autograph", "jit_compile", "reduce_retracing", 
 
 
 @final
-class Function(PlannableFunction, Generic[_P, _R]):
+class Function(PlacedByItself, Generic[_P, _R]):
     """What ``rx.function`` returns: call it like the function that it was made of."""
 
     def __init__(self, python_function: Callable[_P, _R]):
@@ -133,18 +133,16 @@ class Function(PlannableFunction, Generic[_P, _R]):
         """It loops over a distributed dataset, as was seen when it was traced: it is no program itself."""
         return self._runs_as_python
 
-    def ahead(self, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> tuple[PlacedCode, list[Any]]:
-        """The program of a call for a plan, and what it takes; nothing is run or kept.
-
-        Args:
-          args, kwargs: Arrays, or ``jax.ShapeDtypeStruct``.
-          mesh: Of the devices.
+    def place(self, strategy: Any, step: Step) -> StepProgram:
+        """The program of a call, to be lowered; nothing is run or kept.
 
         Raises:
           UnsupportedError: It loops over a distributed dataset.
         """
         use_imported()
-        nest = (tuple(args), kwargs, key.lifted_cells(self.python_function))
+        topology, fn = strategy.topology, self.python_function
+        given = arguments_on(topology, step)
+        nest = (tuple(given.args), given.kwargs, key.lifted_cells(fn))
         leaves, tree = jax.tree_util.tree_flatten(nest, is_leaf=is_variable)
         leaves = as_arguments(leaves, tree)
         is_array = [key.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
@@ -154,26 +152,17 @@ class Function(PlannableFunction, Generic[_P, _R]):
         ]
         arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
         try:
-            return _trace(self.python_function, tree, described, mesh), arrays
+            placed = _trace(fn, tree, described, topology.mesh)
         except IteratedInTrace:
             self._runs_as_python = True
-        raise UnsupportedError(
-            f"{key.name_of(self.python_function)} loops over a distributed dataset, so that rx.function runs it as Python: each "
-            "strategy.run in it is a program of its own. Plan what it gives to strategy.run: strategy.plan(step, (batch,)), where "
-            "batch is next(iterator), or described by jax.ShapeDtypeStruct."
-        )
-
-    def place_for_plan(
-        self, strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest
-    ) -> Unrun:
-        """Places a call for a plan."""
-        topology = strategy.topology
-        given = arguments_on(topology, args, kwargs, request.global_batch)
-        placed, arrays = self.ahead(given.args, given.kwargs, topology.mesh)
-        compiled, operands = placed.ahead(on_plan(arrays, topology))
+            raise UnsupportedError(
+                f"{key.name_of(fn)} loops over a distributed dataset, so that rx.function runs it as Python: each strategy.run in "
+                "it is a program of its own. Lower or plan what it gives to strategy.run: strategy.plan(step, (batch,)), where "
+                "batch is next(iterator), or described by jax.ShapeDtypeStruct."
+            ) from None
+        compiled, operands = placed.described(on_devices(arrays, topology))
         variables = of_slots(placed.state.written.slots, placed.state.read.slots, topology)
-        name = key.name_of(self.python_function)
-        return Unrun(name, compiled, operands, [*variables, *given.arrays], given.rows)
+        return StepProgram(key.name_of(fn), compiled, operands, [*variables, *given.arrays], given.rows)
 
     @boundary
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:

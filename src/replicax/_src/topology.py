@@ -90,7 +90,7 @@ class Topology:
       per_replica: The sharding of an array [R, ...] of which device r holds row r.
       stacked: The sharding of an array [steps, R, ...] of several such.
       bytes_per_pack: In buffers of how many bytes arrays that are summed together travel; 0 is what suits the devices.
-      is_ahead: The devices are those of a plan and nothing runs on them: arrays for them are only described.
+      is_ahead: Nothing runs on the devices, which may not be here: arrays for them are only described.
     """
 
     devices: tuple[Device, ...]
@@ -103,9 +103,9 @@ class Topology:
     is_ahead: bool = False
 
     @classmethod
-    def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:
+    def of(cls, devices: Sequence[Device], bytes_per_pack: int = 0) -> Topology:
         """The topology of ``devices``, replica r on the r-th."""
-        return cls.of_mesh(replica_mesh([[device] for device in devices]), bytes_per_pack, is_ahead=is_ahead)
+        return cls.of_mesh(replica_mesh([[device] for device in devices]), bytes_per_pack)
 
     @classmethod
     def of_mesh(cls, mesh: Mesh, bytes_per_pack: int = 0, *, is_ahead: bool = False) -> Topology:

@@ -16,8 +16,8 @@ from replicax._src import jax_compat
 from replicax._src.cluster.resolver import ClusterResolver, SimpleClusterResolver, is_one_task
 from replicax._src.cluster.spec import ClusterSpec
 from replicax._src.cluster.tpu import TPUClusterResolver
+from replicax._src.devices.hardware import hardware_of
 from replicax._src.errors import UnsupportedError
-from replicax._src.plan.hardware import hardware_of
 from replicax._src.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from replicax._src.strategies.parameter_server import ParameterServerStrategy
 from replicax._src.strategies.tpu_system import TPUSystem

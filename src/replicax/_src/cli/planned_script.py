@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,17 @@ import jax
 
 from replicax._src import context
 from replicax._src.cli.planned_clusters import stand_in_for_clusters
+from replicax._src.devices.ahead import check_compiler
+from replicax._src.devices.hardware import hardware_of
 from replicax._src.errors import PlanError, ReplicaxError, UnsupportedError
 from replicax._src.frameworks.framework import use_imported
 from replicax._src.function import Function
 from replicax._src.input.dataset import DistributedIterator
 from replicax._src.options import RunOptions
-from replicax._src.placement.ahead import check_compiler
-from replicax._src.plan.hardware import hardware_of
 from replicax._src.plan.plan import Plan
+from replicax._src.plan.planning import plan_of
 from replicax._src.program.capture import current_capture, planning
-from replicax._src.strategies.planning import PlanRequest, components_of_one, plan_of
+from replicax._src.strategies.lowering import Step
 from replicax._src.strategies.strategy import Strategy
 from replicax._src.user_code import UNKNOWN, user_line_of
 
@@ -49,9 +51,11 @@ class _Planned(BaseException):
 class _FirstProgram:
     """Plans whatever the script runs first."""
 
-    def __init__(self, how: dict[str, Any], tell: Callable[[str, Plan | None], None]):
-        self._how, self._tell = how, tell
+    def __init__(self, asked: dict[str, Any], tell: Callable[[str, Plan | None], None]):
+        self._asked, self._tell = asked, tell
         self._strategies: list[Strategy] = []
+        # Of a single replica datasets yield plain arrays: by id, those that they have yielded.
+        self._components: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def install(self) -> None:
         """Replaces what runs programs."""
@@ -84,8 +88,16 @@ class _FirstProgram:
     def _plan(self, strategy: Strategy, fn: Any, args: Any, kwargs: Any = None, options: Any = None) -> None:
         context.check_may_enter(strategy)
         use_imported()
-        request = PlanRequest(options=options or RunOptions(), tell=self._tell, **self._how)
-        raise _Planned(plan_of(strategy, fn, args, kwargs or {}, request))
+        args, kwargs = jax.tree_util.tree_map(self._described, (args, kwargs or {}), is_leaf=_is_item)
+        step = Step(fn, args, kwargs, options or RunOptions(), self._asked["global_batch"])
+        limit_s = self._asked["remedy_limit_s"]
+        raise _Planned(plan_of(strategy, step, self._asked["topology"], limit_s, self._tell))
+
+    def _described(self, leaf: Any) -> Any:
+        """An array as one replica's component, if a dataset has yielded it."""
+        if self._components.get(id(leaf)) is leaf:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return leaf
 
     def _init(self, original: Any, strategy: Strategy, *args: Any, **kwargs: Any) -> None:
         original(strategy, *args, **kwargs)
@@ -133,7 +145,7 @@ class _FirstProgram:
         element = original(iterator)
         for leaf in jax.tree_util.tree_leaves(element):
             if isinstance(leaf, jax.Array):  # of one replica: more give a PerReplica
-                components_of_one[id(leaf)] = leaf
+                self._components[id(leaf)] = leaf
         return element
 
     def _strategy(self) -> Strategy:
@@ -141,6 +153,11 @@ class _FirstProgram:
         if context.has_strategy():
             return context.get_strategy()
         return self._strategies[-1] if self._strategies else context.get_strategy()
+
+
+def _is_item(value: Any) -> bool:
+    """True for all but the nests that datasets yield: modules are pytrees too, and must stay the objects that they are."""
+    return not isinstance(value, (tuple, list, dict))
 
 
 def _is_inside() -> bool:

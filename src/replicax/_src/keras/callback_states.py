@@ -1,25 +1,17 @@
-"""The other callbacks of a ``fit``: what they know, for its checkpoint; and which of them do not hear of what."""
+"""The other callbacks of a ``fit``: their states for its checkpoint, their silence in a replay, and who writes."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import keras
 
-from replicax._src.errors import MissingExtraError
+from replicax._src.errors import MissingExtraError, UnsupportedError
 
-# What these have counted and seen; the weights that an EarlyStopping holds are arrays, and saved as such.
-_KNOWN: Final = {
-    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),  # which of the two are in the model
-}
 _BATCH_HOOKS: Final = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 _WRITING: Final = {
     keras.callbacks.ModelCheckpoint: ("_save_model",),
@@ -29,55 +21,41 @@ _WRITING: Final = {
 
 @final
 class CallbackStates:
-    """States of callbacks by class and number: those with ``get_state`` and ``set_state``, and some of Keras's."""
+    """The states of the callbacks that have ``get_state`` and ``set_state``, by class and number.
+
+    The other callbacks restart, Keras's own among them.
+
+    Raises:
+      UnsupportedError: A callback that restarts would train on from the wrong weights.
+    """
 
     def __init__(self, callbacks: Sequence[Any]):
         counts: Counter[str] = Counter()
         self._callbacks: dict[str, Any] = {}
         for one in callbacks:
             name = type(one).__name__
-            self._callbacks[f"{name}/{counts[name]}"] = one
+            if _has_state(one):
+                self._callbacks[f"{name}/{counts[name]}"] = one
+            elif isinstance(one, keras.callbacks.SwapEMAWeights) and one.swap_on_epoch:
+                raise UnsupportedError(
+                    "SwapEMAWeights(swap_on_epoch=True) beside a CheckpointCallback: at the end of an epoch the model has the "
+                    "averaged weights, and after a restart training would continue from them. Leave swap_on_epoch out: "
+                    "validation uses the averaged weights all the same, and so does the model after fit."
+                )
             counts[name] += 1
-
-    @property
-    def callbacks(self) -> Mapping[str, Any]:
-        """By the names that they have in the checkpoint."""
-        return self._callbacks
 
     def get_state(self) -> dict[str, Any]:
         """For the checkpoint."""
-        states = {name: _state_of(one) for name, one in self._callbacks.items()}
-        return {name: state for name, state in states.items() if state is not None}
+        return {name: one.get_state() for name, one in self._callbacks.items()}
 
     def set_state(self, states: Mapping[str, Any]) -> None:
-        """From the checkpoint. Callbacks that were not there then begin anew."""
-        for name, state in states.items():
-            one = self._callbacks.get(name)
-            if one is None:
-                continue
-            if _has_state(one):
-                one.set_state(state)
-            else:
-                vars(one).update(state)
+        """From the checkpoint. Callbacks without a state in it restart."""
+        for name in states.keys() & self._callbacks.keys():
+            self._callbacks[name].set_state(states[name])
 
 
 def _has_state(callback: Any) -> bool:
     return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
-
-
-def _state_of(callback: Any) -> Any:
-    if _has_state(callback):
-        return callback.get_state()
-    names = next((names for cls, names in _KNOWN.items() if isinstance(callback, cls)), ())
-    values = {name: getattr(callback, name, None) for name in names}
-    return {name: None if value is None else _number(value) for name, value in values.items()} or None
-
-
-def _number(value: Any) -> int | float | bool:
-    if isinstance(value, bool):
-        return value
-    number = float(value)
-    return int(number) if math.isfinite(number) and number == int(number) else number
 
 
 @final

@@ -37,6 +37,12 @@ class CheckpointCallback(keras.callbacks.Callback):
     batch and exit with code 42. In a cluster every process gives one to its ``fit``; the chief writes. It is called
     after the other callbacks.
 
+    Callbacks with ``get_state()`` and ``set_state(state)`` are saved and restored. The others restart:
+    ``EarlyStopping`` and ``ReduceLROnPlateau`` with their patience, ``ModelCheckpoint(save_best_only=True)`` without
+    its best value, Keras's ``TensorBoard`` with batch 0, ``CSVLogger`` with a new file unless ``append=True``.
+    ``LearningRateScheduler`` and ``SwapEMAWeights()`` lose nothing; ``BackupAndRestore`` is overridden. The whole list
+    is on the page Checkpoints of the reference.
+
     Args:
       directory: Of the checkpoints, which all processes share; or an ``rx.CheckpointManager``, whose checkpoint then
         has ``fit`` too.
@@ -52,7 +58,8 @@ class CheckpointCallback(keras.callbacks.Callback):
     Raises:
       InvalidArgumentError: A value that has no meaning, or one that the given manager decides. In ``fit``: other data,
         ``initial_epoch`` or ``steps_per_execution`` than when it was saved.
-      UnsupportedError: In ``fit``: ``save_freq`` is a number, with parameter servers.
+      UnsupportedError: In ``fit``: ``save_freq`` is a number, with parameter servers; or beside
+        ``SwapEMAWeights(swap_on_epoch=True)``.
     """
 
     def __init__(

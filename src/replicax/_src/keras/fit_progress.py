@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
@@ -15,8 +14,7 @@ from replicax._src.checkpoint.trees import HostRandomState
 from replicax._src.errors import InvalidArgumentError
 from replicax._src.keras.datasets import DistributedInput
 from replicax._src.keras.passes import LoopOfFit
-
-_DEFAULT_BATCH_SIZE = 32  # of Keras
+from replicax._src.keras.steps import StepFunction
 
 
 @final
@@ -78,39 +76,32 @@ class DataOfFit:
     position; a PyDataset with ``get_state`` and ``set_state`` is asked when a pass begins. All others are read again.
 
     Args:
-      given: The arguments of ``fit``, by name.
+      x: The argument of ``fit``.
+      loop: Of Keras, which counts what it takes.
+      progress: Of the ``fit``.
     """
 
-    def __init__(self, given: Mapping[str, Any]):
-        self._x = given.get("x")
-        self._steps_per_epoch: int | None = given.get("steps_per_epoch")
-        self._num_batches = _batches_of_pass(given)
+    def __init__(self, x: Any, loop: LoopOfFit, progress: Progress):
+        self._x, self._loop, self._progress = x, loop, progress
         self._random = HostRandomState()
-        self._num_taken: int | None = None  # in this pass; None: the next epoch begins one
         self._at_pass: dict[str, Any] = {}
         self._restored: Mapping[str, Any] = {}
 
     def begin_epoch(self) -> None:
         """An epoch begins, and with it maybe a pass."""
-        if self._num_taken is None:
-            self._num_taken = 0
+        if not self._num_taken:
             self._at_pass = {"random": self._random.get_state(), "dataset": self._state_of_x()}
 
-    def count(self, num_batches: int) -> None:
-        """So many batches more have been trained with."""
-        self._num_taken = (self._num_taken or 0) + num_batches
-
-    def end_epoch(self, num_batches: int) -> None:
-        """An epoch of so many batches has ended: Keras begins another pass where the data have ended too."""
-        steps, whole, taken = self._steps_per_epoch, self._num_batches, self._num_taken or 0
-        if steps is None or num_batches < steps or (whole is not None and taken >= whole):
-            self._num_taken = None
+    @property
+    def _num_taken(self) -> int:
+        return self._loop.num_taken(is_in_epoch=self._progress.batch > 0)
 
     def get_state(self) -> dict[str, Any]:
         """For the checkpoint, of this process."""
-        position = self._x.position(self._num_taken) if isinstance(self._x, DistributedInput) else None
+        taken = self._num_taken
+        position = self._x.position(taken or None) if isinstance(self._x, DistributedInput) else None
         return {
-            "taken": self._num_taken,
+            "taken": taken,
             "at_pass": self._at_pass,
             "random": self._random.get_state(),
             "dataset": self._state_of_x(),
@@ -128,18 +119,15 @@ class DataOfFit:
           How many batches Keras will give that have been trained with.
         """
         state = self._restored
-        taken = self._num_taken = state["taken"]
-        before = state if taken is None else state["at_pass"]
+        taken = state["taken"] or 0
+        before = state["at_pass"] if taken else state
         self._random.set_state(before["random"])
         if before["dataset"] is not None:
             getattr(self._x, "set_state", _ignore)(before["dataset"])
         if isinstance(self._x, DistributedInput):
-            self._x.resume(state["position"], taken or 0)
-        if taken is None:
-            self.begin_epoch()
-        else:
-            self._at_pass = dict(state["at_pass"])
-        return taken or 0
+            self._x.resume(state["position"], taken)
+        self._at_pass = {"random": before["random"], "dataset": before["dataset"]}
+        return taken
 
     def end_replay(self) -> None:
         """All that had been trained with has been read again."""
@@ -153,23 +141,6 @@ class DataOfFit:
 
 def _ignore(state: Any) -> None:
     """The data are of another kind now."""
-
-
-def _batches_of_pass(given: Mapping[str, Any]) -> int | None:
-    """How many batches the data have; None if nobody knows."""
-    x = given.get("x")
-    if isinstance(x, keras.utils.PyDataset):
-        return x.num_batches
-    leaves = [leaf for leaf in jax.tree_util.tree_leaves(x) if getattr(leaf, "shape", None)]
-    if leaves:
-        num_rows = int(leaves[0].shape[0])
-        if given.get("validation_split") and given.get("validation_data") is None:
-            num_rows = math.floor(num_rows * (1.0 - given["validation_split"]))
-        return math.ceil(num_rows / (given.get("batch_size") or _DEFAULT_BATCH_SIZE))
-    try:
-        return len(x)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 @final
@@ -239,7 +210,8 @@ class ReplayedSteps:
 
     def _finish(self) -> None:
         self._data.end_replay()
-        self._function.note_batches()
+        if isinstance(self._function, StepFunction):  # Keras's own, outside of every scope
+            self._function.note_batches()
         self.remove()
 
     def remove(self) -> None:

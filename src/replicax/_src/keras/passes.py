@@ -37,6 +37,12 @@ class LoopOfFit:
                 vars(model)["_symbolic_build"] = before
             self._loop = None
 
+    def num_taken(self, *, is_in_epoch: bool) -> int:
+        """How many batches of its pass it has taken; 0: the next batch begins another pass."""
+        loop = self._loop
+        goes_on = is_in_epoch or (loop.steps_per_epoch is not None and loop._current_iterator is not None)
+        return loop._steps_seen if goes_on else 0
+
     def skip(self, num_batches: int) -> None:
         """So many batches were taken in its place."""
         self._loop._steps_seen += num_batches

@@ -54,4 +54,4 @@ def _placement_of(variable: Any) -> VariablePlacement | None:
     if type(placement) is not VariablePlacement or planning.get():
         return None
     topology = placement.topology
-    return None if topology.peers is not None or topology.is_ahead else placement
+    return None if topology.peers is not None else placement

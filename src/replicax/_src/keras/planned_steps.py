@@ -1,15 +1,15 @@
-"""The steps of ``fit`` and its kin for a plan: Keras's loop is run up to its first batch, and the step placed, not
-run.
+"""The steps of ``fit`` and its kin for ``Strategy.lower``: Keras's loop runs up to its first batch, and the step is
+placed, not run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,16 +25,16 @@ from replicax._src.keras.steps import GlobalStepFunction, Phase, State, StepFunc
 from replicax._src.placement.batch import Batch
 from replicax._src.placement.global_view import GlobalStep
 from replicax._src.placement.held_state import HeldState
-from replicax._src.strategies.planning import PlanRequest, Unrun, place_replica_function, planned_array
+from replicax._src.strategies.lowering import NamedArray, Placer, Step, StepProgram, place_replica_function
 
-_asked: contextvars.ContextVar[PlanRequest] = contextvars.ContextVar("replicax_plan_request")
+_asked: contextvars.ContextVar[Step] = contextvars.ContextVar("replicax_step_to_lower")
 
 
 class _StepPlaced(BaseException):
     """The first step of a loop has been placed: the loop is left. Users' ``except`` must miss it."""
 
-    def __init__(self, unrun: Unrun):
-        self.unrun = unrun
+    def __init__(self, program: StepProgram):
+        self.program = program
 
 
 @contextlib.contextmanager
@@ -69,27 +69,27 @@ def _description(step: StepFunction, variable: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=sharding)
 
 
-def _placed(step: StepFunction, here: Batch) -> Unrun:
-    request = _asked.get()
-    rows = math.ceil((request.global_batch or here.num_rows) / step.strategy.topology.num_replicas)
-    if request.global_batch is None:
-        rows = math.ceil(here.num_rows / request.num_replicas_here)
+def _placed(step: StepFunction, here: Batch) -> StepProgram:
+    asked = _asked.get()
+    if asked.global_batch is None:
+        rows = math.ceil(here.num_rows / asked.num_replicas_here)
+    else:
+        rows = math.ceil(asked.global_batch / step.strategy.topology.num_replicas)
     if isinstance(step, ReplicaStepFunction):
-        return _of_each_replica(step, here, rows, request)
+        return _of_each_replica(step, here, rows)
     assert isinstance(step, GlobalStepFunction)
     return _of_all_replicas(step, here, rows)
 
 
-def _of_each_replica(step: ReplicaStepFunction, here: Batch, rows: int, request: PlanRequest) -> Unrun:
+def _of_each_replica(step: ReplicaStepFunction, here: Batch, rows: int) -> StepProgram:
     """A step in TensorFlow's style, as ``strategy.run`` runs it."""
     leaves = [_component(leaf, here.num_rows, rows) for leaf in here.leaves]
     data = without_nones(here.tree.unflatten(leaves))
-    of_replicas = dataclasses.replace(request, global_batch=None)
     with own_compute_loss_gathered(step.model):
-        return place_replica_function(step.strategy, step.replica_step, (data,), {}, of_replicas)
+        return place_replica_function(step.strategy, Step(step.replica_step, (data,), {}))
 
 
-def _of_all_replicas(one_step: GlobalStepFunction, here: Batch, rows: int) -> Unrun:
+def _of_all_replicas(one_step: GlobalStepFunction, here: Batch, rows: int) -> StepProgram:
     """The model's own step, in the global view."""
     strategy, phase = one_step.strategy, one_step.phase
     topology = strategy.topology
@@ -107,14 +107,14 @@ def _of_all_replicas(one_step: GlobalStepFunction, here: Batch, rows: int) -> Un
         keeps_all=phase.is_predict,
     )
     program = step.program(held, batch, 1)
-    compiled, operands = program.ahead(held)
+    compiled, operands = program.described(held)
     written, names = set(program.written), [v.path for v in variables]
     arrays = [
-        planned_array("variable", name, value, is_written=i in written)
+        NamedArray("variable", name, value, i in written)
         for i, (name, value) in enumerate(zip(names, held.values(), strict=True))
     ]
-    arrays += [planned_array("argument", f"batch[{i}]", leaf) for i, leaf in enumerate(operands[-1])]
-    return Unrun(one_step.name, compiled, operands, arrays, rows, is_split=True)
+    arrays += [NamedArray("argument", f"batch[{i}]", leaf) for i, leaf in enumerate(operands[-1])]
+    return StepProgram(one_step.name, compiled, operands, arrays, rows, is_split=True)
 
 
 def _with_rows(leaf: Any, have: int, wanted: int) -> np.ndarray:
@@ -133,38 +133,35 @@ def _component(leaf: Any, have: int, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def placer(phases: dict[str, Phase]) -> Callable[[Any], Any]:
-    """What places ``model.fit`` and its kin for a plan."""
+def placer(phases: dict[str, Phase]) -> Callable[[Any], Placer | None]:
+    """What places ``model.fit`` and its kin."""
 
-    def find(fn: Any) -> Any:
-        model = getattr(fn, "__self__", None)
-        if not isinstance(model, keras.Model) or getattr(fn, "__name__", "") not in phases:
-            return None
-
-        def place(strategy: Any, args: Sequence[Any], kwargs: dict[str, Any], request: PlanRequest) -> Unrun:
-            _check_scope(model, fn.__name__, phases[fn.__name__], strategy)
-            token = _asked.set(request)
-            args, kwargs = jax.tree_util.tree_map(_standing_for, (tuple(args), kwargs))
-            try:
-                fn(*args, **kwargs)
-            except _StepPlaced as placed:
-                return placed.unrun
-            finally:
-                _asked.reset(token)
-            raise InvalidArgumentError(
-                f"{fn.__name__}() of model {model.name!r} has no batch to plan a step for."
-            )
-
-        return place
+    def find(fn: Any) -> Placer | None:
+        model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
+        is_loop = isinstance(model, keras.Model) and name in phases
+        return functools.partial(_place, model, name, phases[name]) if is_loop else None
 
     return find
+
+
+def _place(model: Any, method: str, phase: Phase, strategy: Any, step: Step) -> StepProgram:
+    _check_scope(model, method, phase, strategy)
+    token = _asked.set(step)
+    args, kwargs = jax.tree_util.tree_map(_standing_for, (tuple(step.args), dict(step.kwargs)))
+    try:
+        step.fn(*args, **kwargs)
+    except _StepPlaced as placed:
+        return placed.program
+    finally:
+        _asked.reset(token)
+    raise InvalidArgumentError(f"{method}() of model {model.name!r} has no batch to lower a step for.")
 
 
 def _check_scope(model: Any, method: str, phase: Phase, strategy: Any) -> None:
     """Raises for a model whose loop would be Keras's own: it would be run, not planned."""
     if context.owners.get(id(model)) is None and not is_replica_style(model, phase):
         raise KerasScopeError(
-            f"A plan of {method}() of model {model.name!r} was asked for, which was made outside the scope of {strategy!r}: it is "
+            f"A step of {method}() of model {model.name!r} is to be lowered, which was made outside the scope of {strategy!r}: it is "
             f"trained on one device, by Keras alone. Make it inside:\n"
             f"    with strategy.scope():\n"
             f"        model = ...\n"

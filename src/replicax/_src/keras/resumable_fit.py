@@ -6,13 +6,12 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from replicax._src.checkpoint.errors import CheckpointError
 from replicax._src.checkpoint.manager import CheckpointManager
 from replicax._src.errors import InvalidArgumentError
-from replicax._src.keras.best_weights import BestWeights
 from replicax._src.keras.callback_states import CallbackStates, Muted
 from replicax._src.keras.capture import accessor
 from replicax._src.keras.fit_progress import DataOfFit, Progress, ReplayedSteps
@@ -64,13 +63,16 @@ class ResumableFit:
         self._has_gaps = is_validated and given.get("validation_freq", 1) != 1
         self._num_epochs = int(params.get("epochs") or 1)
         self._steps_per_call = max(1, int(model.steps_per_execution))
-        self._progress, self._data = Progress(), DataOfFit(given)
+        self._progress = Progress()
+        self._data = DataOfFit(given.get("x"), loop, self._progress)
         self._saved_at: tuple[int, int, int] | None = None
         self._replay: ReplayedSteps | None = None
         self._muted: Muted | None = None
         self._is_to_resume = False
-        self._begun: list[tuple[Any, Any]] = []  # variables, as they are in an epoch that has begun
-        self._first_hook: _BeforeFirst | None = None
+        self._restored: tuple[list[Any], list[Any]] = (
+            [],
+            [],
+        )  # variables in the middle of an epoch, their values
         self._initial_epoch = model._initial_epoch
         self.restored_from = self._restore()
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
@@ -91,26 +93,26 @@ class ResumableFit:
     # --- going on -------------------------------------------------------------------------------------------
 
     def _restore(self) -> str | None:
-        metrics, states = list(self._model.metrics), CallbackStates(self._others)
-        weights = BestWeights(states.callbacks)
         self._manager.checkpoint.fit = {
             "model": self._model,
-            "metrics": metrics,
+            "metrics": list(self._model.metrics),
             "progress": self._progress,
             "data": self._data,
-            "callbacks": states,
-            "best_weights": weights,
+            "callbacks": CallbackStates(self._others),
         }
         path = self._manager.restore_or_initialize()
         if path is None:
             return None
-        weights.restore()
         progress = self._progress
         self._is_to_resume = True
         self._saved_at = self._now
         if progress.batch:
-            self._note(self._model.metrics_variables)  # Keras resets them
-            self._first_hook = _BeforeFirst(self._others, self._note_others)
+            variables = [
+                *self._model.variables,
+                *self._model.metrics_variables,
+                *_optimizer_variables(self._model),
+            ]
+            self._restored = variables, accessor.get(variables)
         is_over = progress.has_stopped or progress.epoch >= self._num_epochs
         # As Keras's BackupAndRestore does.
         self._model._initial_epoch = max(progress.epoch, self._num_epochs) if is_over else progress.epoch
@@ -124,15 +126,6 @@ class ResumableFit:
             return path
         log.info("Restored %s: goes on in epoch %d, after batch %d.", path, progress.epoch, progress.batch)
         return path
-
-    def _note_others(self) -> None:
-        """Before callbacks begin the epoch, and after all have begun the training: what these have set then counts."""
-        self._note([*self._model.variables, *_optimizer_variables(self._model)])
-
-    def _note(self, variables: Sequence[Any]) -> None:
-        known = {id(variable) for variable, _ in self._begun}
-        new = [variable for variable in variables if id(variable) not in known]
-        self._begun += zip(new, accessor.get(new), strict=True)
 
     def begin_epoch(self, epoch: int) -> None:
         """Before the first batch of an epoch; the metrics have been reset."""
@@ -152,7 +145,9 @@ class ResumableFit:
             )
         self._give_history()
         num_taken = self._data.resume()
-        self._undo_beginning()
+        # The epoch has begun before: Keras has reset its metrics, a LearningRateScheduler has set its rate.
+        accessor.set(*self._restored)
+        self._restored = [], []
         if num_taken:
             num_before = num_taken - progress.batch
             self._replay = ReplayedSteps(
@@ -160,16 +155,6 @@ class ResumableFit:
             )
             if progress.batch:
                 self._muted = Muted(self._others)
-
-    def _undo_beginning(self) -> None:
-        """The epoch has begun before: what Keras and other callbacks do to variables then, they have done.
-
-        Keras resets metrics, and a ``LearningRateScheduler`` computes a rate from the one that it has set already.
-        """
-        begun, self._begun = self._begun, []
-        now = accessor.get([variable for variable, _ in begun])
-        changed = [pair for pair, new in zip(begun, now, strict=True) if pair[1] is not new]
-        accessor.set([variable for variable, _ in changed], [before for _, before in changed])
 
     def _give_history(self) -> None:
         history = self._model.history
@@ -191,7 +176,6 @@ class ResumableFit:
         before = progress.num_batches
         progress.batch, progress.logs = batch + 1, dict(logs or {})
         progress.num_batches += steps
-        self._data.count(steps)
         if self._every is not None and progress.num_batches // self._every > before // self._every:
             self._save()
         if self._guarded is not None and not self._only_epochs:
@@ -202,7 +186,6 @@ class ResumableFit:
         if self._replay is not None and not self._replay.has_ended:
             raise self._replay.too_few()
         progress, has_stopped = self._progress, bool(self._model.stop_training)
-        self._data.end_epoch(progress.batch)
         progress.end_epoch(epoch, logs, has_stopped=has_stopped)
         is_last = has_stopped or epoch + 1 >= self._num_epochs
         if self._every is None or self._monitor is not None or is_last:
@@ -254,41 +237,12 @@ class ResumableFit:
         self._model._initial_epoch = self._initial_epoch
         if self._muted is not None:
             self._muted.end()
-        if self._first_hook is not None:
-            self._first_hook.remove()
         if self._replay is not None:
             self._replay.remove()
         if self._guarded is not None:
             self._guarded.close()
         with contextlib.suppress(*([CheckpointError] if is_failing else [])):
             self._manager.close()
-
-
-@final
-class _BeforeFirst:
-    """Has something called, once, before the first of these callbacks begins an epoch."""
-
-    def __init__(self, callbacks: Sequence[Any], call: Callable[[], None]):
-        self._first: Any = callbacks[0] if callbacks else None
-        self._call = call
-        if self._first is not None:
-            self._own = vars(self._first).get("on_epoch_begin")
-            vars(self._first)["on_epoch_begin"] = self._begin
-
-    def _begin(self, *args: Any, **kwargs: Any) -> None:
-        first = self._first
-        self._call()
-        self.remove()
-        first.on_epoch_begin(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Leaves the callback as it was. May be called twice."""
-        first, self._first = self._first, None
-        if first is None:
-            return
-        del vars(first)["on_epoch_begin"]
-        if self._own is not None:
-            vars(first)["on_epoch_begin"] = self._own
 
 
 def _optimizer_variables(model: Any) -> list[Any]:

@@ -295,8 +295,8 @@ class _Program:
     def _token(self) -> list[Any]:
         return [jnp.zeros((), jnp.int8)] if self._needs_token else []
 
-    def ahead(self, state: HeldState) -> tuple[Any, list[Any]]:
-        """The program for a plan, as ``jax.jit`` gave it, and what it takes for one batch, described only."""
+    def described(self, state: HeldState) -> tuple[Any, list[Any]]:
+        """The program as ``jax.jit`` gave it, and what it takes for one batch, which is only described."""
         values = state.values()
         written, read = [values[i] for i in self.written], [values[i] for i in self._read]
         return self._compiled, [written, read, self._consts, [layout.described() for layout in self._layouts]]

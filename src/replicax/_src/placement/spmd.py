@@ -454,13 +454,11 @@ class Launcher:
         return self.state.written.slots, self.state.read.slots
 
     def lower(self, args: Sequence[Any]) -> Any:
-        """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it, with the state as it is now."""
-        given, kept = self._split(args)
-        written, read = self.state.load(for_donation=False)
-        return self.compiled.lower(written, read, self.consts, given, kept)
+        """The program lowered for ``args``, as ``jax.jit(...).lower`` gives it."""
+        return self.compiled.lower(*self.described(args))
 
-    def ahead(self, args: Sequence[Any]) -> list[Any]:
-        """What ``compiled`` takes for ``args``, described only."""
+    def described(self, args: Sequence[Any]) -> list[Any]:
+        """What ``compiled`` takes for ``args``; the state is only described."""
         given, kept = self._split(args)
         return [*self.state.described(self._topology), self.consts, given, kept]
 

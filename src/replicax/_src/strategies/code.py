@@ -280,8 +280,8 @@ class PlacedCode:
         # Plain results go where the strategy keeps variables, so that plain code can compute with both.
         self._home = code.strategy.variable_placement.parameter_device
 
-    def ahead(self, args: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The program for a plan, as ``jax.jit`` gave it, and what it takes, described only."""
+    def described(self, args: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The program as ``jax.jit`` gave it, and what it takes; the state is only described."""
         variables = self._variables
         state = variables.state.described(self._topology)
         return self._compiled, [*state, variables.consts, list(args)]

@@ -187,7 +187,7 @@ class Runner:
     def place(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions
     ) -> tuple[PlacedFunction, list[Any]]:
-        """The program that ``run`` would run, and what it takes, for a plan: nothing is run or kept."""
+        """The program that ``run`` would run, and what it takes, to be lowered: nothing is run or kept."""
         use_imported()
         fn = key.unwrap(fn)
         nest = (tuple(args), dict(kwargs), key.lifted_cells(fn))

@@ -35,14 +35,12 @@ from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
 from replicax._src.pictures.strategies import table_of
 from replicax._src.placement.eager import run_eagerly
-from replicax._src.plan.plan import Plan
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, placed_by_each
-from replicax._src.strategies import datasets, logical_devices, reduction
+from replicax._src.strategies import datasets, logical_devices, lowering, reduction
 from replicax._src.strategies.extended import StrategyExtended
 from replicax._src.strategies.mistakes import check_call, no_strategies_of_users, no_such_attribute
 from replicax._src.strategies.parts import FunctionRunner, Parts
-from replicax._src.strategies.planning import PlanRequest, plan_of
 from replicax._src.strategies.running import DEFAULT_OPTIONS, Runner
 from replicax._src.strategies.steps import StepsRunner
 from replicax._src.tensorflow_code import check_no_function_of_tensorflow, check_not_in_tensorflow
@@ -54,6 +52,9 @@ from replicax._src.variables.logical_layouts import LogicalLayouts
 from replicax._src.variables.placement import VariablePlacement
 from replicax._src.variables.state_layouts import StateLayouts
 from replicax._src.variables.state_shards import StateShards
+
+if TYPE_CHECKING:
+    from replicax._src.plan.plan import Plan
 
 _R = TypeVar("_R")
 ReduceName = Literal["SUM", "MEAN", "sum", "mean", "Sum", "Mean"]
@@ -389,6 +390,53 @@ class Strategy:
                 return self.steps_runner.run_all(fn, iterator, steps, state)
         return self.steps_runner.run_all(fn, iterator, steps, state)
 
+    def lower(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+        *,
+        topology: str | None = None,
+    ) -> jax.stages.Lowered:
+        """Lowers the program of a step, as ``jax.jit(f).lower`` does, here or for hardware that is not here.
+
+        Nothing is run or kept, no array is made, and variables keep their values. It does not communicate. It blocks
+        while it traces; ``compile()`` of what it returns blocks while it compiles. Call it in cross-replica context.
+
+        Args:
+          fn: What ``run`` runs, an ``rx.function``, or a Keras model's ``fit``, of which the first step is taken.
+          args, kwargs: As ``fn`` takes them. A ``jax.ShapeDtypeStruct`` stands for a per-replica value, [per-replica
+            batch, ...], or, from ``replicate``, for one that all have; a ``PerReplica`` is taken with as many rows for
+            each replica as it has.
+          options: As for ``run``.
+          topology: ``"v5p:16x16x16"`` (a TPU slice), ``"h100:16x8"`` (hosts × GPUs), ``"cpu:8"`` (virtual devices of
+            this machine); None: the strategy's own devices.
+
+        Returns:
+          JAX's own ``Lowered``: ``as_text()``, and ``compile()`` with ``memory_analysis()`` and ``as_text()``. A
+          program for other devices than this process has cannot be run.
+
+        Raises:
+          TopologyError: No such hardware is sold; the text lists what is.
+          MissingExtraError: The compiler for it is not installed.
+          PlanError: This process cannot compile for it.
+          UnsupportedError: The strategy keeps variables elsewhere than on the replicas' devices.
+
+        >>> import jax, replicax as rx
+        >>> step = lambda x: rx.get_replica_context().all_reduce("sum", (x @ x.T).sum())
+        >>> x = jax.ShapeDtypeStruct((64, 32), "float32")
+        >>> lowered = rx.MirroredStrategy(["cpu:0"]).lower(step, args=(x,), topology="cpu:4")
+        >>> compiled = lowered.compile()
+        >>> compiled.memory_analysis().argument_size_in_bytes, "all-reduce" in compiled.as_text()
+        (8192, True)
+        """
+        context.check_may_enter(self)
+        use_imported()  # which know how to place what is not a replica function
+        return lowering.lower(
+            self, lowering.Step(fn, args, kwargs or {}, options or DEFAULT_OPTIONS), topology
+        )
+
     def plan(
         self,
         fn: Callable[..., Any],
@@ -400,7 +448,7 @@ class Strategy:
         global_batch: int | None = None,
         remedy_limit_s: float = 120.0,
     ) -> Plan:
-        """Compiles a step for hardware that is not here, and says what it needs; nothing is run, no array is made.
+        """Compiles what ``lower`` gives, and says what it needs; nothing is run, no array is made.
 
         Does not communicate. Blocks while it compiles: seconds for small models, a minute or more for large ones.
 
@@ -432,10 +480,12 @@ class Strategy:
         >>> plan.fits, plan.global_batch, plan.memory.arguments
         (True, 256, 8192)
         """
+        from replicax._src.plan.planning import plan_of  # plans stand at the edge: nothing else imports them
+
         context.check_may_enter(self)
         use_imported()  # which know how to place what is not a replica function
-        request = PlanRequest(topology, global_batch, options or DEFAULT_OPTIONS, remedy_limit_s)
-        return plan_of(self, fn, args, kwargs or {}, request)
+        step = lowering.Step(fn, args, kwargs or {}, options or DEFAULT_OPTIONS, global_batch)
+        return plan_of(self, step, topology, remedy_limit_s)
 
     # --- combining ------------------------------------------------------------------------------------
 

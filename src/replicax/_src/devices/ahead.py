@@ -1,31 +1,18 @@
-"""The ahead placement: a program compiled for devices that are not here, or not used. Nothing runs, no array is made.
-
-Programs are those of ``spmd`` and of ``global_view``, over a topology whose arrays are only described.
-"""
+"""Devices that are not here, or not used: as compilers see them, and as a topology whose arrays are only described."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import re
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from replicax._src import jax_compat
+from replicax._src.devices.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware, check_extra
 from replicax._src.errors import PlanError, TopologyError
-from replicax._src.plan.hardware import GPU_VARIABLE, QUIET_TPU, Chip, Hardware, check_extra
-from replicax._src.plan.plan import Memory
 from replicax._src.topology import Topology, replica_mesh
 
-_OUT_OF_MEMORY = re.compile(
-    r"\((?P<needed>[\d.]+)(?P<unit>[KMGT]?)\) exceeds available HBM \((?P<limit>[\d.]+)(?P<of>[KMGT]?)\)"
-)
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TARGET = """\
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 threads_per_core_limit: 2048
@@ -39,23 +26,6 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
 """
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """A program, compiled for a topology.
-
-    Attributes:
-      jaxpr: Of the whole program.
-      text: The compiled program as HLO; empty if the compiler gave up.
-      lower_s, compile_s: How long that took.
-    """
-
-    jaxpr: Any
-    memory: Memory
-    text: str
-    lower_s: float
-    compile_s: float
 
 
 def topology_ahead(hardware: Hardware, num_logical_devices: int = 1) -> Topology:
@@ -130,61 +100,3 @@ def gpu_target(chip: Chip) -> str:
     capability = facts.pop("capability")
     fields = " ".join(f"{name}: {value}" for name, value in facts.items())
     return _TARGET.format(capability=capability, fields=fields, memory=chip.memory_bytes, name=chip.name)
-
-
-def compile_ahead(compiled: Any, args: Sequence[Any], hardware: Hardware) -> Compilation:
-    """Compiles a program, as ``jax.jit`` gave it, for the devices of its arguments' shardings.
-
-    Args:
-      args: Nests of ``jax.ShapeDtypeStruct`` with shardings.
-
-    Raises:
-      PlanError: The compiler fails, for another reason than memory.
-    """
-    start = time.monotonic()
-    traced = compiled.trace(*args)
-    lowered = traced.lower()
-    lower_s = time.monotonic() - start
-    start = time.monotonic()
-    # Programs for devices that are not here cannot be loaded again: the next plan would warn, and compile after all.
-    is_here = hardware.chip.kind == "cpu"
-    try:
-        with contextlib.nullcontext() if is_here else jax_compat.not_in_persistent_cache():
-            executable = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        found = _OUT_OF_MEMORY.search(str(error))
-        if found is None:
-            raise PlanError(f"The compiler for {hardware.name} failed: {error}") from error
-        needed, limit = _bytes(found["needed"], found["unit"]), _bytes(found["limit"], found["of"])
-        memory = _exceeded(args, needed, limit)
-        return Compilation(traced.jaxpr, memory, "", lower_s, time.monotonic() - start)
-    memory = _memory(executable.memory_analysis(), hardware.chip)
-    return Compilation(traced.jaxpr, memory, executable.as_text(), lower_s, time.monotonic() - start)
-
-
-def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * _UNITS[unit])
-
-
-def _memory(analysis: Any, chip: Chip) -> Memory:
-    arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
-    outputs, donated = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
-    total = arguments + temporaries + outputs - donated
-    # The CPU's compiler leaves temporaries out of its peak (jax 0.10).
-    peak = total if chip.kind == "cpu" else (analysis.peak_memory_in_bytes or total)
-    return Memory(arguments, outputs, donated, temporaries, peak, chip.memory_bytes)
-
-
-def _exceeded(args: Sequence[Any], needed: int, limit: int) -> Memory:
-    """Where the compiler gave up: what it says that it needs, and the arguments from their shapes."""
-    arguments = sum(bytes_on_device(leaf) for leaf in jax.tree_util.tree_leaves(args))
-    return Memory(arguments, 0, 0, needed, max(arguments, needed), limit, is_exact=False)
-
-
-def bytes_on_device(described: Any) -> int:
-    """What one device holds of a described array."""
-    shape = described.sharding.shard_shape(described.shape) if described.sharding else described.shape
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size * described.dtype.itemsize

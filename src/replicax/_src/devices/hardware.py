@@ -129,7 +129,7 @@ class Hardware:
 @functools.cache
 def chips() -> Mapping[str, Chip]:
     """All chips with published facts, by key."""
-    text = resources.files("replicax._src.plan").joinpath("chips.toml").read_text(encoding="utf-8")
+    text = resources.files("replicax._src.devices").joinpath("chips.toml").read_text(encoding="utf-8")
     return {key: _chip(key, facts) for key, facts in tomllib.loads(text).items()}
 
 

@@ -1,0 +1,243 @@
+"""``Strategy.plan``: the program of a step, compiled for hardware, and what is known of it then."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+
+from replicax._src.devices.ahead import topology_ahead
+from replicax._src.devices.hardware import Chip, Hardware, chips, hardware_of, this_machine
+from replicax._src.errors import InvalidArgumentError, ReplicaxError
+from replicax._src.options import ShardState
+from replicax._src.plan.compilation import Compilation, argument_bytes, bytes_on_device, compiled_for
+from replicax._src.plan.costs import Costs, costs_of
+from replicax._src.plan.hlo import read_hlo
+from replicax._src.plan.plan import Plan, PlannedArray, bounds_of, memory_traffic
+from replicax._src.plan.remedies import Attempt, Change, Search, notes_of_whole_arguments
+from replicax._src.plan.report import answer, outcome, size
+from replicax._src.progress import working
+from replicax._src.strategies.lowering import NamedArray, Step, StepProgram, check, own_devices, program_on
+from replicax._src.topology import Topology
+from replicax._src.variables.state_layouts import StateLayouts
+from replicax._src.variables.state_shards import StateShards
+
+Tell = Callable[[str, Plan | None], None]
+
+
+def plan_of(
+    strategy: Any,
+    step: Step,
+    topology: str | None,
+    remedy_limit_s: float,
+    tell: Tell = lambda text, plan: None,
+) -> Plan:
+    """The plan of a step; see ``Strategy.plan``.
+
+    Args:
+      tell: Called with what the plan has come to: in words, and the plan when there is one. Remedies come afterwards.
+    """
+    check(strategy, step)
+    _check(step.global_batch, remedy_limit_s)
+    if topology is None:
+        devices = own_devices(strategy)
+        hardware = _own_hardware(list(devices.grid.flat))
+    else:
+        hardware = hardware_of(topology)
+        devices = topology_ahead(hardware, strategy.num_logical_devices)
+    planning = _Planning(strategy, step, hardware, devices, tell)
+    what = f"{step.name.rpartition('<locals>.')[2]} for {hardware.name}"
+    with working(f"planning {what}", f"planned {what}"):
+        plan = planning.plan()
+        tell(answer(plan), plan)
+        return plan if plan.fits else planning.with_remedies(plan, remedy_limit_s)
+
+
+def _check(rows: Any, limit: Any) -> None:
+    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+        raise InvalidArgumentError(f"global_batch is a number of rows of at least 1, got {rows!r}.")
+    if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit >= 0:
+        raise InvalidArgumentError(f"remedy_limit_s is a number of seconds, 0 or more, got {limit!r}.")
+
+
+def _own_hardware(devices: Sequence[Any]) -> Hardware:
+    first, count = devices[0], len(devices)
+    if first.platform == "cpu":
+        return Hardware(f"cpu:{count}", this_machine(count), (count,))
+    kind = first.device_kind
+    known = next((chip for chip in chips().values() if kind in chip.device_kinds), None)
+    limit = (first.memory_stats() or {}).get("bytes_limit", 0)
+    chip = known or Chip(first.platform, first.platform, kind, {}, limit)
+    hosts = len({device.process_index for device in devices})
+    shape = hosts, count // hosts // chip.devices_per_chip
+    return Hardware(f"{chip.key}:{shape[0]}x{shape[1]}", chip, shape)
+
+
+@final
+@dataclass(frozen=True)
+class _Planning:
+    """A step that is planned, perhaps again with changes."""
+
+    strategy: Any
+    step: Step
+    hardware: Hardware
+    topology: Topology
+    tell: Tell
+
+    def plan(self) -> Plan:
+        """Compiled, as it was asked for."""
+        start = time.monotonic()
+        with self._placed(self.step, self.topology, None) as (program, shard_size):
+            trace_s = time.monotonic() - start
+            arguments = size(argument_bytes(program))
+            self.tell(
+                f"traced in {trace_s:.1f} s, {arguments} of arguments on a device; compiling for {self.hardware.name}",
+                None,
+            )
+            compilation = compiled_for(self.hardware, program)
+        plan = _assembled(program, compilation, self.hardware, self.topology, trace_s)
+        notes = [*plan.notes, *_notes_of_rows(self.step.global_batch, plan)]
+        return dataclasses.replace(plan, shard_size=shard_size, notes=notes)
+
+    def with_remedies(self, plan: Plan, limit_s: float) -> Plan:
+        """A plan that does not fit, with the changes that would make it fit."""
+        end = time.monotonic() + limit_s
+        may_divide = self.topology.num_replicas > 1 and self.topology.num_logical_devices == 1
+        search = Search(plan, self._attempt, may_divide=may_divide, time_left=lambda: end - time.monotonic())
+        found, notes = [], [*plan.notes, *notes_of_whole_arguments(plan)]
+        try:
+            for remedy in search.remedies():
+                found.append(remedy)
+                self.tell(f"{remedy.change}: {outcome(remedy)}", None)
+        except ReplicaxError as error:
+            # The plan stands. A dataset that gives one batch only cannot be planned a second time, for example.
+            notes.append(f"Further remedies could not be computed: {error}")
+        return dataclasses.replace(plan, remedies=found, notes=notes)
+
+    def _attempt(self, change: Change, below: float) -> Attempt:
+        """With a change, and compiled if its arguments fit and have fewer bytes than that."""
+        hardware, memory = change.hardware, None
+        topology = self.topology
+        if hardware != self.hardware:
+            topology = topology_ahead(hardware, self.topology.num_logical_devices)
+        step = dataclasses.replace(self.step, global_batch=change.global_batch)
+        with self._placed(step, topology, change.shard_state) as (program, shard_size):
+            arguments = argument_bytes(program)
+            if arguments < below and arguments <= hardware.chip.memory_bytes:
+                memory = compiled_for(hardware, program).memory
+        limit = memory.limit if memory else hardware.chip.memory_bytes
+        peak = memory.peak if memory else None
+        return Attempt(topology.num_replicas, program.rows, shard_size, arguments, peak, limit)
+
+    @contextlib.contextmanager
+    def _placed(
+        self, step: Step, topology: Topology, state: ShardState | None
+    ) -> Iterator[tuple[StepProgram, int | None]]:
+        """The program, and over how many replicas its state is divided: ``state``, or as the strategy says."""
+        if state is None:
+            layouts = self.strategy.layouts_on(topology)
+        else:
+            shards = StateShards.of(state, None, topology.num_replicas)
+            layouts = shards and StateLayouts(shards, topology)
+        with program_on(self.strategy, step, topology, layouts) as program:
+            yield program, layouts.shards.num_shards if layouts else None
+
+
+def _assembled(
+    program: StepProgram,
+    compilation: Compilation,
+    hardware: Hardware,
+    topology: Topology,
+    trace_s: float,
+) -> Plan:
+    domain_size, num_logical = hardware.domain_size, topology.num_logical_devices
+    costs = costs_of(
+        compilation.jaxpr,
+        hardware.num_devices,
+        is_split=program.is_split,
+        domain_size=domain_size,
+        num_logical_devices=num_logical,
+    )
+    mesh = dict(topology.mesh.shape) if num_logical > 1 else None
+    compiled = read_hlo(compilation.text, hardware.num_devices, domain_size, mesh)
+    # Over logical devices it is the compiler who divides values, and exchanges them.
+    collectives = compiled.collectives if mesh else costs.collectives or compiled.collectives
+    traffic = memory_traffic(compilation.memory, costs.matrix_bytes)
+    return Plan(
+        name=program.name,
+        hardware=hardware,
+        num_replicas=topology.num_replicas,
+        rows=program.rows,
+        memory=compilation.memory,
+        arrays=[_planned(array) for array in (*program.arrays, *_constants(program))],
+        flops=costs.flops,
+        requested=costs.collectives,
+        compiled=compiled.collectives,
+        bounds=bounds_of(hardware, costs.flops, traffic, collectives),
+        estimated_cycles=compiled.cycles,
+        seconds={"tracing": trace_s, "lowering": compilation.lower_s, "compiling": compilation.compile_s},
+        notes=[*_notes(costs), *_notes_of_logical_devices(topology)],
+        num_logical_devices=num_logical,
+    )
+
+
+def _constants(program: StepProgram) -> list[NamedArray]:
+    """The arrays that the step closes over."""
+    leaves = jax.tree_util.tree_leaves(program.operands[2])
+    return [NamedArray("argument", f"constant {i}", leaf) for i, leaf in enumerate(leaves)]
+
+
+def _planned(array: NamedArray) -> PlannedArray:
+    """One array, and where it is."""
+    described = array.value
+    spec = tuple(described.sharding.spec) if described.sharding is not None else ()
+    axes = ["+".join(axis) if isinstance(axis, tuple) else axis for axis in spec]
+    split = (*axes, *[None] * (len(described.shape) - len(spec)))
+    shape = tuple(described.shape)
+    of_device = described.sharding.shard_shape(shape) if described.sharding is not None else shape
+    pieces = tuple(-(-whole // part) if part else 1 for whole, part in zip(shape, of_device, strict=True))
+    return PlannedArray(
+        array.role,
+        array.name,
+        shape,
+        str(described.dtype),
+        bytes_on_device(described),
+        split,
+        array.is_written,
+        pieces,
+    )
+
+
+def _notes(costs: Costs) -> list[str]:
+    if not costs.has_open_loops:
+        return []
+    return ["It has loops whose length is known only when they run: their operations are counted once."]
+
+
+def _notes_of_rows(asked: int | None, plan: Plan) -> Iterator[str]:
+    if asked is not None and plan.rows is not None and asked != plan.global_batch:
+        yield (
+            f"A global batch of {asked:,} rows does not divide by {plan.num_replicas:,} replicas: the plan is of {plan.rows:,} for "
+            "each, which is what those with the most have."
+        )
+
+
+def _notes_of_logical_devices(topology: Topology) -> Iterator[str]:
+    count = topology.num_logical_devices
+    if count == 1:
+        return
+    yield (
+        f"Multiplications, and their memory traffic, are counted as if the compiler divided all of them over the {count} logical "
+        "devices of a replica: what nothing divides each of them computes. What the program asks for is of the whole replica."
+    )
+    hosts = max(len({device.process_index for device in replica}) for replica in topology.grid)
+    if hosts > 1:
+        yield (
+            f"A replica has devices of {hosts} hosts here. TPUStrategy needs them in one process: use a device assignment with fewer "
+            "devices for each replica."
+        )

@@ -1,0 +1,281 @@
+"""``Strategy.lower``: the program of a step for devices that may not be here. Nothing runs, no array is made.
+
+It is the program that ``run``, an ``rx.function`` or ``fit`` would run. Variables and arguments are shapes only.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from replicax._src import context
+from replicax._src.devices.ahead import topology_ahead
+from replicax._src.devices.hardware import hardware_of
+from replicax._src.errors import InvalidArgumentError, UnsupportedError
+from replicax._src.frameworks.framework import frameworks_in_use
+from replicax._src.options import RunOptions
+from replicax._src.program import key
+from replicax._src.program.arguments import as_arguments
+from replicax._src.program.capture import planning
+from replicax._src.program.slots import Slot
+from replicax._src.topology import Topology
+from replicax._src.values import Mirrored, PerReplica, is_value, largest_shape
+from replicax._src.variables.state_layouts import StateLayouts
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """A step to lower: a call, as ``Strategy.lower`` takes it.
+
+    Attributes:
+      fn: A replica function, an ``rx.function``, or a method of a Keras model.
+      global_batch: Rows of all replicas together; None: each replica has as many as ``args`` have for one.
+      num_replicas_here: R of the strategy as it is, for which the arguments are.
+    """
+
+    fn: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    options: RunOptions = dataclasses.field(default_factory=RunOptions)
+    global_batch: int | None = None
+    num_replicas_here: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the function, for people."""
+        return key.name_of(self.fn)
+
+
+@final
+@dataclass(frozen=True)
+class NamedArray:
+    """A variable or an argument of a program, described.
+
+    Attributes:
+      role: "variable" or "argument".
+      value: Its shape, dtype and sharding.
+      is_written: The program changes it.
+    """
+
+    role: str
+    name: str
+    value: Any
+    is_written: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class StepProgram:
+    """The program of a step.
+
+    Attributes:
+      compiled: As ``jax.jit`` gave it.
+      operands: What it takes, described: the variables that it writes, and reads, its constants, then the arguments.
+      arrays: Its variables and arguments.
+      rows: Of a replica's batch; None where no argument is split.
+      is_split: It is the program of all replicas together, which the partitioner splits.
+    """
+
+    name: str
+    compiled: Any
+    operands: Sequence[Any]
+    arrays: Sequence[NamedArray]
+    rows: int | None
+    is_split: bool = False
+
+    def trace(self) -> jax.stages.Traced:
+        """Traces it, for what it takes."""
+        return self.compiled.trace(*self.operands)
+
+
+class PlacedByItself(abc.ABC):
+    """A function that is no replica function, and knows its own program."""
+
+    @abc.abstractmethod
+    def place(self, strategy: Any, step: Step) -> StepProgram:
+        """The program of a call, whose function this is."""
+
+
+Placer = Callable[[Any, Step], StepProgram]
+
+
+def lower(strategy: Any, step: Step, topology: str | None) -> jax.stages.Lowered:
+    """The program of a step, as JAX lowers it; see ``Strategy.lower``."""
+    check(strategy, step)
+    if topology is None:
+        devices = own_devices(strategy)
+    else:
+        devices = topology_ahead(hardware_of(topology), strategy.num_logical_devices)
+    with program_on(strategy, step, devices, strategy.layouts_on(devices)) as program:
+        return program.trace().lower()
+
+
+def check(strategy: Any, step: Step) -> None:
+    """Raises for what is no call of a step, and for strategies whose variables are elsewhere."""
+    args, options = step.args, step.options
+    if not callable(step.fn):
+        raise InvalidArgumentError(f"What is lowered or planned needs to be a function, got {step.fn!r}.")
+    if not isinstance(args, (list, tuple)):
+        raise InvalidArgumentError(
+            f"args must be a list or tuple, got {type(args)}. For one argument write (argument,)."
+        )
+    if not isinstance(step.kwargs, Mapping):
+        raise InvalidArgumentError(
+            f"kwargs must be a dict of keyword arguments, got {step.kwargs!r}. Give the hardware by name: "
+            "topology='v5p:16x16x16'."
+        )
+    if not isinstance(options, RunOptions):
+        raise InvalidArgumentError(f"options must be an rx.RunOptions, got {options!r}.")
+    if any(not -len(args) <= i < len(args) for i in options.donate_args):
+        raise InvalidArgumentError(
+            f"RunOptions(donate_args={options.donate_args}) names positions in args, of which there are {len(args)}. Give "
+            "those of the arguments that the program may overwrite."
+        )
+    placement = strategy.variable_placement
+    if strategy.has_servers or getattr(placement, "parameter_device", None) is not None:
+        raise UnsupportedError(
+            f"{type(strategy).__name__} keeps its variables elsewhere than on the replicas' devices, for which steps are lowered "
+            "and planned. Use rx.MirroredStrategy for it."
+        )
+
+
+def own_devices(strategy: Any) -> Topology:
+    """The strategy's own devices, as a topology on which arrays are only described."""
+    return Topology.of_mesh(strategy.topology.mesh, is_ahead=True)
+
+
+@contextlib.contextmanager
+def program_on(
+    strategy: Any, step: Step, topology: Topology, layouts: StateLayouts | None
+) -> Iterator[StepProgram]:
+    """The program of a step on a topology. Trace it inside: there the strategy has these devices, and variables without
+    values are taken as they will be.
+
+    Args:
+      topology: Its arrays are only described.
+      layouts: How variables lie over it; None: each device holds all of them.
+    """
+    step = dataclasses.replace(step, num_replicas_here=strategy.num_replicas_in_sync)
+    token = planning.set(True)
+    try:
+        with context.standing_in(strategy, strategy.parts_on(topology, layouts)):
+            yield _placed(strategy, step)
+    finally:
+        planning.reset(token)
+
+
+def _placed(strategy: Any, step: Step) -> StepProgram:
+    if isinstance(step.fn, PlacedByItself):
+        return step.fn.place(strategy, step)
+    for framework in frameworks_in_use():
+        place = framework.placer_of(step.fn)
+        if place is not None:
+            return place(strategy, step)
+    return place_replica_function(strategy, step)
+
+
+def place_replica_function(strategy: Any, step: Step) -> StepProgram:
+    """The program that ``strategy.run`` would run."""
+    topology = strategy.topology
+    given = arguments_on(topology, step)
+    placed, arrays = strategy.runner.place(step.fn, given.args, given.kwargs, step.options)
+    launcher = placed.launcher
+    operands = launcher.described(on_devices(arrays, topology))
+    written, read = launcher.state_slots
+    variables = of_slots(written, read, topology)
+    return StepProgram(step.name, launcher.compiled, operands, [*variables, *given.arrays], given.rows)
+
+
+# --- arguments ------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a step, described for other devices than they are for.
+
+    Attributes:
+      rows: Of a replica's batch; None where no argument is split.
+      arrays: Those that are on the devices, under their names.
+    """
+
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    rows: int | None
+    arrays: Sequence[NamedArray]
+
+
+def arguments_on(topology: Topology, step: Step) -> Arguments:
+    """Describes arguments as devices have them: as many rows for each replica, or those of a global batch."""
+    leaves, tree = jax.tree_util.tree_flatten((tuple(step.args), dict(step.kwargs)), is_leaf=is_value)
+    leaves = as_arguments(leaves, tree)
+    components = [_component(leaf) for leaf in leaves]
+    have = next((shape[0] for shape, _ in filter(None, components) if shape), None)
+    rows = have
+    if step.global_batch is not None and have is not None:
+        rows = math.ceil(step.global_batch / topology.num_replicas)
+    placed = []
+    for leaf, component in zip(leaves, components, strict=True):
+        if component is not None:
+            shape, dtype = component
+            if shape and shape[0] == have:
+                shape = (rows, *shape[1:])
+            array = jax.ShapeDtypeStruct(
+                (topology.num_replicas, *shape), dtype, sharding=topology.per_replica
+            )
+            placed.append(PerReplica(array, topology.num_replicas))
+        elif isinstance(leaf, (Mirrored, PerReplica)):
+            placed.append(Mirrored(topology.put_whole(leaf.stored), topology.num_replicas))
+        else:
+            placed.append(leaf)
+    args, kwargs = nest = jax.tree_util.tree_unflatten(tree, placed)
+    paths, _ = jax.tree_util.tree_flatten_with_path(nest, is_leaf=is_value)
+    arrays = [
+        NamedArray("argument", f"args{jax.tree_util.keystr(path[1:])}", value)
+        for path, leaf in paths
+        if (value := _on_devices(leaf, topology)) is not None
+    ]
+    return Arguments(args, kwargs, rows, arrays)
+
+
+def _component(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
+    """Shape and dtype of what one replica has of an argument that is split; None for others."""
+    if isinstance(leaf, PerReplica) and not leaf.is_equal:
+        shapes = leaf.shapes or (leaf.component_shape(0),)
+        return tuple(largest_shape(shapes)), leaf.dtype
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), leaf.dtype
+    return None
+
+
+def _on_devices(leaf: Any, topology: Topology) -> Any:
+    """An argument as it is on the devices; None if it is no array."""
+    if isinstance(leaf, (PerReplica, Mirrored)):
+        return leaf.stored
+    return topology.put_whole(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
+
+
+def on_devices(arrays: Sequence[Any], topology: Topology) -> list[Any]:
+    """Arrays as programs over the devices take them: described, whole on each where nothing else is said."""
+    return [
+        a if isinstance(a, jax.ShapeDtypeStruct) and a.sharding is not None else topology.put_whole(a)
+        for a in arrays
+    ]
+
+
+def of_slots(written: Sequence[Slot], read: Sequence[Slot], topology: Topology) -> list[NamedArray]:
+    """The variables of a program, described."""
+    return [
+        NamedArray("variable", slot.name, slot.described(topology), is_written)
+        for slots, is_written in ((written, True), (read, False))
+        for slot in slots
+    ]
