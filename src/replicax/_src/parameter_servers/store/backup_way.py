@@ -1,4 +1,4 @@
-"""``BackupWay``: the connection from a primary to its backup, for one epoch. ``AckPatience``: how long that may be silent."""
+"""``BackupWay``: the connection from a primary to its backup, for one epoch. ``AckPatience``: its limit of silence."""
 
 from __future__ import annotations
 
