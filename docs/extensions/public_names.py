@@ -37,7 +37,7 @@ INTERNAL = {
     "GradientTape": "record_read",
     "Mirrored": "array as_array stored donate is_shared",
     "PerReplica": "array as_array stored donate description component_shape maker",
-    "ParameterServerStrategy": "is_coordinator topology_of_worker closures run_here run_replica_here run_as_one has_servers",
+    "ParameterServerStrategy": "is_coordinator topology_of_worker run_here run_replica_here run_as_one has_servers",
     "ReplicaContext": "communicator",
     "RemoteValue": "array nest_of settle",
     "Strategy": "parts_on layouts_on parts topology variable_placement slots runner steps_runner user_ops reduce_in_replica "
