@@ -122,7 +122,7 @@ def test_what_a_function_cannot_return_is_said(strategy, fn, says):
     for call in (
         lambda: strategy.run(fn, (x,)),
         lambda: rx.function(fn)(x),
-        lambda: servers(1).prepare(fn, (x,)),
+        lambda: servers(1).closures.prepare(fn, (x,)),
     ):
         message(errors.UnsupportedError, call, *says)
     kept = {"name": "a", "list": ["b"]}
@@ -174,7 +174,7 @@ class Logged:
 def test_strategies_run_the_method_of_an_object_and_what_stands_around_it(strategy, fn, expected):
     assert local(strategy, strategy.run(fn, (jnp.float32(3.0),)))[0] == expected
     on_servers = servers(1)
-    closure = on_servers.prepare(fn, (np.float32(3.0),))
+    closure = on_servers.closures.prepare(fn, (np.float32(3.0),))
     assert float(on_servers.run_here(fn, np.float32(3.0))) == expected
     assert closure.name.split(".")[-1] in ("step", "of_class", "<lambda>")
 

@@ -127,7 +127,7 @@ def test_what_replicas_do_to_variables_adds_up_on_the_servers_with_one_push_to_e
     arguments = strategy.experimental_distribute_values_from_function(
         lambda context: ROWS[: 2 + context.replica_id_in_sync_group]
     )
-    prepared = strategy.prepare(step, [arguments])
+    prepared = strategy.closures.prepare(step, [arguments])
     (digest,) = prepared.programs.values()
     pushes = prepared.program(digest).pushes
     assert sorted(push.ps for push in pushes) == [0, 1]
@@ -210,7 +210,7 @@ def test_a_mirrored_variable_whose_new_values_differ_is_refused_with_the_line(on
     with pytest.raises(
         rx.errors.DivergenceError, match=r"Variable 'mirrored' is .* at .*test_remote_replicas"
     ):
-        strategy.prepare(step, [np.float32(1)])
+        strategy.closures.prepare(step, [np.float32(1)])
 
 
 def test_next_inside_of_run_says_where_to_call_it(on_servers):
@@ -221,7 +221,7 @@ def test_next_inside_of_run_says_where_to_call_it(on_servers):
         return strategy.run(lambda: next(iterator))
 
     with pytest.raises(rx.errors.TraceError, match=r"2 replicas.*strategy.run"):
-        strategy.prepare(step, [iterator])
+        strategy.closures.prepare(step, [iterator])
 
 
 def test_a_batch_whose_assignments_depend_on_its_size_in_python_is_refused(on_servers):
@@ -236,7 +236,7 @@ def test_a_batch_whose_assignments_depend_on_its_size_in_python_is_refused(on_se
         lambda context: ROWS[: 2 + context.replica_id_in_sync_group]
     )
     with pytest.raises(rx.errors.StructureError, match="another local batch size"):
-        strategy.prepare(step, [rows])
+        strategy.closures.prepare(step, [rows])
 
 
 def test_a_process_with_fewer_devices_says_that_a_replica_function_belongs_to_the_workers():
@@ -321,13 +321,13 @@ def test_programs_are_made_for_the_platforms_of_the_workers_also_of_those_that_c
         _, step = add_up(strategy)
         session = strategy.session
         session.meet_worker("worker 0", {"num_devices": 2, "platform": "cuda"})
-        prepared = strategy.prepare(step, [ROWS])
+        prepared = strategy.closures.prepare(step, [ROWS])
         (before,) = prepared.programs.values()
         assert platforms_of(prepared) == [("cuda",)]  # whatever this process has
         session.meet_worker("worker 1", {"num_devices": 2, "platform": "rocm"})
         assert platforms_of(prepared) == [("cuda", "rocm")]
         assert before not in prepared.programs.values()
-        assert platforms_of(strategy.prepare(step, [ROWS])) == [("cuda", "rocm")]
+        assert platforms_of(strategy.closures.prepare(step, [ROWS])) == [("cuda", "rocm")]
         for _, update in prepared.traced.first.updates:  # the servers have CPUs
             assert jax.export.deserialize(bytearray(update.blob)).platforms == ("cpu",)
         strategy.run_here(step, ROWS)  # and here it runs for what is here
@@ -398,7 +398,7 @@ def test_what_replicas_print_is_left_out_and_calls_of_python_are_refused(on_serv
         return jax.pure_callback(np.asarray, x, x)
 
     with pytest.raises(rx.errors.UnsupportedError, match=r"calling calls back into Python"):
-        strategy.prepare(lambda x: strategy.run(calling, args=(x,)), [np.float32(1)])
+        strategy.closures.prepare(lambda x: strategy.run(calling, args=(x,)), [np.float32(1)])
 
 
 def test_a_worker_computes_what_servers_do_only_where_the_function_uses_it_afterwards(on_servers):
@@ -420,7 +420,7 @@ def test_a_worker_computes_what_servers_do_only_where_the_function_uses_it_after
         strategy.run(replica_step, args=(x,))
         return w.value
 
-    prepared = strategy.prepare(step, [np.float32(1)])
+    prepared = strategy.closures.prepare(step, [np.float32(1)])
     (digest,) = prepared.programs.values()
     assert prepared.program(digest).variables == ()
     assert (

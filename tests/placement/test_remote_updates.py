@@ -169,7 +169,7 @@ def test_an_assignment_is_what_it_does_to_the_value():
     v.assign(100.0)
     average.assign(20.0)
     strategy.run_here(fn, np.float32(2))
-    prepared = strategy.prepare(fn, [np.float32(2)])
+    prepared = strategy.closures.prepare(fn, [np.float32(2)])
     assert v.numpy() == 102
     assert average.numpy() == 12
     assert len(prepared.traced.program(next(iter(prepared.programs.values()))).variables) == 0, (
@@ -282,7 +282,7 @@ def test_what_reads_a_variable_twice_adds_up():
         v.assign(jnp.where(is_on, v.value + 1.0, v.value))
 
     strategy.run_here(step, np.bool_(True))
-    prepared = strategy.prepare(step, [np.bool_(True)])
+    prepared = strategy.closures.prepare(step, [np.bool_(True)])
     (digest,) = prepared.programs.values()
     assert not prepared.traced.program(digest).variables, "the server's own value is used"
     strategy.run_here(step, np.bool_(False))
@@ -526,7 +526,7 @@ def test_pieces_of_one_shape_share_one_function_of_a_server():
         optimizer = O.AdamW(0.1)
         optimizer.exclude_from_weight_decay(var_list=kept)
         optimizer.build([*kept, *decayed])
-    prepared = strategy.prepare(
+    prepared = strategy.closures.prepare(
         lambda g: optimizer.apply([g] * 20, [*kept, *decayed]), [np.ones((6, 2), np.float32)]
     )
     for _, update in prepared.traced.first.updates:
@@ -577,7 +577,7 @@ def test_what_a_branch_assigns_is_done_by_the_servers_if_it_was_taken(shards):
         )
         return x
 
-    prepared = strategy.prepare(step, [np.float32(1)])
+    prepared = strategy.closures.prepare(step, [np.float32(1)])
     (digest,) = prepared.programs.values()
     assert not prepared.traced.program(digest).variables, "no worker reads a value that it could push back"
     for x in (1, -1, 2, 3):
@@ -596,7 +596,7 @@ def test_a_condition_on_the_variable_itself_is_of_the_value_read(caplog):
     def step(x):
         rx.cond(jnp.sum(v.value) < 5, lambda: v.assign_add(jnp.full(3, x)), lambda: None)
 
-    prepared = strategy.prepare(step, [np.float32(1)])
+    prepared = strategy.closures.prepare(step, [np.float32(1)])
     (digest,) = prepared.programs.values()
     assert prepared.traced.program(digest).variables, "the condition is the worker's"
     for _ in range(3):
@@ -646,7 +646,7 @@ def test_arrays_that_are_given_are_copied():
         kept = keras.Variable(np.zeros(2, np.float32))
     value = np.ones(2, np.float32)
     kept.assign(value)
-    prepared = strategy.prepare(lambda x: x, [value])
+    prepared = strategy.closures.prepare(lambda x: x, [value])
     value[:] = 7
     np.testing.assert_array_equal(kept.value, [1, 1])
     np.testing.assert_array_equal(prepared.arguments[0], [1, 1])
