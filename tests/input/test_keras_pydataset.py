@@ -161,6 +161,26 @@ def test_threads_end_with_the_epoch_or_when_it_is_dropped():
     assert not threads()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_batch_that_failed_is_asked_for_again(workers):
+    class FailsOnce(Squares):
+        has_failed = False
+
+        def __getitem__(self, index):
+            if index == 1 and not self.has_failed:
+                self.has_failed = True
+                raise OSError("no file 1")
+            return super().__getitem__(index)
+
+    dataset = FailsOnce(workers=workers)
+    batches = open_elements(dataset).iterate()
+    first = features([next(batches)])
+    with pytest.raises(OSError, match="no file 1"):
+        next(batches)
+    assert first + features(batches) == [[0, 1], [2, 3], [4]]
+    assert [dataset.calls.count(name) for name in ("begin", "end")] == [1, 1]
+
+
 def test_an_error_of_a_thread_comes_where_its_batch_would():
     class Broken(Squares):
         def __getitem__(self, index):

@@ -104,7 +104,8 @@ class _Epoch:
 
 def _batches(dataset: Any, first: int) -> Iterator[Any]:
     """Yields the batches from a number on, in order. Threads read ahead; they end with it, or when it is dropped."""
-    numbers = itertools.takewhile(lambda number: number < _count(dataset), itertools.count(first))
+    length = _count(dataset)
+    numbers = itertools.takewhile(lambda number: number < length, itertools.count(first))
     num_threads = _num_threads(dataset)
     if not num_threads:
         yield from (_batch(dataset, number) for number in numbers)
