@@ -159,7 +159,7 @@ class _FirstProgram:
 
 
 def _is_item(value: Any) -> bool:
-    """True for all but the nests that datasets yield: modules are pytrees too, and must stay the objects that they are."""
+    """True for all but the nests that datasets yield: modules are pytrees too, and must stay the same objects."""
     return not isinstance(value, (tuple, list, dict))
 
 
