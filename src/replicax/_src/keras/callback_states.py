@@ -1,4 +1,4 @@
-"""The other callbacks of a ``fit``: their states for its checkpoint, their silence in a replay, and who writes."""
+"""The other callbacks of a ``fit``: their states in its checkpoint, silence in a replay, and writing by the chief."""
 
 from __future__ import annotations
 
@@ -60,11 +60,10 @@ def _has_state(callback: Any) -> bool:
 
 @final
 class Muted:
-    """Callbacks that do not hear of something until ``end``.
+    """Replaces methods of callbacks by ones that do nothing, until ``end``.
 
     Args:
-      callbacks: They.
-      hooks: The methods that Keras would call; by default those of batches.
+      hooks: The methods, which Keras calls; by default those of batches.
     """
 
     def __init__(self, callbacks: Sequence[Any], hooks: Sequence[str] = _BATCH_HOOKS):
@@ -76,7 +75,7 @@ class Muted:
             vars(one).update(dict.fromkeys(hooks, _nothing))
 
     def end(self) -> None:
-        """They do again. May be called twice."""
+        """Gives the callbacks their methods back. May be called twice."""
         for one, before in self._before:
             for name in self._hooks:
                 del vars(one)[name]
@@ -90,7 +89,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def written_by_chief(strategy: Any, callbacks: Any) -> Iterator[None]:
-    """Inside, Keras's own callbacks that write files do so in the first of several processes alone; all read them."""
+    """Inside, of several processes only the first writes the files of Keras's own callbacks; all read them."""
     peers = None if strategy is None else strategy.topology.peers
     if peers is None or not callbacks:
         yield
@@ -112,7 +111,7 @@ def written_by_chief(strategy: Any, callbacks: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _synced_where_saved(callback: Any) -> Iterator[None]:
-    """Inside, every process gives the model its state where one saves it between two batches: a collective follows."""
+    """Inside, every process gives the model its state where one saves it between two batches: saving communicates."""
     is_due = callback._should_save_on_batch
 
     def is_due_and_synced(batch: int) -> bool:
@@ -129,7 +128,7 @@ def _synced_where_saved(callback: Any) -> Iterator[None]:
 
 
 def check_has_tensorflow(callbacks: Any) -> None:
-    """Raises where Keras's own callback would fail: it needs TensorFlow.
+    """Raises if Keras's own TensorBoard callback would fail, which needs TensorFlow.
 
     Raises:
       MissingExtraError: TensorFlow is not installed.

@@ -1,4 +1,4 @@
-"""How far a ``fit`` is, as a checkpoint has it: the epoch and batch, its history, and where it is in its data."""
+"""The position of a ``fit`` in a checkpoint: epoch, batch, history, and the position in its data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from replicax._src.keras.steps import StepFunction
 @final
 @dataclass
 class Progress:
-    """Where ``fit`` is.
+    """The epoch and batch of a ``fit``, and its history.
 
     Attributes:
-      epoch: The one that has begun, or that would be the next.
-      batch: How many of its batches have been trained with.
-      num_batches: How many in all epochs.
-      logs: Of the last batch.
+      epoch: The epoch that has begun, or would be the next.
+      batch: The number of batches of this epoch that have been trained with.
+      num_batches: The number of batches in all epochs.
+      logs: The logs of the last batch.
       epochs, history: As ``model.history`` has them.
       has_stopped: A callback has ended the training before its last epoch.
     """
@@ -40,7 +40,7 @@ class Progress:
     has_stopped: bool = False
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], *, has_stopped: bool) -> None:
-        """An epoch has ended, with its logs."""
+        """Notes that an epoch has ended, and its logs."""
         self.epoch, self.batch, self.logs, self.has_stopped = epoch + 1, 0, {}, has_stopped
         self.epochs.append(epoch)
         for name, value in logs.items():
@@ -68,17 +68,18 @@ def _plain(logs: Any) -> Any:
 
 @final
 class DataOfFit:
-    """Where ``fit`` is in its data.
+    """The position of ``fit`` in its data.
 
-    Keras goes through them in passes, with ``steps_per_epoch`` in one for several epochs.
+    Keras reads the data in passes; with ``steps_per_epoch`` one pass serves several epochs.
 
-    Arrays and PyDatasets are shuffled by the random states as they are when a pass begins; datasets of ours know their
-    position; a PyDataset with ``get_state`` and ``set_state`` is asked when a pass begins. All others are read again.
+    Keras shuffles arrays and PyDatasets with the random states at the beginning of a pass, so these are saved. Datasets
+    of replicax know their position. A PyDataset with ``get_state`` and ``set_state`` is asked at the beginning of a
+    pass. All other data are read again.
 
     Args:
-      x: The argument of ``fit``.
-      loop: Of Keras, which counts what it takes.
-      progress: Of the ``fit``.
+      x: The argument ``x`` of ``fit``.
+      loop: Keras's loop, which counts the batches that it takes.
+      progress: The epoch and batch.
     """
 
     def __init__(self, x: Any, loop: LoopOfFit, progress: Progress):
@@ -88,7 +89,7 @@ class DataOfFit:
         self._restored: Mapping[str, Any] = {}
 
     def begin_epoch(self) -> None:
-        """An epoch begins, and with it maybe a pass."""
+        """Notes that an epoch begins, and perhaps a pass with it."""
         if not self._num_taken:
             self._at_pass = {"random": self._random.get_state(), "dataset": self._state_of_x()}
 
@@ -113,10 +114,10 @@ class DataOfFit:
         self._restored = state
 
     def resume(self) -> int:
-        """In place of ``begin_epoch``, where what was restored goes on.
+        """Goes to the restored position; called in place of ``begin_epoch``.
 
         Returns:
-          How many batches Keras will give that have been trained with.
+          The number of batches that Keras will give again, which have been trained with.
         """
         state = self._restored
         taken = state["taken"] or 0
@@ -130,7 +131,7 @@ class DataOfFit:
         return taken
 
     def end_replay(self) -> None:
-        """All that had been trained with has been read again."""
+        """Notes that all batches that had been trained with have been read again."""
         self._random.set_state(self._restored["random"])
 
     def _state_of_x(self) -> Any:
@@ -145,16 +146,15 @@ def _ignore(state: Any) -> None:
 
 @final
 class ReplayedSteps:
-    """In place of ``model.train_function`` until all batches have been read that had been trained with: reads, and
-    trains nothing.
+    """Stands in for ``model.train_function`` in a resumed epoch.
+
+    It reads the batches that had been trained with, and trains nothing.
 
     Args:
-      model: Whose.
-      loop: Of Keras.
-      num_before: How many batches of earlier epochs come first; they are read in one call.
-      num_batches: How many of this epoch: each call reads as many as the model's ``steps_per_execution``.
-      logs: What the last of them had returned.
-      data: Told when it is done.
+      num_before: The number of batches of earlier epochs, which come first; one call reads all of them.
+      num_batches: The number of batches of this epoch; each call reads as many as ``steps_per_execution``.
+      logs: The logs of the last of these batches.
+      data: Told when all have been read.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ReplayedSteps:
 
     @property
     def has_ended(self) -> bool:
-        """Whether training has begun again, or does with the next batch."""
+        """True if training has begun again, or does so with the next batch."""
         return not self._num_before and not self._num_left
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""How far Keras's loop is in a pass through its data, which it counts by itself, and which nothing public tells it."""
+"""The position of Keras's loop in a pass through its data. The loop counts it, and nothing public tells it."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ class LoopOfFit:
         return loop._steps_seen if goes_on else 0
 
     def skip(self, num_batches: int) -> None:
-        """So many batches were taken in its place."""
+        """Counts batches that were taken in its place."""
         self._loop._steps_seen += num_batches

@@ -1,4 +1,4 @@
-"""One ``fit`` that saves, and goes on where the newest checkpoint is: what ``CheckpointCallback`` does in it."""
+"""One ``fit`` that saves, and resumes from the newest checkpoint: the work of ``CheckpointCallback``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ log = logging.getLogger("replicax")
 
 @final
 class ResumableFit:
-    """Each method is a callback's, called when the other callbacks have been.
+    """Its methods are called where a callback's are, after the other callbacks.
 
     Args:
-      model: Which is trained; it, its optimizer and its metrics have been built.
-      manager: Of the checkpoints.
-      strategy: Of the model, if it has one.
-      loop: Of Keras.
+      model: The model, built, with its optimizer and metrics.
+      strategy: The model's strategy, if it has one.
+      loop: Keras's loop.
       given: The arguments of ``fit``, by name.
-      params: What Keras tells callbacks: "epochs", "steps".
+      params: The parameters that Keras gives callbacks: "epochs", "steps".
       others: The other callbacks.
-      every: How many batches there are between two checkpoints; None: there is one at the end of each epoch.
-      monitor: By which epochs are judged.
-      config: What is done when the process is to end.
-      only_epochs: There are no moments between batches: it ends after an epoch.
+      every: The number of batches between two checkpoints; None: one at the end of each epoch.
+      monitor: The name in the logs by which epochs are judged.
+      config: What to do when the process is told to end.
+      only_epochs: True if it can end only after an epoch, since workers take batches at the same time.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ResumableFit:
         self._guarded = self._guard(None if strategy is None else strategy.topology.peers)
 
     def _guard(self, peers: Any) -> GuardedSteps | None:
-        """Watches for the end of the process, which only the main thread can."""
+        """Watches for the end of the process; only the main thread can."""
         if (
             threading.current_thread() is not threading.main_thread()
             and self._config.termination_watcher_fn is None
@@ -90,7 +89,7 @@ class ResumableFit:
             return None
         return GuardedSteps(peers, self._config)
 
-    # --- going on -------------------------------------------------------------------------------------------
+    # --- resuming -------------------------------------------------------------------------------------------
 
     def _restore(self) -> str | None:
         self._manager.checkpoint.fit = {
@@ -210,12 +209,12 @@ class ResumableFit:
         self._saved_at = self._now
 
     def _is_unjudged(self, monitor: str, logs: Mapping[str, Any]) -> bool:
-        """Whether this is one of the epochs that ``validation_freq`` leaves out."""
+        """True for an epoch that ``validation_freq`` leaves out."""
         is_left_out = self._has_gaps and not any(name.startswith("val_") for name in logs)
         return is_left_out and monitor.startswith("val_")
 
     def _save_now(self) -> None:
-        """Before the process ends."""
+        """Saves before the process ends."""
         if self._config.save_fn is not None:
             self._config.save_fn()
             return
@@ -227,13 +226,13 @@ class ResumableFit:
     # --- the end --------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """``fit`` has ended: what was saved is on the disk."""
+        """Waits, at the end of ``fit``, until all is on the disk."""
         if self._is_to_resume:  # nothing was left to train
             self._give_history()
         self._manager.wait()
 
     def close(self, *, is_failing: bool) -> None:
-        """Leaves everything as it was before, whatever happened."""
+        """Leaves everything as it was before, also after an error."""
         self._model._initial_epoch = self._initial_epoch
         if self._muted is not None:
             self._muted.end()
