@@ -33,7 +33,6 @@ from replicax._src.input.narrowing import as_numpy, narrowed_nest
 from replicax._src.input.split import InputContext, InputOptions, InputReplicationMode
 from replicax._src.jax_compat import Device
 from replicax._src.options import CommunicationOptions, ReduceOp, RunOptions, ShardState, ValueContext
-from replicax._src.pictures.strategies import table_of
 from replicax._src.placement.eager import run_eagerly
 from replicax._src.program.capture import current_capture
 from replicax._src.program.slots import SlotTable, placed_by_each
@@ -878,4 +877,6 @@ class Strategy:
         return f"<{type(self).__name__} on {names}>"
 
     def _repr_html_(self) -> str:
+        from replicax._src.pictures.strategies import table_of  # at the edge: it uses public names
+
         return table_of(type(self).__name__, self.topology, self.variable_placement)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
@@ -12,11 +12,13 @@ import numpy as np
 from replicax._src import context
 from replicax._src.frameworks.framework import is_variable
 from replicax._src.parameter_servers.client.arrays import Initial, ServerArray
-from replicax._src.parameter_servers.client.session import Session
 from replicax._src.topology import Topology
 from replicax._src.variables.partitioners import num_shards_of, shard_rows
 from replicax._src.variables.sharded import ShardedVariable
 from replicax._src.variables.shards import ShardsOfOne
+
+if TYPE_CHECKING:
+    from replicax._src.parameter_servers.client.session import Session
 
 RunHere = Callable[..., Any]
 

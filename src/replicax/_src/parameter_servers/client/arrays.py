@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import jax
 import numpy as np
 
-from replicax._src.parameter_servers.programs.programs import Piece
-
 _TABLE_BYTES = 1 << 20
 
 Initial = Callable[[], Any]
 """Gives the first value."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a variable, on one parameter server: rows ``start`` to ``stop`` of its first dim, or all of it.
+
+    Attributes:
+      ps: Index of the parameter server.
+      key: The key of the piece, unique on that server.
+      rows: (start, stop) of a shard; None for a variable that is whole there.
+    """
+
+    ps: int
+    key: str
+    rows: tuple[int, int] | None = None
 
 
 class Holder(Protocol):

@@ -13,25 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from replicax._src.parameter_servers.client.arrays import Piece
+
 Averaging = Literal["mean", "all", "rows"]
 """How operands of several closures become one: their mean; whether all of them hold; or, of numbers of rows and the
 rows' gradients, which are two operands, the mean of these.
 """
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a variable, on one parameter server: rows ``start`` to ``stop`` of its first dim, or all of it.
-
-    Attributes:
-      ps: Index of the parameter server.
-      key: The key of the piece, unique on that server.
-      rows: (start, stop) of a shard; None for a variable that is whole there.
-    """
-
-    ps: int
-    key: str
-    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
